@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from nano_inference.catalog import default_cache, resolve
 from nano_inference.server.log import ACCESS_LOGGER
 
-# A machine that stands still for a second is no fault of the code, and every run tells the same.
+# A machine that stalls for a second is no defect of the code; examples are the same in every run.
 settings.register_profile(
     "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )

@@ -35,7 +35,7 @@ def run(work: Work, engine: InferenceEngine | None = None) -> None:
     asyncio.run(main())
 
 
-def test_many_generates_at_once_give_what_each_gives_alone() -> None:
+def test_concurrent_generates_equal_separate_ones() -> None:
     prompts = [[1, 2, 3, n] for n in range(20)]
     expected = [content(fake_engine().generate([prompt, PROMPT], PARAMS, 2)) for prompt in prompts]
 
@@ -46,7 +46,7 @@ def test_many_generates_at_once_give_what_each_gives_alone() -> None:
     run(work)
 
 
-def test_a_stream_yields_every_token_and_the_sample_last() -> None:
+def test_stream_yields_every_token_and_then_the_sample() -> None:
     (expected,) = fake_engine().generate([PROMPT], PARAMS, program=Calculator())
 
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:
@@ -58,7 +58,7 @@ def test_a_stream_yields_every_token_and_the_sample_last() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel a generate", "break a stream", "cancel a stream"])
-def test_a_caller_that_leaves_aborts_its_requests(how: str) -> None:
+def test_cancelled_caller_aborts_its_requests(how: str) -> None:
     inner = fake_engine(num_blocks=30_000)
 
     async def leave(engine: AsyncEngine[InferenceEngine]) -> None:
@@ -90,7 +90,7 @@ def test_a_caller_that_leaves_aborts_its_requests(how: str) -> None:
     run(work, inner)
 
 
-def test_a_refused_request_raises_and_others_are_unaffected() -> None:
+def test_invalid_request_raises_and_others_are_unaffected() -> None:
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:
         good = asyncio.create_task(engine.generate([PROMPT], PARAMS))
         for prompts, count in (([PROMPT, [10_000]], 1), ([[]], 1), ([PROMPT], 0), ([PROMPT], True)):
@@ -102,7 +102,7 @@ def test_a_refused_request_raises_and_others_are_unaffected() -> None:
     run(work)
 
 
-def test_scores_are_those_of_the_engine(tied: Pair, open_engine: OpenEngine) -> None:
+def test_score_equals_the_engines_score(tied: Pair, open_engine: OpenEngine) -> None:
     inner = open_engine(tied)
     text = [1, 2, 3, 4, 5, 6, 7]
     expected = [inner.score(text, start, temperature=0.5) for start in (0, 1, 4)]
@@ -114,7 +114,7 @@ def test_scores_are_those_of_the_engine(tied: Pair, open_engine: OpenEngine) -> 
     run(work, inner)
 
 
-def test_work_that_runs_steps_loses_no_delta_of_others() -> None:
+def test_call_that_runs_steps_delivers_all_deltas() -> None:
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:
         task = asyncio.create_task(engine.generate([PROMPT], PARAMS))
         await asyncio.sleep(0)
@@ -124,7 +124,7 @@ def test_work_that_runs_steps_loses_no_delta_of_others() -> None:
     run(work)
 
 
-def test_a_failing_step_reaches_every_waiter_with_its_cause() -> None:
+def test_failed_step_raises_engine_dead_in_every_waiter() -> None:
     class Broken(FakeRunner):
         def run(
             self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
@@ -144,7 +144,7 @@ def test_a_failing_step_reaches_every_waiter_with_its_cause() -> None:
     run(work, fake_engine(runner=Broken(100, 4)))
 
 
-def test_stopping_answers_whoever_still_waits() -> None:
+def test_stop_fails_waiting_callers() -> None:
     async def main() -> None:
         engine = AsyncEngine(lambda: fake_engine(num_blocks=30_000))
         await engine.start()
@@ -159,7 +159,7 @@ def test_stopping_answers_whoever_still_waits() -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_cannot_be_opened_raises_at_the_start() -> None:
+def test_start_raises_what_opening_raised() -> None:
     def open_engine() -> InferenceEngine:
         raise ValueError("no such model")
 

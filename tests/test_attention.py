@@ -1,4 +1,4 @@
-"""Every backend against a masked softmax in float64, with garbage wherever nobody may look."""
+"""Every backend against a masked softmax in float64, with garbage wherever attention must not read."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def make_scene(
     for span in step.spans:
         k_SKD, v_SKD = torch.randn(2, span.start, num_kv_heads, HEAD_DIM, generator=generator).unbind(0)
         seen = 0 if window is None else max(0, span.start + 1 - window)
-        k_SKD[:seen], v_SKD[:seen] = -GARBAGE, GARBAGE  # behind the window: nobody may look any more
+        k_SKD[:seen], v_SKD[:seen] = -GARBAGE, GARBAGE  # outside the window
         slot_S = torch.tensor([span.blocks[p // block_size] * block_size + p % block_size for p in range(span.start)])
         store.write(LAYER, slot_S.long(), k_SKD, v_SKD)
         own = slice(span.offset, span.offset + span.num_tokens)
@@ -130,13 +130,13 @@ def test_query_heads_share_the_right_kv_head(backend: Backend, num_kv_heads: int
 
 @pytest.mark.parametrize("window", [1, 5, 17, 1000])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_a_window_shows_exactly_its_keys(backend: Backend, window: int, block_size: int) -> None:
+def test_window_masks_exactly_the_older_keys(backend: Backend, window: int, block_size: int) -> None:
     check(backend, DECODES + CHUNKS, block_size=block_size, window=window)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [0.5, 20.0])
-def test_the_soft_cap_bends_scores_before_the_mask(backend: Backend, window: int | None, softcap: float) -> None:
+def test_soft_cap_applies_before_the_mask(backend: Backend, window: int | None, softcap: float) -> None:
     check(backend, DECODES + CHUNKS, window=window, softcap=softcap, num_kv_heads=2)
 
 

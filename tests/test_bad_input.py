@@ -1,4 +1,4 @@
-"""Bad requests and bad luck: one line, at once, naming the field and the limit; everybody else goes on."""
+"""Invalid requests and failures: a one-line error naming field and limit; other requests are unaffected."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CASES: list[tuple[str, str, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("what", "message", "prompt", "options"), CASES, ids=[case[0] for case in CASES])
-def test_a_bad_request_is_refused_in_one_line_and_harms_nobody(
+def test_bad_request_raises_one_line_error_and_leaves_others_unaffected(
     what: str, message: str, prompt: Any, options: dict[str, Any]
 ) -> None:
     expected = tokens_of(fake().generate([PROMPT], LONG))
@@ -106,14 +106,14 @@ def test_a_bad_request_is_refused_in_one_line_and_harms_nobody(
         (EngineRequest(prompt=[1], beginning=None), "beginning must be a Beginning, got NoneType"),  # type: ignore[arg-type]
     ],
 )
-def test_a_bad_record_is_refused_in_one_line(request_: Any, message: str) -> None:
+def test_invalid_record_raises_one_line_error(request_: Any, message: str) -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
     with pytest.raises(BadRequest, match=message) as caught:
         engine.add(request_)
     assert "\n" not in str(caught.value) and not engine.has_pending()
 
 
-def test_a_request_larger_than_the_whole_cache_is_refused_at_the_door() -> None:
+def test_request_larger_than_the_cache_is_rejected_at_admission() -> None:
     ours = fake(kv=fake_parts("radix", 5, 4).kv)
     message = r"prompt of 5 tokens and max_tokens of 16 need more than the whole KV cache, which holds 20 tokens"
     with pytest.raises(BadRequest, match=message):
@@ -126,7 +126,7 @@ def test_a_request_larger_than_the_whole_cache_is_refused_at_the_door() -> None:
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        ("prompts must be a list of lists .* put it into a list", ([1, 2],)),
+        ("prompts must be a list of lists .* wrap it in a list", ([1, 2],)),
         ("prompts must be a list of lists .* str", ("hello",)),
         ("prompts must be a list of lists .* int", (5,)),
         ("prompt must be a collection of token ids, got int", ([[1], 2],)),
@@ -137,7 +137,7 @@ def test_a_request_larger_than_the_whole_cache_is_refused_at_the_door() -> None:
         ("num_samples must be an integer, got 1.5", ([[1]], GREEDY, 1.5)),
     ],
 )
-def test_a_bad_call_of_generate_is_refused_in_one_line(message: str, arguments: tuple[Any, ...]) -> None:
+def test_invalid_generate_call_raises_one_line_error(message: str, arguments: tuple[Any, ...]) -> None:
     ours = fake()
     with pytest.raises(BadRequest, match=message) as caught:
         ours.generate(*arguments)
@@ -165,7 +165,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (r"kv_cache_bytes: 6143 bytes do not hold one block of \d+ bytes", {"kv_cache_bytes": 6143, "device": "cpu"}),
     ],
 )
-def test_an_engine_that_cannot_be_built_says_why(tiny: Path, message: str, options: dict[str, Any]) -> None:
+def test_engine_construction_error_names_the_reason(tiny: Path, message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         InferenceEngine(EngineConfig(model_path=str(tiny), **options))
     assert "\n" not in str(caught.value)
@@ -227,7 +227,7 @@ def test_a_step_that_fails_raises_and_is_computed_again() -> None:
     assert tokens_of(ours.generate([PROMPT], LONG)) == [expected[1]] and is_idle(ours)
 
 
-def test_a_closed_engine_takes_nothing_more_and_holds_nothing() -> None:
+def test_closed_engine_rejects_calls_and_frees_memory() -> None:
     with fake() as ours:
         ours.add_request(PROMPT, LONG)
         ours.step()
@@ -249,7 +249,7 @@ class NothingAllowed:
 
 
 @pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
-def test_a_row_that_can_draw_nothing_ends_and_harms_nobody(tiny: Path, mode: Any) -> None:
+def test_row_without_drawable_token_aborts_alone(tiny: Path, mode: Any) -> None:
     ours = InferenceEngine(EngineConfig(model_path=str(tiny), kv_cache_bytes=1 << 20, device="cpu"))
     alone = ours.generate([PROMPT], LONG)[0]
     blocked = SamplingParams(logprobs_mode=mode)
@@ -271,7 +271,7 @@ def test_allowed_tokens_that_are_all_stop_tokens_are_refused_with_min_tokens(tin
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_nonsense_given_to_the_thin_face_changes_nothing(cache_type: Any) -> None:
+def test_invalid_allocate_arguments_change_nothing(cache_type: Any) -> None:
     kv = make_kv(cache_type, 8, 4)
     blocks = kv.allocate(range(10)).block_ids
     for wrong in ((blocks, 11), (blocks, -1), (blocks[1:], None), ((*blocks, 7), None), ((), None)):
@@ -283,7 +283,7 @@ def test_nonsense_given_to_the_thin_face_changes_nothing(cache_type: Any) -> Non
     assert kv.num_free_blocks() == 8
 
 
-def test_the_public_function_refuses_shapes_that_disagree() -> None:
+def test_sample_with_logprobs_rejects_mismatched_shapes() -> None:
     logits_BV, ones_B = torch.zeros(3, 5), torch.ones(3)
     for logits, ones in ((torch.zeros(5), ones_B), (logits_BV, torch.ones(2)), (torch.zeros(()), ones_B)):
         with pytest.raises(ValueError, match=r"logits must be \[B, V\]"):

@@ -20,17 +20,17 @@ def asked(*rows: Row) -> Wanted:
     return wanted(rows, drawn(rows)[1])
 
 
-def test_of_a_chunk_that_draws_nothing_nothing_is_kept() -> None:
+def test_chunk_without_sampling_keeps_no_position() -> None:
     assert asked(row(0, 5), row(1, 3)) == ([], [], {}, {})
 
 
-def test_only_the_last_of_a_chunk_that_draws_is_kept() -> None:
+def test_sampling_chunk_keeps_only_its_last_position() -> None:
     rows = (row(0, 1, num_sampled=1), row(1, 5), row(2, 4, num_sampled=1))
     assert drawn(rows) == ([rows[0], rows[2]], [0, 9])
     assert asked(*rows) == ([0, 9], [0, 1], {}, {})
 
 
-def test_guesses_are_kept_with_the_token_before_them() -> None:
+def test_draft_positions_are_kept_with_the_token_before_them() -> None:
     rows = (row(0, 1, num_sampled=1), row(1, 6, num_sampled=3, num_drafts=2))
     seen, places = drawn(rows)
     assert places == [0, 4, 5, 6]
@@ -38,7 +38,7 @@ def test_guesses_are_kept_with_the_token_before_them() -> None:
     assert asked(*rows) == ([0, 4, 5, 6], [0, 1, 2, 3], {}, {})
 
 
-def test_between_what_is_scored_and_what_is_drawn_there_may_be_a_gap() -> None:
+def test_scored_and_sampled_positions_can_be_apart() -> None:
     rows = (row(0, 8, num_sampled=1, score_from=0, score_end=4), row(1, 6, pool_from=2), row(2, 2, num_sampled=1))
     found = asked(*rows)
     assert found.kept == [0, 1, 2, 7, 10, 11, 12, 13, 15]

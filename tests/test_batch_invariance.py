@@ -156,7 +156,7 @@ def together(ours: InferenceEngine, places: range) -> list[TrainingSample]:
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "plain",
 )
-def test_all_together(model: Model, options: dict[str, Any]) -> None:
+def test_results_are_equal_in_one_batch(model: Model, options: dict[str, Any]) -> None:
     with open_engine(model.path, **model.options, **options) as ours:
         assert [bits(sample) for sample in together(ours, range(30))] == model.alone
         again = together(ours, range(30))
@@ -165,7 +165,7 @@ def test_all_together(model: Model, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 7])
-def test_in_batches(model: Model, size: int) -> None:
+def test_results_are_equal_in_batches(model: Model, size: int) -> None:
     with open_engine(model.path, **model.options) as ours:
         for start in range(0, 28, size):
             places = range(start, start + size)
@@ -174,7 +174,7 @@ def test_in_batches(model: Model, size: int) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_arriving_one_step_apart(model: Model, num_threads: int) -> None:
+def test_results_are_equal_with_staggered_arrival(model: Model, num_threads: int) -> None:
     with open_engine(model.path, **model.options, num_threads=num_threads, max_tokens_per_batch=40) as ours:
         ids = []
         for prompt, params in REQUESTS:
@@ -185,7 +185,7 @@ def test_arriving_one_step_apart(model: Model, num_threads: int) -> None:
         assert [bits(ours.collect(one)[0]) for one in ids] == model.alone
 
 
-def test_preempted_in_a_tight_cache(model: Model) -> None:
+def test_results_are_equal_after_preemption(model: Model) -> None:
     with open_engine(model.path, **model.options, block_size=4) as roomy:
         block_bytes = (16 << 20) // roomy.parts.kv.num_blocks
     with open_engine(
@@ -196,7 +196,7 @@ def test_preempted_in_a_tight_cache(model: Model) -> None:
         assert [bits(sample) for sample in samples] == model.alone
 
 
-def test_scores_do_not_depend_on_chunks_or_mates(model: Model) -> None:
+def test_scores_do_not_depend_on_chunks_or_batch(model: Model) -> None:
     texts = [prompt for prompt, _ in REQUESTS if len(prompt) > 1]
     with open_engine(model.path, **model.options) as ours:
         alone = []
@@ -208,7 +208,7 @@ def test_scores_do_not_depend_on_chunks_or_mates(model: Model) -> None:
             assert ours.score(texts) == alone
 
 
-def test_an_embedding_does_not_depend_on_mates_nor_the_last_one_on_chunks(model: Model) -> None:
+def test_embedding_does_not_depend_on_batch_or_chunks(model: Model) -> None:
     texts = [prompt for prompt, _ in REQUESTS]
     with open_engine(model.path, **model.options) as ours:
         alone = {}

@@ -90,7 +90,7 @@ def test_hub_ids(name: str, wanted: HubName | None) -> None:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub, and a hub at a port where nobody listens."""
+    """An empty cache of the hub, and a hub at a port without a listener."""
     constants = pytest.importorskip("huggingface_hub").constants
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -45,7 +45,7 @@ def test_everybody_has_a_turn_and_then_ours_and_the_fastest_of_each_precision() 
     assert cells[SLOW.name]["values"] == [10]
 
 
-def test_an_engine_that_fails_is_told_and_stops_nobody() -> None:
+def test_failed_engine_is_reported_and_others_run() -> None:
     def turn(plan: Plan, repetition: int) -> compare.Figures:
         if plan is FAST:
             raise RuntimeError("no room")
@@ -247,7 +247,7 @@ def test_a_worker_answers_whatever_libraries_print(tmp_path: Path, started: list
     assert "a library speaks" in (tmp_path / "log").read_text()
 
 
-def test_a_worker_that_ends_or_hangs_is_told_with_its_log(tmp_path: Path, started: list[Worker]) -> None:
+def test_ended_or_hanging_worker_is_reported_with_its_log(tmp_path: Path, started: list[Worker]) -> None:
     one = start_worker(SILENT, tmp_path / "log")
     started.append(one)
     with pytest.raises(RuntimeError, match=f"ended.*{tmp_path}/log"):
@@ -336,9 +336,7 @@ def test_a_server_is_ready_at_the_first_healthy_answer_and_measured(
     assert rate > 0 and first > 0
 
 
-def test_a_server_that_ends_hangs_or_says_nothing_is_told_with_its_log(
-    tmp_path: Path, started: list[Worker | ChatServer]
-) -> None:
+def test_failed_server_is_reported_with_its_log(tmp_path: Path, started: list[Worker | ChatServer]) -> None:
     log = tmp_path / "log"
     silent = start_server("''", log)
     started.append(silent)

@@ -1,4 +1,4 @@
-"""Pause, resume, sleep, wake, abort and flush: nothing is lost, nothing leaks, nobody waits for ever."""
+"""Pause, resume, sleep, wake, abort and flush: no lost requests, no leaks, no endless waits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def is_right(samples: list[TrainingSample]) -> bool:
 
 
 @pytest.mark.parametrize("clear_cache", [False, True])
-def test_a_pause_that_keeps_freezes_everything_where_it_is(clear_cache: bool) -> None:
+def test_pause_keep_suspends_all_requests(clear_cache: bool) -> None:
     engine = fake()
     started(engine)
     computed = engine.parts.runner.num_computed
@@ -73,7 +73,7 @@ def test_a_pause_that_keeps_freezes_everything_where_it_is(clear_cache: bool) ->
     assert any(s.num_preemptions for s in samples) == clear_cache
 
 
-def test_a_pause_that_waits_ends_what_has_begun_and_starts_nothing() -> None:
+def test_pause_wait_finishes_started_requests_and_starts_none() -> None:
     engine = fake(max_batch_size=2)
     first = started(engine)
     second = engine.add_request([1, 2], LONG)
@@ -94,7 +94,7 @@ def test_a_paused_engine_can_still_be_drained() -> None:
     assert len(engine.step()) == 2 and engine.is_paused
 
 
-def test_a_pause_that_aborts_gives_everybody_what_there_is() -> None:
+def test_pause_abort_returns_partial_samples() -> None:
     engine = fake(max_batch_size=2)
     first = started(engine)
     second = engine.add_request([1, 2], LONG)
@@ -111,7 +111,7 @@ def test_a_pause_that_aborts_gives_everybody_what_there_is() -> None:
 
 @pytest.mark.parametrize("clear_cache", [False, True])
 @pytest.mark.parametrize("was_paused", [False, True])
-def test_a_pause_that_waits_can_be_left_to_whoever_drives(clear_cache: bool, was_paused: bool) -> None:
+def test_nonblocking_pause_completes_in_ticks(clear_cache: bool, was_paused: bool) -> None:
     engine = fake(max_batch_size=2)
     first = started(engine)
     if was_paused:
@@ -133,7 +133,7 @@ def test_a_pause_that_waits_can_be_left_to_whoever_drives(clear_cache: bool, was
 
 
 @pytest.mark.parametrize("was_paused", [False, True])
-def test_a_pause_that_waits_can_be_called_off(was_paused: bool) -> None:
+def test_waiting_pause_can_be_cancelled(was_paused: bool) -> None:
     engine = fake()
     started(engine)
     if was_paused:
@@ -146,7 +146,7 @@ def test_a_pause_that_waits_can_be_called_off(was_paused: bool) -> None:
     assert not engine.is_pausing and is_right(run_out(engine))
 
 
-def test_another_pause_takes_the_place_of_one_that_waits() -> None:
+def test_new_pause_replaces_a_waiting_one() -> None:
     engine = fake()
     started(engine)
     engine.pause("wait", blocking=False)
@@ -162,18 +162,18 @@ def test_another_pause_takes_the_place_of_one_that_waits() -> None:
     engine.resume()
     engine.add_request(PROMPT, LONG)
     engine.pause("wait", blocking=False)
-    assert engine.is_paused, "what only waits has not begun"
+    assert engine.is_paused, "a queued request has not started"
     engine.wake()
     engine.resume()
     assert is_right(run_out(engine))
 
 
-def test_a_sleeping_engine_cannot_be_drained() -> None:
+def test_draining_an_engine_asleep_raises() -> None:
     engine = fake()
     started(engine)
     engine.sleep()
     for blocking in (True, False):
-        with pytest.raises(EnginePaused, match="nothing that has begun can end"):
+        with pytest.raises(EnginePaused, match="started requests cannot end"):
             engine.pause("wait", blocking=blocking)
     engine.wake()
     assert is_right(run_out(engine))
@@ -192,11 +192,11 @@ def test_requests_end_with_their_last_deltas() -> None:
     assert engine.end_requests() == () and engine.step() == [] and not engine.has_pending()
 
 
-def test_weights_can_be_named_before_and_after_they_come(untied: Pair, open_engine: OpenEngine) -> None:
+def test_weights_can_be_labelled_during_and_after_an_update(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     engine.label_weights("first")
     assert engine.weight_info().label == "first"
-    with pytest.raises(BadRequest, match="no update is under way"):
+    with pytest.raises(BadRequest, match="no weight update is in progress"):
         engine.label_weights("next", are_next=True)
     with pytest.raises(BadRequest, match="version must be an integer or a string"):
         engine.label_weights(1.5)  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def test_weights_can_be_named_before_and_after_they_come(untied: Pair, open_engi
     assert engine.weights_dtype() == "float32" and not engine.is_on_cuda
 
 
-def test_whoever_waits_is_told_of_an_update_that_fails(untied: Pair, open_engine: OpenEngine) -> None:
+def test_finish_update_raises_the_error_of_a_failed_update(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     gathered: list[str] = []
     engine.update_weights({}, on_gathered=lambda: gathered.append(engine.weight_info().update))
@@ -221,7 +221,7 @@ def test_whoever_waits_is_told_of_an_update_that_fails(untied: Pair, open_engine
 
 
 @pytest.mark.parametrize("hold", ["pause", "sleep"])
-def test_nobody_waits_for_a_held_engine(hold: str) -> None:
+def test_waiting_on_a_halted_engine_raises(hold: str) -> None:
     engine = fake()
     stream = engine.stream(PROMPT, LONG)
     next(stream)
@@ -236,7 +236,7 @@ def test_nobody_waits_for_a_held_engine(hold: str) -> None:
     run_out(engine)
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     engine = fake()
     with pytest.raises(BadRequest, match="mode must be one of keep, wait, abort, got 'stop'"):
         engine.pause("stop")  # type: ignore[arg-type]
@@ -244,12 +244,12 @@ def test_wrong_arguments_are_named() -> None:
         engine.pause(clear_cache=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="discard_weights must be true or false"):
         engine.sleep(discard_weights=None)  # type: ignore[arg-type]
-    with pytest.raises(BadRequest, match="without weights that could be updated"):
+    with pytest.raises(BadRequest, match="no weights that can be updated"):
         engine.update_weights({})
     assert not engine.is_paused and not engine.is_asleep
 
 
-def test_sleep_keeps_the_requests_and_gives_the_cache_back(untied: Pair, open_engine: OpenEngine) -> None:
+def test_sleep_keeps_requests_and_frees_the_cache(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     undisturbed = engine.generate([PROMPT], LONG, 2)
     engine.flush_cache()
@@ -267,7 +267,7 @@ def test_sleep_keeps_the_requests_and_gives_the_cache_back(untied: Pair, open_en
         assert torch.tensor(ours.logprobs).sub(torch.tensor(theirs.logprobs)).abs().max() < 1e-5
 
 
-def test_discarded_weights_must_come_again_before_anything_runs(untied: Pair, open_engine: OpenEngine) -> None:
+def test_discarded_weights_must_be_replaced_before_steps_run(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     started(engine)
     engine.sleep(discard_weights=True)
@@ -284,7 +284,7 @@ def test_discarded_weights_must_come_again_before_anything_runs(untied: Pair, op
     assert {s.token_versions[-1] for s in run_out(engine)} == {1}
 
 
-def test_flushing_frees_idle_blocks_and_lets_held_ones_die() -> None:
+def test_flush_frees_idle_blocks_now_and_held_ones_on_release() -> None:
     engine = fake()
     engine.generate([[*range(20)]], LONG)
     started(engine)
@@ -305,7 +305,7 @@ def test_all_requests_are_aborted_at_once() -> None:
     assert engine.abort_all() == () and not engine.has_pending()
 
 
-def test_a_progress_callback_may_pause_the_engine_under_itself() -> None:
+def test_progress_callback_can_pause_the_engine() -> None:
     engine = fake()
     with pytest.raises(EnginePaused):
         engine.generate([PROMPT], LONG, progress=lambda _: engine.pause())
@@ -313,37 +313,37 @@ def test_a_progress_callback_may_pause_the_engine_under_itself() -> None:
     assert run_out(engine) == []
 
 
-def test_a_draining_step_does_not_look_through_the_queue() -> None:
-    """Its cost is that of what has begun, however many wait; nothing is remembered of those that have ended."""
+def test_draining_step_does_not_scan_the_queue() -> None:
+    """The cost depends on started requests, not on queued ones; ended requests leave no state."""
     engine = fake(max_batch_size=2)
     first = started(engine, steps=1)
     others = [engine.add_request(PROMPT, LONG) for _ in range(50)]
-    core = engine._books.core
+    core = engine._state.core
     queue = core._waiting = Watched(core._waiting)
     engine.pause("wait", blocking=False)
     while not engine.is_paused:
         engine.step()
-    assert queue.num_seen <= 2 and len(queue) == 50 and not engine._books.ledger.is_live(first)
-    assert core.begun_requests() == frozenset()
+    assert queue.num_seen <= 2 and len(queue) == 50 and not engine._state.requests.is_live(first)
+    assert core.started_requests() == frozenset()
     engine.resume()
-    assert len(run_out(engine)) == len(others) and core.begun_requests() == frozenset()
+    assert len(run_out(engine)) == len(others) and core.started_requests() == frozenset()
 
 
-def test_waiting_for_any_of_many_looks_them_through_only_when_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_any_scans_ids_only_after_a_request_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step costs the same however many are waited for; another's end is the one reason to look again."""
     engine = fake(max_batch_size=2)
     others = [engine.add_request(PROMPT, SamplingParams(max_tokens=length, ignore_eos=True)) for length in (3, 5)]
     ids = [engine.add_request(PROMPT, LONG, claim=True) for _ in range(50)]
     num_steps, looks = 0, []
-    look = engine._books.ledger.ended_among
+    look = engine._state.requests.ended_among
 
     def count(_: object) -> None:
         nonlocal num_steps
         num_steps += 1
 
-    monkeypatch.setattr(engine._books.ledger, "ended_among", lambda ids: looks.append(num_steps) or look(ids))
+    monkeypatch.setattr(engine._state.requests, "ended_among", lambda ids: looks.append(num_steps) or look(ids))
     ended = engine.wait_for_any(ids, progress=count)
     assert ended == [ids[0]] or ended == ids[:2]
-    assert not any(map(engine._books.ledger.is_live, others))
+    assert not any(map(engine._state.requests.is_live, others))
     assert len(looks) == 1 + 3 and num_steps >= 20
     engine.abort_all()

@@ -102,7 +102,7 @@ def test_who_is_special(name: str, sampler: KernelSampler, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("vocab_size", [40, 513, 1300])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_row_gets_the_same_alone_and_among_any_mates(vocab_size: int, seed: int, sampler: KernelSampler) -> None:
+def test_row_result_does_not_depend_on_the_batch(vocab_size: int, seed: int, sampler: KernelSampler) -> None:
     rng = random.Random(seed)
     names = [rng.choice(list(ALL)) for _ in range(rng.randrange(2, 25))]
     rows = [row(100 * seed + i, **ALL[name]) for i, name in enumerate(names)]
@@ -115,7 +115,7 @@ def test_a_row_gets_the_same_alone_and_among_any_mates(vocab_size: int, seed: in
         assert repr(one_of(together, i)) == repr(one_of(alone, 0)), (names[i], names)
 
 
-def test_every_wish_is_met_beside_plain_rows(sampler: KernelSampler) -> None:
+def test_rows_with_every_option_work_in_one_batch(sampler: KernelSampler) -> None:
     names = [name for pair in zip(SPECIAL, [*PLAIN, *PLAIN], strict=False) for name in pair]
     rows = [row(i, **ALL[name]) for i, name in enumerate(names)]
     found = drawn(sampler, randn(len(rows), 513), rows)
@@ -134,12 +134,12 @@ def test_every_wish_is_met_beside_plain_rows(sampler: KernelSampler) -> None:
     assert plain.extras == () and plain.top_logprobs == ((), (), ())
 
 
-def test_extras_are_made_up_only_where_somebody_asked(sampler: KernelSampler) -> None:
+def test_extras_are_returned_only_on_request(sampler: KernelSampler) -> None:
     found = drawn(sampler, randn(2, 40), [row(0), row(1, top_k=3)])
     assert found.extras == ()
 
 
-def test_the_kernels_tokens_are_the_torch_samplers(sampler: KernelSampler) -> None:
+def test_kernel_tokens_equal_torch_tokens(sampler: KernelSampler) -> None:
     """They may differ only where the uniform lies on a border between two tokens, to what float32 can say."""
     names = [name for name in PLAIN for _ in range(150)]
     rows = [row(i, **PLAIN[name]) for i, name in enumerate(names)]
@@ -157,7 +157,7 @@ def test_the_kernels_tokens_are_the_torch_samplers(sampler: KernelSampler) -> No
     assert num_equal >= len(rows) - 3
 
 
-def test_what_cannot_be_drawn_spoils_no_mate(sampler: KernelSampler) -> None:
+def test_row_without_finite_logits_leaves_others_unaffected(sampler: KernelSampler) -> None:
     rows = [row(0), row(1, top_k=4), row(2), row(3, top_k=4)]
     logits_BV = randn(4, 300)
     clean = drawn(sampler, logits_BV.clone(), rows)

@@ -107,7 +107,7 @@ def nanochat(generation: str, directory: Path) -> GPT:
     return GPT.from_checkpoint(directory, device="cpu", dtype="float32")
 
 
-def test_nanochat_g0_is_that_of_transformers(tmp_path: Path) -> None:
+def test_nanochat_g0_equals_transformers(tmp_path: Path) -> None:
     nanochat("G0", tmp_path)
     config = transformers.NanoChatConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
@@ -165,7 +165,7 @@ def tight(tiny: Witness, num_blocks: int, **options: Any) -> InferenceEngine:
 
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_preempted_beside_rows_that_decode(tiny: Witness, cache_type: str, pooling: Pooling) -> None:
+def test_embedding_after_preemption_is_equal(tiny: Witness, cache_type: str, pooling: Pooling) -> None:
     ours = tight(tiny, 60, cache_type=cache_type, max_tokens_per_batch=8)
     decoding = SamplingParams(max_tokens=70, seed=1, ignore_eos=True)
     with engine(tiny[0]) as roomy:
@@ -184,7 +184,7 @@ def test_preempted_beside_rows_that_decode(tiny: Witness, cache_type: str, pooli
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("on_running", ["keep", "recompute", "wait"])
-def test_an_update_in_the_middle(
+def test_weight_update_restarts_an_embedding(
     tiny: Witness, newer: transformers.PreTrainedModel, cache_type: str, pooling: Pooling, on_running: Any
 ) -> None:
     ours = engine(tiny[0], cache_type=cache_type, max_tokens_per_batch=32, block_size=4, max_batch_size=3)
@@ -203,22 +203,22 @@ def test_an_update_in_the_middle(
     assert found[ids[0]].num_preemptions == int(on_running != "wait")
 
 
-def test_an_update_that_aborts_leaves_no_half_an_embedding(tiny: Witness, newer: transformers.PreTrainedModel) -> None:
+def test_aborting_update_returns_no_partial_embedding(tiny: Witness, newer: transformers.PreTrainedModel) -> None:
     ours = engine(tiny[0], max_tokens_per_batch=32)
     for pooling in POOLINGS:
-        begun = ours.add_request(text(1, 90), asking(pooling))
+        request_id = ours.add_request(text(1, 90), asking(pooling))
         ours.step()
         ours.update_weights(newer.state_dict(), blocking=True, on_running="abort")
-        sample = run_out(ours)[begun]
+        sample = run_out(ours)[request_id]
         assert (sample.finish_reason, sample.embedding) == ("abort", None)
-        begun = ours.add_request(text(1, 90), asking(pooling))
+        request_id = ours.add_request(text(1, 90), asking(pooling))
         ours.step()
-        (partial,) = ours.abort(begun)
+        (partial,) = ours.abort(request_id)
         assert (partial.finish_reason, partial.embedding, partial.stop_reason) == ("abort", None, None)
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_only_the_last_position_takes_prefix_hits(tiny: Witness, cache_type: str) -> None:
+def test_only_last_pooling_uses_cached_prefixes(tiny: Witness, cache_type: str) -> None:
     directory, model = tiny
     with engine(directory, cache_type=cache_type) as ours:
         ids = text(5, 200)
@@ -233,7 +233,7 @@ def test_only_the_last_position_takes_prefix_hits(tiny: Witness, cache_type: str
         assert ours.generate([[*other, 3]], SamplingParams(max_tokens=1))[0].num_cached_tokens >= 96
 
 
-def test_many_of_one_text_at_once(tiny: Witness) -> None:
+def test_equal_texts_in_one_batch_give_equal_embeddings(tiny: Witness) -> None:
     directory, model = tiny
     ours = engine(directory, max_tokens_per_batch=30, block_size=4)
     ids = text(8, 77)
@@ -252,7 +252,7 @@ def test_equal_texts_do_not_wait_for_each_other(tiny: Witness) -> None:
         assert len(ours.tick().samples) == 3, "each computes its own K/V in any case"
 
 
-def test_one_by_one_as_together(tiny: Witness) -> None:
+def test_embeddings_are_equal_separately_and_together(tiny: Witness) -> None:
     texts = [text(20 + length, length) for length in (1, 5, 16, 40, 41, 100, 3)]
     with engine(tiny[0], max_tokens_per_batch=64) as ours:
         for pooling in POOLINGS:
@@ -297,7 +297,7 @@ def test_an_engine_of_another_precision_returns_float32(tiny: Witness, monkeypat
     assert (hidden_TE.float().mean(0) - torch.tensor(found)).abs().max() <= 1e-6, "added up in 32 bits"
 
 
-def test_hidden_states_that_are_no_numbers(tiny: Witness, newer: transformers.PreTrainedModel) -> None:
+def test_nonfinite_hidden_states_raise(tiny: Witness, newer: transformers.PreTrainedModel) -> None:
     broken = {name: weight.clone() for name, weight in newer.state_dict().items()}
     broken["model.norm.weight"][3] = math.nan
     with engine(tiny[0]) as ours:
@@ -326,7 +326,7 @@ def fake_embedding(prompt: list[int], pooling: str, version: int) -> list[float]
 
 
 class PoolingRunner(VersionedRunner):
-    """Its hidden states tell apart whatever the K/V was computed with; fails when it is told to."""
+    """Hidden states depend on the weights of all earlier K/V; can be set to fail."""
 
     failures: list[BaseException]
 
@@ -371,7 +371,7 @@ def check_embedding(ask: Mapping[str, Any], sample: TrainingSample) -> bool:
 
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.usefixtures("pooling_runner")
-def test_no_world_mixes_versions_or_misses_a_position(cache_type: str) -> None:
+def test_random_worlds_pool_each_position_once_under_one_version(cache_type: str) -> None:
     num_whole = num_preempted = num_cached = 0
     for seed in range(250):
         world = run_world(pooling_world(seed, cache_type))
@@ -408,7 +408,7 @@ def test_a_step_that_fails_is_not_counted_twice(failure: BaseException) -> None:
         assert one.embedding == pytest.approx(wanted, abs=1e-6)
 
 
-def test_a_runner_without_hidden_states_says_so() -> None:
+def test_runner_without_hidden_states_raises() -> None:
     ours = InferenceEngine(fake_config(), parts=fake_parts("radix", 60, 4))
     for pooling in POOLINGS:
         sample = ours.generate([[1, 2, 3]], asking(pooling))[0]
@@ -431,7 +431,7 @@ def test_a_runner_without_hidden_states_says_so() -> None:
         ({"pooling": "mean", "max_tokens": 0, "prompt_logprobs": 2}, "prompt_logprobs must be left out with pooling"),
     ],
 )
-def test_parameters_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+def test_pooling_rejects_incompatible_parameters(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**options)
 
@@ -452,7 +452,7 @@ def test_parameters_that_do_not_go_together(options: dict[str, Any], message: st
         ([1], {"normalize": 1}, "normalize must be true or false"),
     ],
 )
-def test_what_cannot_be_embedded(tiny: Witness, given: Any, options: dict[str, Any], message: str) -> None:
+def test_embed_rejects_invalid_input(tiny: Witness, given: Any, options: dict[str, Any], message: str) -> None:
     with engine(tiny[0]) as ours:
         with pytest.raises(ValueError, match=message):
             ours.embed(given, **options)

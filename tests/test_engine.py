@@ -60,7 +60,7 @@ def is_idle(running: InferenceEngine) -> bool:
     return not running.has_pending() and kv.num_free_blocks() == kv.num_blocks
 
 
-def test_samples_come_prompt_major_whatever_ends_first() -> None:
+def test_samples_are_prompt_major_in_any_order_of_ending() -> None:
     prompts = [[1], [2, 3], [4, 5, 6]]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 3, 9)]
     for options in ({"num_samples_per_prompt": 2}, {"num_samples": 2}):
@@ -80,7 +80,7 @@ def test_a_seeded_request_gives_different_reproducible_samples(tiny: tuple[Path,
     assert tokens_of(ours.generate([PROMPT], params, 1)) == first[:1]
 
 
-def test_a_request_draws_the_same_alone_and_among_mates(tiny: tuple[Path, Any]) -> None:
+def test_output_does_not_depend_on_other_requests(tiny: tuple[Path, Any]) -> None:
     rng = random.Random(3)
     ours = engine(tiny, max_tokens_per_batch=64)
     prompts = [random_prompt(rng, 20) for _ in range(16)]
@@ -129,7 +129,7 @@ def test_closing_a_stream_aborts_it_and_frees_its_blocks(num_read: int) -> None:
     assert is_idle(ours)
 
 
-def test_only_a_claimed_request_can_be_followed() -> None:
+def test_deltas_requires_a_claimed_request() -> None:
     ours = fake()
     claimed, other = ours.add_request(PROMPT, LONG, claim=True), ours.add_request(PROMPT, LONG)
     assert sum(len(delta.token_ids) for delta in ours.deltas(claimed)) == 25
@@ -156,7 +156,7 @@ def test_streams_and_other_requests_share_the_steps() -> None:
     assert is_idle(ours)
 
 
-def test_an_abort_returns_what_there_is_at_every_stage() -> None:
+def test_abort_returns_partial_samples_at_every_stage() -> None:
     whole = fake().generate([PROMPT], LONG, 2)
     for num_steps in (0, 1, 4, 9):
         ours = fake(max_tokens_per_batch=3)
@@ -206,7 +206,7 @@ def test_lengths_and_stops() -> None:
     assert len(room.completion_tokens) == 15, "as many as there is room for"
 
 
-def test_min_tokens_keeps_every_stop_away(tiny: tuple[Path, Any]) -> None:
+def test_min_tokens_bans_all_stop_tokens(tiny: tuple[Path, Any]) -> None:
     params = SamplingParams(max_tokens=30, min_tokens=6, stop_token_ids=range(VOCAB_SIZE // 2), temperature=1.5, seed=1)
     for sample in engine(tiny).generate([PROMPT], params, 8):
         assert len(sample.completion_tokens) >= 7
@@ -214,7 +214,7 @@ def test_min_tokens_keeps_every_stop_away(tiny: tuple[Path, Any]) -> None:
         assert all(logprob <= 0 for logprob in sample.logprobs)
 
 
-def test_logprobs_have_the_asked_shape_and_are_the_models_own(tiny: tuple[Path, Any]) -> None:
+def test_logprobs_have_the_requested_shape_and_raw_values(tiny: tuple[Path, Any]) -> None:
     ours = engine(tiny)
     sample = ours.generate([PROMPT], SamplingParams(max_tokens=5, seed=1, logprobs=3, prompt_logprobs=2))[0]
     assert sample.top_logprobs is not None and [len(top) for top in sample.top_logprobs] == [3] * 5
@@ -239,7 +239,7 @@ def test_logprobs_have_the_asked_shape_and_are_the_models_own(tiny: tuple[Path, 
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])
-def test_requests_that_do_not_fit_together_all_finish_unharmed(cache_type: str) -> None:
+def test_requests_larger_than_the_cache_together_all_finish(cache_type: str) -> None:
     rng = random.Random(5)
     prompts = [random_prompt(rng, 12) for _ in range(64)]
     params = [random_params(rng, max_tokens=9) for _ in prompts]
@@ -251,7 +251,7 @@ def test_requests_that_do_not_fit_together_all_finish_unharmed(cache_type: str) 
     assert is_idle(tight)
 
 
-def test_a_real_model_preempts_without_harm(tiny: tuple[Path, Any]) -> None:
+def test_preemption_does_not_change_a_real_models_output(tiny: tuple[Path, Any]) -> None:
     prompts = [random_prompt(random.Random(seed), 12) for seed in range(12)]
     roomy = engine(tiny)
     expected = roomy.generate(prompts, replace(LONG, max_tokens=9))
@@ -264,7 +264,7 @@ def test_a_real_model_preempts_without_harm(tiny: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_what_a_broken_sample_leaves_in_the_cache_harms_nobody(tmp_path: Path, kernels: Any) -> None:
+def test_cached_kv_of_a_failed_sample_leaves_others_unaffected(tmp_path: Path, kernels: Any) -> None:
     make_model("llama-ratio1-untied", tmp_path)
     config = EngineConfig(model_path=str(tmp_path), device="cpu", block_size=8, kv_cache_bytes=1 << 16, kernels=kernels)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -283,7 +283,7 @@ def test_what_a_broken_sample_leaves_in_the_cache_harms_nobody(tmp_path: Path, k
             engine.flush_cache()
 
 
-def test_a_step_that_lacks_memory_costs_the_youngest_request(tiny: tuple[Path, Any]) -> None:
+def test_out_of_memory_aborts_the_youngest_request(tiny: tuple[Path, Any]) -> None:
     with engine(tiny) as running:
         alone = [running.generate([prompt], LONG)[0].completion_tokens for prompt in (PROMPT, [7, 7])]
         runner: Any = running.parts.runner
@@ -302,7 +302,7 @@ def test_a_step_that_lacks_memory_costs_the_youngest_request(tiny: tuple[Path, A
         assert is_idle(running)
 
 
-def test_other_runtime_errors_are_no_lack_of_memory(tiny: tuple[Path, Any]) -> None:
+def test_other_runtime_errors_are_not_out_of_memory(tiny: tuple[Path, Any]) -> None:
     with engine(tiny) as running:
         runner: Any = running.parts.runner
 
@@ -315,7 +315,7 @@ def test_other_runtime_errors_are_no_lack_of_memory(tiny: tuple[Path, Any]) -> N
         assert running.is_alive
 
 
-def test_a_step_says_which_sequences_it_started() -> None:
+def test_step_result_lists_started_sequences() -> None:
     running = fake(max_batch_size=2)
     first = running.add_request(PROMPT, LONG, 2)
     second = running.add_request([1, 2], LONG)

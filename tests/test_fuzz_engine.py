@@ -102,7 +102,7 @@ SPOILS: dict[str, Callable[[Runner], Runner]] = {
 
 
 @pytest.mark.parametrize("error", SPOILS)
-def test_an_error_in_the_runner_is_found(error: str) -> None:
+def test_fuzzer_detects_a_wrong_runner(error: str) -> None:
     assert any(try_world(plan, SPOILS[error]).faults for plan in PLANS)
 
 

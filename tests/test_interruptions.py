@@ -25,7 +25,7 @@ def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_drain_that_is_interrupted_takes_its_update_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_drain_cancels_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = versioned()
     engine.add_request(PROMPT, LONG)
     engine.step()
@@ -38,7 +38,7 @@ def test_a_drain_that_is_interrupted_takes_its_update_with_it(monkeypatch: pytes
     assert set(samples[0].token_versions) == {0}
 
 
-def test_an_interruption_before_the_first_step_does_not_count_as_a_long_one() -> None:
+def test_interruption_before_the_first_step_is_short() -> None:
     gate = StepGate(100)
     gate.end_step()
     assert gate._step_seconds < 1
@@ -46,7 +46,7 @@ def test_an_interruption_before_the_first_step_does_not_count_as_a_long_one() ->
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 @pytest.mark.parametrize("how", ["pause", "update", "abort"])
-def test_a_group_that_has_begun_is_one(how: str, batch_size: int) -> None:
+def test_started_group_ends_together(how: str, batch_size: int) -> None:
     engine = versioned(batch_size)
     engine.add_request(PROMPT, SamplingParams(max_tokens=3, seed=4, ignore_eos=True), 4)
     samples = []
@@ -84,7 +84,7 @@ def test_staged_weights_end_the_wait_for_weights() -> None:
     assert engine.generate([PROMPT], LONG)[0].weight_version == 1
 
 
-def test_a_source_that_exits_its_thread_is_a_failed_update(untied: Pair, open_engine: OpenEngine) -> None:
+def test_source_that_exits_its_thread_fails_the_update(untied: Pair, open_engine: OpenEngine) -> None:
     def leaving() -> object:
         yield next(iter(untied.named().items()))
         raise SystemExit
@@ -95,7 +95,7 @@ def test_a_source_that_exits_its_thread_is_a_failed_update(untied: Pair, open_en
         engine.finish_update()
 
 
-def test_a_hostile_partial_sample_harms_nobody() -> None:
+def test_invalid_partial_sample_leaves_engine_unaffected() -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
     request = engine.add_request(PROMPT, LONG)
     engine.step()
@@ -111,7 +111,7 @@ def test_a_hostile_partial_sample_harms_nobody() -> None:
     assert len(engine.complete([part], LONG)[0].completion_tokens) == 20
 
 
-def test_a_sample_that_its_program_ended_is_left_as_it_is() -> None:
+def test_sample_ended_by_its_program_is_returned_unchanged() -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
     engine.add_request(PROMPT, LONG, program=Failing())
     while engine.has_pending():
@@ -120,7 +120,7 @@ def test_a_sample_that_its_program_ended_is_left_as_it_is() -> None:
     assert engine.complete(broken, LONG) == broken
 
 
-def test_a_resumed_sample_scores_its_prompt_and_no_more(untied: Pair, open_engine: OpenEngine) -> None:
+def test_resumed_sample_scores_only_its_prompt(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     params = replace(LONG, prompt_logprobs=2)
     request = engine.add_request(PROMPT, params)
@@ -131,7 +131,7 @@ def test_a_resumed_sample_scores_its_prompt_and_no_more(untied: Pair, open_engin
     assert len(whole.prompt_logprobs or ()) == len(whole.prompt_top_logprobs or ()) == len(PROMPT) - 1
 
 
-def test_an_interrupted_shutdown_leaves_no_engine_that_takes_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_shutdown_rejects_further_work(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = versioned()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(engine.parts.weights, "cancel", interrupt)
@@ -143,7 +143,7 @@ def test_an_interrupted_shutdown_leaves_no_engine_that_takes_work(monkeypatch: p
 
 
 @pytest.mark.parametrize("wrong", [{"on_running": ""}, {"timeout": -1}, {"blocking": 3}, {"checksum": 3}])
-def test_a_wrong_update_is_refused_and_a_dead_engine_says_that_it_is_dead(wrong: dict[str, Any]) -> None:
+def test_invalid_update_raises_and_closed_engine_raises_engine_dead(wrong: dict[str, Any]) -> None:
     engine = versioned()
     with pytest.raises(BadRequest):
         engine.update_weights({}, **wrong)

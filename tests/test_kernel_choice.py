@@ -23,7 +23,7 @@ from tests.models.families import gap, make_model
 
 IDS = [5, 9, 30, 2, 44, 17, 80, 3, *range(20, 60)]
 CPU = torch.device("cpu")
-TORCHS = "torch computes, slower and not the same in every batch"
+TORCHS = "using torch, which is slower and whose results depend on the batch"
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def refused(chosen: EngineConfig) -> str:
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True}, {"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "int8"}]
 )
-def test_the_kernels_serve_where_they_can_be_had(
+def test_kernels_are_used_where_available(
     tiny: tuple[Path, Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with InferenceEngine(config(tiny, **options)) as engine:
@@ -98,7 +98,7 @@ def test_the_kernels_serve_where_they_can_be_had(
 
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
-def test_an_instruction_set_by_name(tiny: tuple[Path, Any], isa: Any) -> None:
+def test_kernels_option_selects_an_instruction_set(tiny: tuple[Path, Any], isa: Any) -> None:
     if not cpu_has(isa, cpu_flags()):
         assert refused(config(tiny, kernels=isa)) == f"kernels={isa}: this machine's CPU has no {isa}"
         return
@@ -114,7 +114,7 @@ def test_an_instruction_set_by_name(tiny: tuple[Path, Any], isa: Any) -> None:
      {"kernels": "off", "dtype": "bfloat16"}],
     ids=str,
 )  # fmt: skip
-def test_torch_serves_where_it_is_asked_to_and_nobody_warns(
+def test_requested_torch_is_used_without_warning(
     tiny: tuple[Path, Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture, no_compiler: None
 ) -> None:
     with InferenceEngine(config(tiny, **options)) as engine:
@@ -124,7 +124,7 @@ def test_torch_serves_where_it_is_asked_to_and_nobody_warns(
     assert warnings(caplog) == []
 
 
-def test_torch_serves_where_there_is_no_compiler_and_says_so_once(
+def test_torch_is_used_without_a_compiler_with_one_warning(
     tiny: tuple[Path, Any], broken_compiler: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with InferenceEngine(config(tiny)) as engine:
@@ -139,7 +139,7 @@ def test_torch_serves_where_there_is_no_compiler_and_says_so_once(
 @pytest.mark.parametrize(
     "options", [{"kernels": "generic"}, {"dtype": "int8"}, {"kernels": "generic", "dtype": "int8"}]
 )
-def test_what_only_a_compiler_gives_is_refused_without_one(
+def test_options_that_need_kernels_are_rejected_without_a_compiler(
     options: dict[str, Any], broken_compiler: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = "kernels=generic" if "kernels" in options else "dtype=int8"
@@ -151,19 +151,19 @@ def test_what_only_a_compiler_gives_is_refused_without_one(
     ("options", "line"),
     [
         ({"dtype": "int8", "kernels": "off"}, "dtype=int8: the kernels are off"),
-        ({"dtype": "int8", "attention": "sdpa"}, "dtype=int8: not with attention=sdpa, which is torch's"),
-        ({"dtype": "float16", "kernels": "generic"}, "kernels=generic: not in float16"),
-        ({"deterministic": True, "kernels": "off"}, "deterministic: only the CPU kernels are"),
-        ({"deterministic": True, "attention": "sdpa"}, "deterministic: only the CPU kernels are"),
-        ({"deterministic": True, "dtype": "float16"}, "deterministic: only the CPU kernels are"),
+        ({"dtype": "int8", "attention": "sdpa"}, "dtype=int8: the kernels cannot use attention=sdpa"),
+        ({"dtype": "float16", "kernels": "generic"}, "kernels=generic: the kernels have no float16"),
+        ({"deterministic": True, "kernels": "off"}, "deterministic: requires the CPU kernels"),
+        ({"deterministic": True, "attention": "sdpa"}, "deterministic: requires the CPU kernels"),
+        ({"deterministic": True, "dtype": "float16"}, "deterministic: requires the CPU kernels"),
     ],
 )
-def test_what_does_not_go_together(options: dict[str, Any], line: str) -> None:
+def test_incompatible_options_are_rejected(options: dict[str, Any], line: str) -> None:
     """Refused before the model is looked for: there is none at that path."""
     assert refused(config(**options)).startswith(line)
 
 
-def test_determinism_without_a_compiler_is_refused(broken_compiler: str) -> None:
+def test_deterministic_without_a_compiler_is_rejected(broken_compiler: str) -> None:
     assert refused(config(deterministic=True)).startswith("deterministic: ")
 
 
@@ -171,11 +171,11 @@ def test_a_gpu_has_no_cpu_kernels() -> None:
     cuda = torch.device("cuda")
     assert assemble.pick_kernels(config(), cuda) is None
     for options, name in (({"kernels": "generic"}, "kernels=generic"), ({"dtype": "int8"}, "dtype=int8")):
-        with pytest.raises(ValueError, match=rf"^{name}: only on a CPU, the device is cuda$"):
+        with pytest.raises(ValueError, match=rf"^{name}: the kernels need a CPU, the device is cuda$"):
             assemble.pick_kernels(config(**options), cuda)
 
 
-def test_a_cpu_without_wide_vectors_gets_the_code_that_every_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_without_avx_uses_generic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "cpu_flags", frozenset)
     for isa in ("avx2", "avx512"):
         assert refused(config(kernels=isa)) == f"kernels={isa}: this machine's CPU has no {isa}"
@@ -189,10 +189,10 @@ def test_the_kernels_have_as_many_threads_as_asked_for(num_threads: int) -> None
     assert library is not None
     before = threads_here()
     assert library.pool
-    begun = threads_here() - before
-    assert len(begun) == num_threads - 1  # the caller is one of them
+    started = threads_here() - before
+    assert len(started) == num_threads - 1  # the caller is one of them
     library.close()
-    assert have_ended(begun)
+    assert have_ended(started)
 
 
 def scores(tiny: tuple[Path, Any], **options: Any) -> tuple[list[float], InferenceEngine]:

@@ -160,7 +160,7 @@ def test_tables_are_given_as_an_argument(package: Path, shallow: Path) -> None:
     assert program_of(open_checkpoint(shallow / "whole").config, OWN_FAMILIES).vocab_size == 260
 
 
-def test_overrides_are_refused_by_a_format_that_leaves_nothing_open(package: Path, shallow: Path) -> None:
+def test_format_without_open_properties_rejects_overrides(package: Path, shallow: Path) -> None:
     with pytest.raises(BadRequest, match=r"^overrides: .*model is not "):
         open_checkpoint(shallow, ("depth=2",))
 
@@ -172,7 +172,7 @@ def test_a_row_of_the_wrong_kind_is_refused_with_its_package(package: Path, shal
         InferenceEngine(EngineConfig(model_path=str(shallow), **OPTIONS))
 
 
-def test_our_own_package_adds_nanochat_by_the_same_means() -> None:
+def test_nanochat_is_registered_by_entry_points() -> None:
     kinds = installed_kinds()
     tables: tuple[tuple[Mapping[str, object], Mapping[str, object]], ...] = (
         (kinds.formats, OWN_FORMATS),
@@ -183,7 +183,7 @@ def test_our_own_package_adds_nanochat_by_the_same_means() -> None:
         assert "nanochat" in installed and "nanochat" not in own
 
 
-def test_the_rows_of_nanochat_wait_for_no_torch() -> None:
+def test_nanochat_rows_do_not_import_torch() -> None:
     code = "from nano_inference.models.families import installed_families; "
     code += "from nano_inference.text.tokenizer import installed_tokenizers; "
     code += "from nano_inference.cli.command import installed_commands; "

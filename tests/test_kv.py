@@ -32,7 +32,7 @@ def leave_behind(kv: KVManager, tokens: list[int], salt: Salt = SALT) -> list[in
     return blocks
 
 
-def test_a_block_hash_takes_any_ids_and_keeps_them_apart() -> None:
+def test_block_hash_is_unique_for_any_ids() -> None:
     texts = [[0], [255], [256], [2**63], [2**64 - 1], [-1], [2**80], [1, 23], [12, 3], [12]]
     texts += [[1, 2, 3], [1] * 5000, [2**64, 1], [2**64 * 10 + 1]]
     names = [compute_block_hash(text, prefix) for text in texts for prefix in (None, 0, 1, 2**128 - 1)]
@@ -131,7 +131,7 @@ class Story:
         assert self.kv.num_free_blocks() == self.kv.num_blocks - len(held)
 
 
-def test_a_hit_holds_exactly_the_tokens_it_claims(cache_type: str) -> None:
+def test_hit_contains_the_kv_of_exactly_its_tokens(cache_type: str) -> None:
     num_hit = num_partial = 0
     for seed in range(200):
         rng = random.Random(seed)
@@ -162,7 +162,7 @@ def test_a_radix_hit_is_exact_to_the_token_and_a_paged_one_to_the_block() -> Non
         assert cached(kv, text[:16]) == (15 if cache_type == "radix" else 0)
 
 
-def test_the_least_recently_released_is_evicted_first_and_tails_before_heads(cache_type: str) -> None:
+def test_eviction_is_least_recently_released_and_last_block_first(cache_type: str) -> None:
     kv = make_kv(cache_type, 6, 2)
     a, b, c = ([i, i + 1, i + 2, i + 3, 0] for i in (10, 20, 30))
     for text in (a, b, c):
@@ -189,12 +189,12 @@ def test_a_held_block_is_never_evicted(cache_type: str) -> None:
     assert cached(kv, [1, 2, 3, 4, 5]) == 4
 
 
-def test_a_full_cache_refuses_without_a_trace(cache_type: str) -> None:
+def test_cache_full_changes_nothing(cache_type: str) -> None:
     kv = make_kv(cache_type, 4, 2)
     leave_behind(kv, [1, 2, 3, 4])
     kv.take(1)
     for refused in (lambda: kv.take(4), lambda: kv.allocate([1, 2, 3, 4, 5, 6, 7]), lambda: kv.allocate([9] * 7)):
-        with pytest.raises(CacheFull, match="4 KV blocks asked for, 3 "):
+        with pytest.raises(CacheFull, match="4 KV blocks requested, 3 "):
             refused()
         kv.check()
         assert kv.num_free_blocks() == 3
@@ -202,7 +202,7 @@ def test_a_full_cache_refuses_without_a_trace(cache_type: str) -> None:
     assert kv.allocate([1, 2, 3, 4, 5, 6]).cached_length == 4
 
 
-def test_flush_frees_the_idle_at_once_and_lets_the_held_die(cache_type: str) -> None:
+def test_flush_blanks_idle_blocks_now_and_held_ones_on_release(cache_type: str) -> None:
     kv = make_kv(cache_type, 8, 2)
     leave_behind(kv, [1, 2, 3, 4])
     held = kv.hold(kv.peek([1, 2, 9], SALT)) + kv.take(1)
@@ -218,7 +218,7 @@ def test_flush_frees_the_idle_at_once_and_lets_the_held_die(cache_type: str) -> 
     assert kv.flush() == 0, "nothing was left to be found"
 
 
-def test_salts_go_with_their_last_block(cache_type: str) -> None:
+def test_salt_is_forgotten_with_its_last_block(cache_type: str) -> None:
     kv = make_kv(cache_type, 8, 2)
     for number in range(500):
         leave_behind(kv, [1, 2, 3, 4], (number, f"user {number}"))
@@ -227,7 +227,7 @@ def test_salts_go_with_their_last_block(cache_type: str) -> None:
     assert cached(kv, [1, 2, 3, 4, 5], (499, "user 499")) == 4
 
 
-def test_the_thin_face_gives_prompts_their_blocks_and_takes_them_back(cache_type: str) -> None:
+def test_allocate_and_deallocate_reuse_cached_prefixes(cache_type: str) -> None:
     kv = make_kv(cache_type, 8, 4)
     first = kv.allocate(range(10))
     assert (len(first.block_ids), first.cached_length, kv.num_free_blocks()) == (3, 0, 5)

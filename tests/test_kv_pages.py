@@ -66,7 +66,7 @@ def page_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "kv-pages"}
 
 
-def test_what_is_asked_comes_in_order_and_no_more() -> None:
+def test_requested_ranges_are_mapped_in_order() -> None:
     notes = Notes()
     populator = Populator(10_500, 1500, notes)
     assert not notes.pieces and not notes.threads, "nothing was asked"
@@ -89,7 +89,7 @@ def test_what_is_asked_comes_in_order_and_no_more() -> None:
     assert len(notes.threads) == 1
 
 
-def test_a_thread_at_work_learns_of_more_and_ends_after_its_piece() -> None:
+def test_running_thread_accepts_more_ranges_and_ends_after_its_piece() -> None:
     notes = Notes(is_held=True)
     populator = Populator(100_000, 0, notes)
     populator.reach(3000)
@@ -108,7 +108,7 @@ def test_a_thread_at_work_learns_of_more_and_ends_after_its_piece() -> None:
     assert notes.pieces == [(0, 1000), (1000, 2000)], "closed in the middle of five pieces"
 
 
-def test_what_is_closed_starts_nothing() -> None:
+def test_closed_pager_starts_no_thread() -> None:
     notes = Notes()
     populator = Populator(100_000, 0, notes)
     populator.close()
@@ -118,7 +118,7 @@ def test_what_is_closed_starts_nothing() -> None:
     populator.close()
 
 
-def test_nothing_to_bring_in_makes_no_thread() -> None:
+def test_no_thread_without_ranges() -> None:
     notes = Notes()
     Populator(0, 1000, notes).reach(0)
     Populator(0, 0, notes).reach(500)
@@ -130,7 +130,7 @@ def make(library: Library, num_blocks: int = 8, *, eager: bool = False, block_si
 
 
 class Spy:
-    """Stands for the library: notes the ranges that are to be brought in, and brings them in."""
+    """Replaces the library: records the ranges to map, and maps them."""
 
     def __init__(self, library: Library) -> None:
         self.notes = Notes()
@@ -155,7 +155,7 @@ def wait_until(notes: Notes, is_there: Callable[[], bool]) -> None:
         assert notes._changed.wait_for(is_there, WAIT_S)
 
 
-def test_an_eager_store_is_brought_in_whole_from_the_start(library: Library) -> None:
+def test_eager_store_is_mapped_whole_at_the_start(library: Library) -> None:
     store, notes = spied(library, eager=True)
     total = 40 * store.cache.block_values * 4
     for memory in (store.cache.k, store.cache.v):
@@ -169,7 +169,7 @@ def test_an_eager_store_is_brought_in_whole_from_the_start(library: Library) -> 
     assert notes.are_gone()
 
 
-def test_others_as_their_blocks_are_taken(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_store_is_mapped_as_blocks_are_taken(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.executors.cpu.store._AHEAD_BYTES", 700)
     store, notes = spied(library)
     store.prepare([], [])
@@ -184,7 +184,7 @@ def test_others_as_their_blocks_are_taken(library: Library, monkeypatch: pytest.
     assert notes.are_gone(), "freed memory is brought in no longer"
 
 
-def test_the_thread_is_gone_with_the_store(library: Library) -> None:
+def test_thread_ends_with_the_store(library: Library) -> None:
     before = page_threads()
     store = make(library, eager=True)
     store.prepare([1], [])

@@ -30,7 +30,7 @@ def interrupted(engine: InferenceEngine, steps: int = 5) -> TrainingSample:
     return engine.abort(request)[0]
 
 
-def test_every_sample_has_its_engines_lineage_and_engines_have_different_ones() -> None:
+def test_samples_have_their_engines_lineage() -> None:
     one, two = fake(), fake()
     assert len({one.lineage, two.lineage, fake().lineage}) == 3 and len(one.lineage) >= 16
     assert {sample.lineage for sample in one.generate([PROMPT], PARAMS, 3)} == {one.lineage}
@@ -39,7 +39,7 @@ def test_every_sample_has_its_engines_lineage_and_engines_have_different_ones() 
     assert [delta.sample for delta in one.stream(PROMPT, PARAMS)][-1].lineage == one.lineage  # type: ignore[union-attr]
 
 
-def test_resume_in_another_engine_is_refused_by_name() -> None:
+def test_resume_in_another_engine_raises_naming_both_lineages() -> None:
     one, two = fake(), fake()
     partial = interrupted(one)
     assert partial.completion_tokens
@@ -52,7 +52,7 @@ def test_resume_in_another_engine_is_refused_by_name() -> None:
     assert one.complete([partial], PARAMS)[0].completion_tokens == one.generate([PROMPT], PARAMS)[0].completion_tokens
 
 
-def test_members_of_a_pool_resume_samples_of_each_other() -> None:
+def test_engines_with_equal_lineage_resume_each_others_samples() -> None:
     one, two = fake("pool-7"), fake("pool-7")
     assert one.lineage == two.lineage == "pool-7"
     done = two.complete([interrupted(one)], PARAMS)[0]
@@ -89,7 +89,7 @@ def test_a_configured_lineage_is_checked(lineage: Any) -> None:
     assert EngineConfig.from_dict(EngineConfig(model_path="x", lineage="p").to_dict()).lineage == "p"
 
 
-def test_updates_and_sleep_keep_the_lineage_and_twins_have_their_own(untied: Pair, open_engine: OpenEngine) -> None:
+def test_lineage_survives_updates_and_sleep_and_differs_in_copies(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied, lineage="pool")
     first = interrupted(engine)
     engine.sleep()

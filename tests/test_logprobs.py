@@ -80,7 +80,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("vocab_size", [5, 512, 1300, 49_157, VOCAB])
-def test_a_rows_normaliser_does_not_depend_on_mates_or_threads(vocab_size: int, threads: int) -> None:
+def test_normaliser_does_not_depend_on_batch_or_threads(vocab_size: int, threads: int) -> None:
     logits_BV = shaped("normal", 7, vocab_size)
     temperatures = [0.0, 0.3, 1.0, 1.0, 1.7, 0.01, 1e-40]
     together = normalise(logits_BV, temperatures)
@@ -91,7 +91,7 @@ def test_a_rows_normaliser_does_not_depend_on_mates_or_threads(vocab_size: int, 
         assert all(torch.equal(part[i : i + 1], own) for part, own in zip(together, alone, strict=True))
 
 
-def test_a_row_without_numbers_has_no_logprobs_and_spoils_no_mate() -> None:
+def test_row_with_nan_has_no_logprobs_and_leaves_others_unaffected() -> None:
     logits_BV = torch.randn(5, 700, generator=torch.Generator().manual_seed(3))
     clean = normalise(logits_BV, [1.0] * 5)
     logits_BV[0, 3], logits_BV[1, 3], logits_BV[2] = math.nan, math.inf, -math.inf
@@ -145,7 +145,7 @@ def test_one_function_of_torch_and_one_of_c_compute_log_sum_exps() -> None:
     assert in_c == {"sample.h"}
 
 
-def test_the_weights_of_a_draw_are_used_for_nothing_else() -> None:
+def test_sampling_probabilities_are_used_only_for_sampling() -> None:
     tree = ast.parse((HOME / "sampling.py").read_text())
     users = {
         function.name: sorted(ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call))

@@ -1,4 +1,4 @@
-"""Pieces cut out of slabs: zeroed, in line, their own, and gone when nobody has them."""
+"""Tensors from slabs: zeroed, aligned, disjoint, and freed with their last reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nano_inference.memory import Slabs
 
 
 @pytest.mark.parametrize("slab_bytes", [0, 300, 4096])
-def test_pieces_are_zeros_from_a_multiple_of_64_on_and_do_not_overlap(slab_bytes: int) -> None:
+def test_pieces_are_zeroed_aligned_and_disjoint(slab_bytes: int) -> None:
     slabs = Slabs(slab_bytes)
     pieces = [slabs.take(num_bytes) for num_bytes in (1, 64, 100, 0, 5000, 7)]
     for number, piece in enumerate(pieces):
@@ -33,7 +33,7 @@ def test_small_pieces_share_a_slab_and_large_ones_have_their_own() -> None:
     assert large.untyped_storage().nbytes() < (1 << 17) + 128
 
 
-def test_a_slab_goes_with_the_last_of_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slab_is_freed_with_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays: list[weakref.ref[np.ndarray]] = []
 
     def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_a_slab_goes_with_the_last_of_its_pieces(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the system does not list memory")
-def test_a_large_piece_goes_back_to_the_system_whatever_malloc_has_free() -> None:
+def test_large_piece_is_returned_to_the_system() -> None:
     size = 16 << 20
     np.empty(size, np.uint8)  # once such a piece was freed, malloc serves others of its size from its heap
     parts = [np.empty(size, np.uint8) for _ in range(6)]

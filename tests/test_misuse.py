@@ -45,7 +45,7 @@ class HeldRunner(FakeRunner):
         return super().run(rows, copies, fresh)
 
 
-def test_calls_from_other_threads_are_refused_and_the_running_one_is_unaffected() -> None:
+def test_calls_from_other_threads_raise_engine_busy() -> None:
     expected = content(fake_engine().generate([PROMPT], PARAMS))
     runner = HeldRunner()
     engine = fake_engine(runner)
@@ -72,7 +72,7 @@ def test_calls_from_other_threads_are_refused_and_the_running_one_is_unaffected(
     assert content(engine.generate([PROMPT], PARAMS)) == expected and holds_nothing(engine)
 
 
-def test_four_threads_at_once_lose_no_engine() -> None:
+def test_four_threads_leave_the_engine_usable() -> None:
     engine = fake_engine()
     expected = content(engine.generate([PROMPT], PARAMS))
     ready = threading.Barrier(4)
@@ -171,7 +171,7 @@ class Whole(Program):
         (Whole((1, (), 3)), "must return (state, tokens)"),
     ],
 )
-def test_a_program_that_returns_nonsense_ends_its_own_sample(program: Program, message: str) -> None:
+def test_program_with_invalid_result_ends_its_own_sample(program: Program, message: str) -> None:
     expected = content(fake_engine().generate([PROMPT], PARAMS))
     engine = fake_engine()
     good = engine.add_request(PROMPT, PARAMS)
@@ -181,7 +181,7 @@ def test_a_program_that_returns_nonsense_ends_its_own_sample(program: Program, m
     assert content([samples[good]]) == expected and holds_nothing(engine)
 
 
-def test_integers_of_other_libraries_become_plain_ones() -> None:
+def test_integers_of_other_libraries_become_python_ints() -> None:
     program = Program([np.int64(3), np.uint8(4)])
     (sample,) = fake_engine().generate([PROMPT], PARAMS, program=program)  # type: ignore[arg-type]
     assert sample.completion_tokens[3:5] == (3, 4) and all(type(token) is int for token in sample.completion_tokens)
@@ -216,7 +216,7 @@ class Matcher:
         (None, (1,), "the matcher's verdict is (1,), which is not an integer"),
     ],
 )
-def test_a_matcher_that_returns_nonsense_ends_its_own_sample(
+def test_matcher_with_invalid_result_ends_its_own_sample(
     mask: object, verdict: object, message: str, tied: Pair, open_engine: OpenEngine
 ) -> None:
     engine = open_engine(tied)
@@ -238,7 +238,7 @@ class Insisting:
         return (1 << 40 | 1 << 41).to_bytes(8, "little")
 
 
-def test_a_verdict_that_min_tokens_overrules_keeps_the_mask(tied: Pair, open_engine: OpenEngine) -> None:
+def test_stop_before_min_tokens_keeps_the_mask(tied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(tied)
     params = SamplingParams(max_tokens=8, min_tokens=8, seed=1, ignore_eos=True)
     engine.add_request(PROMPT, params, make_matcher=Insisting)
@@ -246,7 +246,7 @@ def test_a_verdict_that_min_tokens_overrules_keeps_the_mask(tied: Pair, open_eng
     assert len(sample.completion_tokens) == 8 and set(sample.completion_tokens) <= {40, 41}
 
 
-def test_a_matcher_whose_first_mask_is_nonsense_is_refused_at_once() -> None:
+def test_invalid_first_mask_is_rejected_at_admission() -> None:
     class Text(Matcher):
         def mask(self) -> object:
             return "text"
@@ -306,7 +306,7 @@ def test_a_stream_dropped_in_another_thread_is_aborted() -> None:
     assert holds_nothing(engine)
 
 
-def test_a_refused_next_leaves_the_stream_as_it_was() -> None:
+def test_refused_next_leaves_the_stream_unchanged() -> None:
     runner = HeldRunner()
     engine = fake_engine(runner)
     runner.may_leave.set()
@@ -348,7 +348,7 @@ def test_records_with_mappings_can_be_hashed_copied_and_taken_apart() -> None:
     (sample,) = fake_engine().generate([PROMPT], PARAMS)
     assert asdict(sample)["completion_tokens"] == sample.completion_tokens
     assert hash(sample) == hash(TrainingSample.from_dict(sample.to_dict()))
-    with pytest.raises(TypeError, match="cannot change"):
+    with pytest.raises(TypeError, match="immutable"):
         params.logit_bias[3] = 2.0  # type: ignore[index]
 
 

@@ -97,7 +97,7 @@ class Track:
 
 
 class Recorder:
-    """Stands before a runner and knows, for each slot of the cache, what was computed into it and under which weights.
+    """Wraps a runner and records, for each cache slot, the token and the weights of its K/V.
 
     Refuses, by assertion, whatever reads a slot that it must not read.
     """
@@ -109,10 +109,10 @@ class Recorder:
         self.root = Node(None, -1, -1, 1 << 30)
         self.slots: list[Node | None] = []
         self._num_slots = num_blocks * block_size
-        self._num_begun = 0
+        self._num_started = 0
         """How many sequences began, or began again, since the last step."""
         self.plans: dict[int, OnRunning] = {}
-        """Version -> what its coming was to do to requests that had begun."""
+        """Version -> its `on_running`."""
         self.version = 0
         self.oldest = 0
         """The oldest weights whose K/V anybody may still read."""
@@ -143,8 +143,8 @@ class Recorder:
         self._move(copies, fresh)
         before = [self._read(row) for row in rows]  # all reads first: nothing of this step may be relied upon
         elsewhere = sum(node is not self.tracks[row.id].last for row, node in zip(rows, before, strict=True))
-        assert elsewhere <= self._num_begun, "a row does not go on where it ended"
-        self._num_begun = 0
+        assert elsewhere <= self._num_started, "a row does not continue at its end"
+        self._num_started = 0
         results = self.inner.run(rows, copies, fresh)
         for row, node in zip(rows, before, strict=True):
             self._write(row, node, results[row.id])
@@ -153,25 +153,25 @@ class Recorder:
     def begin(self, hit: Hit) -> None:
         """Called when a sequence begins, or begins again: it may be given only what the weights in force computed."""
         self.see_version()
-        self._num_begun += 1
+        self._num_started += 1
         size = self.block_size
         slots = [block * size + i for block in hit.blocks for i in range(size)]
         slots += [hit.partial_block * size + i for i in range(hit.partial_tokens)]
         for slot in slots:
             node = self.slots[slot]
-            assert node is not None, "a hit on a slot that nobody wrote"
+            assert node is not None, "a hit on a slot that was never written"
             assert node.oldest >= self.version, "who began after an update is given older K/V"
         self.counts["hits"] += bool(slots)
 
     def see_version(self) -> None:
-        """Notice new weights: unless the old K/V was to be kept, nobody may read it from now on."""
+        """Record new weights: unless on_running is "keep", older K/V must not be read from now on."""
         while self.version < self.weights.version:
             self.version += 1
             if self.plans[self.version] != "keep":
                 self.oldest = self.version
 
     def _move(self, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> None:
-        """Clear and copy as the store is told to: every source is read before anything is written."""
+        """Clear and copy slots as the store does: every source is read before any write."""
         size = self.block_size
         copied = [(c, self.slots[c.source * size : c.source * size + c.num_tokens]) for c in copies]
         for block in fresh:
@@ -190,7 +190,7 @@ class Recorder:
         node = self.root
         for position in range(row.start):
             found = self.slots[self._slot(row, position)]
-            assert found is not None, "a row read a slot that nobody wrote"
+            assert found is not None, "a row read a slot that was never written"
             assert found.parent is node, "a row read K/V of another text, or of another provenance"
             node = found
         assert node.oldest >= self.oldest, "K/V was read that the update should have ended"
@@ -213,7 +213,7 @@ class Recorder:
 
 
 class WatchedKV:
-    """A manager of blocks that tells a recorder who begins with what."""
+    """A KV manager that passes every hit to a recorder."""
 
     def __init__(self, kv: KVManager, recorder: Recorder) -> None:
         self._kv = kv
@@ -292,12 +292,12 @@ class Held:
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         self.model = model
-        self.go_on = threading.Event()
+        self.resumed = threading.Event()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         items = iter([(name, weight.detach()) for name, weight in self.model.named_parameters()])
         yield next(items)
-        assert self.go_on.wait(30)
+        assert self.resumed.wait(30)
         yield from items
 
 
@@ -380,7 +380,7 @@ def random_ask(rng: random.Random, base: list[int], seed: int) -> Ask:
 
 
 def ask(world: World, one: Ask, partial: TrainingSample | None = None) -> None:
-    """Add a request, or go on with a sample of one, which then knows its own seed."""
+    """Add a request, or resume a sample of one with its seed."""
     count = one.count if partial is None else 1
     params = one.params if partial is None else replace(one.params, seed=None)
     request_id = world.engine.add_request(
@@ -391,7 +391,7 @@ def ask(world: World, one: Ask, partial: TrainingSample | None = None) -> None:
 
 
 def take(world: World, samples: Sequence[TrainingSample]) -> None:
-    """Keep samples that ended; some that were aborted go on as new requests."""
+    """Keep finished samples; resume some aborted ones as new requests."""
     for sample in samples:
         one = world.asked[sample.request_id]
         is_short = len(sample.completion_tokens) < (one.params.max_tokens or 0)
@@ -403,7 +403,7 @@ def take(world: World, samples: Sequence[TrainingSample]) -> None:
 
 
 def is_stuck(world: World, how: OnRunning) -> bool:
-    """Whether an update that waits for what has begun would wait for ever."""
+    """Whether an update with on_running="wait" would wait forever."""
     return how == "wait" and (world.engine.is_asleep or not world.engine.parts.weights.has_weights)
 
 
@@ -433,10 +433,10 @@ def update(world: World) -> None:
 
 
 def let_go(world: World) -> None:
-    """Let the weights on their way arrive: the next tick installs them, or whoever waits for them."""
+    """Release the pending weights: the next tick or `finish_update` installs them."""
     assert world.held is not None
     engine = world.engine
-    world.held.go_on.set()
+    world.held.resumed.set()
     world.held = None
     assert engine.parts.weights.wait(30) == "staged"
     how = world.recorder.plans[engine.get_weight_version() + 1]
@@ -622,9 +622,9 @@ def judged(seed: int, cache_type: str, pool: Pool) -> tuple[Counter[str], list[f
         raise
 
 
-def test_every_token_is_what_the_weights_it_was_computed_with_give(pool: Pool) -> None:
+def test_every_token_agrees_with_the_weights_of_its_kv(pool: Pool) -> None:
     """Whatever updates, pauses, sleeps, aborts and preemptions did to a sample, each of its log-probabilities is the
-    witness' to 1e-4, each version is that of the step that drew it, and nobody read what was not meant for it."""
+    witness' to 1e-4, each version is that of the step that sampled it, and no row read stale K/V."""
     counts: Counter[str] = Counter()
     gaps: list[float] = []
     for seed in range(NUM_WORLDS):

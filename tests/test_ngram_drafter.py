@@ -1,4 +1,4 @@
-"""What is guessed, from where, and how much of it is worth computing: against naive versions of the same."""
+"""N-gram drafts and their selection, compared with naive implementations."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from nano_inference.ngram_drafter import (
     FIRST_CHANCE,
     LONGEST,
     RATE,
-    Guess,
+    Draft,
     NgramDrafter,
     Offer,
     TextIndex,
     choose_drafts,
-    what_followed,
+    continuation,
 )
 
 few_tokens = st.lists(st.integers(0, 3), max_size=60)
 
 
 class Tokens(list[int]):
-    """A list that can be watched: whether it is still held, and how much of it is read."""
+    """A list that supports weak references and counts reads."""
 
     num_reads = 0
 
@@ -39,7 +39,7 @@ class Tokens(list[int]):
 
 
 def agreement(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
-    """How many of the last tokens stand before `end`, one by one."""
+    """Return how many of the last tokens match those before `end`."""
     count = 0
     while count < min(LONGEST, end, len(tokens)) and text[end - 1 - count] == tokens[-1 - count]:
         count += 1
@@ -53,13 +53,13 @@ def naive_find(tokens: Sequence[int], places: Sequence[tuple[Sequence[int], int]
 
 
 @given(few_tokens)
-def test_a_text_finds_the_longest_recent_occurrence_of_its_end(tokens: list[int]) -> None:
+def test_find_returns_the_longest_recent_occurrence(tokens: list[int]) -> None:
     text: list[int] = []
     index = TextIndex()
     number, num_read = index.add_text(text), 0
     for token in tokens:
         text.append(token)
-        num_read = index.read(number, num_read)
+        num_read = index.extend(number, num_read)
         place = index.find(text)
         expected = naive_find(text, [(text, end) for end in range(2, len(text))])
         assert (place and (place.tokens, place.end)) == expected
@@ -67,8 +67,8 @@ def test_a_text_finds_the_longest_recent_occurrence_of_its_end(tokens: list[int]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=80))
-def test_texts_find_each_other(additions: list[tuple[int, int]]) -> None:
-    """Three texts grow in any order; a place counts from when it was read."""
+def test_find_searches_all_texts(additions: list[tuple[int, int]]) -> None:
+    """Three texts grow in any order; an occurrence counts once it is indexed."""
     texts: list[list[int]] = [[], [], []]
     index = TextIndex()
     for text in texts:
@@ -80,7 +80,7 @@ def test_texts_find_each_other(additions: list[tuple[int, int]]) -> None:
         text.append(token)
         if len(text) > 2:
             places.append((text, len(text) - 1))
-        num_read[number] = index.read(number, num_read[number])
+        num_read[number] = index.extend(number, num_read[number])
         place = index.find(text)
         found = None if place is None else (place.tokens, place.end)
         expected = naive_find(text, places)
@@ -88,88 +88,88 @@ def test_texts_find_each_other(additions: list[tuple[int, int]]) -> None:
 
 
 @given(few_tokens.filter(lambda tokens: len(tokens) > 2), st.integers(1, 9), st.data())
-def test_a_text_that_repeats_is_taken_to_go_on_repeating(tokens: list[int], limit: int, data: st.DataObject) -> None:
+def test_continuation_repeats_a_periodic_text(tokens: list[int], limit: int, data: st.DataObject) -> None:
     index = TextIndex()
-    index.read(index.add_text(tokens), 0)
+    index.extend(index.add_text(tokens), 0)
     place = index.find(tokens)
     if place is None:
         return
     longer = list(tokens)
     for _ in range(limit):
         longer.append(longer[place.end + len(longer) - len(tokens)])
-    assert what_followed(place, tokens, limit) == tuple(longer[len(tokens) :])
+    assert continuation(place, tokens, limit) == tuple(longer[len(tokens) :])
     other = data.draw(st.permutations(tokens))
-    assert what_followed(place._replace(tokens=other), tokens, limit) == tuple(other[place.end : place.end + limit])
+    assert continuation(place._replace(tokens=other), tokens, limit) == tuple(other[place.end : place.end + limit])
 
 
-def test_a_token_more_costs_the_same_however_long_the_text_is() -> None:
+def test_cost_per_token_does_not_depend_on_text_length() -> None:
     reads = []
     for size in (500, 8000):
         rng = random.Random(1)
         tokens = Tokens(rng.randrange(3) for _ in range(size))
         drafter = NgramDrafter(5)
         drafter.open(0, 0, tokens, 10)
-        drafter.guess(0)
+        drafter.draft(0)
         tokens.num_reads = 0
         for _ in range(100):
             tokens.append(rng.randrange(3))
-            drafter.guess(0)
+            drafter.draft(0)
         reads.append(tokens.num_reads)
     assert reads[1] < 100 * 2 * (CANDIDATES * LONGEST + 10) and reads[1] < 1.5 * reads[0]
 
 
-def test_what_was_kept_goes_with_the_last_sample_of_its_request() -> None:
+def test_index_is_freed_with_the_last_sample_of_a_request() -> None:
     drafter = NgramDrafter(5)
     samples = [Tokens([1, 2, 3]) for _ in range(3)]
     kept = [weakref.ref(tokens) for tokens in samples]
     for number, tokens in enumerate(samples):
         drafter.open(number, 7, tokens, 3)
-        drafter.guess(number)
+        drafter.draft(number)
     drafter.open(3, 8, [4, 5], 2)
     del samples, tokens
     for number in (1, 0):
         drafter.close(number, 7)
     gc.collect()
-    assert drafter.num_requests == 2 and kept[0]() is not None, "what has ended serves the others"
+    assert drafter.num_requests == 2 and kept[0]() is not None, "the text of an ended sample stays indexed"
     drafter.close(2, 7)
     gc.collect()
     assert drafter.num_requests == 1 and not any(ref() for ref in kept)
     drafter.close(3, 8)
     drafter.close(3, 8)
-    assert drafter.num_requests == 0 and drafter.guess(3) == Guess()
+    assert drafter.num_requests == 0 and drafter.draft(3) == Draft()
 
 
-def test_samples_of_a_request_serve_each_other_and_others_do_not() -> None:
+def test_samples_of_one_request_share_an_index() -> None:
     prompt = [1, 2, 3, 4]
     drafter = NgramDrafter(3)
     first, second, stranger = [*prompt, 9, 8, 7, 6, 5], [*prompt, 9, 8], [*prompt, 9, 8]
     drafter.open(0, 0, first, 4)
     drafter.open(1, 0, second, 4)
     drafter.open(2, 1, stranger, 4)
-    drafter.guess(0)
-    assert drafter.guess(1).tokens == (7, 6, 5) == drafter.last_guess(1)
-    assert drafter.guess(2).tokens == ()
+    drafter.draft(0)
+    assert drafter.draft(1).tokens == (7, 6, 5) == drafter.last_draft(1)
+    assert drafter.draft(2).tokens == ()
     drafter.close(0, 0)
     second += [7]
-    assert drafter.guess(1).tokens == (6, 5), "also when it has ended"
-    drafter.bar(1)
-    assert drafter.guess(1) == Guess()
+    assert drafter.draft(1).tokens == (6, 5), "also after its end"
+    drafter.disable(1)
+    assert drafter.draft(1) == Draft()
 
 
-def test_what_a_sample_said_since_it_was_last_asked_serves_the_others_when_it_ends() -> None:
+def test_close_indexes_the_last_tokens_of_a_sample() -> None:
     drafter = NgramDrafter(3)
     first, second = [1, 2, 3], [1, 2, 3]
     drafter.open(0, 0, first, 3)
     drafter.open(1, 0, second, 3)
-    drafter.guess(0)
+    drafter.draft(0)
     first += [6, 7, 8, 9]
     second += [6, 7]
-    assert drafter.guess(1).tokens == ()
+    assert drafter.draft(1).tokens == ()
     drafter.close(0, 0)
-    assert drafter.guess(1).tokens == (8, 9)
+    assert drafter.draft(1).tokens == (8, 9)
 
 
-def test_the_prompt_is_read_once_whoever_comes_first() -> None:
+def test_prompt_is_indexed_once_by_any_first_sample() -> None:
     drafter = NgramDrafter(4)
     prompts = [Tokens(range(1000)) for _ in range(3)]
     for number, tokens in enumerate(prompts):
@@ -177,32 +177,32 @@ def test_the_prompt_is_read_once_whoever_comes_first() -> None:
     drafter.close(0, 0)
     for tokens in prompts[1:]:
         tokens += [500, 501]
-    assert drafter.guess(2).tokens == (502, 503, 504, 505) == drafter.guess(1).tokens
+    assert drafter.draft(2).tokens == (502, 503, 504, 505) == drafter.draft(1).tokens
     assert prompts[2].num_reads > 1000 > prompts[1].num_reads
 
 
-def test_an_estimate_learns_from_guesses_that_nobody_computed() -> None:
+def test_acceptance_is_updated_by_drafts_that_were_not_computed() -> None:
     drafter = NgramDrafter(3)
     tokens = [1, 2, 3, 1, 2]
     drafter.open(0, 0, tokens, 5)
-    assert drafter.guess(0) == Guess((3, 1, 2), FIRST_CHANCE)
+    assert drafter.draft(0) == Draft((3, 1, 2), FIRST_CHANCE)
     tokens += [3]
     better = FIRST_CHANCE + RATE * (1 - FIRST_CHANCE)
-    assert drafter.guess(0) == Guess((1, 2, 3), pytest.approx(better))
+    assert drafter.draft(0) == Draft((1, 2, 3), pytest.approx(better))
     tokens += [1, 7, 3, 1, 2]
     mixed = (better + RATE * (1 - better)) * (1 - RATE)
-    assert drafter.guess(0).chance == pytest.approx(mixed), "right, then wrong; what comes after that says nothing"
+    assert drafter.draft(0).chance == pytest.approx(mixed), "right, then wrong; what comes after that says nothing"
     for _ in range(60):
         tokens += [3, 1, 2]
-        drafter.guess(0)
-    assert drafter.guess(0).chance > 0.9
+        drafter.draft(0)
+    assert drafter.draft(0).chance > 0.9
 
 
 offers = st.lists(st.builds(Offer, st.integers(0, 4), st.floats(0, 1)), max_size=3)
 
 
 @given(offers, st.integers(1, 30), st.integers(0, 12), st.integers(1, 40))
-def test_the_choice_is_the_best_there_is(wanted: list[Offer], num_tokens: int, room: int, weight_tokens: int) -> None:
+def test_choose_drafts_maximises_the_rate(wanted: list[Offer], num_tokens: int, room: int, weight_tokens: int) -> None:
     def rate(counts: Sequence[int]) -> float:
         worth = sum(o.chance**j for o, count in zip(wanted, counts, strict=True) for j in range(1, count + 1))
         return (num_tokens + worth) / (num_tokens + sum(counts) + weight_tokens)
@@ -214,7 +214,7 @@ def test_the_choice_is_the_best_there_is(wanted: list[Offer], num_tokens: int, r
     assert rate(chosen) == pytest.approx(max(rate(counts) for counts in every if sum(counts) <= room))
 
 
-def test_more_rows_make_doubtful_guesses_too_dear() -> None:
+def test_larger_steps_choose_fewer_doubtful_drafts() -> None:
     counts = [choose_drafts([Offer(5, 0.7)], size, 99, 4)[0] for size in range(1, 40)]
     assert counts[0] >= 3 and counts == sorted(counts, reverse=True) and counts[-1] == 0
     assert choose_drafts([Offer(5, 1.0)] * 50, 50, 999, 4) == [5] * 50, "what is certain always pays"

@@ -48,10 +48,10 @@ def test_a_temperature_is_applied(untied: Pair, open_engine: OpenEngine) -> None
             assert torch.tensor(sample.ref_logprobs).sub(torch.tensor(sample.logprobs)).abs().max() < 1e-5
 
 
-def test_a_twin_stands_on_its_own(tied: Pair, open_engine: OpenEngine) -> None:
+def test_copy_is_independent(tied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(tied)
     with pytest.warns(DeprecationWarning, match="is now InferenceEngine.copy"):
-        copy = engine.twin(kv_cache_bytes=1 << 20)
+        copy = engine.twin(kv_cache_bytes=1 << 20)  # quoted
     assert copy.weights_checksum() == engine.weights_checksum()
     copy.update_weights(tied.named(), blocking=True)
     assert copy.weights_checksum() != engine.weights_checksum()
@@ -59,7 +59,7 @@ def test_a_twin_stands_on_its_own(tied: Pair, open_engine: OpenEngine) -> None:
     assert engine.generate(PROMPTS, PARAMS)
 
 
-def test_what_cannot_be_copied_is_refused(untied: Pair, open_engine: OpenEngine) -> None:
+def test_copy_rejects_engine_without_model(untied: Pair, open_engine: OpenEngine) -> None:
     with pytest.raises(BadRequest, match="without a model"):
         InferenceEngine(fake_config(), parts=fake_parts("radix", 10, 4)).copy()
     engine = open_engine(untied)
@@ -71,7 +71,7 @@ def test_what_cannot_be_copied_is_refused(untied: Pair, open_engine: OpenEngine)
 
 
 @pytest.mark.parametrize("start", [-1, True, 1.5, [0], [0, -1], "0"])
-def test_wrong_starts_are_named(start: object, untied: Pair, open_engine: OpenEngine) -> None:
+def test_score_rejects_invalid_start(start: object, untied: Pair, open_engine: OpenEngine) -> None:
     with pytest.raises(BadRequest, match="start must be an integer"):
         open_engine(untied).score([[1, 2], [3, 4]], start)  # type: ignore[arg-type]
 

@@ -31,7 +31,7 @@ def test_rows_of_installed_packages_come_after_our_own(install) -> None:
     assert list(table(GROUP, {"one": 1}, int).items()) == [("one", 1), ("three", 3), ("two", 2)]
 
 
-def test_a_table_nobody_extends_is_our_own_rows() -> None:
+def test_table_without_extensions_has_the_built_in_rows() -> None:
     assert dict(table(GROUP, {"one": 1}, int)) == {"one": 1}
 
 

@@ -1,4 +1,4 @@
-"""An aborted sample goes on as if it had never been interrupted."""
+"""Resuming an aborted sample; output is identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def interrupted(engine: InferenceEngine, params: SamplingParams, steps: int, cou
     return list(engine.abort(request))
 
 
-def test_a_sample_interrupted_again_and_again_is_the_same(untied: Pair, open_engine: OpenEngine) -> None:
+def test_repeatedly_aborted_sample_is_identical(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     params = replace(LONG, temperature=0.9, top_k=20, presence_penalty=0.5, repetition_penalty=1.2, min_tokens=9)
     params = replace(params, raw_logprobs=True, sampling_mask=True, logprobs=2)
@@ -49,7 +49,7 @@ def test_a_sample_interrupted_again_and_again_is_the_same(untied: Pair, open_eng
             assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-5
 
 
-def test_unseeded_samples_go_on_with_the_seed_they_had() -> None:
+def test_resumed_sample_keeps_its_random_seed() -> None:
     engine = fake()
     params = replace(LONG, seed=None)
     parts = interrupted(engine, params, 6, 2)
@@ -61,7 +61,7 @@ def test_unseeded_samples_go_on_with_the_seed_they_had() -> None:
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_programs_and_matchers_go_on_where_they_were(cache_type: str) -> None:
+def test_resume_restores_program_and_matcher(cache_type: str) -> None:
     for seed in range(60):
         rng = random.Random(seed)
         params = SamplingParams(max_tokens=30, seed=seed, ignore_eos=True)
@@ -94,7 +94,7 @@ def test_a_completed_sample_keeps_the_versions_of_its_parts(untied: Pair, open_e
     assert elsewhere.version_spans[0].label == "one"
 
 
-def test_what_ended_comes_back_as_it_is() -> None:
+def test_complete_returns_finished_samples_unchanged() -> None:
     engine = fake()
     ended = engine.generate([PROMPT], LONG)
     assert engine.complete(ended, LONG)[0] is ended[0]
@@ -110,7 +110,7 @@ def test_a_sample_that_reached_its_length_can_be_made_longer() -> None:
     assert longer[0].completion_tokens == engine.generate([PROMPT], LONG)[0].completion_tokens
 
 
-def test_what_cannot_go_on_is_refused_by_name() -> None:
+def test_resume_rejects_invalid_partial_naming_the_field() -> None:
     engine = fake()
     part = interrupted(engine, LONG, 6)[0]
     ended = replace(part, finish_reason="stop")
@@ -118,7 +118,7 @@ def test_what_cannot_go_on_is_refused_by_name() -> None:
         ({"partial": {}}, "partial must be a TrainingSample, got dict"),
         ({"partial": ended}, "ended with a stop"),
         ({"partial": part, "num_samples": 2}, "num_samples must be 1"),
-        ({"partial": part, "prompt": [1, 2]}, "its prompt_tokens are not the prompt"),
+        ({"partial": part, "prompt": [1, 2]}, "its prompt_tokens differ from the prompt"),
         ({"partial": part, "sampling_params": replace(LONG, max_tokens=6)}, "has 6 tokens already, max_tokens is 6"),
         ({"partial": part, "sampling_params": replace(LONG, raw_logprobs=True)}, "has no raw_logprobs"),
         ({"partial": part, "sampling_params": replace(LONG, sampling_mask=True)}, "has no sampling_masks"),

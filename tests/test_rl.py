@@ -103,7 +103,7 @@ def run_out(engine: InferenceEngine) -> list[TrainingSample]:
 
 
 def num_held(engine: InferenceEngine) -> int:
-    """Blocks that somebody holds."""
+    """Blocks with a reference."""
     return engine.parts.kv.num_blocks - engine.parts.kv.num_free_blocks()
 
 
@@ -591,15 +591,15 @@ def test_e_keep_marks_the_border_to_the_token(num_drawn: int, untied: Pair, open
         expected = table.gather(-1, torch.tensor(sample.completion_tokens).unsqueeze(-1)).squeeze(-1)
         assert sample.logprobs == pytest.approx(expected.tolist(), abs=TOLERANCE)
     assert len(samples) == 3
-    assert engine.generate([PROMPTS[0]], LONG)[0].num_cached_tokens == 0, "mixed K/V is for nobody else"
+    assert engine.generate([PROMPTS[0]], LONG)[0].num_cached_tokens == 0, "mixed K/V is not shared"
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("length", [1, 3, 4, 9])
-def test_e_mixed_kv_is_for_nobody_else(
+def test_e_mixed_kv_is_not_shared(
     length: int, cache_type: str, untied: Pair, renewed: Pair, open_engine: OpenEngine
 ) -> None:
-    """K/V that a request kept over an update is found by nobody: whoever asks for its text afterwards gets exactly what
+    """K/V that a request kept over an update is not found: a later request for its text gets exactly what
     a cold engine on the new weights gives."""
     engine = open_engine(untied, cache_type=cache_type)
     engine.add_request(PROMPT[:length], LONG, 2)
@@ -847,8 +847,8 @@ def test_g_resubmitted_ids_continue_exactly(make: Opener) -> None:
         assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-5)
 
 
-def test_g_the_engine_goes_on_with_any_sample_of_a_group(make: Opener) -> None:
-    """Handed a partial sample, the engine goes on with it as if it had never been interrupted, whichever of a group it
+def test_g_any_sample_of_a_group_can_be_resumed(make: Opener) -> None:
+    """A resumed partial sample is identical to an uninterrupted run, whichever of a group it
     is, in another engine of its lineage too, and gives it back whole."""
     params = replace(LONG, temperature=0.8, raw_logprobs=True, logprobs=2, prompt_logprobs=0)
     engine = make(lineage="group")
@@ -866,8 +866,8 @@ def test_g_the_engine_goes_on_with_any_sample_of_a_group(make: Opener) -> None:
             assert done.top_logprobs is not None and len(done.top_logprobs) == 24
 
 
-def test_g_unseeded_samples_go_on_too(make: Opener) -> None:
-    """A sample says which seed it was drawn with, also where the request named none: it can go on, and be drawn
+def test_g_samples_without_request_seed_can_be_resumed(make: Opener) -> None:
+    """A sample says which seed it was drawn with, also where the request named none: it can be resumed, and drawn
     again."""
     engine = make()
     unseeded = replace(LONG, seed=None)
@@ -898,8 +898,8 @@ def with_letters(engine: InferenceEngine) -> InferenceEngine:
     return InferenceEngine(engine.config, parts=parts)
 
 
-def test_g_stop_strings_and_programs_go_on_where_they_were(make: Opener) -> None:
-    """A stop string that was half written when the sample was aborted still stops it, and a token program goes on in
+def test_g_stop_strings_and_programs_are_restored(make: Opener) -> None:
+    """A stop string that was half written when the sample was aborted still stops it, and a token program continues in
     the state it was in: same tokens, same mask, same end."""
     engine = with_letters(make())
     free = [engine.generate([PROMPT], replace(LONG, max_tokens=40))[0]]
@@ -929,7 +929,7 @@ def test_g_stop_strings_and_programs_go_on_where_they_were(make: Opener) -> None
 
 
 def test_g_an_aborting_update_and_a_resumption_are_exact(untied: Pair, open_engine: OpenEngine) -> None:
-    """Abort, update, go on: the tokens before are the old model's, those after exactly the new one's, and the sample
+    """Abort, update, resume: the tokens before are the old model's, those after exactly the new one's, and the sample
     says where the border is."""
     engine = open_engine(untied)
     engine.add_request(PROMPT, LONG, 2)
@@ -1061,7 +1061,7 @@ def test_h_an_empty_stop_list_stops_nothing(stop: Any, pair: Pair, open_engine: 
 
 
 class OldestFirst:
-    """Stands before a runner: each step must work for the oldest request that has not ended."""
+    """Wraps a runner: each step must compute the oldest request that has not ended."""
 
     def __init__(self, inner: Any, live: set[int]) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""Multi-turn rollouts: what stands is never touched, nobody waits for a turn that is not its own, nothing is lost."""
+"""Multi-turn rollouts: earlier tokens never change, rollouts do not wait for each other, no sample is lost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tool(rollout: Rollout) -> Iterable[int]:
 def is_idle(engine: InferenceEngine) -> bool:
     kv = engine.parts.kv
     kv.check()
-    return not engine.has_pending() and kv.num_free_blocks() == kv.num_blocks and not engine._books.ledger._mailboxes
+    return not engine.has_pending() and kv.num_free_blocks() == kv.num_blocks and not engine._state.requests._mailboxes
 
 
 def sample_after(tokens: Iterable[int], completion: tuple[int, ...], **fields: Any) -> TrainingSample:
@@ -61,7 +61,7 @@ def sample_after(tokens: Iterable[int], completion: tuple[int, ...], **fields: A
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])
 @pytest.mark.parametrize("program", [None, Calculator()])
-def test_every_turn_is_drawn_after_exactly_what_stands(cache_type: str, program: Calculator | None) -> None:
+def test_every_turn_continues_the_exact_earlier_tokens(cache_type: str, program: Calculator | None) -> None:
     rollouts = run_rollouts(
         fake(cache_type), PROMPTS, tool, PARAMS, num_samples_per_prompt=3, max_turns=5, program=program
     )
@@ -83,7 +83,7 @@ def test_every_turn_is_drawn_after_exactly_what_stands(cache_type: str, program:
             for k in range(5)
         ]
     reasons = {turn.sample.finish_reason for rollout in rollouts for turn in rollout.turns}
-    assert reasons == {"stop", "length"}, "a turn that was cut short goes on to the environment too"
+    assert reasons == {"stop", "length"}, "a truncated turn is passed to the environment too"
 
 
 def test_a_sample_of_any_other_prompt_is_refused() -> None:
@@ -96,7 +96,7 @@ def test_a_sample_of_any_other_prompt_is_refused() -> None:
     assert extend(rollout, sample_after(rollout.tokens, (7,))).tokens == (1, 2, 3, 4, 5, 6, 7)
 
 
-def test_going_on_without_an_answer_draws_what_one_turn_would_have() -> None:
+def test_continuing_without_an_answer_equals_one_turn() -> None:
     params = replace(PARAMS, ignore_eos=True)
     short = run_rollouts(fake(), PROMPTS, lambda r: (), params, num_samples_per_prompt=2, max_turns=4)
     longer = replace(params, max_tokens=36)
@@ -138,7 +138,7 @@ def test_masks_logprobs_and_versions_are_aligned_with_the_tokens() -> None:
     }
 
 
-def test_what_runs_is_aligned_too() -> None:
+def test_running_rollouts_are_aligned() -> None:
     rollouts = run_rollouts(fake(), PROMPTS, tool, PARAMS, max_turns=6, program=Calculator())
     assert {kind for r in rollouts for *_, kind in r.segment_spans} == {"prompt", "sampled", "forced", "environment"}
     for rollout in rollouts:
@@ -170,7 +170,7 @@ def test_a_rollout_survives_json() -> None:
 # --- how it runs
 
 
-def test_a_later_turn_finds_all_but_the_last_token_in_the_cache() -> None:
+def test_later_turn_reuses_all_but_the_last_token() -> None:
     engine = fake()
     for rollout in run_rollouts(engine, PROMPTS, tool, PARAMS, num_samples_per_prompt=3, max_turns=4):
         for before, after in zip(rollout.samples, rollout.samples[1:], strict=False):
@@ -179,7 +179,7 @@ def test_a_later_turn_finds_all_but_the_last_token_in_the_cache() -> None:
     assert is_idle(engine)
 
 
-def test_no_rollout_waits_for_anothers_turn() -> None:
+def test_rollouts_do_not_wait_for_each_other() -> None:
     order: list[tuple[int, int]] = []
     rows: list[tuple[int, int]] = []
 
@@ -194,7 +194,7 @@ def test_no_rollout_waits_for_anothers_turn() -> None:
     prompts = [[1 + i, 40 - i, 3 * i] for i in range(6)]
     params = SamplingParams(max_tokens=40, seed=40)
     run_rollouts(fake(max_batch_size=6), prompts, environment, params, max_turns=9, progress=progress)
-    assert len(rows) > 20 and all(num_rows == num_going_on for num_rows, num_going_on in rows), "no rollout stands idle"
+    assert len(rows) > 20 and all(num_rows == num_open for num_rows, num_open in rows), "no rollout is idle"
     first_turns = [order.index((i, 1)) for i in range(6)]
     assert min(order.index((i, 2)) for i in range(6)) < max(first_turns)
     assert min(order.index((i, 4)) for i in range(6)) < max(first_turns)
@@ -219,7 +219,7 @@ def test_draws_depend_on_seed_and_place_alone(options: dict[str, Any]) -> None:
     assert tokens_of(fake(), None) == unseeded[:16], "an engine with a seed repeats its run"
 
 
-def test_other_requests_get_what_is_theirs() -> None:
+def test_other_requests_run_during_rollouts() -> None:
     alone = fake().generate([[7, 8], [9]], replace(PARAMS, max_tokens=30, ignore_eos=True))
     expected = run_rollouts(fake(), PROMPTS, tool, PARAMS, max_turns=3)
     engine = fake(max_batch_size=32)
@@ -248,7 +248,7 @@ def test_other_requests_get_what_is_theirs() -> None:
 # --- how it ends
 
 
-def test_the_environment_ends_a_rollout_when_it_likes() -> None:
+def test_environment_can_end_a_rollout() -> None:
     asked: list[Rollout] = []
 
     def environment(rollout: Rollout) -> Iterable[int] | None:
@@ -264,7 +264,7 @@ def test_the_environment_ends_a_rollout_when_it_likes() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"max_model_len": 30}, {"num_blocks": 7, "max_batch_size": 1}])
 @pytest.mark.parametrize("max_tokens", [9, None])
-def test_no_rollout_grows_beyond_what_there_is_room_for(options: dict[str, Any], max_tokens: int | None) -> None:
+def test_rollout_length_is_limited(options: dict[str, Any], max_tokens: int | None) -> None:
     limit = 28 if "num_blocks" in options else 30
     total = None if options else 30
     engine = fake(**options)
@@ -280,7 +280,7 @@ def test_no_rollout_grows_beyond_what_there_is_room_for(options: dict[str, Any],
     assert {rollout.finish_reason for rollout in ended} == {"stop"}
 
 
-def test_a_last_answer_is_kept_when_one_token_fits_behind_it() -> None:
+def test_last_answer_is_kept_if_one_more_token_fits() -> None:
     params = replace(PARAMS, max_tokens=4, ignore_eos=True)
     lengths = {}
     for total in range(12, 18):
@@ -289,7 +289,7 @@ def test_a_last_answer_is_kept_when_one_token_fits_behind_it() -> None:
     assert lengths == {12: (9, "length"), **{t: (min(t, 16), "max_turns") for t in range(13, 18)}}
 
 
-def test_an_abort_from_outside_ends_a_rollout_with_what_it_has() -> None:
+def test_abort_ends_a_rollout_with_its_tokens() -> None:
     engine = fake(max_batch_size=32)
 
     def environment(rollout: Rollout) -> Iterable[int]:
@@ -309,12 +309,12 @@ def test_an_abort_from_outside_ends_a_rollout_with_what_it_has() -> None:
 
 
 class Stop(Exception):
-    """Something that nobody but these tests raises."""
+    """An exception that only these tests raise."""
 
 
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
 @pytest.mark.parametrize("when", [1, 2, 7])
-def test_an_exception_of_the_environment_leaves_nothing_behind(error: type[BaseException], when: int) -> None:
+def test_environment_exception_aborts_all_requests(error: type[BaseException], when: int) -> None:
     engine = fake(max_batch_size=32)
     foreign = engine.add_request([7, 8], replace(PARAMS, max_tokens=200, ignore_eos=True))
     num_asked = 0
@@ -335,7 +335,7 @@ def test_an_exception_of_the_environment_leaves_nothing_behind(error: type[BaseE
 
 
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
-def test_an_exception_while_the_model_computes_passes_on(error: type[BaseException]) -> None:
+def test_step_exception_propagates(error: type[BaseException]) -> None:
     engine = fake()
     run = engine.parts.runner.run
     num_steps = 0
@@ -350,13 +350,13 @@ def test_an_exception_while_the_model_computes_passes_on(error: type[BaseExcepti
     engine.parts.runner.run = breaking
     with pytest.raises(error):
         run_rollouts(engine, PROMPTS, tool, PARAMS, max_turns=5)
-    assert not engine._books.ledger._mailboxes
+    assert not engine._state.requests._mailboxes
     if error is KeyboardInterrupt:
         assert is_idle(engine)
         assert len(run_rollouts(engine, PROMPTS, tool, PARAMS, max_turns=2)) == 3
 
 
-def test_a_paused_engine_is_not_waited_for() -> None:
+def test_rollouts_on_a_paused_engine_raise() -> None:
     engine = fake()
 
     def pausing(rollout: Rollout) -> Iterable[int]:
@@ -378,7 +378,7 @@ def test_a_paused_engine_is_not_waited_for() -> None:
         (lambda: "text", "the environment's tokens"),
     ],
 )
-def test_what_is_no_answer_is_refused_and_leaves_nothing_behind(answer: Callable[[], Any], message: str) -> None:
+def test_invalid_answer_raises_and_aborts_all_requests(answer: Callable[[], Any], message: str) -> None:
     engine = fake()
     with pytest.raises(ValueError, match=message):
         run_rollouts(engine, PROMPTS, lambda rollout: answer(), PARAMS, max_turns=3)
@@ -403,7 +403,7 @@ def test_what_is_no_answer_is_refused_and_leaves_nothing_behind(answer: Callable
         ([[1]], {"sampling_params": SamplingParams(stop="x")}, "stop: this engine was made without a tokenizer"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_runs(prompts: Any, options: Any, message: str) -> None:
+def test_invalid_arguments_raise_before_anything_runs(prompts: Any, options: Any, message: str) -> None:
     engine = fake()
     ticks: list[StepResult] = []
     with pytest.raises(ValueError, match=message):
@@ -411,7 +411,7 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(prompts: Any, optio
     assert is_idle(engine) and not ticks
 
 
-def test_the_environment_cannot_speak_before_the_model() -> None:
+def test_environment_cannot_answer_before_the_model() -> None:
     with pytest.raises(ValueError, match="the rollout has no turn yet"):
         observe(start([1, 2]), [3])
     assert run_rollouts(fake(), [], tool, PARAMS, max_turns=1) == []
@@ -439,7 +439,7 @@ def test_collected_logprobs_are_those_of_one_pass_over_the_whole(tiny: tuple[Pat
                 assert rollout.logprobs[position] == pytest.approx(scores[position - 1], abs=1e-4)
 
 
-def test_each_token_knows_the_weights_of_its_turn(tiny: tuple[Path, Any]) -> None:
+def test_each_token_has_the_version_of_its_turn(tiny: tuple[Path, Any]) -> None:
     engine = real(tiny)
     state = tiny[1].state_dict()
 

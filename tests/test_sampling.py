@@ -97,7 +97,7 @@ def test_truncation_keeps_exactly_the_right_tokens() -> None:
         assert support(logits_V, Truncation(top_k, top_p, min_p)) == expected, (size, top_k, top_p, min_p)
 
 
-def test_ties_go_to_the_lowest_ids_and_top_p_speaks_of_what_top_k_left() -> None:
+def test_ties_keep_lowest_ids_and_top_p_applies_after_top_k() -> None:
     assert support(torch.zeros(8), Truncation(3, 1.0, 0.0)) == {0, 1, 2}
     assert support(torch.zeros(8), Truncation(0, 0.5, 0.0)) == {0, 1, 2, 3}
     assert support(torch.zeros(3000), Truncation(0, 0.75, 0.0)) == set(range(2250))
@@ -131,7 +131,7 @@ def random_row(rng: random.Random, number: int, vocab_size: int) -> Row:
     return row(number, rng.choice(["raw", "tempered", "processed"]), more=options, **params)
 
 
-def test_a_row_is_bit_identical_alone_and_among_any_mates() -> None:
+def test_row_is_bit_identical_in_any_batch() -> None:
     rng = random.Random(1)
     for trial in range(60):
         vocab_size = rng.choice([40, 513, 1300])
@@ -168,7 +168,7 @@ def adjusted_row(mode: LogprobsMode = "processed", **params: Any) -> Row:
     return row(mode=mode, more=options, **params, allowed_token_ids=[0, 1, 2, 3, 4, 5, 6, 9, 11])
 
 
-def test_penalties_bias_and_masks_are_the_naive_ones() -> None:
+def test_penalties_bias_and_masks_equal_naive_versions() -> None:
     logits_V, one = randn(12, seed=3), adjusted_row()
     expected_V = torch.tensor(naive_adjusted(logits_V.tolist(), one))
     adjust_logits(logits_V, one)
@@ -178,7 +178,7 @@ def test_penalties_bias_and_masks_are_the_naive_ones() -> None:
 
 @pytest.mark.parametrize("temperature", [0, 0.6, 1])
 @pytest.mark.parametrize("adjusted", [False, True])
-def test_the_three_modes_are_the_softmax_of_what_they_name(temperature: float, adjusted: bool) -> None:
+def test_logprobs_modes_equal_softmax_of_their_distribution(temperature: float, adjusted: bool) -> None:
     make = adjusted_row if adjusted else row
     logits_V = randn(12, seed=4)
     changed_V = torch.tensor(naive_adjusted(logits_V.tolist(), make())).double() if adjusted else logits_V.double()
@@ -210,7 +210,7 @@ def test_logprobs_are_finite_for_extreme_logits(mode: LogprobsMode) -> None:
 
 @pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
 @pytest.mark.parametrize("temperature", [0, 0.5, 1])
-def test_a_row_that_can_draw_nothing_says_so_by_its_logprob(mode: LogprobsMode, temperature: float) -> None:
+def test_row_without_drawable_token_has_nonfinite_logprob(mode: LogprobsMode, temperature: float) -> None:
     blocked = row(mode=mode, temperature=temperature, top_p=0.9, allowed_token_ids=[3], more={"banned": (3,)})
     drawn = draw(randn(2, 9), [blocked, row(1)])
     assert [math.isfinite(logprob) for logprob in drawn.logprobs] == [False, True]
@@ -221,7 +221,7 @@ def test_top_logprobs_break_ties_by_id() -> None:
     assert [[top.token for top in tops] for tops in drawn.top_logprobs] == [[0, 1, 2], list(range(200))]
 
 
-def test_uniforms_are_what_they_were_in_the_first_release() -> None:
+def test_uniforms_are_unchanged_since_the_first_release() -> None:
     assert uniform(0, 0, 0) == 0.13870941014555427
     assert uniform(1, 2, 3) == 0.814259011529328
     assert uniform(2**63, 5, 1000) == 0.05285568538961394

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.scheduling import schedule
-from nano_inference.types import SchedulerOutput, SeqView, Work
+from nano_inference.scheduling import SchedulerOutput, SeqView, Work, schedule
 
 State = tuple[list[SeqView], list[SeqView], int, SchedulerConfig]
 
@@ -60,7 +59,7 @@ def states() -> Iterator[tuple[State, SchedulerOutput]]:
         yield state, schedule(*state)
 
 
-def test_no_plan_spends_more_than_there_is() -> None:
+def test_plan_respects_budget_and_blocks() -> None:
     for (waiting, running, free, cfg), plan in states():
         views = {v.id: v for v in (*waiting, *running)}
         admitted = [views[work.id] for work in plan.work if work.id >= 100]
@@ -83,7 +82,7 @@ def test_every_row_has_the_blocks_it_needs_and_no_more() -> None:
             assert work.num_blocks == max(0, -(-num_slots // cfg.block_size) - v.num_blocks)
 
 
-def test_plans_are_in_order_and_say_everything_once() -> None:
+def test_plan_lists_each_sequence_once_in_order() -> None:
     for (waiting, running, _, _), plan in states():
         order = [v.id for v in (*running, *waiting)]
         ids = [work.id for work in plan.work]
@@ -94,7 +93,7 @@ def test_plans_are_in_order_and_say_everything_once() -> None:
         assert not set(ids) & set(plan.preempted_seqs)
 
 
-def test_victims_come_from_the_young_end_and_the_oldest_goes_on() -> None:
+def test_youngest_are_preempted_and_the_oldest_continues() -> None:
     num_preempting = 0
     for (_, running, _, _), plan in states():
         ids = [v.id for v in running]
@@ -103,11 +102,11 @@ def test_victims_come_from_the_young_end_and_the_oldest_goes_on() -> None:
         if ids and plan.work[:1] != () and plan.work[0].id == ids[0]:
             num_preempting += count > 0
         else:
-            assert count == len(ids), "the oldest stands still only when nobody is left to give way"
+            assert count == len(ids), "the oldest waits only when no victim is left"
     assert num_preempting > 100
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_preempting_step_admits_no_sequence() -> None:
     num_admitting = 0
     for _, plan in states():
         admitted = [work.id for work in plan.work if work.id >= 100]
@@ -141,7 +140,7 @@ def readable(count: int, *, num_tokens: int = 4, **more: object) -> Iterator[Seq
     pytest.fail("the queue was read further than there is room")
 
 
-def test_the_queue_is_read_only_as_far_as_there_is_room() -> None:
+def test_queue_is_read_only_while_there_is_room() -> None:
     full = [decoding(i, 3) for i in range(3)]
     assert len(schedule(readable(5), full, 99, config(max_batch_size=8)).work) == 8, "seats"
     assert len(schedule(readable(0), full, 99, config(max_batch_size=3)).work) == 3, "no seat"
@@ -152,7 +151,7 @@ def test_the_queue_is_read_only_as_far_as_there_is_room() -> None:
     assert schedule(readable(0), tight, 0, config()).preempted_seqs == (2, 1), "a step that preempts"
 
 
-def test_who_would_compute_the_same_block_waits_for_it() -> None:
+def test_sequence_waits_for_a_block_that_another_computes() -> None:
     waiting = [view(100 + i, 9, next_key="same") for i in range(3)] + [view(103, 9, next_key="other")]
     plan = schedule(waiting, [], 99, config())
     assert [work.id for work in plan.work] == [100, 103]
@@ -215,7 +214,7 @@ def guessing(state: State, rng: random.Random) -> State:
     return waiting, guessed, rng.choice([free, free + 9]), cfg
 
 
-def test_guesses_take_only_what_is_left_and_change_nothing_else() -> None:
+def test_drafts_use_only_the_rest_of_the_budget() -> None:
     num_guessing = num_taking = num_cut = 0
     for seed in range(6000):
         rng = random.Random(seed)
@@ -244,7 +243,7 @@ def test_guesses_take_only_what_is_left_and_change_nothing_else() -> None:
     assert min(num_guessing, num_taking, num_cut) > 150, (num_guessing, num_taking, num_cut)
 
 
-def test_a_guess_takes_a_block_only_beside_those_that_others_may_need() -> None:
+def test_drafts_leave_one_block_for_each_row() -> None:
     rows = [decoding(i, 4)._replace(num_drafts=3, draft_chance=0.99) for i in range(2)]
     cfg = dataclasses.replace(config(), max_draft_tokens=5)
     plans = [schedule([], rows, free, cfg).work for free in (0, 2, 3, 4)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.ngram_drafter import Guess, NgramDrafter
+from nano_inference.ngram_drafter import Draft, NgramDrafter
 from nano_inference.types import StepStats
 from tests.models.families import VOCAB_SIZE, make_model
 from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts, parrot
@@ -76,12 +76,12 @@ def run_all(engine: InferenceEngine, wanted: list[Ask] = ASKS) -> tuple[list[Tra
 
 
 def drafted(stats: list[StepStats]) -> tuple[int, int]:
-    """Guesses computed, and guesses kept."""
+    """Return the numbers of computed and accepted draft tokens."""
     return sum(one.num_drafted for one in stats), sum(one.num_accepted for one in stats)
 
 
 def fake(cache_type: str = "radix", num_blocks: int = 200, block_size: int = 4, **options: Any) -> InferenceEngine:
-    """An engine that guesses, on a fake model that repeats itself."""
+    """An engine with speculation, on a fake model that repeats itself."""
     parts = fake_parts(cache_type, num_blocks, block_size, drawing=parrot)
     return InferenceEngine(fake_config(speculation="ngram", **options), parts=parts)
 
@@ -118,7 +118,7 @@ def witness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "plain",
 )
-def test_every_bit_is_the_same(witness: Witness, options: dict[str, Any]) -> None:
+def test_speculation_changes_no_bit(witness: Witness, options: dict[str, Any]) -> None:
     with open_engine(witness.path, **witness.options, **options, speculation="ngram") as engine:
         samples, stats = run_all(engine)
     assert samples == witness.expected
@@ -126,7 +126,7 @@ def test_every_bit_is_the_same(witness: Witness, options: dict[str, Any]) -> Non
     assert 0 < num_accepted < num_drafted
 
 
-def test_every_bit_is_the_same_in_a_tight_cache(tiny: Path) -> None:
+def test_speculation_changes_no_bit_with_preemption(tiny: Path) -> None:
     wanted = [(prompt, replace(params, max_tokens=25), count) for prompt, params, count in ASKS]
     with open_engine(tiny, block_size=4) as engine:
         expected, _ = run_all(engine, wanted)
@@ -138,7 +138,7 @@ def test_every_bit_is_the_same_in_a_tight_cache(tiny: Path) -> None:
     assert sum(one.num_preempted for one in stats) > 0 and drafted(stats)[1] > 0
 
 
-def test_torch_gives_the_same_up_to_its_own_rounding(tiny: Path) -> None:
+def test_speculation_with_torch_is_equal_up_to_rounding(tiny: Path) -> None:
     with open_engine(tiny, kernels="off") as engine:
         expected, _ = run_all(engine)
     with open_engine(tiny, kernels="off", speculation="ngram") as engine:
@@ -163,7 +163,7 @@ def test_a_text_that_repeats_takes_fewer_steps_than_tokens(tiny: Path) -> None:
     assert sum(one.num_sampled for one in stats) == 60
 
 
-def test_a_sample_is_guessed_from_another_that_has_ended() -> None:
+def test_drafts_come_from_an_ended_sample() -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, seed=1)
     counts = []
     for num_samples in (1, 2):
@@ -176,9 +176,9 @@ def test_a_sample_is_guessed_from_another_that_has_ended() -> None:
     assert counts[1] - counts[0] < 20
 
 
-def test_nothing_is_kept_of_requests_that_ended() -> None:
+def test_ended_requests_free_their_index() -> None:
     engine = fake()
-    drafter: NgramDrafter = engine._books.core._speculation.drafter  # type: ignore[attr-defined]
+    drafter: NgramDrafter = engine._state.core._speculator.drafter  # type: ignore[attr-defined]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     ids = [engine.add_request([1, 2, 3], params, 3, make_matcher=matcher) for matcher in (None, StopAfter, None)]
     assert drafter.num_requests == 2
@@ -190,18 +190,18 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
     assert drafter.num_requests == 0
 
 
-def test_without_being_asked_for_nothing_is_guessed(tiny: Path) -> None:
+def test_no_drafts_by_default(tiny: Path) -> None:
     with open_engine(tiny) as engine:
         assert drafted(run_all(engine, [(REPEATING, SamplingParams(max_tokens=20, seed=1), 1)])[1]) == (0, 0)
         assert EngineConfig(model_path="m").speculation == "off"
 
 
-def test_it_does_not_go_with_a_runner_that_draws_several_tokens() -> None:
-    with pytest.raises(ValueError, match="max_draft_tokens: speculation does not go with a runner that draws several"):
+def test_speculation_rejects_lookahead() -> None:
+    with pytest.raises(ValueError, match="max_draft_tokens: speculation cannot be combined with"):
         InferenceEngine(fake_config(speculation="ngram"), parts=fake_parts("radix", 20, 4, lookahead=2))
 
 
-# ---- who is guessed about
+# ---- which samples get drafts
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_it_does_not_go_with_a_runner_that_draws_several_tokens() -> None:
     [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"min_tokens": 30}],
     ids=str,
 )
-def test_what_needs_to_know_every_token_is_not_guessed(options: dict[str, Any]) -> None:
+def test_requests_that_need_every_token_get_no_drafts(options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=30, seed=1, stop_token_ids=[45], **options)
     assert drafted(run_all(fake(), [(REPEATING, params, 1)])[1]) == (0, 0)
     plain = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
@@ -225,7 +225,7 @@ def test_a_matcher_sees_one_token_a_step() -> None:
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])
-def test_a_program_forces_its_tokens_where_it_would(cache_type: str) -> None:
+def test_program_forces_tokens_at_the_same_positions(cache_type: str) -> None:
     num_accepted = num_forced = 0
     for seed in range(40):
         params = SamplingParams(max_tokens=40, seed=seed, ignore_eos=True)
@@ -244,7 +244,7 @@ def test_a_program_forces_its_tokens_where_it_would(cache_type: str) -> None:
 # ---- where it ends
 
 
-def test_lengths_and_stops_inside_right_guesses_end_where_they_would(tiny: Path) -> None:
+def test_length_and_stop_inside_accepted_drafts(tiny: Path) -> None:
     def one(engine: InferenceEngine, **options: Any) -> TrainingSample:
         params = SamplingParams(**({"temperature": 0, "max_tokens": 40, "ignore_eos": True, "seed": 1} | options))
         return run_all(engine, [(REPEATING, params, 1)])[0][0]
@@ -264,7 +264,7 @@ def test_lengths_and_stops_inside_right_guesses_end_where_they_would(tiny: Path)
             assert ours.stop_reason == token or ours.finish_reason == "length"
 
 
-def test_what_was_guessed_right_is_found_again_and_what_was_wrong_is_not() -> None:
+def test_accepted_drafts_are_cached_and_rejected_ones_are_not() -> None:
     engine = fake(num_blocks=400)
     for seed in range(20):
         params = SamplingParams(max_tokens=30, seed=seed, ignore_eos=True)
@@ -277,7 +277,7 @@ def test_what_was_guessed_right_is_found_again_and_what_was_wrong_is_not() -> No
         assert second.completion_tokens == fresh.generate([turn], params)[0].completion_tokens
 
 
-def test_wrong_guesses_hold_no_blocks() -> None:
+def test_rejected_drafts_hold_no_blocks() -> None:
     for seed in range(30):
         rng = random.Random(seed)
         size = rng.choice([1, 2, 4])
@@ -288,12 +288,12 @@ def test_wrong_guesses_hold_no_blocks() -> None:
         while engine.has_pending():
             engine.step()
             engine.parts.kv.check()
-            for seq in engine._books.core._running:
+            for seq in engine._state.core._running:
                 assert len(seq.blocks) == -(-seq.num_computed // size) and seq.num_computed < len(seq.tokens)
 
 
-def test_what_is_computed_is_published_as_without_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row with guesses is no chunk: the filling part of its last block waits."""
+def test_drafts_do_not_change_what_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with drafts is no prefill chunk: its partly filled block is not published."""
     counts = []
     for speculation in ("off", "ngram"):
         parts = fake_parts("radix", 200, 16, drawing=parrot)
@@ -310,7 +310,7 @@ def test_what_is_computed_is_published_as_without_guesses(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("on_running", ["keep", "recompute"])
 @pytest.mark.parametrize("family", ["llama-linear-rope-biases"])
-def test_new_weights_begin_at_the_same_token(tmp_path: Path, on_running: Any, family: str) -> None:
+def test_weight_update_takes_effect_at_the_same_token(tmp_path: Path, on_running: Any, family: str) -> None:
     model = make_model(family, tmp_path)
     changed = {name: weight.detach() * 1.01 for name, weight in model.named_parameters()}
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, seed=1)
@@ -336,7 +336,7 @@ def test_new_weights_begin_at_the_same_token(tmp_path: Path, on_running: Any, fa
     assert ours == theirs and len(ours.version_spans) == 3
 
 
-def test_aborted_samples_go_on_as_if_nothing_had_happened(tiny: Path) -> None:
+def test_aborted_samples_resume_identically(tiny: Path) -> None:
     params = SamplingParams(temperature=0.05, max_tokens=50, seed=4, ignore_eos=True)
     with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as engine:
         whole = plain.generate([REPEATING], params, 3)
@@ -368,7 +368,7 @@ def test_a_pause_that_clears_the_cache_changes_nothing(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_a_step_with_guesses_that_fails_costs_nobody_anything(tiny: Path, error: BaseException) -> None:
+def test_failed_step_with_drafts_changes_no_output(tiny: Path, error: BaseException) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = [REPEATING, [7, 7, 7], [1, 2, 3, 1, 2]]
     with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as engine:
@@ -400,7 +400,7 @@ def test_a_step_with_guesses_that_fails_costs_nobody_anything(tiny: Path, error:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_a_guess_whose_numbers_are_not_finite_harms_nobody(
+def test_draft_with_nonfinite_logits_changes_no_output(
     tiny: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -410,18 +410,18 @@ def test_a_guess_whose_numbers_are_not_finite_harms_nobody(
         torn["model.embed_tokens.weight"][poison] = float("nan")
         engine.update_weights(torn, allow_nonfinite=True, blocking=True)
         with monkeypatch.context() as patch:
-            patch.setattr(NgramDrafter, "guess", lambda *_: Guess())
+            patch.setattr(NgramDrafter, "draft", lambda *_: Draft())
             expected = engine.generate([[1, 2, 3]], params)[0]
         assert poison not in expected.completion_tokens and expected.finish_reason == "length"
         first = expected.completion_tokens[1]
         asked = []
 
-        def poisoned(drafter: NgramDrafter, sample_id: int) -> Guess:
+        def poisoned(drafter: NgramDrafter, sample_id: int) -> Draft:
             asked.append(sample_id)
-            return Guess() if drafter._lines[sample_id].is_barred else Guess((first, poison, poison), 1.0)
+            return Draft() if drafter._samples[sample_id].is_disabled else Draft((first, poison, poison), 1.0)
 
-        monkeypatch.setattr(NgramDrafter, "guess", poisoned)
-        monkeypatch.setattr(NgramDrafter, "last_guess", lambda *_: (first, poison, poison))
+        monkeypatch.setattr(NgramDrafter, "draft", poisoned)
+        monkeypatch.setattr(NgramDrafter, "last_draft", lambda *_: (first, poison, poison))
         sample = engine.generate([[1, 2, 3]], params)[0]
     assert asked and sample.finish_reason == "length"
     assert sample.completion_tokens == expected.completion_tokens

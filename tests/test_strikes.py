@@ -85,7 +85,7 @@ def test_generate_interrupted_anywhere_leaves_an_engine_that_works(cache_type: s
 
 
 def change_everything(engine: InferenceEngine) -> None:
-    """Call what changes the books besides `generate`, on an engine with requests that wait and run."""
+    """Call every state-changing method except `generate`, on an engine with waiting and running requests."""
     engine.add_request(PROMPTS[0], PARAMS, 2, make_matcher=StopAfter)
     engine.step()
     stream = engine.stream(PROMPTS[1], PARAMS)
@@ -113,7 +113,7 @@ def change_everything(engine: InferenceEngine) -> None:
 # An interrupt inside the finalizer of a stream is reported as unraisable; the engine must work all the same.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("num_strikes", [1, 2])
-def test_controls_interrupted_anywhere_leave_an_engine_that_works(num_strikes: int) -> None:
+def test_commands_interrupted_anywhere_leave_an_engine_that_works(num_strikes: int) -> None:
     length = count_bytecodes(lambda: change_everything(make_engine("radix")))
     engine = make_engine("radix")
     rng = random.Random(num_strikes)

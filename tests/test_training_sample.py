@@ -64,8 +64,8 @@ def test_version_spans_are_the_longest_runs_and_carry_the_labels() -> None:
     assert sample().version_spans == () and sample((2,)).version_spans == (VersionSpan(2, 0, 1, None),)
 
 
-def test_spans_of_what_was_drawn_so_far() -> None:
-    """A stream tells of versions before there is a sample."""
+def test_spans_of_an_unfinished_sample() -> None:
+    """Deltas report versions before the sample ends."""
     assert spans_of(iter([4, 4, 2]), {2: "two", 9: "never used"}) == (
         VersionSpan(4, 0, 2, None),
         VersionSpan(2, 2, 3, "two"),
@@ -99,7 +99,7 @@ def test_versions_and_labels_survive_every_trip_exactly() -> None:
             }
 
 
-def test_equality_sees_the_labels() -> None:
+def test_equality_compares_labels() -> None:
     assert sample((1,), version_labels={1: "a"}) != sample((1,), version_labels={1: "b"})
     assert sample((1,), version_labels={1: "a", 2: "b"}) == sample((1,), version_labels={1: "a"})
 
@@ -132,7 +132,7 @@ SPAN = {"version": 3, "start": 0, "end": 2}
         [(3, 0, 3)],
     ],
 )
-def test_spans_that_do_not_fit_the_tokens_are_refused(spans: Any) -> None:
+def test_spans_that_do_not_cover_the_tokens_are_rejected(spans: Any) -> None:
     with pytest.raises(ValueError, match="weight_versions") as caught:
         TrainingSample.from_dict(sample((3, 3, 3)).to_dict() | {"weight_versions": spans})
     assert "\n" not in str(caught.value)
@@ -198,7 +198,7 @@ def test_forced_tokens_have_raw_logprob_zero_and_an_empty_mask() -> None:
         assert tuple(x for delta in deltas for x in getattr(delta, name)) == whole
 
 
-def test_what_nobody_asked_for_is_not_kept() -> None:
+def test_unrequested_fields_are_not_stored() -> None:
     seq = sequence()
     advance(seq, 7, -0.5, (), 0, DrawExtras(-1.5, (7,)))
     delta = to_delta(seq, 1, 0)
@@ -213,7 +213,7 @@ def test_a_request_s_mode_outranks_the_engine_s() -> None:
     assert sequence(logprobs_mode="raw").logprobs_mode == "raw" and sequence().logprobs_mode == "tempered"
 
 
-def test_scores_that_are_no_numbers_end_the_sample() -> None:
+def test_nonfinite_scores_abort_the_sample() -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=1)
     request = EngineRequest(prompt=(1, 2, 3, 4), params=params, num_samples=2)
     leader, follower = start_sequences(request, request_id=4, first_id=0, seed=1, max_new_tokens=0)
@@ -309,7 +309,7 @@ def test_a_trainer_gets_the_logprobs_from_the_mask(params: dict[str, Any], tempe
         assert drawn.logprobs[0] == pytest.approx(renormalised(trainer_V, ids, drawn.tokens[0]), abs=3e-6)
 
 
-def test_where_nothing_is_cut_there_is_no_mask() -> None:
+def test_sampling_mask_is_none_without_truncation() -> None:
     for params in ({}, {"temperature": 0}, {"temperature": 0, "top_k": 3}, {"top_k": 30}, {"min_p": 1e-30}):
         assert draw_one(randn(30), row(sampling_mask=True, **params)).extras == (DrawExtras(None, None),)
     assert draw_one(randn(30), row(sampling_mask=True, logit_bias={1: -1e6})).extras[0].sampling_mask is None
@@ -318,7 +318,7 @@ def test_where_nothing_is_cut_there_is_no_mask() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_every_way_to_forbid_a_token_shows_in_the_mask(temperature: float) -> None:
+def test_sampling_mask_reflects_every_exclusion(temperature: float) -> None:
     ways: tuple[tuple[dict[str, Any], dict[str, Any], set[int]], ...] = (
         ({}, {"banned": (2, 5)}, {0, 1, 3, 4, 6, 7}),
         ({}, {"mask": bytes([0b01101111])}, {0, 1, 2, 3, 5, 6}),
@@ -329,7 +329,7 @@ def test_every_way_to_forbid_a_token_shows_in_the_mask(temperature: float) -> No
         assert drawn.extras[0].sampling_mask == tuple(sorted(expected))
 
 
-def test_each_row_gets_what_it_asked_for_whatever_its_mates_ask() -> None:
+def test_each_row_gets_its_requested_extras() -> None:
     asks: list[dict[str, Any]] = [{}, {"raw_logprobs": True}, {"sampling_mask": True, "top_k": 3}, {"top_k": 3}]
     asks.append({"raw_logprobs": True, "sampling_mask": True, "top_p": 0.5, "temperature": 0.7})
     rows = [row(i, mode=mode, **ask) for i, (ask, mode) in enumerate((ask, mode) for ask in asks for mode in MODES)]
@@ -360,7 +360,7 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def test_what_nobody_asks_for_costs_nothing() -> None:
+def test_unrequested_fields_are_not_computed() -> None:
     def names(**asked: bool) -> list[str]:
         with Watch() as watch:
             draw(randn(3, 40), [row(i, top_k=4, **asked) for i in range(3)])
@@ -375,7 +375,7 @@ def test_what_nobody_asks_for_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_number_is_finite_at_the_extremes(mode: LogprobsMode) -> None:
+def test_reported_numbers_are_finite_for_extreme_logits(mode: LogprobsMode) -> None:
     hot, cold = dict.fromkeys(range(0, 50, 2), 1e6), dict.fromkeys(range(49), -1e6)
     extremes: tuple[dict[str, Any], ...] = (
         {"logit_bias": hot}, {"logit_bias": cold}, {"logit_bias": {3: 1e6, 4: -1e6}, "temperature": 1e-30},
@@ -421,7 +421,7 @@ def executor_of(engine: InferenceEngine) -> CpuExecutor:
     return engine.parts.executor
 
 
-def test_packed_scores_are_those_of_each_row_alone(ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_scores_equal_separate_ones(ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = executor_of(ours)
     normalise = kernel_normalise(executor.library)
     hidden_TE = randn(120, 48)
@@ -455,7 +455,7 @@ def check_scored(scores: RowResult, one: Any, known: Scored, executor: CpuExecut
         assert [x.logprob for x in top] == pytest.approx(best.values.tolist(), abs=1e-6 * max(1, 1 / temperature))
 
 
-def test_a_prompt_token_without_any_chance_has_a_finite_logprob(
+def test_prompt_token_of_probability_zero_has_a_finite_logprob(
     ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = executor_of(ours).logits
@@ -532,7 +532,7 @@ def test_a_trainer_recomputes_what_an_engine_reports(
         assert through_json(one) == one
 
 
-def test_a_stream_tells_the_version_and_the_extras_of_every_token() -> None:
+def test_deltas_report_version_and_extras_of_every_token() -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4, lookahead=3))
     asked = SamplingParams(max_tokens=30, seed=5, ignore_eos=True, raw_logprobs=True, sampling_mask=True)
     request = engine.add_request(PROMPT, asked, program=Calculator())

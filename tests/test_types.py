@@ -94,14 +94,14 @@ def one_line_naming(error: BaseException, name: str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "value"), cases(WRONG_PARAMS))
-def test_sampling_params_refuse_nonsense_naming_the_field(name: str, value: Any) -> None:
+def test_sampling_params_reject_invalid_values_naming_the_field(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name) as caught:
         SamplingParams(**{name: value})
     assert one_line_naming(caught.value, name)
 
 
 @pytest.mark.parametrize(("name", "value"), cases(WRONG_CONFIG))
-def test_an_engine_config_refuses_nonsense_naming_the_field(name: str, value: Any) -> None:
+def test_engine_config_rejects_invalid_values_naming_the_field(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name) as caught:
         EngineConfig(**({"model_path": "m"} | {name: value}))
     assert one_line_naming(caught.value, name)
@@ -114,14 +114,14 @@ def test_every_field_is_in_the_tables_above() -> None:
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(SchedulerConfig)])
-def test_a_scheduler_config_refuses_nonsense_naming_the_field(name: str) -> None:
+def test_scheduler_config_rejects_invalid_values_naming_the_field(name: str) -> None:
     for value in (*NO_INTEGER, None, -1, *(() if name == "max_draft_tokens" else (0,))):
         with pytest.raises(ValueError, match=name):
             SchedulerConfig(**{name: value})
 
 
-def test_a_runner_that_draws_several_tokens_takes_no_guesses() -> None:
-    with pytest.raises(ValueError, match="max_draft_tokens: speculation does not go with a runner that draws several"):
+def test_lookahead_excludes_speculation() -> None:
+    with pytest.raises(ValueError, match="max_draft_tokens: speculation cannot be combined with"):
         SchedulerConfig(lookahead=2, max_draft_tokens=1)
     assert SchedulerConfig(lookahead=1, max_draft_tokens=1) == SchedulerConfig(max_draft_tokens=1)
 
@@ -232,7 +232,7 @@ def test_unknown_fields_are_refused_by_name(record: Any) -> None:
 
 
 @pytest.mark.parametrize("record", [FULL, CONFIG, SAMPLE], ids=lambda r: type(r).__name__)
-def test_records_are_frozen_to_the_bottom(record: Any) -> None:
+def test_records_are_deeply_frozen(record: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(record, dataclasses.fields(record)[0].name, None)
     for mapping in (FULL.logit_bias, SAMPLE.version_labels):
@@ -240,7 +240,7 @@ def test_records_are_frozen_to_the_bottom(record: Any) -> None:
             mapping[1] = 2.0  # type: ignore[index]
 
 
-def test_what_the_caller_changes_later_changes_no_record() -> None:
+def test_records_copy_mutable_arguments() -> None:
     bias, stops = {1: 1.0}, ["a"]
     params = SamplingParams(logit_bias=bias, stop=stops, stop_token_ids=(ids := [4]))
     bias[1], ids[0], stops[0] = 9.0, 9, "z"

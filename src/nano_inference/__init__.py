@@ -1,7 +1,7 @@
 """nano-inference: an exact, fast and readable LLM inference engine.
 
-The public names, each with the file it lives in. They are imported when first asked for, so that what needs no torch
-(the command line's help, the records) does not wait for it; `__init__.pyi` tells type checkers the same.
+`_HOMES` maps each public name to its module. Modules are imported on first use, so that the command line's help and the
+records do not wait for torch. `__init__.pyi` declares the same names for type checkers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 _HOMES = {
     "AsyncEngine": "async_engine",
     "BadRequest": "types",
-    "CacheAllocation": "types",
+    "CacheAllocation": "kv",
     "CacheFull": "types",
     "Delta": "types",
     "EngineConfig": "config",
@@ -31,9 +31,9 @@ _HOMES = {
     "Rollout": "rollout",
     "SamplingParams": "types",
     "SchedulerConfig": "config",
-    "SchedulerOutput": "types",
+    "SchedulerOutput": "scheduling",
     "Segment": "rollout",
-    "SeqView": "types",
+    "SeqView": "scheduling",
     "Span": "executors.step_input",
     "TrainingSample": "types",
     "Turn": "rollout",
@@ -61,15 +61,15 @@ __version__ = "0.1.0"
 
 
 def _leave_current_directory() -> None:
-    """Take the current directory off `sys.path` if `python -m nano_inference…` put it there.
+    """Remove the current directory from `sys.path` if `python -m nano_inference…` put it there.
 
-    Python calls argv[0] "-m" until it has found the module to run. The script `nano-inference` is started without it.
+    While Python searches for the module, argv[0] is "-m". The script `nano-inference` starts without that entry.
     """
     words = sys.orig_argv
     names = [words[i + 1] for i, word in enumerate(words[:-1]) if word[:1] == "-" and word[-1:] == "m"]
     names += [word[2:] for word in words if word[:2] == "-m"]
-    is_ours = sys.argv[:1] == ["-m"] and any(name.partition(".")[0] == __name__ for name in names)
-    if is_ours and not sys.flags.safe_path:
+    is_run_as_module = sys.argv[:1] == ["-m"] and any(name.partition(".")[0] == __name__ for name in names)
+    if is_run_as_module and not sys.flags.safe_path:
         del sys.path[0]
 
 
@@ -77,7 +77,7 @@ _leave_current_directory()
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its home at its first use."""
+    """Import a public name from its module on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'nano_inference' has no attribute {name!r}")
     return getattr(importlib.import_module(f"nano_inference.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""What type checkers see of the package: the same names as `__init__.py`, held equal by a test."""
+"""Public names for type checkers: the same as in `__init__.py`, which tests/test_rooms.py verifies."""
 
 from nano_inference.async_engine import AsyncEngine as AsyncEngine
 from nano_inference.config import EngineConfig as EngineConfig
@@ -13,6 +13,7 @@ from nano_inference.executors.torch.attention import (
     create_sliding_window_causal_mask as create_sliding_window_causal_mask,
 )
 from nano_inference.executors.torch.store import KVStore as KVStore
+from nano_inference.kv import CacheAllocation as CacheAllocation
 from nano_inference.kv import KVCacheManager as KVCacheManager
 from nano_inference.kv import PagedKVCache as PagedKVCache
 from nano_inference.kv import RadixKVCache as RadixKVCache
@@ -23,9 +24,10 @@ from nano_inference.rollout import Segment as Segment
 from nano_inference.rollout import Turn as Turn
 from nano_inference.rollout import run_rollouts as run_rollouts
 from nano_inference.sampling import sample_with_logprobs as sample_with_logprobs
+from nano_inference.scheduling import SchedulerOutput as SchedulerOutput
+from nano_inference.scheduling import SeqView as SeqView
 from nano_inference.scheduling import schedule as schedule
 from nano_inference.types import BadRequest as BadRequest
-from nano_inference.types import CacheAllocation as CacheAllocation
 from nano_inference.types import CacheFull as CacheFull
 from nano_inference.types import Delta as Delta
 from nano_inference.types import EngineBusy as EngineBusy
@@ -34,8 +36,6 @@ from nano_inference.types import EnginePaused as EnginePaused
 from nano_inference.types import EngineRequest as EngineRequest
 from nano_inference.types import ModelError as ModelError
 from nano_inference.types import SamplingParams as SamplingParams
-from nano_inference.types import SchedulerOutput as SchedulerOutput
-from nano_inference.types import SeqView as SeqView
 from nano_inference.types import TrainingSample as TrainingSample
 from nano_inference.types import UpdateBusy as UpdateBusy
 from nano_inference.types import VersionSpan as VersionSpan

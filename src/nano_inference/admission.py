@@ -1,36 +1,44 @@
-"""What may come in: makes the sequences of a caller's request, or refuses it by name.
-
-Pure: it knows the engine's limits and nothing else. What it raises reaches callers as a `BadRequest`.
-"""
+"""Checks a caller's request and makes its sequences. Pure; errors reach callers as `BadRequest`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from nano_inference.checks import check_int, token_ids
 from nano_inference.sequence import Sequence, start_sequences
-from nano_inference.types import BadRequest, Beginning, EngineRequest, LogprobsMode, SamplingParams, TrainingSample
+from nano_inference.types import (
+    BadRequest,
+    Beginning,
+    EngineRequest,
+    LogprobsMode,
+    MatcherFactory,
+    SamplingParams,
+    TrainingSample,
+)
+
+StopMatcherFactory = Callable[[tuple[str, ...]], MatcherFactory]
+"""Returns a factory of matchers for these stop strings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a request must fit into."""
+    """The limits of an engine that a request must respect."""
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
     block_size: int
     hidden_size: int = 0
-    """Numbers in an embedding; 0 when that is not known."""
+    """Size of an embedding; 0 if unknown."""
     eos_token_ids: frozenset[int] = frozenset()
-    """The model's own end tokens, which stop a request unless it ignores them."""
+    """The model's end tokens, which stop a request unless it ignores them."""
     caches_by_prompt: bool = False
-    """Whether K/V depends on where the prompt ends, so that only prompts of one length share cached prefixes."""
+    """Whether K/V depends on the prompt's length, so that only prompts of equal length share cached prefixes."""
     lineage: str | None = None
-    """Whose weight versions the engine counts."""
+    """See `TrainingSample.lineage`."""
 
 
 def admit(
@@ -42,7 +50,7 @@ def admit(
     seed: int,
     logprobs_mode: LogprobsMode = "processed",
 ) -> list[Sequence]:
-    """Return the new sequences of a request. Raises `BadRequest` naming the field and the limit."""
+    """Check a request and return its sequences. Raises `BadRequest` naming the field and the limit."""
     request, max_new_tokens = checked(request, limits)
     try:
         return start_sequences(
@@ -55,12 +63,12 @@ def admit(
             logprobs_mode=logprobs_mode,
             lineage=limits.lineage,
         )
-    except ValueError as error:  # of the request's own matcher or program
+    except ValueError as error:  # from the request's matcher or program
         raise error if isinstance(error, BadRequest) else BadRequest(str(error)) from error
 
 
 def checked(request: EngineRequest, limits: Limits) -> tuple[EngineRequest, int]:
-    """Return a request in the engine's terms, and how many tokens it may add. Raises `BadRequest` naming the field."""
+    """Return the request with its final ids and salt, and its most new tokens. Raises `BadRequest` naming the field."""
     params = request.params
     try:
         ids = check_fields(request, limits)
@@ -77,7 +85,7 @@ def checked(request: EngineRequest, limits: Limits) -> tuple[EngineRequest, int]
 
 
 def check_fields(request: EngineRequest, limits: Limits) -> tuple[int, ...]:
-    """Return the prompt's ids. Raises `ValueError` naming the first field that makes no sense for this model."""
+    """Return the prompt's ids. Raises `ValueError` naming the first field that is invalid for this model."""
     if not isinstance(request.salt, str):
         raise ValueError(f"salt must be a string, got {request.salt!r}")
     ids = check_prompt(request.prompt, limits)
@@ -95,15 +103,15 @@ def check_fields(request: EngineRequest, limits: Limits) -> tuple[int, ...]:
 
 
 def check_lineage(partial: TrainingSample, lineage: str | None) -> None:
-    """Refuse a sample whose versions another engine counted: merged, equal numbers would mean different weights.
+    """Raise `ValueError` if the sample's weight versions belong to another lineage.
 
-    A sample without tokens has no versions, one without a lineage is the caller's to vouch for.
+    Equal versions would mean different weights. A sample without tokens or without a lineage is accepted.
     """
     if partial.lineage is None or partial.lineage == lineage or not partial.completion_tokens:
         return
     raise ValueError(
         f"partial: its lineage is {partial.lineage!r}, this engine's is {lineage!r}, and their weight versions are "
-        "unrelated; resume it where it was drawn, or make all engines of a pool with the same EngineConfig.lineage"
+        "unrelated; resume it on its own engine, or give all engines of a pool the same EngineConfig.lineage"
     )
 
 
@@ -115,13 +123,13 @@ def check_partial(
     max_new: int,
     vocab_size: int,
 ) -> None:
-    """Refuse to go on with a sample that ended, that is another prompt's, or that lacks what is asked for."""
+    """Raise `ValueError` if the sample cannot be resumed: ended, of another prompt, or without requested fields."""
     if not isinstance(partial, TrainingSample):
         raise ValueError(f"partial must be a TrainingSample, got {type(partial).__name__}")
     if num_samples != 1:
-        raise ValueError(f"num_samples must be 1 to go on with a partial sample, got {num_samples}")
+        raise ValueError(f"num_samples must be 1 with partial, got {num_samples}")
     if partial.prompt_tokens != prompt:
-        raise ValueError("partial: its prompt_tokens are not the prompt")
+        raise ValueError("partial: its prompt_tokens differ from the prompt")
     for name in ("completion_tokens", "mask"):
         token_ids(f"partial: {name}", getattr(partial, name))
     if max(partial.completion_tokens, default=0) >= vocab_size or max(partial.mask, default=0) > 1:
@@ -129,17 +137,17 @@ def check_partial(
     if not all(math.isfinite(logprob) for logprob in partial.logprobs):
         raise ValueError("partial: its logprobs are not all finite")
     if partial.finish_reason == "stop":
-        raise ValueError("partial: ended with a stop, so nothing follows")
+        raise ValueError("partial: ended with a stop and cannot be resumed")
     if len(partial.completion_tokens) >= max_new:
         raise ValueError(f"partial: has {len(partial.completion_tokens)} tokens already, max_tokens is {max_new}")
     wanted = (("raw_logprobs", params.raw_logprobs), ("sampling_masks", params.sampling_mask))
     for name, is_wanted in (*wanted, ("top_logprobs", params.logprobs is not None)):
         if is_wanted and getattr(partial, name) is None:
-            raise ValueError(f"partial: has no {name}, which are asked for")
+            raise ValueError(f"partial: has no {name}, which the parameters request")
 
 
 def check_prompt(prompt: Seq[int], limits: Limits) -> tuple[int, ...]:
-    """Return the prompt as a tuple of known token ids."""
+    """Return the prompt as a tuple. Raises `ValueError` if it is empty or has an id outside the vocabulary."""
     ids = token_ids("prompt", prompt)
     if not ids:
         raise ValueError("prompt must hold at least one token")
@@ -152,7 +160,7 @@ def check_prompt(prompt: Seq[int], limits: Limits) -> tuple[int, ...]:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse parameters that name tokens which the model does not have."""
+    """Raise `ValueError` if a parameter contains a token outside the vocabulary."""
     named: tuple[tuple[str, Collection[int]], ...] = (
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids or ()),
@@ -168,17 +176,17 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_min_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
-    """Refuse `min_tokens`, which bans the stop tokens at first, where nothing else is allowed."""
+    """Raise `ValueError` if `min_tokens` bans every allowed token."""
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids)
     if params.min_tokens and params.allowed_token_ids and set(params.allowed_token_ids) <= stops:
         raise ValueError(
             "min_tokens: every one of allowed_token_ids is a stop token or an end token of the model, "
-            "so nothing could be drawn"
+            "so no token could be sampled"
         )
 
 
 def room_for(num_prompt: int, params: SamplingParams, limits: Limits) -> int:
-    """Return how many tokens the request may add; refuse what the model or the whole cache cannot hold."""
+    """Return the most tokens to add. Raises `ValueError` if the model or the whole cache is too small."""
     wanted = params.max_tokens
     shortest = num_prompt + (0 if wanted == 0 else 1)
     if shortest > limits.max_model_len:
@@ -198,7 +206,7 @@ def room_for(num_prompt: int, params: SamplingParams, limits: Limits) -> int:
 
 
 def texts_of(token_ids: Seq[int] | Seq[Seq[int]]) -> tuple[Seq[Seq[int]], bool]:
-    """Return one or several texts as several, and whether there was one. Raises `BadRequest`."""
+    """Return a list of texts, and whether a single text was given. Raises `BadRequest`."""
     if not isinstance(token_ids, list | tuple) or not token_ids:
         raise BadRequest("token_ids must be a list of token ids, or a list of such lists, and not empty")
     single = isinstance(token_ids[0], int)
@@ -207,7 +215,7 @@ def texts_of(token_ids: Seq[int] | Seq[Seq[int]]) -> tuple[Seq[Seq[int]], bool]:
 
 
 def score_starts(start: int | Seq[int], count: int) -> Seq[int]:
-    """Return one position for each text to score."""
+    """Return one start position for each text. Raises `BadRequest`."""
     starts = [start] * count if isinstance(start, int) else start
     if not isinstance(starts, list | tuple) or len(starts) != count:
         raise BadRequest(f"start must be an integer, or one for each of {count} texts, got {start!r}")
@@ -220,11 +228,11 @@ def score_starts(start: int | Seq[int], count: int) -> Seq[int]:
 def params_for_each(
     prompts: Seq[Seq[int]], sampling_params: SamplingParams | Seq[SamplingParams] | None
 ) -> Seq[SamplingParams]:
-    """Return one `SamplingParams` for each prompt."""
+    """Return one `SamplingParams` for each prompt. Raises `BadRequest`."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, list | tuple):
         raise BadRequest(f"prompts must be a list of lists of token ids, got {type(prompts).__name__}")
     if prompts and isinstance(prompts[0], int):
-        raise BadRequest("prompts must be a list of lists of token ids, got one list of ids; put it into a list")
+        raise BadRequest("prompts must be a list of lists of token ids, got one list of ids; wrap it in a list")
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * len(prompts)
     if len(sampling_params) != len(prompts):

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of an engine: find and open the model, load it, size the cache."""
+"""Builds the parts of an engine from its configuration: finds and loads the model, chooses kernels, sizes the cache."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from nano_inference.admission import StopMatcherFactory
 from nano_inference.catalog import default_cache, resolve
 from nano_inference.config import AttentionName, Dtype, EngineConfig
 from nano_inference.executors.cpu.executor import CpuExecutor
@@ -42,7 +43,7 @@ from nano_inference.sampling import draw
 from nano_inference.text.kinds import Tokenizer, TokenizerKind, TokenizerSource
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, Matcher
+from nano_inference.types import BadRequest
 from nano_inference.weights.sync import WeightSyncManager
 
 _DTYPES: dict[Dtype, torch.dtype] = {
@@ -53,19 +54,19 @@ _DTYPES: dict[Dtype, torch.dtype] = {
 ROUNDINGS: Mapping[Dtype, Rounding] = MappingProxyType(
     {"auto": "own", "float32": "own", "bfloat16": "bfloat16", "int8": "int8"}
 )
-"""How the kernels keep weights: "auto" and "float32" mean the same values, in as few bytes as they need."""
+"""How the kernels store weights; "own" keeps the file's values exactly, in as few bytes as they need."""
 _CPU_CACHE_SHARE = 4
+"""The default KV cache on a CPU is at most one part in 4 of the available memory."""
 _CPU_CACHE_LIMIT = 4 << 30
-_TWIN_SHARE = 8
+_COPY_SHARE = 8
+"""The default KV cache of a copied engine has one block for 8 of the original."""
 
 _log = logging.getLogger("nano_inference")
-
-StopMatcher = Callable[[tuple[str, ...]], Callable[[], Matcher]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What an engine runs with."""
+    """The components of an engine."""
 
     runner: Runner
     kv: KVManager
@@ -73,21 +74,21 @@ class EngineParts:
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
     lookahead: int = 1
-    """Tokens the runner may draw for a row in one step."""
-    stop_matcher: StopMatcher | None = None
-    """Makes the matchers of stop strings; None when there is no tokenizer."""
+    """Most tokens that the runner samples for a row in one step."""
+    stop_matcher: StopMatcherFactory | None = None
+    """None without a tokenizer."""
     checkpoint: Checkpoint | None = None
     weights: WeightSyncManager | None = None
-    """Replaces the weights; None where there are none to replace."""
+    """None if the weights cannot be replaced."""
     is_on_cuda: bool = False
     caches_by_prompt: bool = False
-    """Whether K/V depends on where the prompt ends, see `Limits`."""
+    """See `Limits`."""
     executor: Executor | None = None
-    """The runner where it computes a model; None for the runners that tests bring."""
+    """The runner if it is an executor; None for a test's runner."""
 
     @property
     def code(self) -> str:
-        """What computes: torch, or the instruction set of the CPU kernels."""
+        """'torch', or the instruction set of the CPU kernels."""
         return "torch" if self.executor is None else self.executor.code
 
 
@@ -97,18 +98,17 @@ def assemble(
     on_open: Callable[[Checkpoint], None] = lambda checkpoint: None,
     kinds: ModelKinds | None = None,
 ) -> EngineParts:
-    """Build everything that `config` asks for. `on_open` is called before the weights are loaded, and may refuse.
+    """Build the parts of an engine. `on_open` is called before the weights are loaded; its exceptions propagate.
 
-    `kinds` are the formats, families and tokenizers to choose from, by default the installed ones.
-    Raises `ModelError` when the model's files cannot be used, `ValueError` when the device cannot, or when the cache
-    has no room for a single block.
+    `kinds` are the known formats, families and tokenizers, by default the installed ones. Raises `ModelError` for
+    unusable model files, and `ValueError` for an unusable device or a cache smaller than one block.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
     library = pick_kernels(config, device)
     if config.deterministic and library is None:
-        raise ValueError("deterministic: only the CPU kernels are (docs/batch-dependence.md)")
+        raise ValueError("deterministic: requires the CPU kernels (docs/batch-dependence.md)")
     check_cache_fits(config.kv_cache_bytes, device)
     kinds = installed_kinds() if kinds is None else kinds
     checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
@@ -128,7 +128,7 @@ def assemble(
 
 
 def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:
-    """Build what an engine runs with around an executor that has its weights: no tokenizer, no checkpoint."""
+    """Return the parts for an executor with loaded weights, without tokenizer and checkpoint."""
     max_model_len = min(config.max_model_len, executor.config.max_positions)
     num_blocks = count_blocks(config, executor, max_model_len)
     parts = _with_cache(executor, config, num_blocks, eager=config.kv_cache_bytes is not None)
@@ -142,7 +142,7 @@ def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:
 
 
 def _with_cache(executor: Executor, config: EngineConfig, num_blocks: int, *, eager: bool = False) -> EngineParts:
-    """Give an executor a cache; return the parts that follow from both."""
+    """Allocate an executor's cache; return the parts that depend only on both."""
     executor.new_cache(
         CacheSize(num_blocks=num_blocks, block_size=config.block_size, dtype=config.kv_cache_dtype, eager=eager)
     )
@@ -157,12 +157,12 @@ def _with_cache(executor: Executor, config: EngineConfig, num_blocks: int, *, ea
 
 
 def copied_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | None) -> EngineParts:
-    """Build a second engine's parts around a copy of the weights in force; see `InferenceEngine.copy`."""
+    """Return the parts of a second engine with a copy of the installed weights; see `InferenceEngine.copy`."""
     if parts.executor is None:
-        raise BadRequest("this engine was made without a model that could be copied")
+        raise BadRequest("this engine has no model that can be copied")
     block_bytes = parts.executor.block_bytes(config.block_size, config.kv_cache_dtype)
     fewest = -(-parts.max_model_len // config.block_size)
-    num_blocks = max(parts.kv.num_blocks // _TWIN_SHARE, min(fewest, parts.kv.num_blocks))
+    num_blocks = max(parts.kv.num_blocks // _COPY_SHARE, min(fewest, parts.kv.num_blocks))
     if kv_cache_bytes is not None:
         num_blocks = kv_cache_bytes // block_bytes
     if num_blocks < 1:
@@ -172,17 +172,17 @@ def copied_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int |
 
 
 def locate(name: str) -> Path:
-    """Return where a model lies: a path as it is, a known name or hub id from the user's cache, fetched when absent."""
+    """Return a model's path. A known name or hub id is looked up in the user's cache, and downloaded if absent."""
     return resolve(name, default_cache(os.environ))
 
 
 def environment() -> Mapping[str, str]:
-    """Return this process's environment, for packages that read variables of their own."""
+    """Return this process's environment, for packages that read their own variables."""
     return os.environ
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is CUDA when it is there."""
+    """Return the device with this name; "auto" is CUDA if available, else CPU. Raises `ValueError`."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -199,22 +199,22 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: Dtype, device: torch.device) -> torch.dtype:
-    """Return the precision of torch's arithmetic; "auto" is float32 on a CPU and bfloat16 on CUDA.
+    """Return the dtype for torch; "auto" is float32 on a CPU and bfloat16 on CUDA.
 
-    Raises `ValueError` for int8, which only the kernels have.
+    Raises `ValueError` for int8, which requires the CPU kernels.
     """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in _DTYPES:
-        raise ValueError(f"dtype {name}: only the CPU kernels have it")
+        raise ValueError(f"dtype {name}: requires the CPU kernels")
     return _DTYPES[name]
 
 
 def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
-    """Return the CPU kernels, compiled for this machine; None where torch alone computes.
+    """Return the CPU kernels, compiled for this machine; None to use torch.
 
-    That is so on CUDA, in half precision, for an attention backend of torch's and where they are off; and, with a
-    warning, where no compiler makes them. Raises `ValueError` when they are asked for by name and cannot be had.
+    Torch is used on CUDA, in float16, with a torch attention backend, with kernels=off, and, after a warning, if
+    compilation fails. Raises `ValueError` if the configuration requires kernels that are unavailable.
     """
     is_named = config.kernels not in ("auto", "off")
     reason = _why_no_kernels(config, device)
@@ -225,7 +225,7 @@ def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
         except CannotCompile as error:
             reason = str(error)
             if not is_named and config.dtype != "int8":
-                _log.warning("torch computes, slower and not the same in every batch: %s", reason)
+                _log.warning("using torch, which is slower and whose results depend on the batch: %s", reason)
     if is_named or config.dtype == "int8":
         name = f"kernels={config.kernels}" if is_named else "dtype=int8"
         raise ValueError(f"{name}: {reason}")
@@ -233,7 +233,7 @@ def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
 
 
 def kernels_here() -> dict[str, str | bool]:
-    """Return which CPU code `pick_kernels` chooses by itself on this machine, or why torch alone computes."""
+    """Return the CPU code that `pick_kernels` chooses on this machine, or the reason why it is torch."""
     try:
         library = _library(best_isa(cpu_flags()), 1)
     except CannotCompile as error:
@@ -242,7 +242,7 @@ def kernels_here() -> dict[str, str | bool]:
 
 
 def _library(isa: Isa, num_threads: int) -> Library:
-    """Load the kernels, compiled when that was not done before. Raises `CannotCompile`."""
+    """Load the kernels; compile them first if needed. Raises `CannotCompile`."""
     with compiled_library(isa, default_cache(os.environ), os.environ) as path:
         try:
             return Library(path, num_threads)
@@ -251,13 +251,13 @@ def _library(isa: Isa, num_threads: int) -> Library:
 
 
 def _why_no_kernels(config: EngineConfig, device: torch.device) -> str | None:
-    """Say why torch alone computes, None when kernels may."""
+    """Return why the kernels cannot be used; None if they can."""
     if device.type != "cpu":
-        return f"only on a CPU, the device is {device.type}"
+        return f"the kernels need a CPU, the device is {device.type}"
     if config.dtype == "float16":
-        return "not in float16"
+        return "the kernels have no float16"
     if config.attention != "auto":
-        return f"not with attention={config.attention}, which is torch's"
+        return f"the kernels cannot use attention={config.attention}, a torch backend"
     if config.kernels == "off":
         return "the kernels are off"
     if config.kernels != "auto" and not cpu_has(config.kernels, cpu_flags()):
@@ -306,14 +306,14 @@ def load_model(
 
 
 def _with_length(config: ModelConfig, max_model_len: int) -> ModelConfig:
-    """Set the ropes' longest text: a dynamic one's base follows from it."""
+    """Set the maximum length of every rope: a dynamic rope's base depends on it."""
     return replace(config, ropes=tuple(replace(rope, max_positions=max_model_len) for rope in config.ropes))
 
 
 def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -> int:
-    """Return how many KV blocks to make: what the memory gives, but no more than a full batch could ever use.
+    """Return the number of KV blocks: what fits into memory, at most what a full batch could use.
 
-    Raises `ValueError` for a cache larger than the memory that loading the weights has left.
+    Raises `ValueError` if `kv_cache_bytes` exceeds the memory that is free after loading the weights.
     """
     check_cache_fits(config.kv_cache_bytes, executor.device)
     block_bytes = executor.block_bytes(config.block_size, config.kv_cache_dtype)
@@ -325,7 +325,7 @@ def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -
 
 
 def check_cache_fits(num_bytes: int | None, device: torch.device) -> None:
-    """Raise `ValueError` for a KV cache that is larger than the device's available memory."""
+    """Raise `ValueError` if the KV cache is larger than the device's available memory."""
     if num_bytes is None:
         return
     available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
@@ -337,7 +337,7 @@ def check_cache_fits(num_bytes: int | None, device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Return the bytes that a KV cache may take when nobody says how many."""
+    """Return the default size of the KV cache in bytes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * gpu_memory_utilization) - (total - free))
@@ -345,7 +345,7 @@ def free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of main memory that can be had without swapping; 4 GiB where the system does not say."""
+    """Return the bytes of main memory available without swapping; 4 GiB if the system does not report it."""
     info = Path("/proc/meminfo")
     if info.is_file():
         for line in info.read_text().splitlines():
@@ -357,8 +357,8 @@ def available_memory() -> int:
         return 4 << 30
 
 
-def matcher_maker(source: TokenizerSource, kinds: Mapping[str, TokenizerKind] | None = None) -> StopMatcher:
-    """Return the maker of stop-string matchers; the tokenizer is loaded when the first one is asked for."""
+def matcher_maker(source: TokenizerSource, kinds: Mapping[str, TokenizerKind] | None = None) -> StopMatcherFactory:
+    """Return the factory of stop-string matchers; it loads the tokenizer on first use."""
 
     @cache
     def tokenizer() -> Tokenizer:

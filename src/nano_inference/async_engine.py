@@ -1,7 +1,7 @@
-"""`AsyncEngine`: an engine on a thread of its own, for asyncio.
+"""`AsyncEngine`: an engine on its own thread (`engine_thread`), for asyncio.
 
-The thread itself is `engine_thread`'s. An exception that escapes a step ends the thread: every waiter gets `EngineDead`
-with that exception as its cause, and so does every later call.
+An exception that escapes a step ends the thread: every waiter and every later call gets `EngineDead` with this
+exception as its cause.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from nano_inference.types import (
 Answer = TypeVar("Answer")
 
 _WATCH_S = 1.0
-"""Longest time between two looks of the watchdog at the thread."""
+"""Most seconds between two checks of the watchdog."""
 _log = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Who follows the engine as a whole. Called on the event loop."""
+    """Receives events of the engine, on the event loop."""
 
     def on_turn(self, turn: Turn) -> None:
-        """A step was run; its deltas have been handed out."""
+        """A step ran; its deltas have been delivered."""
 
     def on_death(self, error: BaseException) -> None:
         """The engine failed."""
 
 
 class AsyncEngine(Generic[Engine]):
-    """Owns an engine's thread. Its methods are called on the event loop that started it.
+    """Owns an engine's thread. Call its methods on the event loop that started it.
 
         async with AsyncEngine(lambda: InferenceEngine(config)) as engine:
             samples = await engine.generate(prompts, params)
             async for delta in engine.stream(prompt, params): ...
 
-    Cancelling a `generate`, or leaving a `stream`, aborts its requests at the next step boundary.
+    Cancelling a `generate` or closing a `stream` aborts its requests at the next step boundary.
     """
 
     def __init__(
@@ -63,36 +63,36 @@ class AsyncEngine(Generic[Engine]):
         step_timeout: float | None = None,
         end_error: Callable[[BaseException | None], Exception] | None = None,
     ) -> None:
-        """`open_engine` is called on the thread. A step of more than `step_timeout` seconds is taken for a failure.
+        """`open_engine` is called on the thread. A step of more than `step_timeout` seconds counts as a failure.
 
-        `end_error` makes what waiters get at the engine's end, from what it failed of, or from None when it was
-        stopped; the default is `EngineDead`.
+        `end_error` returns the exception for waiters at the engine's end, given the failure, or None if the engine was
+        stopped; the default returns `EngineDead`.
         """
         self.failure: BaseException | None = None
-        """What the engine failed of, or could not be opened for."""
+        """The exception that ended the engine or prevented its opening."""
         self._open_engine = open_engine
         self._observer = observer
         self.step_timeout = step_timeout
-        """Seconds; None never takes a step for a failure."""
+        """Seconds; None is no limit."""
         self._end_error = end_error or _dead
         self._submissions: set[Submission] = set()
         self._owners: dict[int, tuple[Submission, int]] = {}
-        """The engine's request id -> the submission, and which of its requests."""
-        self._asked: set[asyncio.Future[Any]] = set()
-        """What `call` and `watch` have not answered yet."""
+        """Request id -> its submission and index there."""
+        self._unanswered: set[asyncio.Future[Any]] = set()
+        """Futures of `call` and `watch`."""
         self._is_stopped = False
-        self._running: EngineThread[Engine] | None = None
+        self._thread: EngineThread[Engine] | None = None
         self._watchdog: asyncio.Task[None] | None = None
 
-    # ---- life -------------------------------------------------------------------------------------------------------
+    # ---- start and stop ---------------------------------------------------------------------------------------------
 
     async def start(self) -> Engine:
-        """Open the engine on its thread; return it when it can be asked. Raises what opening raised."""
-        assert self._running is None, "started twice"
+        """Open the engine on its thread and return it. Raises what `open_engine` raised."""
+        assert self._thread is None, "started twice"
         loop = asyncio.get_running_loop()
-        self._running = EngineThread(loop, self)
+        self._thread = EngineThread(loop, self)
         try:
-            engine = await self._running.start(self._open_engine)
+            engine = await self._thread.start(self._open_engine)
         except Exception as error:
             self.failure = error
             raise
@@ -101,16 +101,16 @@ class AsyncEngine(Generic[Engine]):
         return engine
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """Fail what is open, shut the engine down between two steps and end the thread.
+        """Fail open requests, shut the engine down between two steps and end the thread.
 
-        A thread that does not end within `timeout` seconds is left behind.
+        A thread that does not end within `timeout` seconds is abandoned.
         """
         self._is_stopped = True
         if self._watchdog is not None:
             self._watchdog.cancel()
         self._fail_all(self._end_error(None))
-        if self._running is not None:
-            await self._running.stop(timeout)
+        if self._thread is not None:
+            await self._thread.stop(timeout)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -120,21 +120,21 @@ class AsyncEngine(Generic[Engine]):
         await self.stop()
 
     def drain(self) -> None:
-        """From now on end requests that cannot continue because the engine is paused, asleep or without weights."""
+        """From now on, end requests that cannot continue because the engine is paused, asleep or without weights."""
         self.thread.drain()
 
     @property
     def thread(self) -> EngineThread[Engine]:
-        """The thread, once `start` was called."""
-        assert self._running is not None, "not started"
-        return self._running
+        """The thread; requires `start`."""
+        assert self._thread is not None, "not started"
+        return self._thread
 
     @property
     def num_unanswered(self) -> int:
-        """Calls and watches that have no answer yet."""
-        return len(self._asked)
+        """Number of calls and watches without an answer."""
+        return len(self._unanswered)
 
-    # ---- asking -----------------------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -144,9 +144,9 @@ class AsyncEngine(Generic[Engine]):
         *,
         program: TokenProgram | None = None,
     ) -> list[TrainingSample]:
-        """Return the samples of all prompts, prompt-major, as `InferenceEngine.generate` does.
+        """Return n samples of each prompt, as `InferenceEngine.generate` does.
 
-        Raises `BadRequest` when a prompt is refused, and `EngineDead`. Cancelling aborts all of them.
+        Raises `BadRequest` if a request is invalid, and `EngineDead`. Cancelling aborts all of them.
         """
         each = params_for_each(prompts, sampling_params)
         requests = [
@@ -167,7 +167,7 @@ class AsyncEngine(Generic[Engine]):
         *,
         program: TokenProgram | None = None,
     ) -> AsyncIterator[Delta]:
-        """Yield what each step adds to the samples of one prompt; leaving the loop aborts them."""
+        """Yield the deltas of one prompt's samples; closing the iterator aborts them."""
         request = EngineRequest(
             prompt=prompt,
             params=sampling_params or SamplingParams(),
@@ -192,7 +192,7 @@ class AsyncEngine(Generic[Engine]):
         return list(sample.prompt_logprobs or ())
 
     async def submit_and_read(self, requests: Sequence[EngineRequest]) -> AsyncIterator[tuple[int, Delta]]:
-        """Queue requests, all or none; yield (which of them, what a step added to it) until all have ended."""
+        """Queue requests, all or none; yield (index of the request, delta) until all have ended."""
         if not requests:
             return
         for request in requests:
@@ -208,9 +208,9 @@ class AsyncEngine(Generic[Engine]):
     def submit(
         self, requests: Sequence[EngineRequest], receiver: Receiver, first: tuple[int, ...] | None = None
     ) -> Iterator[Submission]:
-        """Queue requests, all or none; leaving the block aborts what is still open. Raises `EngineDead`.
+        """Queue requests, all or none; leaving the block aborts those that have not ended. Raises `EngineDead`.
 
-        `first` are the places of those to queue at once, all of them for None; `enter` queues the others.
+        `first` are the indices of requests to queue now (None: all); `enter` queues the others.
         """
         self._require_alive()
         submission = Submission(requests, receiver)
@@ -222,28 +222,28 @@ class AsyncEngine(Generic[Engine]):
             self._close(submission)
 
     def enter(self, submission: Submission, indices: tuple[int, ...]) -> None:
-        """Queue some of a submission's requests, all or none of these."""
+        """Queue the requests with these indices, all or none."""
         if indices:
             self.thread.submit(submission, indices)
 
     async def call(self, work: Callable[[Engine], Answer]) -> Answer:
         """Return `work(engine)`, run on the engine's thread between two steps. Raises `EngineDead`."""
-        done: asyncio.Future[Answer] = self._ask()
+        done: asyncio.Future[Answer] = self._new_future()
         self.thread.call(work, done)
         return await done
 
     async def watch(
         self, look: Callable[[], Answer | None], first: Callable[[], object] | None = None
     ) -> asyncio.Future[Answer]:
-        """Let the engine's thread look for something after every turn until it is found; return its future.
+        """Call `look` on the engine's thread after every turn until it returns a value or raises; return its future.
 
-        `first` is run there before, and what it raises is raised here; `look` returns None until it finds something, or
-        raises. To cancel the future ends the looking. An engine that has nothing to do takes a turn after each command
-        only: a change made on another thread must be followed by `wake`.
+        `look` returns None to continue. `first` runs on the thread before; its exception is raised here. Cancelling the
+        future ends the calls. An idle engine takes a turn only after a command: call `wake` after a change on another
+        thread.
         """
-        found: asyncio.Future[Answer] = self._ask()
+        found: asyncio.Future[Answer] = self._new_future()
 
-        def begin(_: Engine) -> None:
+        def start(_: Engine) -> None:
             if first is not None:
                 first()
             if not found.cancelled():
@@ -255,23 +255,22 @@ class AsyncEngine(Generic[Engine]):
 
         found.add_done_callback(forget)
         try:
-            await self.call(begin)
+            await self.call(start)
         except BaseException:
             found.cancel()
             raise
         return found
 
     def wake(self) -> None:
-        """Let the engine's thread take a turn. Can be called from any thread."""
+        """Make the engine's thread take a turn. Can be called from any thread."""
         self.thread.wake()
 
     async def end_submissions(
         self, receivers: Collection[Receiver], *, first: Callable[[], object] | None = None
     ) -> int:
-        """End the open requests of these receivers; return how many samples that were.
+        """End the open requests of these receivers as "abort"; return the number of samples.
 
-        The receivers get the samples with what they have, as "abort". `first` is run just before, on the engine's
-        thread: what is submitted later is not ended.
+        `first` runs just before, on the engine's thread: requests that are submitted later do not end.
         """
         wanted = [one for one in self._submissions if one.receiver in receivers]
 
@@ -282,12 +281,12 @@ class AsyncEngine(Generic[Engine]):
 
         return await self.call(end)
 
-    def _ask(self) -> asyncio.Future[Any]:
-        """Return the future of something that the thread is to answer; the engine's end answers it, too."""
+    def _new_future(self) -> asyncio.Future[Any]:
+        """Return a future for the thread to set; the engine's end sets an exception."""
         self._require_alive()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked.add(future)
-        future.add_done_callback(self._asked.discard)
+        self._unanswered.add(future)
+        future.add_done_callback(self._unanswered.discard)
         return future
 
     def _require_alive(self) -> None:
@@ -297,12 +296,12 @@ class AsyncEngine(Generic[Engine]):
     def _fail_all(self, error: Exception) -> None:
         for submission in tuple(self._submissions):
             submission.receiver.on_failure(error)
-        for future in tuple(self._asked):
+        for future in tuple(self._unanswered):
             if not future.done():
                 future.set_exception(error)
 
     def _close(self, submission: Submission) -> None:
-        """Forget a submission; what has not ended is aborted at the next step boundary."""
+        """Forget a submission; requests that have not ended are aborted at the next step boundary."""
         submission.is_closed = True
         self._submissions.discard(submission)
         for one in submission.ids:
@@ -310,10 +309,10 @@ class AsyncEngine(Generic[Engine]):
         if submission.ids:
             self.thread.collect(submission.ids)
 
-    # ---- what the thread reports ------------------------------------------------------------------------------------
+    # ---- events from the thread -------------------------------------------------------------------------------------
 
     def on_submitted(self, submission: Submission, indices: tuple[int, ...], ids: tuple[int, ...]) -> None:
-        """Record the submission of these requests; collect them if the caller has left meanwhile."""
+        """Store the ids of queued requests; collect them if the submission was closed meanwhile."""
         if submission.is_closed:
             self.thread.collect(ids)
             return
@@ -321,7 +320,7 @@ class AsyncEngine(Generic[Engine]):
         self._owners.update((one, (submission, index)) for index, one in zip(indices, ids, strict=True))
 
     def on_turn(self, turn: Turn, deltas: Sequence[Delta]) -> None:
-        """Hand out what a step gave."""
+        """Deliver a step's events to receivers and the observer."""
         for request_id, sample_index in turn.result.started:
             if request_id in self._owners:
                 submission, index = self._owners[request_id]
@@ -331,14 +330,14 @@ class AsyncEngine(Generic[Engine]):
             self._observer.on_turn(turn)
 
     def on_deltas(self, deltas: Sequence[Delta], at: float) -> None:
-        """Hand out deltas."""
+        """Deliver deltas to their receivers."""
         for delta in deltas:
             if delta.request_id in self._owners:
                 submission, index = self._owners[delta.request_id]
                 submission.receiver.on_delta(index, delta, at)
 
     def on_failure(self, error: BaseException) -> None:
-        """Fail everything that is open."""
+        """Fail all submissions and futures."""
         if self.failure is not None or self._is_stopped:
             return
         self.failure = error
@@ -348,9 +347,9 @@ class AsyncEngine(Generic[Engine]):
             self._observer.on_death(error)
 
     async def _watch(self) -> None:
-        """Notice a thread that has ended, and a step that does not end; write the stacks of all threads then.
+        """Detect a thread that has ended, and a step that exceeds its timeout; print all stacks in that case.
 
-        Looks are counted, not the clock: in a process that was frozen (`docker pause`) neither side could run.
+        Adds up the watchdog's own waits instead of reading a clock: a frozen process (`docker pause`) is no failure.
         """
         since, waited = None, 0.0
         while self.failure is None and not self._is_stopped:
@@ -373,31 +372,29 @@ class _Inbox:
         self._num_open = num_samples
         self._items: deque[tuple[int, Delta]] = deque()
         self._failure: Exception | None = None
-        self._news = asyncio.Event()
+        self._has_items = asyncio.Event()
 
     @property
     def is_done(self) -> bool:
-        """Whether every sample has ended and everything was taken."""
+        """Whether every sample has ended and all deltas were taken."""
         return not self._num_open and not self._items and self._failure is None
 
     def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
-        """Nothing waits for a sample's start."""
+        """Ignored."""
 
     def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
-        """Keep a delta."""
         self._items.append((prompt_index, delta))
         self._num_open -= delta.sample is not None
-        self._news.set()
+        self._has_items.set()
 
     def on_failure(self, error: Exception) -> None:
-        """Let `take` raise that."""
         self._failure = error
-        self._news.set()
+        self._has_items.set()
 
     async def take(self) -> list[tuple[int, Delta]]:
-        """Wait until there is anything, and return it. Raises what the submission failed with."""
-        await self._news.wait()
-        self._news.clear()
+        """Wait for deltas and return them. Raises the submission's failure."""
+        await self._has_items.wait()
+        self._has_items.clear()
         if self._failure is not None:
             raise self._failure
         items = list(self._items)
@@ -406,7 +403,7 @@ class _Inbox:
 
 
 def _dead(cause: BaseException | None) -> EngineDead:
-    """Return the error of a call to an engine that failed of that, or was stopped."""
+    """Return the default error for waiters; `cause` is None if the engine was stopped."""
     if cause is None:
         return EngineDead("the engine was stopped")
     error = EngineDead(f"the engine failed: {type(cause).__name__}: {cause}")

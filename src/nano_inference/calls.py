@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from nano_inference.books import Books
-from nano_inference.delta_stream import DeltaStream
 from nano_inference.exclusive import Exclusive
+from nano_inference.state import EngineState
 from nano_inference.types import Delta, EngineBusy, TrainingSample
 
 Result = TypeVar("Result")
@@ -20,18 +19,18 @@ _log = logging.getLogger(__name__)
 
 
 class HasCalls(Protocol):
-    """What `as_call` needs of an object whose methods it wraps."""
+    """An object with methods that `as_call` wraps."""
 
     @property
     def calls(self) -> Calls:
-        """Whose turns its methods take."""
+        """The engine's `Calls`."""
 
 
 Owner = TypeVar("Owner", bound=HasCalls)
 
 
 def as_call(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Concatenate[Owner, Given], Result]:
-    """Make a method refuse a second thread, with `EngineBusy`, while another call runs."""
+    """Run a method as a call: it raises `EngineBusy` while another thread's call runs."""
 
     @wraps(method)
     def call(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -40,56 +39,96 @@ def as_call(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Con
     return call
 
 
-class Calls:
-    """Owns an engine's turn, and knows which requests belong to the call that runs and which to a stream.
+class DeltaStream(Iterator[Delta]):
+    """Owns a claimed request, which ends when the stream is closed, exhausted, or fails in `next`.
 
-    Nothing here depends on an `except` or a `finally` being reached: what an interrupted call left open is ended at
-    the beginning of the next one.
+    `EngineBusy` is an exception to that: it changes nothing, and a later `next` returns the next delta.
     """
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._turn = Exclusive(_in_use)
+    def __init__(self, take: Callable[[], Delta | None], end: Callable[[], None]) -> None:
+        """`take` runs steps and returns the next delta, or None at the end; `end` ends the request."""
+        self._take = take
+        self._end = end
+        self._is_closed = False
+
+    def __next__(self) -> Delta:
+        """Return the next delta. Raises `EngineBusy`, and what a step raises."""
+        try:
+            delta = None if self._is_closed else self._take()
+            if delta is not None:
+                return delta
+            self.close()
+            raise StopIteration
+        except (EngineBusy, StopIteration):
+            raise
+        except BaseException:  # an interrupt may have lost a delta: later ones must not follow
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the request unless it has ended. Can be called from anywhere, inside a step too, and repeatedly."""
+        if not self._is_closed:
+            self._end()
+            self._is_closed = True
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Calls:
+    """Owns the right to call an engine, and tracks the requests owned by the running call and by streams.
+
+    Nothing depends on an `except` or a `finally` being reached: requests that an interrupted call leaves open end at
+    the start of the next call.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._running_call = Exclusive(
+            lambda: EngineBusy(
+                "another thread is using the engine: one thread drives it at a time; AsyncEngine serves several callers"
+            )
+        )
         self._owned: set[int] = set()
-        """Requests of the call that runs."""
+        """Requests of the running call."""
         self._streams: dict[weakref.ref[DeltaStream], int] = {}
-        """Streams that were given out, and their requests."""
+        """Open streams and their requests."""
         self._dead_streams: set[weakref.ref[DeltaStream]] = set()
         """Streams that were garbage collected."""
         self._dropped: set[int] = set()
-        """Requests of streams that were closed while they could not be aborted, such as inside a step."""
+        """Requests of closed streams that are still to be aborted."""
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Return `work()`, run as one call: until it returns, calls from other threads raise `EngineBusy`.
 
-        `work` may call the engine. What it owns is aborted and forgotten at its end.
+        `work` may call the engine. Requests that it owns are aborted and forgotten when it ends.
         """
-        if self._turn.is_running_here():
+        if self._running_call.is_running_here():
             return work()
-        return self._turn.run(lambda: self._run_outermost(work))
+        return self._running_call.run(lambda: self._run_outermost(work))
 
     def own(self, request_id: int) -> None:
-        """Let a request end with the call that runs."""
+        """Make a request end with the running call."""
         self._owned.add(request_id)
 
     def collect(self, request_id: int) -> list[TrainingSample]:
-        """Return a claimed request's samples, in order, and forget it; what has not ended is aborted."""
+        """Return a claimed request's samples in order, aborting unfinished ones, and forget the request."""
 
         def close() -> list[TrainingSample]:
-            self._books.end((request_id,))
+            self._state.end((request_id,))
             self._owned.discard(request_id)
-            return self._books.ledger.close(request_id)
+            return self._state.requests.close(request_id)
 
-        return self._books.change(close)
+        return self._state.change(close)
 
     def stream(self, request_id: int, take: Callable[[], Delta | None]) -> DeltaStream:
-        """Return a stream of a claimed request's deltas, which `take` gives; the request ends with the stream."""
+        """Return a stream of a claimed request's deltas; the request ends with the stream."""
         stream = DeltaStream(partial(self.run, take), partial(self._drop, request_id))
         self._streams[weakref.ref(stream, self._dead_streams.add)] = request_id
         return stream
 
     def end_dropped(self) -> None:
-        """Abort and forget the requests of streams that were closed or garbage collected."""
+        """Abort and forget the requests of closed and garbage-collected streams."""
         if not (self._dead_streams or self._dropped):
             return
         for stream in tuple(self._dead_streams):
@@ -103,7 +142,7 @@ class Calls:
             self._dropped.discard(request_id)
 
     def _run_outermost(self, work: Callable[[], Result]) -> Result:
-        """Run a call that is inside no other. What an earlier one owned is ended first: its end was interrupted."""
+        """Run a call that is not nested in another; first end what an interrupted call left open."""
         self._end_owned()
         try:
             return work()
@@ -117,20 +156,14 @@ class Calls:
         self.end_dropped()
 
     def _drop(self, request_id: int) -> None:
-        """End a stream's request: now, or at the next step boundary while a step or another thread's call runs.
+        """End a stream's request: now, or at the next step boundary while another call or a transaction runs.
 
-        A stream may be closed anywhere, by the garbage collector in any thread.
+        Called in any thread, by the garbage collector too.
         """
         self._dropped.add(request_id)
-        if self._books.is_changing:
+        if self._state.is_changing:
             return
         try:
             self.run(self.end_dropped)
         except EngineBusy:
-            _log.debug("request %d is aborted at the end of the step that runs", request_id)
-
-
-def _in_use() -> EngineBusy:
-    return EngineBusy(
-        "another thread is using the engine: one thread drives it at a time; AsyncEngine serves several callers"
-    )
+            _log.debug("request %d is aborted at the end of the running step", request_id)

@@ -1,4 +1,4 @@
-"""Checks of single values, which name the field that is wrong, and small conversions. No torch."""
+"""Checks of single values, with errors that name the field, and small conversions. No torch."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_label(name: str, value: object) -> None:
-    """Raise `ValueError` naming `name` unless `value` can label an installation: an integer or a string."""
+    """Raise `ValueError` naming `name` unless `value` is an integer or a string."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"{name} must be an integer or a string, got {value!r}")
 
 
 def token_ids(name: str, values: object) -> tuple[int, ...]:
-    """Return `values` as a tuple of token ids, or raise `ValueError` naming `name` and the first that is none."""
+    """Return `values` as a tuple of token ids. Raises `ValueError` naming `name` and the first invalid id."""
     if isinstance(values, str | bytes) or not isinstance(values, Collection):
         raise ValueError(f"{name} must be a collection of token ids, got {type(values).__name__}")
     ids = tuple(values)
@@ -51,18 +51,18 @@ def token_ids(name: str, values: object) -> tuple[int, ...]:
 
 
 def float32(values: Iterable[float]) -> tuple[float, ...]:
-    """Return each number as the nearest that 32 bits can hold; what is too large for them becomes infinite."""
+    """Return each number rounded to float32; too large ones become infinite."""
     return tuple(array("f", values))
 
 
 def unit_vector(values: Sequence[float]) -> tuple[float, ...]:
-    """Return the vector of that direction and length 1, in float32; one of zeros stays as it is."""
+    """Return the vector scaled to length 1, in float32; a zero vector is returned unchanged."""
     length = math.hypot(*values)
     return float32(value / length for value in values) if length else tuple(values)
 
 
 def from_known(cls: type[Any], data: Mapping[str, Any]) -> Any:
-    """Build the dataclass `cls` from a JSON object; an unknown field is a `ValueError` that names it."""
+    """Build the dataclass `cls` from a JSON object. Raises `ValueError` naming an unknown field."""
     known = {f.name for f in fields(cls) if f.init}
     for name in data:
         if name not in known:
@@ -71,7 +71,7 @@ def from_known(cls: type[Any], data: Mapping[str, Any]) -> Any:
 
 
 def checked_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
-    """Return a logit bias with integer ids and finite values; JSON's string keys are taken as numbers."""
+    """Return a logit bias with integer ids and finite values; JSON's string keys are converted."""
     if not isinstance(bias, Mapping):
         raise ValueError(f"logit_bias must map token ids to numbers, got {type(bias).__name__}")
     out: dict[int, float] = {}

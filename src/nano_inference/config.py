@@ -1,6 +1,6 @@
-"""The engine's configuration: frozen, flat, each field with its help text; an option is written once.
+"""The configurations of engine, scheduler and server: frozen and flat; each field has its command-line help text.
 
-What is derived from it (number of blocks, clamped lengths) is a different value made by a function, never written back.
+Derived values (number of blocks, clamped lengths) are never written back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KERNELS: tuple[KernelsName, ...] = ("auto", "avx512", "avx2", "generic", "off")
 ATTENTIONS: tuple[AttentionName, ...] = ("auto", "sdpa", "flex")
 SPECULATIONS: tuple[Speculation, ...] = ("off", "ngram")
 MAX_THREADS = 256
-"""Most threads that the CPU kernels take (MAX_THREADS of kernels/c/pool.h)."""
+"""Most threads of the CPU kernels (MAX_THREADS of kernels/c/pool.h)."""
 
 
 def helped(default: Any, text: str) -> Any:
@@ -38,7 +38,7 @@ def helped(default: Any, text: str) -> Any:
 
 
 class SettingError(ValueError):
-    """A value that cannot be used. `fields`: the names in its text, in order, which the command line shows as flags."""
+    """An invalid value. `fields` are the field names in the text, which the command line shows as flags."""
 
     def __init__(self, text: str, *fields: str) -> None:
         super().__init__(text)
@@ -46,26 +46,26 @@ class SettingError(ValueError):
 
 
 MAX_LINEAGE = 128
-"""Characters of a lineage."""
+"""Most characters of a lineage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine is built from. Raises `ValueError` naming the field when a value makes no sense."""
+    """Configuration of an engine. Raises `ValueError` naming an invalid field."""
 
     model_path: str = field(metadata={"help": "model: a directory, a .gguf file, a hub id or a known name"})
-    cache_type: CacheType = helped("radix", "how prefixes are found again: radix (by token) or paged (by block)")
-    block_size: int = helped(16, "tokens a KV block holds")
-    max_batch_size: int = helped(256, "most sequences that run at once")
-    max_model_len: int = helped(8192, "longest sequence; clamped to what the model was made for")
+    cache_type: CacheType = helped("radix", "prefix cache: radix (matches tokens) or paged (matches whole blocks)")
+    block_size: int = helped(16, "tokens in a KV block")
+    max_batch_size: int = helped(256, "most sequences that run at the same time")
+    max_model_len: int = helped(8192, "longest sequence; clamped to the model's maximum")
     max_tokens_per_batch: int = helped(2048, "most tokens computed in one step; longer prompts are cut into chunks")
     gpu_memory_utilization: float = helped(0.9, "share of a GPU's memory that weights and KV cache may take")
     kv_cache_bytes: int | None = helped(
         None,
-        "size of the KV cache in bytes, or as 2GiB on the command line; taken at the start (CPU default: as much as is "
-        "used, up to a quarter of free memory and 4 GiB)",
+        "size of the KV cache in bytes, or as 2GiB on the command line; allocated at the start (CPU default: "
+        "allocated when used, up to a quarter of free memory and 4 GiB)",
     )
-    device: Device = helped("auto", "cpu, cuda, cuda:1, …, mps (untested); auto takes CUDA when it is there")
+    device: Device = helped("auto", "cpu, cuda, cuda:1, …, mps (untested); auto uses CUDA if available")
     dtype: Dtype = helped(
         "auto",
         "precision of the weights; auto keeps the file's on a CPU, with float32 arithmetic, and is bfloat16 on CUDA; "
@@ -77,27 +77,29 @@ class EngineConfig:
         "rounds keys and values (CPU kernels)",
     )
     kernels: KernelsName = helped(
-        "auto", "CPU code: auto takes the fastest that this machine has and can compile; off computes with torch alone"
+        "auto", "CPU code: auto uses the fastest that this machine supports and can compile; off uses torch"
     )
-    attention: AttentionName = helped("auto", "how K/V is read: sdpa or flex, by torch; auto takes the kernels or sdpa")
+    attention: AttentionName = helped("auto", "attention: sdpa or flex (torch); auto uses the kernels, else sdpa")
     speculation: Speculation = helped(
         "off",
-        "ngram computes guesses at next tokens, out of what the request has said, along with the last one where that "
-        "pays; it changes no token",
+        "ngram: speculative decoding with draft tokens from earlier text of the request, where it is expected to "
+        "be faster; it changes no token",
     )
-    max_draft_tokens: int = helped(5, "most tokens guessed at a time, with speculation")
-    seed: int | None = helped(None, "seed of requests that name none; the default is fresh entropy for each")
-    logprobs_mode: LogprobsMode = helped("processed", "distribution that log-probabilities speak of")
+    max_draft_tokens: int = helped(5, "most draft tokens of a sequence in one step, with speculation")
+    seed: int | None = helped(None, "seed of requests without one; the default is fresh entropy for each")
+    logprobs_mode: LogprobsMode = helped("processed", "distribution of reported log-probabilities")
     deterministic: bool = helped(
-        False, "insist on rows that are bit-identical in any batch, as the CPU kernels give them"
+        False, "require results that are bit-identical in any batch, which needs the CPU kernels"
     )
     num_threads: int | None = helped(None, "CPU threads; the default is torch's")
     lineage: str | None = helped(
         None,
-        "name shared by engines that install the same weights in the same order, so that one may resume samples of "
-        "another; the default is a random one for each engine",
+        "name shared by engines that install the same weights in the same order, so that they may resume each "
+        "other's samples; the default is random for each engine",
     )
-    overrides: tuple[str, ...] = helped((), "name=value: set what a checkpoint's format leaves open (models info)")
+    overrides: tuple[str, ...] = helped(
+        (), "name=value: set a property that the checkpoint's format does not store (models info)"
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_path, str) or not self.model_path:
@@ -138,7 +140,9 @@ class EngineConfig:
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if self.attention != "auto" and self.kernels not in ("auto", "off"):
-            raise ValueError(f"attention: {self.attention} is torch's and does not go with kernels={self.kernels}")
+            raise ValueError(
+                f"attention: {self.attention} uses torch and cannot be combined with kernels={self.kernels}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -146,24 +150,24 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:
-        """Build from `to_dict`'s form; an unknown field is a `ValueError`."""
+        """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
         config: EngineConfig = from_known(cls, data)
         return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What bounds one step."""
+    """Limits of one step."""
 
     max_batch_size: int = 256
     max_tokens_per_batch: int = 2048
     block_size: int = 16
     lookahead: int = 1
-    """Tokens a row may draw in one step, each after the one before (multi-step decoding)."""
+    """Most tokens that a row samples in one step (multi-step decoding)."""
     max_draft_tokens: int = 0
-    """Guessed tokens a row may compute in one step; not together with `lookahead`."""
+    """Most draft tokens of a row; 0 turns speculation off. Cannot be combined with `lookahead`."""
     weight_tokens: int = 6
-    """Tokens whose arithmetic takes as long as reading the weights once: what guesses cost is judged by it."""
+    """Tokens whose arithmetic takes as long as reading the weights once; see `choose_drafts`."""
 
     def __post_init__(self) -> None:
         check_int("max_batch_size", self.max_batch_size, 1)
@@ -173,7 +177,7 @@ class SchedulerConfig:
         check_int("max_draft_tokens", self.max_draft_tokens, 0)
         check_int("weight_tokens", self.weight_tokens, 1)
         if self.lookahead > 1 and self.max_draft_tokens:
-            raise ValueError("max_draft_tokens: speculation does not go with a runner that draws several tokens a step")
+            raise ValueError("max_draft_tokens: speculation cannot be combined with a lookahead above 1")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -181,7 +185,7 @@ class SchedulerConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SchedulerConfig:
-        """Build from `to_dict`'s form; an unknown field is a `ValueError`."""
+        """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
         config: SchedulerConfig = from_known(cls, data)
         return config
 
@@ -198,23 +202,22 @@ DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
         "request_timeout": (600.0, 86400.0),
     }
 )
-"""Fields of `ServerConfig` whose default depends on `enable_rl`: without it, and with it. A trainer is one client with
-large batches; strangers are many with small ones."""
+"""Fields of `ServerConfig` with two defaults: without and with `enable_rl`. A trainer sends large batches."""
 
 
 DEFAULT_SHARE = 0.75
-"""`client_share` where there may be several clients: a second one finds a quarter of the seats free."""
+"""Default `client_share` with several clients: one client leaves a quarter of the capacity to others."""
 
 
 def resolved(name: str, text: str) -> Any:
-    """Return a field of `DEFAULTS`: None until the configuration is built, never afterwards."""
+    """Return a field of `DEFAULTS`; `ServerConfig` replaces its default None."""
     default, with_rl = DEFAULTS[name]
     return helped(None, f"{text} (default: {default}; {with_rl} with --enable-rl)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How the server listens, whom it lets in, and what it refuses. Raises `ValueError` naming the field."""
+    """Configuration of the server. Raises `ValueError` naming an invalid field."""
 
     host: str = helped("127.0.0.1", "address to listen on; anything but loopback needs an API key, or --insecure")
     port: int = helped(8000, "port to listen on; 0 takes a free one")
@@ -222,7 +225,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = helped((), "name of the model for clients; may be repeated for aliases")
     any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
     strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
-    logprobs_mode: LogprobsMode = resolved("logprobs_mode", "distribution that log-probabilities speak of")
+    logprobs_mode: LogprobsMode = resolved("logprobs_mode", "distribution of reported log-probabilities")
     generation_config: GenerationConfig = resolved(
         "generation_config",
         "sampling of requests that name none: auto is the model's generation_config.json, none temperature 1 without "
@@ -232,7 +235,7 @@ class ServerConfig:
 
     api_key: tuple[str, ...] = field(
         default=(),
-        repr=False,  # a key must not stand in a message or a log
+        repr=False,  # keeps keys out of messages and logs
         metadata={"help": "key that clients must send; may be repeated (others can see it in ps)"},
     )
     api_key_file: str | None = helped(None, "file with a key on each line, which only its owner may read")
@@ -245,7 +248,7 @@ class ServerConfig:
     admin_key_file: str | None = helped(None, "file with an admin key on each line, which only its owner may read")
     weights_dir: str | None = helped(None, "directory below which a trainer may name weights to load")
     weight_timeout: float = helped(300.0, "seconds in which the weights of an update must have come")
-    allowed_host: tuple[str, ...] = helped((), "Host header to accept besides the address itself; may be repeated")
+    allowed_host: tuple[str, ...] = helped((), "Host header to accept in addition to the address; may be repeated")
     cors_origin: tuple[str, ...] = helped((), "web origin whose pages may call this server; may be repeated")
     share_prefix_cache: bool = helped(False, "let clients with different keys reuse each other's cached prefixes")
 
@@ -348,13 +351,13 @@ class ServerConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ServerConfig:
-        """Build from `to_dict`'s form; an unknown field is a `ValueError`."""
+        """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
         config: ServerConfig = from_known(cls, data)
         return config
 
 
 def checked_texts(name: str, values: object) -> tuple[str, ...]:
-    """Return a list of non-empty texts as a tuple, or raise `ValueError` naming `name`."""
+    """Return a list of non-empty texts as a tuple. Raises `ValueError` naming `name`."""
     if isinstance(values, str) or not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
         raise ValueError(f"{name} must be a list of texts, got {type(values).__name__}")
     if "" in values:

@@ -1,6 +1,6 @@
-"""`EngineThread`: the thread that drives an engine. Commands come down a queue, news go up to an event loop.
+"""`EngineThread`: the thread that drives an engine.
 
-The thread runs the commands that wait, then one step, in turns. Nothing else is shared between the two sides.
+It runs the queued commands, then one step, in turns, and posts events to an event loop. Nothing else is shared.
 """
 
 from __future__ import annotations
@@ -22,118 +22,110 @@ _log = logging.getLogger(__name__)
 
 
 class DrivenEngine(Protocol):
-    """What the thread needs of an engine; `InferenceEngine` is one."""
+    """The interface of `InferenceEngine` that the thread uses."""
 
     @property
-    def control(self) -> Control:
-        """Pauses, sleep, updates of the weights."""
+    def control(self) -> Control: ...
 
-    def add(self, request: EngineRequest, *, claim: bool = False) -> int:
-        """Queue a request and return its id."""
+    def add(self, request: EngineRequest, *, claim: bool = False) -> int: ...
 
-    def take_deltas(self, request_ids: Container[int]) -> list[Delta]:
-        """Return what came for these claimed requests since the last time."""
+    def take_deltas(self, request_ids: Container[int]) -> list[Delta]: ...
 
-    def collect(self, request_id: int) -> list[TrainingSample]:
-        """Forget a request; what has not ended is aborted."""
+    def collect(self, request_id: int) -> list[TrainingSample]: ...
 
-    def end_requests(self, request_ids: Iterable[int] | None = None) -> tuple[Delta, ...]:
-        """End requests now; return their last deltas."""
+    def end_requests(self, request_ids: Iterable[int] | None = None) -> tuple[Delta, ...]: ...
 
-    def has_pending(self) -> bool:
-        """Whether `tick` has anything to do."""
+    def has_pending(self) -> bool: ...
 
-    def tick(self) -> StepResult:
-        """Run one step."""
+    def tick(self) -> StepResult: ...
 
-    def shutdown(self) -> None:
-        """Let go of everything."""
+    def shutdown(self) -> None: ...
 
 
 Engine = TypeVar("Engine", bound=DrivenEngine)
 
 
 class Turn(NamedTuple):
-    """One step as the thread ran it; times are of the monotonic clock, in seconds."""
+    """One step; times are in seconds of the monotonic clock."""
 
     result: StepResult
     began: float
     ended: float
     is_halted: bool
-    """Whether no further step may run before the engine is resumed or woken."""
+    """Whether no further step can run before the engine is resumed or woken."""
 
 
 class Receiver(Protocol):
-    """Where a submission's news go. Called on the event loop; an exception from here ends the engine's thread."""
+    """Receives a submission's events on the event loop. An exception here counts as a failure of the engine."""
 
     def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
-        """A sample left the queue at that time; one that was preempted leaves it again."""
+        """A sample left the queue, also again after preemption."""
 
     def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
-        """A sample got tokens, or ended, at that time."""
+        """A sample got tokens or ended."""
 
     def on_failure(self, error: Exception) -> None:
-        """No more will come: `BadRequest` refuses the request, `EngineDead` is the engine's end."""
+        """The submission failed: `BadRequest`, or `EngineDead` at the engine's end. No more events follow."""
 
 
 class Submission:
-    """Requests of one caller, which are queued together or some at a time."""
+    """Requests of one caller, queued together or in parts."""
 
     def __init__(self, requests: Sequence[EngineRequest], receiver: Receiver) -> None:
         self.requests = tuple(requests)
         self.receiver = receiver
         self.ids: tuple[int, ...] = ()
-        """The engine's names of those that were queued, as the event loop knows them."""
+        """Ids of queued requests; accessed only on the event loop."""
         self.queued_ids: tuple[int, ...] = ()
-        """The same; accessed only from the engine's thread."""
+        """The same; accessed only on the engine's thread."""
         self.is_closed = False
 
 
 class Listener(Protocol):
-    """The other side of the thread. Called on the event loop, in the order in which things happened."""
+    """Receives the thread's events on the event loop, in order."""
 
     def on_submitted(self, submission: Submission, indices: tuple[int, ...], ids: tuple[int, ...]) -> None:
-        """The requests at these places of a submission were queued, under these ids."""
+        """The requests with these indices were queued with these ids."""
 
     def on_turn(self, turn: Turn, deltas: Sequence[Delta]) -> None:
-        """A step was run, with these deltas for queued requests."""
+        """A step ran; `deltas` are those of queued requests."""
 
     def on_deltas(self, deltas: Sequence[Delta], at: float) -> None:
-        """Queued requests got these outside of a turn's step."""
+        """Queued requests got deltas outside a turn's step."""
 
     def on_failure(self, error: BaseException) -> None:
-        """The thread has ended with that exception, or one of the methods above raised it."""
+        """The thread ended with this exception, or a method above raised it."""
 
 
 class EngineThread(Generic[Engine]):
-    """Owns the thread and the engine in it. Its public methods can be called from the event loop."""
+    """Owns the thread and its engine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         self.busy_since: float | None = None
-        """When the thread started what it does now; None while it waits. Written by the thread."""
+        """When the current work started; None while the thread waits. Written by the thread."""
         self._loop = loop
         self._listener = listener
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        # From here on accessed only from the thread.
+        # Accessed only on the thread:
         self._watches: dict[asyncio.Future[Any], Callable[[], Any]] = {}
-        """What it looks for after every turn."""
+        """Future -> the function to call after every turn."""
         self._queued: set[int] = set()
-        """Requests that were queued and not collected."""
+        """Requests that were not collected."""
         self._is_draining = False
-        """Whether what can no longer run is to be ended."""
+        """Whether to end requests that cannot run."""
 
-    # ---- on the event loop ------------------------------------------------------------------------------------------
+    # ---- called on the event loop -----------------------------------------------------------------------------------
 
     async def start(self, open_engine: Callable[[], Engine]) -> Engine:
-        """Open the engine on the thread; return it when it can be asked. Raises what opening raised."""
+        """Open the engine on the thread and return it. Raises what `open_engine` raised."""
         opened: asyncio.Future[Engine] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, args=(open_engine, opened), name="engine", daemon=True)
         self._thread.start()
         return await opened
 
     async def stop(self, timeout: float) -> None:
-        """Shut the engine down between two steps, and wait for the thread's end `timeout` seconds at most."""
+        """Shut the engine down between two steps; wait at most `timeout` seconds for the thread."""
         self._commands.put(_raise_stop)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, timeout)
@@ -145,52 +137,52 @@ class EngineThread(Generic[Engine]):
 
     @property
     def num_commands(self) -> int:
-        """Commands that the thread has not run yet."""
+        """Number of queued commands."""
         return self._commands.qsize()
 
     def submit(self, submission: Submission, indices: tuple[int, ...]) -> None:
-        """Queue the requests at these places of a submission, all or none."""
+        """Queue the requests with these indices, all or none."""
         self._commands.put(lambda: self._submit(submission, indices))
 
     def collect(self, ids: tuple[int, ...]) -> None:
-        """Forget requests; what has not ended is aborted."""
+        """Forget requests, aborting those that have not ended."""
         self._commands.put(lambda: self._collect(ids))
 
     def call(self, work: Callable[[Engine], Answer], done: asyncio.Future[Answer]) -> None:
-        """Run something between two steps; `done` gets what it returns or raises."""
+        """Run `work` between two steps; `done` gets its result or exception."""
         self._commands.put(lambda: self._call(work, done))
 
     def forget(self, found: asyncio.Future[Any]) -> None:
-        """Stop looking for what a `watch` was to find."""
+        """End a `watch`."""
         self._commands.put(lambda: self._forget(found))
 
     def drain(self) -> None:
-        """From now on end requests that cannot continue because no step may run."""
-        self._commands.put(self._begin_drain)
+        """From now on, end requests that cannot continue because no step can run."""
+        self._commands.put(self._start_drain)
 
     def wake(self) -> None:
-        """Take a turn. Can be called from any thread."""
+        """Make the thread take a turn. Can be called from any thread."""
         self._commands.put(_nothing)
 
-    # ---- on the thread ----------------------------------------------------------------------------------------------
+    # ---- called on the thread ---------------------------------------------------------------------------------------
 
     def watch(self, look: Callable[[], Answer | None], found: asyncio.Future[Answer]) -> None:
-        """Call `look` after every turn until it returns something, which `found` gets. Called on the thread."""
+        """Call `look` after every turn until it returns a value or raises; `found` gets the outcome."""
         self._watches[found] = look
 
     @property
     def num_watches(self) -> int:
-        """What is looked for after every turn. Read on the thread."""
+        """Number of watches."""
         return len(self._watches)
 
     def end(self, ids: Iterable[int]) -> int:
-        """End requests; their deltas are sent. Return how many samples that were. Called on the thread."""
+        """End requests and send their deltas; return the number of samples."""
         num_ended = len(self._engine.end_requests(ids))
         self._send_deltas()
         return num_ended
 
     def _run(self, open_engine: Callable[[], Engine], opened: asyncio.Future[Engine]) -> None:
-        """The thread: open the engine, then run commands and steps in turns until stopped."""
+        """Open the engine, then run turns until stopped."""
         try:
             self._engine = open_engine()
         except BaseException as error:
@@ -208,7 +200,7 @@ class EngineThread(Generic[Engine]):
             self._send(lambda: self._listener.on_failure(failure))
 
     def _run_turn(self) -> None:
-        """Run the commands that wait, then one step; without work, wait for a command."""
+        """Run the queued commands, then one step; without work, wait for a command."""
         if not self._engine.has_pending():
             self.busy_since = None
             command = self._commands.get()
@@ -221,7 +213,7 @@ class EngineThread(Generic[Engine]):
         turn = Turn(result, began, time.monotonic(), self._engine.control.is_halted)
         deltas = self._engine.take_deltas(self._queued)
         self._send(lambda: self._listener.on_turn(turn, deltas))
-        self._end_stranded()
+        self._end_if_halted()
         self._run_watches()
 
     def _run_commands(self) -> None:
@@ -233,17 +225,17 @@ class EngineThread(Generic[Engine]):
             command()
 
     def _submit(self, submission: Submission, indices: tuple[int, ...]) -> None:
-        """Queue requests of a submission; a refusal fails this submission alone."""
+        """Queue requests of a submission; an invalid request fails this submission only."""
         if submission.is_closed:
             return
         ids: list[int] = []
         try:
             for one in (submission.requests[index] for index in indices):
                 ids.append(self._engine.add(one, claim=True))
-        except Exception as error:  # of one request: a matcher that cannot be built
-            refusal = error
+        except Exception as error:  # BadRequest, or from a matcher's constructor
+            failure = error
             self._collect(tuple(ids))
-            self._send(lambda: submission.receiver.on_failure(refusal))
+            self._send(lambda: submission.receiver.on_failure(failure))
             return
         self._queued.update(ids)
         submission.queued_ids += tuple(ids)
@@ -263,17 +255,17 @@ class EngineThread(Generic[Engine]):
             self._send_answer(done, answer)
         self._send_deltas()  # the work may have run steps, with deltas of other requests
 
-    def _begin_drain(self) -> None:
+    def _start_drain(self) -> None:
         self._is_draining = True
 
-    def _end_stranded(self) -> None:
-        """While draining, end everything when no step may run: no caller is left who could resume the engine."""
+    def _end_if_halted(self) -> None:
+        """While draining, end all requests if no step can run: no later call would resume the engine."""
         if self._is_draining and self._engine.control.is_halted:
             self._engine.end_requests()
             self._send_deltas()
 
     def _run_watches(self) -> None:
-        """Look for what is waited for, and answer what is there."""
+        """Call every watch, and answer those with a result."""
         for found, look in tuple(self._watches.items()):
             try:
                 answer = look()
@@ -289,7 +281,7 @@ class EngineThread(Generic[Engine]):
         self._watches.pop(found, None)
 
     def _send_deltas(self) -> None:
-        """Send what came for queued requests outside of a turn's own step."""
+        """Send the deltas of queued requests that arose outside a turn's step."""
         deltas, now = self._engine.take_deltas(self._queued), time.monotonic()
         if deltas:
             self._send(lambda: self._listener.on_deltas(deltas, now))
@@ -300,17 +292,17 @@ class EngineThread(Generic[Engine]):
     def _send_failure(self, done: asyncio.Future[Any], error: Exception) -> None:
         self._send(lambda: None if done.done() else done.set_exception(error))
 
-    def _send(self, news: Callable[[], None]) -> None:
-        """Run something on the event loop; nothing when it has closed."""
+    def _send(self, event: Callable[[], None]) -> None:
+        """Call `event` on the event loop, unless the loop has closed."""
         try:
-            self._loop.call_soon_threadsafe(self._hear, news)
+            self._loop.call_soon_threadsafe(self._handle, event)
         except RuntimeError:
             _log.debug("the event loop has closed")
 
-    def _hear(self, news: Callable[[], None]) -> None:
-        """Take news on the event loop. A failure there would lose a delta, so it ends the engine as one here does."""
+    def _handle(self, event: Callable[[], None]) -> None:
+        """Call `event`; an exception would lose a delta, so it counts as a failure of the engine."""
         try:
-            news()
+            event()
         except Exception as error:
             self._listener.on_failure(error)
 
@@ -324,4 +316,4 @@ def _raise_stop() -> None:
 
 
 def _nothing() -> None:
-    """A command that only lets the thread take a turn."""
+    """A command without effect, which makes the thread take a turn."""

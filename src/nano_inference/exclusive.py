@@ -1,9 +1,8 @@
-"""`Exclusive`: admits one thread, or one call, at a time, and cannot be left locked by an exception.
+"""`Exclusive`: mutual exclusion that no exception can leave locked.
 
 An exception such as Ctrl-C can arrive between any two bytecodes, those of an `__exit__` or a `finally` included. A flag
-or lock that a call sets at its start and clears at its end can therefore stay set although the call is over. Whether a
-generator runs is recorded by the interpreter itself, so each call runs inside a generator, and the call
-holds the engine exactly as long as that generator runs.
+or lock that a call sets at its start and clears at its end can therefore stay set after the call. The interpreter
+itself records whether a generator runs, so each call runs inside a generator and excludes others while that runs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class _Call:
-    """One call: the generator that runs it, the thread that entered, and the call that came after it."""
+    """One call: its generator, its thread, and the call after it."""
 
     __slots__ = ("after", "body", "thread")
 
@@ -31,15 +30,15 @@ class _Call:
 
 
 class Exclusive:
-    """Runs one call at a time and refuses others meanwhile. Thread-safe."""
+    """Runs one call at a time and refuses others. Thread-safe."""
 
     def __init__(self, busy: Callable[[], Exception]) -> None:
-        """`busy` makes the error that a refused call raises."""
+        """`busy` returns the exception that a refused call raises."""
         self._busy = busy
         self._last = _Call()
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Return `work()`. Raises `busy()` when another call runs, in this thread or another."""
+        """Return `work()`. Raises `busy()` while another call runs, in this thread or another."""
         call = _Call()
         call.body = self._enter(call, work)
         try:
@@ -50,16 +49,16 @@ class Exclusive:
         raise AssertionError("the call's generator returns without a yield")
 
     def is_running(self) -> bool:
-        """Return True while a call runs, in whatever thread."""
+        """Return whether a call runs in any thread."""
         return self._newest().is_running()
 
     def is_running_here(self) -> bool:
-        """Return True while a call runs that this thread entered."""
+        """Return whether a call of this thread runs."""
         call = self._newest()
         return call.is_running() and call.thread == threading.get_ident()
 
     def _enter(self, call: _Call, work: Callable[[], Result]) -> Generator[None, None, Result]:
-        """Claim the place and work. It is claimed from inside: a call is never visible before it runs."""
+        """Become the newest call, then run `work`: inside the generator, so that a visible call always runs."""
         last = self._newest()
         while True:
             if last.is_running():
@@ -73,7 +72,7 @@ class Exclusive:
         yield
 
     def _newest(self) -> _Call:
-        """Return the call that entered last; `_last` lags behind when an exception struck a call that entered."""
+        """Return the newest call; `_last` is older if an exception interrupted `_enter`."""
         call = self._last
         while after := call.after.get("after"):
             call = after

@@ -1,6 +1,6 @@
-"""`FrozenDict`: a mapping for frozen records, which `hash`, `copy`, `pickle`, `json` and `dataclasses.asdict` accept.
+"""`FrozenDict`: an immutable mapping for frozen records.
 
-`types.MappingProxyType` does not: none of the five works on a record that holds one.
+Unlike `types.MappingProxyType` it works with `hash`, `copy`, `pickle`, `json` and `dataclasses.asdict`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 class FrozenDict(dict[Key, Value]):
-    """A dict that cannot change. Hashable when its values are; equal to any dict with the same items."""
+    """An immutable dict. Hashable if its values are; equal to any dict with the same items."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -27,7 +27,7 @@ class FrozenDict(dict[Key, Value]):
         return FrozenDict, (dict(self),)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("a FrozenDict cannot change; make a dict of it first")
+        raise TypeError("a FrozenDict is immutable; make a dict of it first")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse

@@ -1,8 +1,8 @@
-"""Log-probabilities of logits: the only place of torch code that computes a log-sum-exp.
+"""Log-probabilities of logits: the only torch code that computes a log-sum-exp.
 
 Sums of exponentials are float64: torch's float32 sums on a CPU are biased, by 2.7e-5 over 262,144 logits. A
 log-probability is rounded to float32 once, from float64. Its error is at most half an ulp, or 1e-6 with the CPU kernels
-(kernels/c/sample.h), for any vocabulary.
+(kernels/c/sample.h), for any vocabulary size.
 
 Shapes: B rows, V vocabulary, K entries of each row, R a subset of the rows, N blocks of a vocabulary.
 """
@@ -18,17 +18,16 @@ from torch import Tensor
 from nano_inference.types import TokenLogprob, TopLogprobs
 
 COLDEST = 1e-30
-"""A lower temperature counts as this one: both leave only the best token, and 1e-50 is 0 in float32."""
+"""Minimum temperature: any below leaves only the best token, and 1e-50 is 0 in float32."""
 _IMPOSSIBLE = -9999.0
-"""Stands for -inf where the model's own logits are -inf: JSON has no infinity, and one would spoil a trainer's sums.
-SkyRL has the same number."""
+"""Replaces -inf for unmodified logits: JSON has no infinity, and it would break a trainer's sums. As in SkyRL."""
 _BLOCK = 512
 _CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 17, 1 << 24
-"""Logits that are copied to float64 at once; on a CPU the copy fits the cache."""
+"""Logits converted to float64 at a time; on a CPU the copy fits into the cache."""
 
 
 class Normaliser(NamedTuple):
-    """What turns a row's logits into log-probabilities of softmax(logits / temperature); float64 [B, 1] each."""
+    """Parameters that convert logits to log-probabilities of softmax(logits / temperature); float64 [B, 1] each."""
 
     best: Tensor
     """The largest logit."""
@@ -37,7 +36,7 @@ class Normaliser(NamedTuple):
     """log of the sum of e^((logit - best) / temperature); NaN if the logits contain NaN, +inf or nothing above -inf."""
 
     def logprobs(self, logits_BK: Tensor) -> Tensor:
-        """Return the log-probabilities of some of each row's logits, float32 [B, K]."""
+        """Return the log-probabilities of selected logits of each row, float32 [B, K]."""
         return (((logits_BK.double() - self.best) / self.temperature) - self.log_mass).float()
 
     def rows(self, index_R: Tensor | Sequence[int]) -> Normaliser:
@@ -45,13 +44,13 @@ class Normaliser(NamedTuple):
         return Normaliser(*(part[index_R] for part in self))
 
     def with_rows(self, index_R: Sequence[int], other: Normaliser) -> Normaliser:
-        """Return a normaliser in which these rows are another's."""
+        """Return a normaliser with these rows replaced by the rows of another."""
         index = torch.tensor(index_R, device=self.best.device)
         return Normaliser(*(part.index_copy(0, index, own) for part, own in zip(self, other, strict=True)))
 
 
 Normalise = Callable[[Tensor, Sequence[float]], Normaliser]
-"""Computes the normaliser of float32 logits [B, V], one temperature a row; temperature 0 counts as 1."""
+"""Computes the normaliser of float32 logits [B, V] and one temperature a row; temperature 0 counts as 1."""
 
 
 def normalise(logits_BV: Tensor, temperatures: Sequence[float]) -> Normaliser:
@@ -69,13 +68,13 @@ def normalise(logits_BV: Tensor, temperatures: Sequence[float]) -> Normaliser:
 
 
 def divisors_of(temperatures: Sequence[float]) -> Tensor:
-    """Return temperatures as divisors [B, 1]: as float32 has them, none 0."""
+    """Return temperatures as divisors [B, 1], float64 with float32 values, none 0."""
     divisors = [max(temperature, COLDEST) if temperature else 1.0 for temperature in temperatures]
     return torch.tensor(divisors, dtype=torch.float32).double().unsqueeze(-1)
 
 
 def _row_sums(weight_RV: Tensor) -> Tensor:
-    """Sum each row [R, 1], block by block: torch's sum of one long row depends on the number of threads."""
+    """Return the sum of each row [R, 1], in blocks: torch's sum of a long row depends on the number of threads."""
     num_rows, vocab_size = weight_RV.shape
     num_blocks = vocab_size // _BLOCK
     whole_RNC = weight_RV[:, : num_blocks * _BLOCK].view(num_rows, num_blocks, _BLOCK)
@@ -89,14 +88,14 @@ def at(values_BV: Tensor, token_B: Tensor) -> Tensor:
 
 
 def floor_logprobs(logprob_B: Tensor) -> Tensor:
-    """Return the log-probabilities with a finite number in the place of -inf."""
+    """Return the log-probabilities with -inf replaced by -9999."""
     return torch.where(logprob_B == -torch.inf, _IMPOSSIBLE, logprob_B)
 
 
 def top_logprobs(logits_BV: Tensor, normaliser: Normaliser, counts: Sequence[int]) -> tuple[TopLogprobs, ...]:
-    """Return each row's likeliest tokens, as many as it asks for, lowest id first among equal logits.
+    """Return each row's `counts` most probable tokens, lowest id first among equal logits.
 
-    Left out is what cannot be drawn, and all of a row whose logits are not numbers.
+    Excludes tokens of probability 0, and all tokens of a row whose logits contain NaN.
     """
     vocab_size = logits_BV.size(-1)
     width = min(max(counts, default=0), vocab_size)

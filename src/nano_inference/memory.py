@@ -1,8 +1,8 @@
-"""Large pieces of memory: on a CPU each is a mapping of its own, on huge pages where the system has them.
+"""Large memory allocations on a CPU: separate mappings with huge pages where the system supports them.
 
-Filling 540 MB fresh from `torch.empty` took 0.25 s, fresh from `numpy.empty`, which asks for huge pages, 0.05 s
-(docs/decisions/0004-weight-staging.md): the difference is one page fault for every 4 KiB. A mapping of its own goes
-back to the system when its last tensor does; malloc may take a large piece out of its heap, and then keeps it.
+Filling 540 MB took 0.25 s in a new `torch.empty` and 0.05 s in a new `numpy.empty`, which requests huge pages
+(docs/decisions/0004-weight-staging.md): one page fault for each 4 KiB makes the difference. A separate mapping is returned to the system when its
+last tensor is freed; malloc may keep memory that it took from its heap.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 _LINE = 64
 _MAPPED_FROM = 4 << 20
-"""Bytes from which a piece is mapped: smaller ones gain little from huge pages."""
+"""Minimum bytes of a separate mapping: smaller ones gain little from huge pages."""
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a CPU the operating system gives the memory page by page as it is first written."""
+    """Return zeros; on a CPU the operating system provides each page when it is first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -31,17 +31,17 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def huge_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory whose contents are not set."""
+    """Return an uninitialised tensor."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     return _from_bytes(np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8), shape, dtype)
 
 
 class Slabs:
-    """Owns slabs of zeroed memory on huge pages, and cuts pieces that would be too small for one out of them.
+    """Allocates small tensors from larger slabs of zeroed memory on huge pages.
 
-    A slab goes when the last of its pieces does. Weights spread over pages of 4 KiB are read a tenth slower
-    (docs/decisions/0010-kernel-memory.md): each page is looked up anew in every step.
+    A slab is freed with the last tensor in it. Reading weights from pages of 4 KiB is 10% slower, because of address
+    translation (docs/decisions/0010-kernel-memory.md).
     """
 
     def __init__(self, slab_bytes: int = 32 << 20) -> None:
@@ -49,7 +49,7 @@ class Slabs:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return that many zeros (uint8) from a multiple of 64 on; a piece larger than a slab gets one of its own."""
+        """Return zeros (uint8), aligned to 64 bytes; a size above the slab size gets a separate slab."""
         skip = -self._rest.data_ptr() % _LINE
         if skip + num_bytes > self._rest.numel():
             size = max(self._slab_bytes, num_bytes + _LINE)
@@ -60,11 +60,11 @@ class Slabs:
 
 
 def _mapping(num_bytes: int) -> mmap.mmap:
-    """Map zeros; the mapping lasts as long as a buffer of it. Raises MemoryError when the system refuses it."""
+    """Return a mapping of zeros, which lives as long as a buffer of it. Raises `MemoryError`."""
     try:
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"the system does not map {num_bytes:,} bytes: {error}") from error
+        raise MemoryError(f"the system cannot map {num_bytes:,} bytes: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping

@@ -1,8 +1,8 @@
-"""Guesses at the next tokens of a sample, out of what its request has said so far, and how many are worth computing.
+"""N-gram drafting: proposes the tokens that followed the last occurrence of a sample's final tokens.
 
-A guess is what followed, not long ago, on the tokens that a sample ends in: in its prompt, in itself, or in another
-sample of its request. A step computes it behind the sample's last token and draws at each of its positions, so that a
-wrong one costs a little work and never changes a token. Plain integers; nothing here is measured in seconds.
+Occurrences are searched in the prompt, in the sample, and in the other samples of its request. A step computes the
+draft tokens after the sample's last token and samples at each position, so a wrong draft costs time and never changes
+an output token. Integers only; costs are counted in tokens, not in seconds.
 """
 
 from __future__ import annotations
@@ -14,42 +14,41 @@ from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 SHORTEST = 2
-"""Tokens that must agree before a place counts as an occurrence of the same text."""
+"""Tokens that must match before an occurrence counts."""
 LONGEST = 8
-"""No more are compared: a longer agreement says little more."""
+"""Most tokens compared: a longer match predicts little better."""
 CANDIDATES = 8
-"""Places looked at, the most recent first: a bound on the work, not on correctness."""
+"""Occurrences examined, the most recent first: bounds the work, not the correctness."""
 FIRST_CHANCE = 0.6
-"""How good a sample's guesses are thought to be before there were any."""
+"""Acceptance that is assumed for a sample before its first draft was verified."""
 RATE = 0.125
-"""Share of that estimate which each outcome replaces."""
+"""Weight of each new outcome in the running estimate of acceptance."""
 CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS = 6, 128
-"""Tokens whose arithmetic takes as long as reading the weights. On a CPU, steps of 1 to 24 tokens took what 5 (int8) to
-10 (weights as the file has them) would explain; on CUDA it is reckoned from what devices multiply and read."""
+"""Tokens whose arithmetic takes as long as reading the weights. CPU: fitted to steps of 1 to 24 tokens, which gave 5
+(int8) to 10 (weights as in the file). CUDA: computed from arithmetic and memory throughput of devices."""
 
 
-class Guess(NamedTuple):
-    """Tokens that may come next, and the chance of each to be right when those before it are."""
+class Draft(NamedTuple):
+    """Draft tokens, and the probability that each is accepted if those before it are."""
 
     tokens: tuple[int, ...] = ()
     chance: float = 0.0
 
 
 class Offer(NamedTuple):
-    """How many tokens of a guess a row could compute, and what is thought of them."""
+    """The most draft tokens that a row could compute, and their acceptance."""
 
     limit: int
     chance: float
 
 
 def choose_drafts(offers: Sequence[Offer], num_tokens: int, room: int, weight_tokens: int) -> list[int]:
-    """Return how many guessed tokens each row computes in a step that computes `num_tokens` in any case.
+    """Return how many draft tokens each row computes in a step that computes `num_tokens` without any.
 
-    A step of n tokens is taken to last n + w: w, `weight_tokens`, is how many tokens' arithmetic takes as long as
-    reading the weights once. All tokens that are computed in any case are worth 1; the j-th of a guess is worth
-    chance^j, which is how probable it is to be kept. The likeliest token that is left is added as long as that raises
-    worth over duration, that is, while chance^j · (n + w) > worth, and `room` tokens at most. With few tokens in a step
-    even doubtful guesses pay; with many, only nearly certain ones.
+    Maximises accepted tokens per unit of time. A step of n tokens is modelled to take n + w, where w = `weight_tokens`.
+    Tokens that are not drafts are worth 1; the j-th draft token of a row is worth chance^j, the probability that it is
+    accepted. The most probable remaining token is added while chance^j · (n + w) > worth, up to `room` tokens: small
+    steps accept doubtful drafts, large steps only nearly certain ones.
     """
     counts = [0] * len(offers)
     heap = [(-offer.chance, index) for index, offer in enumerate(offers) if offer.limit > 0]
@@ -66,8 +65,8 @@ def choose_drafts(offers: Sequence[Offer], num_tokens: int, room: int, weight_to
     return counts
 
 
-class Place(NamedTuple):
-    """Where the same tokens stood before: `tokens[:end]` of a text ends in `length` of them."""
+class Occurrence(NamedTuple):
+    """An earlier occurrence: `tokens[:end]` of a text ends in `length` tokens that match."""
 
     tokens: Sequence[int]
     end: int
@@ -75,57 +74,57 @@ class Place(NamedTuple):
 
 
 class TextIndex:
-    """Finds where the last tokens of a text stood before, among several texts that only grow.
+    """Finds earlier occurrences of a text's last tokens in several texts that only grow.
 
-    The texts themselves are the callers'. Beside them it has, for every token read, three numbers in arrays, and for
-    every pair of tokens an entry in a dictionary: some 150 bytes for a token at most.
+    The callers own the texts. The index takes three integers for each indexed token and one dictionary entry for each
+    distinct pair of tokens: at most about 150 bytes a token.
     """
 
     def __init__(self) -> None:
         self._texts: list[Sequence[int]] = []
         self._last: dict[int, int] = {}
-        """Two tokens as one number -> where they stood last: an index into the arrays."""
+        """Key of two tokens -> entry of their last occurrence in the arrays."""
         self._text_of = array("i")
         self._end_of = array("i")
-        self._before = array("i")
-        """Where the same two tokens stood before that; -1 when they did not."""
+        self._previous = array("i")
+        """Entry of the previous occurrence of the same two tokens; -1 if there is none."""
 
     def add_text(self, tokens: Sequence[int]) -> int:
-        """Take a further text, none of it read yet; return its number."""
+        """Register a text without indexing it; return its number."""
         self._texts.append(tokens)
         return len(self._texts) - 1
 
-    def read(self, text: int, start: int) -> int:
-        """Note what each two tokens of a text are followed by, from its first `start` tokens on; return where to go on.
+    def extend(self, text: int, start: int) -> int:
+        """Index the pairs of a text that end at position `start` or later; return the `start` of the next call.
 
-        A place is noted once something follows, so the end of a text is not yet one.
+        A pair is indexed only when a token follows it, so the last pair of a text is left out.
         """
         tokens = self._texts[text]
         start = max(SHORTEST, start)
         for end in range(start, len(tokens)):
             key = _key(tokens, end)
-            self._before.append(self._last.get(key, -1))
+            self._previous.append(self._last.get(key, -1))
             self._last[key] = len(self._text_of)
             self._text_of.append(text)
             self._end_of.append(end)
         return max(start, len(tokens))
 
-    def find(self, tokens: Sequence[int]) -> Place | None:
-        """Return where most of the last tokens stood before, the most recent such place; None when not even two did."""
+    def find(self, tokens: Sequence[int]) -> Occurrence | None:
+        """Return the occurrence with the longest match, the most recent of equals; None without a match of two."""
         if len(tokens) < SHORTEST:
             return None
-        place = self._last.get(_key(tokens, len(tokens)), -1)
-        best: Place | None = None
+        entry = self._last.get(_key(tokens, len(tokens)), -1)
+        best: Occurrence | None = None
         for _ in range(CANDIDATES):
-            if place < 0:
+            if entry < 0:
                 break
-            text, end = self._texts[self._text_of[place]], self._end_of[place]
-            length = _agreement(tokens, text, end)
+            text, end = self._texts[self._text_of[entry]], self._end_of[entry]
+            length = _match_length(tokens, text, end)
             if best is None or length > best.length:
-                best = Place(text, end, length)
+                best = Occurrence(text, end, length)
             if length == LONGEST:
                 break
-            place = self._before[place]
+            entry = self._previous[entry]
         return best
 
 
@@ -134,8 +133,8 @@ def _key(tokens: Sequence[int], end: int) -> int:
     return tokens[end - 2] << 32 | tokens[end - 1]
 
 
-def _agreement(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
-    """Return how many of the last tokens are those of `text` before `end`, two of which are known to be."""
+def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
+    """Return how many of the last tokens equal those of `text` before `end`; the last two are known to."""
     length = SHORTEST
     most = min(LONGEST, end, len(tokens))
     while length < most and text[end - 1 - length] == tokens[-1 - length]:
@@ -143,116 +142,118 @@ def _agreement(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
     return length
 
 
-def what_followed(place: Place, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Return what follows a place, `limit` tokens at most.
+def continuation(found: Occurrence, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
+    """Return at most `limit` tokens that follow an occurrence.
 
-    Where the place is in the text that is to go on, its end is no obstacle: text that repeats goes on repeating.
+    If it lies in `tokens` itself and the text ends before `limit` tokens, the text is assumed to repeat with that
+    period.
     """
-    found = list(place.tokens[place.end : place.end + limit])
-    if place.tokens is tokens:
-        period = len(tokens) - place.end
-        while len(found) < limit:
-            found.append(found[-period])
-    return tuple(found)
+    following = list(found.tokens[found.end : found.end + limit])
+    if found.tokens is tokens:
+        period = len(tokens) - found.end
+        while len(following) < limit:
+            following.append(following[-period])
+    return tuple(following)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Group:
-    """What the samples of one request have in common."""
+class _Request:
+    """State shared by the samples of one request."""
 
     index: TextIndex
     num_prompt: int
     num_open: int = 0
-    has_prompt: bool = False
-    """Whether the prompt was read, by whichever sample came first."""
+    is_prompt_indexed: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
-class _Line:
-    """One sample."""
+class _Sample:
+    """State of one sample."""
 
-    group: _Group
+    request: _Request
     tokens: Sequence[int]
     text: int
-    num_read: int = 0
-    guess: tuple[int, ...] = ()
-    guessed_at: int = 0
-    """How long the sample was when `guess` was made."""
+    num_indexed: int = 0
+    draft: tuple[int, ...] = ()
+    drafted_at: int = 0
+    """Length of the sample when `draft` was made."""
     chance: float = FIRST_CHANCE
-    is_barred: bool = False
+    is_disabled: bool = False
 
 
 class NgramDrafter:
-    """Owns what open requests are guessed from; a request's part is given up when its last sample ends.
+    """Owns the text index of each open request; it is freed when the request's last sample ends.
 
-    Each sample has an estimate of how often a guessed token is right when those before it were. It learns from every
-    guess, computed or not, because what was drawn instead says the same: a sample whose guesses do not pay costs no
-    computing, and is found out when it begins to repeat itself.
+    Each sample has a running estimate of acceptance. It is updated from every draft, computed in a step or not, by
+    comparing the draft with the tokens that were sampled: a sample with a low estimate causes no computation, and the
+    estimate rises again when the sample starts to repeat itself.
     """
 
     def __init__(self, limit: int) -> None:
-        """Guess at most `limit` tokens at a time."""
+        """Propose at most `limit` tokens at a time."""
         self._limit = limit
-        self._groups: dict[int, _Group] = {}
-        self._lines: dict[int, _Line] = {}
+        self._requests: dict[int, _Request] = {}
+        self._samples: dict[int, _Sample] = {}
 
     @property
     def num_requests(self) -> int:
-        """Requests of which something is kept."""
-        return len(self._groups)
+        """Requests with an index."""
+        return len(self._requests)
 
     def open(self, sample_id: int, request_id: int, tokens: Sequence[int], num_prompt: int) -> None:
-        """Follow a new sample, whose list of tokens is the caller's and grows. All samples of a request come first."""
-        group = self._groups.get(request_id)
-        if group is None:
-            group = self._groups[request_id] = _Group(index=TextIndex(), num_prompt=num_prompt)
-        group.num_open += 1
-        self._lines[sample_id] = _Line(group=group, tokens=tokens, text=group.index.add_text(tokens))
+        """Register a sample; its caller appends to `tokens`. All samples of a request are registered first."""
+        request = self._requests.get(request_id)
+        if request is None:
+            request = self._requests[request_id] = _Request(index=TextIndex(), num_prompt=num_prompt)
+        request.num_open += 1
+        self._samples[sample_id] = _Sample(request=request, tokens=tokens, text=request.index.add_text(tokens))
 
     def close(self, sample_id: int, request_id: int) -> None:
-        """Follow a sample no longer; what it said serves the others of its request. One that is not known is none."""
-        line = self._lines.pop(sample_id, None)
-        if line is None:
+        """Forget a sample; its text stays indexed for the others of its request. Ignores an unknown sample."""
+        sample = self._samples.pop(sample_id, None)
+        if sample is None:
             return
-        line.group.num_open -= 1
-        if not line.group.num_open:
-            del self._groups[request_id]
-        elif line.num_read:
-            self._read(line)
+        sample.request.num_open -= 1
+        if not sample.request.num_open:
+            del self._requests[request_id]
+        elif sample.num_indexed:
+            _index_new_tokens(sample)
 
-    def bar(self, sample_id: int) -> None:
-        """Guess nothing more about a sample."""
-        self._lines[sample_id].is_barred = True
+    def disable(self, sample_id: int) -> None:
+        """Propose no more tokens for a sample."""
+        self._samples[sample_id].is_disabled = True
 
-    def guess(self, sample_id: int) -> Guess:
-        """Return what may come next in a sample; nothing for one that is not known. Learns from the guess before."""
-        line = self._lines.get(sample_id)
-        if line is None or line.is_barred:
-            return Guess()
-        _learn(line)
-        self._read(line)
-        place = line.group.index.find(line.tokens)
-        line.guess = () if place is None else what_followed(place, line.tokens, self._limit)
-        line.guessed_at = len(line.tokens)
-        return Guess(line.guess, line.chance)
+    def draft(self, sample_id: int) -> Draft:
+        """Return draft tokens for a sample, none for an unknown one. Updates acceptance from its previous draft."""
+        sample = self._samples.get(sample_id)
+        if sample is None or sample.is_disabled:
+            return Draft()
+        _update_chance(sample)
+        _index_new_tokens(sample)
+        found = sample.request.index.find(sample.tokens)
+        sample.draft = () if found is None else continuation(found, sample.tokens, self._limit)
+        sample.drafted_at = len(sample.tokens)
+        return Draft(sample.draft, sample.chance)
 
-    def last_guess(self, sample_id: int) -> tuple[int, ...]:
-        """Return the tokens of the last guess about a sample."""
-        return self._lines[sample_id].guess
-
-    def _read(self, line: _Line) -> None:
-        """Read what a sample has added, and the prompt when nobody has."""
-        if not line.num_read:
-            line.num_read = line.group.num_prompt + 1 if line.group.has_prompt else SHORTEST
-            line.group.has_prompt = True
-        line.num_read = line.group.index.read(line.text, line.num_read)
+    def last_draft(self, sample_id: int) -> tuple[int, ...]:
+        """Return the tokens of the sample's last draft."""
+        return self._samples[sample_id].draft
 
 
-def _learn(line: _Line) -> None:
-    """Compare the last guess with what came, up to the first token that is wrong."""
-    came = line.tokens[line.guessed_at : line.guessed_at + len(line.guess)]
-    for guessed, token in zip(line.guess, came, strict=False):
-        is_right = guessed == token
-        line.chance += RATE * (is_right - line.chance)
-        if not is_right:
+def _index_new_tokens(sample: _Sample) -> None:
+    """Index the tokens added since the last call; the first sample of a request also indexes the prompt."""
+    request = sample.request
+    if not sample.num_indexed:
+        sample.num_indexed = request.num_prompt + 1 if request.is_prompt_indexed else SHORTEST
+        request.is_prompt_indexed = True
+    sample.num_indexed = request.index.extend(sample.text, sample.num_indexed)
+
+
+def _update_chance(sample: _Sample) -> None:
+    """Update acceptance by comparing the last draft with the sampled tokens, up to the first mismatch."""
+    sampled = sample.tokens[sample.drafted_at : sample.drafted_at + len(sample.draft)]
+    for drafted, token in zip(sample.draft, sampled, strict=False):
+        is_accepted = drafted == token
+        sample.chance += RATE * (is_accepted - sample.chance)
+        if not is_accepted:
             break

@@ -1,4 +1,4 @@
-"""`Runner`: what the core needs of the thing that computes, and the records that it takes and gives. No torch."""
+"""`Runner`: the interface of an executor as the core uses it, with its input and output records. No torch."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ from nano_inference.types import EngineDead, LogprobsMode, SamplingMask, Samplin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sequence's part in a forward pass, in plain integers; made by the engine, read by the runner."""
+    """One sequence's part in a forward pass."""
 
     id: int
     tokens: tuple[int, ...]
-    """The tokens to compute; the last `num_drafts` of them are guesses."""
+    """The tokens to compute; the last `num_drafts` are draft tokens."""
     prev_token: int
-    """The token before the first of them; -1 at the start of a sequence."""
+    """The token before them; -1 at the start of a sequence."""
     start: int
-    """The position of the first of them."""
+    """Position of the first token."""
     blocks: tuple[int, ...]
     num_sampled: int
-    """Draw at most this many tokens after the last one; 0 draws none. With guesses it is 1: one token is drawn before
-    each of them, and one after the last."""
+    """Most tokens to sample after the last one; 0 samples none. With draft tokens it is 1: one token is sampled at the
+    position before each of them, and one after the last."""
     params: SamplingParams
     logprobs_mode: LogprobsMode
     seed: int
     sample_index: int
     request_id: int = 0
     banned: tuple[int, ...] = ()
-    """Tokens that cannot be drawn now (end tokens before min_tokens)."""
+    """Tokens that cannot be sampled in this step (stop tokens before min_tokens)."""
     mask: bytes | None = None
-    """The matcher's allowed tokens, one bit each."""
+    """The matcher's mask, see `Matcher.mask`."""
     history: tuple[int, ...] = ()
-    """Prompt and output, when a penalty needs them."""
+    """Prompt and output, if a penalty needs them."""
     num_prompt: int = 0
-    """How many of `history` are the prompt's, without those with which the answer begins."""
+    """How many tokens of `history` are prompt, without `Beginning.num_tokens`."""
     score_from: int | None = None
-    """Report the log-probabilities of the tokens at this position and after, as far as this row computes them."""
+    """Report the log-probabilities of known tokens from this position on that this row computes."""
     score_end: int = 0
     """The position after the last token to score."""
     next_token: int = -1
-    """The known token after the last one (when scoring a prompt in chunks); -1 when there is none."""
+    """The known token after the last one, scored at the end of a prompt chunk; -1 if there is none."""
     pool_from: int | None = None
-    """Report the sum of the last hidden states at this position and after, as far as this row computes them."""
+    """Report the sum of the last hidden states from this position on that this row computes."""
     num_drafts: int = 0
-    """How many of `tokens` are guesses."""
 
 
 class BlockCopy(NamedTuple):
-    """Copy the first `num_tokens` slots of a block into another before the step (token-granular reuse)."""
+    """Copy the first `num_tokens` slots of a block into another before the step."""
 
     source: int
     target: int
@@ -58,68 +57,64 @@ class BlockCopy(NamedTuple):
 
 
 class DrawExtras(NamedTuple):
-    """What a request may ask to know of a drawn token besides its log-probability."""
+    """Optional results for a sampled token."""
 
     raw_logprob: float | None = None
-    """Under the model's own logits; None unless asked for."""
+    """Log-probability under the unmodified logits; None unless requested."""
     sampling_mask: SamplingMask = None
-    """The ids that could be drawn; None unless asked for, or when no token was forbidden."""
+    """Ids that could be sampled; None unless requested, and if all could be."""
 
 
 class RowResult(NamedTuple):
-    """What the forward pass found for one row. Empty `tokens` when the row drew none."""
+    """Results of one row. `tokens` is empty if the row sampled none."""
 
     id: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
     extras: tuple[DrawExtras, ...] = ()
-    """One for each token; may be empty when the request asked for none."""
+    """One for each token; may be empty if the request needs none."""
     scores: tuple[float, ...] = ()
-    """Log-probabilities of the row's known tokens, from max(score_from, start + 1) on."""
+    """Log-probabilities of known tokens from position max(score_from, start + 1) on."""
     score_tops: tuple[TopLogprobs, ...] = ()
     score_ranks: tuple[int, ...] = ()
     """One for each of `scores`; may be empty."""
     pooled: tuple[float, ...] = ()
-    """The sum of the hidden states [E] that `pool_from` asks for, in float32 and after the model's final norm."""
+    """Sum of the hidden states [E] from `pool_from` on, float32, after the final norm."""
 
 
 class Runner(Protocol):
-    """A step in, drawn tokens out; every `executors.Executor` is one."""
+    """Computes steps; every `executors.Executor` is one."""
 
     def run(
         self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
     ) -> Mapping[int, RowResult]:
-        """Compute the rows' K/V and draw what they ask for; a result for each row's id.
+        """Compute the rows' K/V and sample; return a result for each row id.
 
-        `copies` are done first. `fresh` are the blocks taken in this step: whatever an ended sequence left in them must
-        be cleared before they are read.
+        `copies` are executed first. `fresh` are the blocks taken in this step: their old contents must never be read.
         """
 
     def free_cache(self) -> None:
-        """Give the memory of the KV cache back."""
+        """Free the memory of the KV cache."""
 
     def restore_cache(self) -> None:
-        """Take it again, empty."""
+        """Allocate the memory of the KV cache again, without contents."""
 
     def recover(self) -> None:
-        """Undo what an interrupted `run` left behind in this thread. Can be interrupted and called again."""
+        """Undo the effects of an interrupted `run`. Can be interrupted and called again."""
 
 
 class ClosedRunner:
-    """The runner of an engine that was shut down, after it let go of its model."""
+    """The runner of an engine that was shut down."""
 
     def run(
         self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
     ) -> Mapping[int, RowResult]:
-        """Refuse."""
+        """Raise `EngineDead`."""
         raise EngineDead("the engine was shut down")
 
-    def free_cache(self) -> None:
-        """There is none."""
+    def free_cache(self) -> None: ...
 
-    def restore_cache(self) -> None:
-        """There is none."""
+    def restore_cache(self) -> None: ...
 
-    def recover(self) -> None:
-        """There is nothing to undo."""
+    def recover(self) -> None: ...

@@ -1,8 +1,8 @@
-"""Draws tokens from logits: functions only, no state, not even a generator.
+"""Samples tokens from logits. Functions only; randomness is an argument.
 
-Order (spec 9): penalties, logit_bias, allowed ids and masks, temperature, top-k, top-p on the renormalised rest, min-p,
-one canonical order of tokens (by id), one uniform. A row's result never depends on what the other rows ask for: rows
-without truncation are computed the same way alone and among truncated ones.
+Order: penalties, logit_bias, allowed ids and masks, temperature, top-k, top-p on the renormalised rest, min-p, then one
+uniform inverts the CDF over tokens in ascending id order. A row's result never depends on the other rows: rows without
+truncation are computed identically alone and among truncated ones.
 
 Shapes: B rows, V vocabulary, R a subset of the rows, N blocks of a vocabulary, C tokens of such a block, K best tokens.
 """
@@ -24,11 +24,11 @@ from nano_inference.types import SamplingMask, TopLogprobs
 _MASK64 = 2**64 - 1
 _CDF_BLOCK = 512
 _TOP_P_WIDTH = 1024
-"""Best tokens looked at first for top-p; when they hold too little mass the whole row is sorted."""
+"""Best tokens selected first for top-p; if their probability is too small, the whole row is sorted."""
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
-    """Return a number in [0, 1) that depends on nothing but its arguments.
+    """Return a number in [0, 1) that depends only on the arguments.
 
     Three rounds of splitmix64's finaliser (Steele, Lea & Flood 2014), one for each argument, 53 bits kept.
     """
@@ -39,7 +39,7 @@ def uniform(seed: int, sample_index: int, position: int) -> float:
 
 
 def _mix(state: int) -> int:
-    """One step of splitmix64: add the golden gamma, then scramble."""
+    """Return one step of splitmix64: add the golden gamma, then mix the bits."""
     state = (state + 0x9E3779B97F4A7C15) & _MASK64
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -47,7 +47,7 @@ def _mix(state: int) -> int:
 
 
 def derive_seed(seed: int, request_id: int) -> int:
-    """Return the seed of a request that names none, under an engine that has one: requests differ, runs repeat."""
+    """Return the seed of a request without one, from the engine's: different for each request, equal in each run."""
     return _mix(_mix(seed & _MASK64) ^ request_id)
 
 
@@ -58,7 +58,7 @@ def results(
     tops: Sequence[TopLogprobs] = (),
     extras: Sequence[DrawExtras] = (),
 ) -> list[RowResult]:
-    """Return one drawn token for each row; `tops` and `extras` may be empty when no row asked for any."""
+    """Return the results of rows with one token each; `tops` and `extras` may be empty if no row needs them."""
     no_tops = ((),) * len(rows)
     if not extras:
         drawn = zip(rows, tokens, logprobs, tops or no_tops, strict=True)
@@ -68,9 +68,9 @@ def results(
 
 
 def draw(logits_BV: Tensor, rows: Sequence[Row], normalise: Normalise = normalise) -> list[RowResult]:
-    """Draw one token a row; `logits_BV` is float32 and is overwritten.
+    """Sample one token a row; `logits_BV` is float32 and is overwritten.
 
-    The uniform of a row is that of (seed, sample index, position after its last token).
+    A row's uniform is that of (seed, sample index, position after its last token).
     """
     temperatures, ones = [row.params.temperature for row in rows], [1.0] * len(rows)
     model = _keep(logits_BV, [row.params.raw_logprobs for row in rows], ones, normalise)
@@ -91,8 +91,8 @@ def draw(logits_BV: Tensor, rows: Sequence[Row], normalise: Normalise = normalis
             normaliser = normaliser.with_rows(kept.rows, kept.normaliser)
     logprob_B = normaliser.logprobs(at(logits_BV, token_B)).squeeze(-1)
     logprob_B = logprob_B if raw is None else floor_logprobs(logprob_B)
-    logprob_B = torch.where(drawn_B.isfinite(), logprob_B, drawn_B)  # where nothing can be drawn, every mode says so
-    if model is not None:  # so it does where the model's own logits are no numbers, though forbidding hid them
+    logprob_B = torch.where(drawn_B.isfinite(), logprob_B, drawn_B)  # if no token can be sampled, every mode reports it
+    if model is not None:  # also if masking has hidden NaN in the unmodified logits
         raw_R = model.logprobs(token_B)
         logprob_B[model.rows] = torch.where(raw_R.isnan(), raw_R, logprob_B[model.rows])
     tops = top_logprobs(logits_BV, normaliser, [row.params.logprobs or 0 for row in rows])
@@ -102,7 +102,7 @@ def draw(logits_BV: Tensor, rows: Sequence[Row], normalise: Normalise = normalis
 def _extras(
     rows: Sequence[Row], masks: Sequence[SamplingMask], model: _Kept | None, token_B: Tensor
 ) -> tuple[DrawExtras, ...]:
-    """Put together what rows ask to know of their draw; nothing when none does."""
+    """Return the optional results of all rows; empty if no row requests any."""
     if not any(row.params.raw_logprobs or row.params.sampling_mask for row in rows):
         return ()
     raw_logprobs: dict[int, float] = {}
@@ -113,7 +113,7 @@ def _extras(
 
 
 class _Kept(NamedTuple):
-    """Logits of some rows from before they changed."""
+    """A copy of some rows' logits, from before they were modified."""
 
     rows: list[int]
     logits_RV: Tensor
@@ -127,7 +127,7 @@ class _Kept(NamedTuple):
 def _keep(
     logits_BV: Tensor, is_wanted: Iterable[bool], temperatures: Sequence[float], normalise: Normalise
 ) -> _Kept | None:
-    """Copy the wanted rows; None, and nothing computed, when there are none."""
+    """Copy the wanted rows; return None without computing anything if there are none."""
     rows = [i for i, wanted in enumerate(is_wanted) if wanted]
     if not rows:
         return None
@@ -136,7 +136,7 @@ def _keep(
 
 
 def _choose(scaled_BV: Tensor, argmax_B: Tensor | None, rows: Sequence[Row]) -> Tensor:
-    """Return each row's token: the one at its uniform, or, at temperature 0, the best."""
+    """Return each row's token: at its uniform, or the best at temperature 0."""
     uniforms = [uniform(row.seed, row.sample_index, row.start + len(row.tokens)) for row in rows]
     token_B = invert_cdf(scaled_BV, torch.tensor(uniforms, dtype=torch.float64, device=scaled_BV.device))
     if argmax_B is None:
@@ -154,10 +154,10 @@ def sample_with_logprobs(
     min_ps: Sequence[float] | None = None,
     uniforms_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row; return tokens [B] int64 and log-probabilities [B] float32 of the distribution drawn from.
+    """Sample one token a row; return tokens [B] int64 and their log-probabilities [B] float32 after truncation.
 
-    Temperature 0 is argmax, its log-probability that of temperature 1. Without `uniforms_B` ([B] in [0, 1)) torch's
-    default generator is asked. Raises `ValueError` when the shapes disagree.
+    Temperature 0 is argmax, with the log-probability of temperature 1. Without `uniforms_B` ([B] in [0, 1)), uses
+    torch's default generator. Raises `ValueError` if shapes disagree.
     """
     if logits_BV.dim() != 2 or temperatures_B.shape != (logits_BV.size(0),):
         shapes = f"{tuple(logits_BV.shape)} and {tuple(temperatures_B.shape)}"
@@ -189,7 +189,7 @@ def sample_with_logprobs(
 
 
 def _needs_raw(row: Row) -> bool:
-    """Whether the row reports the model's own distribution and draws from another one."""
+    """Return whether the row reports the unmodified distribution and samples from a modified one."""
     params = row.params
     if row.logprobs_mode != "raw" or params.temperature == 0:
         return False
@@ -198,12 +198,12 @@ def _needs_raw(row: Row) -> bool:
 
 
 def _needs_tempered(row: Row) -> bool:
-    """Whether the row reports the distribution before truncation and draws from a truncated one."""
+    """Return whether the row reports the distribution before truncation and samples from a truncated one."""
     return row.logprobs_mode == "tempered" and truncation_of(row).is_active
 
 
 def adjust_logits(logits_V: Tensor, row: Row) -> None:
-    """Apply penalties, bias, allowed ids, banned ids and the matcher's mask to one row, in place."""
+    """Apply penalties, bias, allowed ids, the matcher's mask and banned ids to one row, in place."""
     params = row.params
     if row.history:
         penalise(logits_V, row)
@@ -219,7 +219,7 @@ def adjust_logits(logits_V: Tensor, row: Row) -> None:
 
 
 def penalise(logits_V: Tensor, row: Row) -> None:
-    """Apply repetition over prompt and output, presence and frequency over output, in place."""
+    """Apply the repetition penalty to prompt and output, the presence and frequency penalties to output, in place."""
     params = row.params
     seen = torch.tensor(sorted(set(row.history)), device=logits_V.device)
     if params.repetition_penalty != 1:
@@ -233,24 +233,24 @@ def penalise(logits_V: Tensor, row: Row) -> None:
 
 
 def keep_only(logits_V: Tensor, ids: Tensor) -> None:
-    """Forbid every token but these, in place."""
+    """Set all logits except these to -inf, in place."""
     kept = logits_V[ids]
     logits_V.fill_(-torch.inf)
     logits_V[ids] = kept
 
 
 def unpack_mask(mask: bytes, vocab_size: int) -> Tensor:
-    """Return the ids whose bits are set, lowest id in the lowest bit of the first byte."""
+    """Return the ids of set bits; the lowest bit of the first byte is id 0."""
     byte = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
     bits = (byte.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
     return bits.flatten()[:vocab_size].nonzero().squeeze(-1)
 
 
 def scaled(logits_BV: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Return each row divided by its temperature; rows of temperature 0 and 1 keep their bits.
+    """Return each row divided by its temperature; rows of temperature 0 and 1 are unchanged.
 
-    Returns the logits themselves, no copy, when all rows do. The largest logit of a row is subtracted first, so that no
-    temperature is too small for float32.
+    Returns the argument itself if no row changes. A row's largest logit is subtracted first, so that no temperature
+    overflows float32.
     """
     if all(t in (0, 1) for t in temperatures):
         return logits_BV
@@ -264,7 +264,7 @@ def scaled(logits_BV: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Which tokens a row may draw."""
+    """A row's truncation parameters."""
 
     top_k: int
     top_p: float
@@ -272,7 +272,7 @@ class Truncation:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is cut."""
+        """Whether any token can be excluded."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -280,14 +280,14 @@ _NO_TRUNCATION = Truncation(0, 1.0, 0.0)
 
 
 def truncation_of(row: Row) -> Truncation:
-    """Return a row's truncation; a greedy row has none."""
+    """Return a row's truncation; none at temperature 0."""
     if row.params.temperature == 0:
         return _NO_TRUNCATION
     return Truncation(row.params.top_k, row.params.top_p, row.params.min_p)
 
 
 def truncate(logits_BV: Tensor, scaled_BV: Tensor, cuts: Sequence[Truncation]) -> None:
-    """Forbid what each row's truncation cuts from the scaled logits, in place, in both tensors."""
+    """Set the logits that each row's truncation excludes to -inf, in both tensors, in place."""
     for index, cut in enumerate(cuts):
         if cut.is_active:
             truncate_row(scaled_BV[index], cut)
@@ -296,7 +296,7 @@ def truncate(logits_BV: Tensor, scaled_BV: Tensor, cuts: Sequence[Truncation]) -
 
 
 def truncate_row(logits_V: Tensor, cut: Truncation) -> None:
-    """Forbid what top-k, then top-p of the rest, then min-p cut from one tempered row, in place. Ties: lowest id."""
+    """Apply top-k, then top-p of the rest, then min-p to one tempered row, in place. The lowest id wins a tie."""
     vocab_size = logits_V.size(0)
     num_top = min(cut.top_k or vocab_size, vocab_size)
     best = logits_V.max()
@@ -313,7 +313,7 @@ def truncate_row(logits_V: Tensor, cut: Truncation) -> None:
 
 
 def _best_values(logits_V: Tensor, num_top: int, top_p: float) -> Tensor:
-    """Return the largest values, sorted; as many as top-k or top-p can need."""
+    """Return the largest values, sorted: at least as many as top-k and top-p need."""
     if num_top < logits_V.size(0):
         return logits_V.topk(num_top).values
     width = min(_TOP_P_WIDTH, num_top)
@@ -330,23 +330,23 @@ def _mass(logits_V: Tensor, best: Tensor) -> Tensor:
 
 
 def sampling_masks(logits_BV: Tensor, rows: Sequence[Row]) -> list[SamplingMask]:
-    """Return the ids that each row left drawable, for rows that ask and forbade any."""
+    """Return the ids that each row can sample; None if not requested, and if no token is excluded."""
     masks: list[SamplingMask] = []
     for index, row in enumerate(rows):
-        is_wanted = row.params.sampling_mask and _forbids(row)
+        is_wanted = row.params.sampling_mask and _excludes_tokens(row)
         ids = (logits_BV[index] > -torch.inf).nonzero().flatten().tolist() if is_wanted else ()
         masks.append(tuple(ids) if is_wanted and len(ids) < logits_BV.size(-1) else None)
     return masks
 
 
-def _forbids(row: Row) -> bool:
-    """Whether the row may not draw every token."""
+def _excludes_tokens(row: Row) -> bool:
+    """Return whether the row excludes tokens."""
     is_masked = row.params.allowed_token_ids is not None or row.mask is not None or bool(row.banned)
     return is_masked or truncation_of(row).is_active
 
 
 def keep_best(logits_V: Tensor, best_K: Tensor) -> None:
-    """Keep the len(best_K) largest logits, lowest ids first among equals; `best_K` are their sorted values."""
+    """Keep the len(best_K) largest logits, whose sorted values are `best_K`; lowest ids first among equals."""
     last = best_K[-1]
     num_equal = int((best_K == last).sum())
     equal_V = logits_V == last
@@ -356,9 +356,9 @@ def keep_best(logits_V: Tensor, best_K: Tensor) -> None:
 
 
 def invert_cdf(logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return, for each row, the first token by id at which the cumulated probability exceeds its uniform.
+    """Return for each row the first token by id at which the cumulative probability exceeds its uniform.
 
-    Blocks of the vocabulary are summed first, so that no cumulative sum over all of it is needed.
+    Sums blocks of the vocabulary first, which avoids a cumulative sum over all of it.
     """
     num_rows, vocab_size = logits_BV.shape
     num_blocks = -(-vocab_size // _CDF_BLOCK)
@@ -375,15 +375,15 @@ def invert_cdf(logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _weights(logits_BV: Tensor) -> Tensor:
-    """Return the weights of a draw: softmax in float32, from which no log-probability is computed.
+    """Return sampling probabilities: softmax in float32. Log-probabilities are computed elsewhere.
 
-    Their bits decide tokens, and seeded streams are fixed: `log_softmax` first, as in the first release.
+    Their bits decide tokens of seeded requests, which releases must not change: `log_softmax` comes first.
     """
     return torch.softmax(torch.log_softmax(logits_BV, dim=-1), dim=-1)
 
 
 def _first_above(cdf_BN: Tensor, target_B1: Tensor, mass_BN: Tensor) -> Tensor:
-    """Return the first index with cdf > target, or, when rounding hides it, the last index that has any mass."""
+    """Return the first index with cdf > target; if rounding leaves none, the last index with mass > 0."""
     index_B1 = (cdf_BN <= target_B1).sum(-1, keepdim=True)
     rank_N = torch.arange(1, mass_BN.size(-1) + 1, device=mass_BN.device)
     last_B1 = ((mass_BN > 0) * rank_N).amax(-1, keepdim=True) - 1

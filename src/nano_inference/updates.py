@@ -1,4 +1,4 @@
-"""`WeightUpdate`: what new weights come with; and what `control` needs of the owner of the weights. No torch."""
+"""`WeightUpdate`: new weights and installation options; `Weights`: the interface of their owner. No torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from nano_inference.checks import check_bool, check_label, check_number
 from nano_inference.types import ON_RUNNING, BadRequest, OnRunning, UpdateState, WeightLabel
 
 NamedWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""Hugging Face names and tensors or ranges of files: `weights.staging.NamedWeights`, without torch."""
+"""Hugging Face names with tensors or file ranges; `weights.staging.NamedWeights` without torch types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRules:
-    """What an update may be. Raises `ValueError` naming the field when a value makes no sense."""
+    """Checks applied to new weights. Raises `ValueError` naming an invalid field."""
 
     partial: bool = False
-    """Tensors that are not named keep their values."""
+    """Tensors that are not given keep their values."""
     allow_nonfinite: bool = False
-    """NaN and infinity are let in."""
+    """Accept NaN and infinity."""
     checksum: str | None = None
-    """What `weights_checksum` must give for the whole."""
+    """Expected `weights_checksum`."""
 
     def __post_init__(self) -> None:
         check_bool("partial", self.partial)
@@ -33,18 +33,18 @@ class UpdateRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """New weights, and how they are to be installed. Raises `BadRequest` naming the field that makes no sense."""
+    """New weights and installation options. Raises `BadRequest` naming an invalid field."""
 
     weights: NamedWeights
     rules: UpdateRules = field(default_factory=UpdateRules)
     label: WeightLabel | None = None
-    """The trainer's own name for them."""
+    """The trainer's name for them."""
     on_running: OnRunning = "keep"
-    """What happens to requests that have begun."""
+    """Effect on started requests, see `InferenceEngine.update_weights`."""
     timeout: float | None = None
-    """Seconds after which gathering in a thread is given up."""
+    """Most seconds for gathering in a thread."""
     on_gathered: Callable[[], None] | None = None
-    """Called by the thread that gathers at its end, however it ended."""
+    """Called by the gathering thread at its end, also after an error."""
 
     def __post_init__(self) -> None:
         if self.on_running not in ON_RUNNING:
@@ -58,29 +58,24 @@ class WeightUpdate:
 
 
 class Weights(Protocol):
-    """What control needs of the owner of the weights; `weights.sync.WeightSyncManager` is one."""
+    """The owner of the weights as `Control` uses it: `weights.sync.WeightSyncManager`, which documents the methods."""
 
     version: int
     label: WeightLabel | None
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
-    def state(self) -> UpdateState:
-        """Where the update stands."""
+    def state(self) -> UpdateState: ...
 
     @property
-    def has_weights(self) -> bool:
-        """Whether there are weights to compute with."""
+    def has_weights(self) -> bool: ...
 
     @property
-    def dtype(self) -> str:
-        """The precision that the weights are kept in."""
+    def dtype(self) -> str: ...
 
-    def checksum(self) -> str:
-        """Return the digest of the weights in force."""
+    def checksum(self) -> str: ...
 
-    def stage(self, named: NamedWeights, *, rules: UpdateRules, label: WeightLabel | None) -> None:
-        """Gather in this thread."""
+    def stage(self, named: NamedWeights, *, rules: UpdateRules, label: WeightLabel | None) -> None: ...
 
     def start_sync(
         self,
@@ -90,42 +85,31 @@ class Weights(Protocol):
         label: WeightLabel | None,
         timeout: float | None,
         on_gathered: Callable[[], None] | None,
-    ) -> None:
-        """Begin to gather in a thread."""
+    ) -> None: ...
 
-    def wait(self, timeout: float | None = None) -> UpdateState:
-        """Wait until the gathering has ended."""
+    def wait(self, timeout: float | None = None) -> UpdateState: ...
 
-    def maybe_finish_sync(self) -> bool:
-        """Install what is staged."""
+    def maybe_finish_sync(self) -> bool: ...
 
-    def cancel(self, wait: float = 0.0) -> bool:
-        """Forget an update that is not installed yet."""
+    def cancel(self, wait: float = 0.0) -> bool: ...
 
-    def label_next(self, label: WeightLabel) -> bool:
-        """Name the weights of the update under way."""
+    def label_next(self, label: WeightLabel) -> bool: ...
 
-    def expect_next(self, checksum: str) -> bool:
-        """Say what the digest of the update under way must be."""
+    def expect_next(self, checksum: str) -> bool: ...
 
-    def begin_step(self) -> None:
-        """A step begins."""
+    def begin_step(self) -> None: ...
 
-    def end_step(self) -> None:
-        """A step has ended."""
+    def end_step(self) -> None: ...
 
-    def sleep(self, *, discard: bool) -> None:
-        """Give memory back."""
+    def sleep(self, *, discard: bool) -> None: ...
 
-    def wake(self) -> None:
-        """Take it again."""
+    def wake(self) -> None: ...
 
-    def recover(self) -> None:
-        """Complete what an interruption left half done."""
+    def recover(self) -> None: ...
 
 
 def check_weight_label(label: WeightLabel | None) -> None:
-    """Raise `BadRequest` for what cannot name weights."""
+    """Raise `BadRequest` unless the label is an integer, a string or None."""
     if label is not None:
         try:
             check_label("version", label)

@@ -354,7 +354,7 @@ def test_sglang_memory_resumes_once_all_parts_are_named(server: Running) -> None
 def test_pause_wait_of_a_sleeping_engine_is_refused(server: Running) -> None:
     stream = Stream(server).started()
     ok(server.client.post("/sleep?mode=keep"))
-    refused(server.client.post("/pause?mode=wait"), 409, "sleeps")
+    refused(server.client.post("/pause?mode=wait"), 409, "asleep")
     ok(server.client.post("/wake_up"))
     assert len(stream.result().completion_tokens) == 200
 

@@ -1,4 +1,4 @@
-"""A runner whose K/V is the token itself: a wrong block table comes out as a wrong token."""
+"""A runner whose K/V is the token itself: a wrong block table gives a wrong token."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ EOS = 7
 
 
 def next_token(seen: tuple[int, ...], seed: int, sample_index: int) -> int:
-    """The fake model's draw: a function of everything seen and of the row's randomness."""
+    """Return the fake model's token: a function of all earlier tokens and of the seed."""
     return random.Random(repr((seen, seed, sample_index, len(seen)))).randrange(VOCAB_SIZE)
 
 
 def parrot(seen: tuple[int, ...], seed: int, sample_index: int) -> int:
-    """The draw of a model that repeats itself: mostly what stood four tokens earlier."""
+    """Return the token of a model that repeats itself: mostly the one four tokens earlier."""
     rng = random.Random(repr((seen, seed, sample_index, len(seen))))
     if len(seen) > 4 and rng.random() < 0.8:
         return seen[-4]
@@ -34,13 +34,13 @@ def score(seen: tuple[int, ...], token: int) -> float:
 
 
 Drawing = Callable[[tuple[int, ...], int, int], int]
-"""What `next_token` is."""
+"""The type of `next_token`."""
 
 
 class FakeRunner:
     """Owns slots that hold tokens; reads a row's history back through its block table.
 
-    Guesses are written like other tokens and stay where they are when they were wrong, so whoever reads one notices.
+    Draft tokens are written like other tokens and stay after rejection, so that a wrong read is detected.
     """
 
     def __init__(self, num_blocks: int, block_size: int, lookahead: int = 1, drawing: Drawing = next_token) -> None:
@@ -52,7 +52,7 @@ class FakeRunner:
         self.num_computed = 0
         self.drawing = drawing
         self.num_right = self.num_wrong = 0
-        """Guesses that were drawn as well, and those behind which nothing is kept."""
+        """Accepted and rejected draft tokens."""
 
     def free_cache(self) -> None:
         self.slots = []
@@ -66,7 +66,7 @@ class FakeRunner:
     def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
         size = self.block_size
         copied = [(c.target * size + i, self.slots[c.source * size + i]) for c in copies for i in range(c.num_tokens)]
-        for block in fresh:  # what an ended sequence left must not be read again
+        for block in fresh:  # stale contents must not be read
             self.slots[block * size : (block + 1) * size] = [None] * size
         for slot, token in copied:
             self.slots[slot] = token
@@ -84,7 +84,7 @@ class FakeRunner:
 
     def _seen(self, row: Row, end: int) -> tuple[int, ...]:
         seen = tuple(self.slots[self._slot(row, position)] for position in range(end))
-        assert None not in seen, "a row read a slot that nobody wrote"
+        assert None not in seen, "a row read a slot that was never written"
         return seen  # type: ignore[return-value]
 
     def _result(self, row: Row) -> RowResult:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.scheduling import OVERTAKERS, reserve, schedule, seats, share
-from nano_inference.types import SchedulerOutput, SeqView
+from nano_inference.scheduling import OVERTAKERS, SchedulerOutput, SeqView, reserve, schedule, seats, share
 
 Arrivals = Callable[[int], list[tuple[int, int]]]
 """Maps a step's number to the (prompt tokens, new tokens) of the requests that arrive before it."""

@@ -184,7 +184,7 @@ def check_scores(prompt: list[int], sample: TrainingSample) -> None:
 
 @pytest.mark.parametrize("guesses", [False, True])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_no_world_reads_stale_kv_or_lies_about_a_version(cache_type: str, guesses: bool) -> None:
+def test_random_worlds_read_no_stale_kv_and_report_true_versions(cache_type: str, guesses: bool) -> None:
     counts: dict[str, int] = {}
     num_mixed = num_preempted = num_spanning = num_drafted = 0
     for seed in range(300):

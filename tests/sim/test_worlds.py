@@ -163,7 +163,7 @@ def test_tight_worlds_preempt_and_equal_the_reference(cache_type: str) -> None:
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_aborts_return_what_there_is_and_harm_nobody(cache_type: str) -> None:
+def test_abort_returns_partial_samples_and_leaves_others_unaffected(cache_type: str) -> None:
     num_aborted = 0
     for seed in range(200):
         world = run_world(make_world(seed, cache_type, tight=seed % 2 == 0), aborts=True)
@@ -181,7 +181,7 @@ def test_several_tokens_a_step_equal_one(cache_type: str, lookahead: int) -> Non
 
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("tight", [False, True])
-def test_guessed_tokens_change_nothing(cache_type: str, tight: bool) -> None:
+def test_drafts_change_no_output(cache_type: str, tight: bool) -> None:
     num_right = num_wrong = num_preempted = num_aborted = 0
     for seed in range(150):
         world = run_world(make_world(seed, cache_type, tight=tight, guesses=True), aborts=seed % 3 == 0)
@@ -204,7 +204,7 @@ def test_a_group_prefills_its_prompt_once(cache_type: str) -> None:
     assert computed == 20 + 7 * tail
 
 
-def test_a_finished_prompt_is_found_again_to_the_token() -> None:
+def test_finished_prompt_is_reused_to_the_token() -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 16))
     first = engine.generate([list(range(10, 33))], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))[0]
     turn = [*first.prompt_tokens, *first.completion_tokens, 1, 2]
@@ -213,7 +213,7 @@ def test_a_finished_prompt_is_found_again_to_the_token() -> None:
 
 
 @pytest.mark.parametrize("length", [7, 8, 9])
-def test_every_sample_of_a_group_is_found_again_by_its_next_turn(length: int) -> None:
+def test_every_sample_of_a_group_is_reused_by_its_next_turn(length: int) -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
     params = SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
     samples = engine.generate([list(range(20, 20 + length))], params, 4)
@@ -224,7 +224,7 @@ def test_every_sample_of_a_group_is_found_again_by_its_next_turn(length: int) ->
     assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
 
 
-def test_samples_that_say_the_same_share_their_blocks() -> None:
+def test_equal_samples_share_blocks() -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
     engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
     engine.step()

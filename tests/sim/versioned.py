@@ -1,4 +1,4 @@
-"""A runner whose K/V is (token, weight version), and whose draws depend on the weights: a stale read cannot hide."""
+"""A runner whose K/V is (token, weight version) and whose tokens depend on the weights: detects stale reads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def score(seen: Sequence[int], token: int, version: int) -> float:
 
 
 class VersionedRunner:
-    """Owns slots of (token, version). `oldest` is the oldest version whose K/V anybody may still read."""
+    """Owns slots of (token, version). `oldest` is the oldest version whose K/V may still be read."""
 
     def __init__(self, num_blocks: int, block_size: int, drawing: Drawing = next_token) -> None:
         self.block_size = block_size
@@ -74,7 +74,7 @@ class VersionedRunner:
         self.restore_cache()
 
     def install(self, version: int) -> None:
-        """The weights themselves do not matter here, their number does."""
+        """Set the version; weights are not used."""
         self.version = version
 
     def free_cache(self) -> None:
@@ -100,10 +100,10 @@ class VersionedRunner:
         return {row.id: self._result(row) for row in rows}
 
     def _check_prefix(self, row: Row) -> None:
-        """Whoever begins reads K/V of the weights in force; whoever goes on may read older, but not too old."""
+        """Check versions: a started row reads K/V of the installed weights, a continued one nothing before `oldest`."""
         versions = {slot[1] for slot in self._read(row, row.start)}
-        goes_on = row.start in self._ends.get(row.id, ())
-        assert all(version >= (self.oldest if goes_on else self.version) for version in versions), "a stale read"
+        is_continued = row.start in self._ends.get(row.id, ())
+        assert all(version >= (self.oldest if is_continued else self.version) for version in versions), "a stale read"
         self.num_mixed_reads += bool(versions - {self.version})
         end = row.start + len(row.tokens)
         self._ends[row.id] = range(end - row.num_drafts, end + 1)
@@ -114,7 +114,7 @@ class VersionedRunner:
     def _read(self, row: Row, end: int) -> Iterator[Slot]:
         for position in range(end):
             slot = self.slots[self._slot(row, position)]
-            assert slot is not None, "a row read a slot that nobody wrote"
+            assert slot is not None, "a row read a slot that was never written"
             yield slot
 
     def _result(self, row: Row) -> RowResult:

@@ -250,7 +250,7 @@ def test_a_failure_that_a_step_saw_is_raised_by_who_waits(
     engine.update_weights({Q: torch.zeros(1)})
     assert engine.parts.weights is not None and engine.parts.weights.wait() == "failed"
     assert engine.generate([PROMPT], GREEDY)[0].weight_version == 0
-    assert "an update was refused, version 0 serves on" in caplog.text
+    assert "a weight update was rejected, version 0 stays installed" in caplog.text
     with pytest.raises(WeightError, match="the shape"):
         engine.finish_update()
     assert engine.finish_update() == 0

@@ -1,13 +1,13 @@
-"""Which KV blocks hold what: integers only, the bytes are the executors'.
+"""KV block bookkeeping: which block holds which tokens. Integers only; executors own the memory.
 
-One contract, two managers. `paged` finds whole blocks by a cryptographic chain of their contents; `radix` keeps a tree
-of the tokens themselves, so that a hit may end inside a block. Rules that both keep, and `check()` verifies:
+Two managers share one interface, `KVManager`. `paged` finds whole blocks by a hash chain over their tokens; `radix`
+keeps a tree of the tokens, so that a hit may end inside a block. Invariants of both, verified by `check()`:
 
-- a block becomes findable only after its K/V exists (`publish`), and never under another salt than its own;
-- at least one token of a prompt is left to compute;
-- a live block table never changes: whoever computes what another already published keeps a private copy;
-- every hold of a step comes before any take, since a take may evict what nobody holds;
-- a taking or holding that cannot be done whole leaves no trace.
+- a block can be found only after its K/V exists (`publish`), and only under its own salt;
+- a hit leaves at least one token of a prompt to compute;
+- a block table in use never changes: a sequence that computes K/V which is already published keeps a private copy;
+- within a step every `hold` precedes every `take`, because `take` may evict blocks without references;
+- `take` and `hold` change either everything or nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Protocol
 from nano_inference.config import CacheType
 from nano_inference.kv.hashing import compute_block_hash
 from nano_inference.kv.paged import PagedKVCache
-from nano_inference.kv.pool import Hit, Salt
+from nano_inference.kv.pool import CacheAllocation, Hit, KVManager, Salt
 from nano_inference.kv.radix import RadixKVCache
-from nano_inference.types import CacheAllocation
 
 __all__ = [
+    "CacheAllocation",
     "Hit",
     "KVCacheManager",
     "KVManager",
@@ -35,58 +35,23 @@ __all__ = [
 
 
 class KVCacheManager(Protocol):
-    """The thin public face: whole prompts in, block tables out."""
+    """The minimal public interface: prompts in, block tables out."""
 
     def allocate(self, token_ids: Sequence[int]) -> CacheAllocation:
-        """Give a prompt its blocks, cached ones first; `CacheFull` leaves no trace."""
+        """Return a prompt's blocks, cached ones first. Raises `CacheFull` and then changes nothing."""
 
     def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None:
-        """Give the blocks back; their first `num_computed` tokens (default: all) have K/V worth finding again."""
+        """Release the blocks; the K/V of the first `num_computed` tokens (default: all) can be found again."""
 
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, findable or not."""
+        """Return how many blocks have no reference, with or without findable K/V."""
 
     def flush(self) -> int:
-        """Forget every prefix; return how many idle blocks became blank. Held blocks die when released."""
-
-
-class KVManager(KVCacheManager, Protocol):
-    """What the engine uses."""
-
-    num_blocks: int
-    block_size: int
-
-    def reset(self) -> None:
-        """Make every block blank and forget every prefix and holder. Can be interrupted and called again."""
-
-    def num_private(self, blocks: Sequence[int]) -> int:
-        """How many of these nobody else holds."""
-
-    def peek(self, tokens: Sequence[int], salt: Salt) -> Hit:
-        """What the cache could give of these tokens. Reads only; leaves at least one token to compute."""
-
-    def hold(self, hit: Hit) -> list[int]:
-        """Take a reference on a hit's whole blocks and return them as the start of a block table."""
-
-    def take(self, count: int) -> list[int]:
-        """Take fresh blocks, evicting the least recently released; `CacheFull` leaves no trace."""
-
-    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """Make K/V of tokens[:end] findable; whole blocks before index `start` were published by an earlier call.
-
-        Returns the block table to go on with: where another's block already says the same, it may stand in for ours,
-        which is then given back.
-        """
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Give references back, tails first, so that a prefix outlives its endings."""
-
-    def check(self) -> None:
-        """Walk everything and raise AssertionError on any lie."""
+        """Forget every prefix; return how many idle blocks became blank. Held blocks become blank when released."""
 
 
 def make_kv(cache_type: CacheType, num_blocks: int, block_size: int) -> KVManager:
-    """Return a fresh manager of the named kind."""
+    """Return a new, empty manager of the given type."""
     if cache_type == "paged":
         return PagedKVCache(num_blocks, block_size)
     return RadixKVCache(num_blocks, block_size)

@@ -1,4 +1,4 @@
-"""The identity of a block's contents: a SHA-256 chain over parent and tokens, cut to 128 bits."""
+"""Block hashes: a SHA-256 chain over parent hash and tokens, truncated to 128 bits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _DIGEST_BYTES = 16
 
 
 def compute_block_hash(token_ids: Sequence[int], prefix_hash: int | None = None) -> int:
-    """Return a 128-bit name for these tokens behind the prefix that `prefix_hash` names.
+    """Return the 128-bit hash of these tokens after the prefix with hash `prefix_hash`.
 
-    Equal on every machine and in every process. Raises `ValueError` when there are no tokens.
+    The same on every machine and in every process. Raises `ValueError` when there are no tokens.
     """
     if not token_ids:
         raise ValueError("token_ids must hold at least one token")
@@ -22,13 +22,13 @@ def compute_block_hash(token_ids: Sequence[int], prefix_hash: int | None = None)
 
 
 def root_hash(version: int, salt: str) -> int:
-    """Return the prefix hash under which the blocks of one weight version and one cache namespace hang."""
+    """Return the prefix hash of the first block under one weight version and one cache namespace."""
     digest = hashlib.sha256(b"root" + struct.pack("<q", version) + salt.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:_DIGEST_BYTES], "little")
 
 
 def _encode(token_ids: Sequence[int]) -> bytes:
-    """Write ids so that different lists never give the same bytes, whatever their size."""
+    """Return bytes that differ for different lists; ids may exceed 64 bits."""
     try:
         return b"q" + struct.pack(f"<{len(token_ids)}q", *token_ids)
     except struct.error:

@@ -1,34 +1,45 @@
-"""Reference counts, and the two kinds of free block: blank ones, and idle ones whose K/V can still be found."""
+"""`KVManager`, the interface of both caches, and `BlockPool`, their reference counts.
+
+A free block is blank, or idle: its K/V can still be found, and it is evicted when no blank block is left.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from nano_inference.checks import check_int
-from nano_inference.types import CacheAllocation, CacheFull
+from nano_inference.types import CacheFull
 
 Salt = tuple[int, str]
-"""Weight version and cache namespace: prefixes are shared only within one."""
+"""Weight version and cache namespace: prefixes are shared only between equal salts."""
 
 NO_SALT: Salt = (0, "")
 
 
 class Hit(NamedTuple):
-    """What a cache could give of a prompt."""
+    """Cached K/V that a prompt can reuse."""
 
     blocks: tuple[int, ...] = ()
     """Whole blocks, to be shared."""
     num_idle: int = 0
-    """How many of them would leave the free list."""
+    """How many of them are idle, and would leave the free list."""
     partial_block: int = -1
-    """A block whose first `partial_tokens` slots continue the prefix; to be copied, never shared. -1 is none."""
+    """A block whose first `partial_tokens` slots continue the prefix, to be copied and never shared; -1 is none."""
     partial_tokens: int = 0
 
 
+class CacheAllocation(NamedTuple):
+    """A prompt's blocks; the K/V of its first `cached_length` tokens exists."""
+
+    block_ids: tuple[int, ...]
+    cached_length: int
+
+
 class BlockPool:
-    """Owns the counts of a fixed number of blocks. Idle blocks are evicted least recently released first."""
+    """Owns the reference counts of a fixed number of blocks. Evicts the least recently released idle block first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.refs = [0] * num_blocks
@@ -36,28 +47,28 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Return how many blocks have no reference."""
         return len(self._blank) + len(self._idle)
 
     def idle(self) -> tuple[int, ...]:
-        """Findable blocks that nobody holds, the next to be evicted first."""
+        """Return the idle blocks, the next one to be evicted first."""
         return tuple(self._idle)
 
     def blank(self) -> tuple[int, ...]:
-        """Blocks that nobody holds or can find."""
+        """Return the blank blocks."""
         return tuple(self._blank)
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Take one more reference on each."""
+        """Add one reference to each block."""
         for block in blocks:
             if not self.refs[block]:
                 del self._idle[block]
             self.refs[block] += 1
 
     def take(self, count: int, forget: Callable[[int], None]) -> list[int]:
-        """Take blank blocks, and when they run out evict idle ones, telling `forget` of each."""
+        """Take blank blocks, then evict idle ones; `forget` is called with each evicted block."""
         if count > self.num_free():
-            raise CacheFull(f"{count} KV blocks asked for, {self.num_free()} of {len(self.refs)} are free")
+            raise CacheFull(f"{count} KV blocks requested, {self.num_free()} of {len(self.refs)} are free")
         taken = []
         for _ in range(count):
             if self._blank:
@@ -69,13 +80,13 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def release(self, blocks: Sequence[int], findable: Callable[[int], bool]) -> None:
-        """Give one reference back on each, last block first."""
+    def release(self, blocks: Sequence[int], is_findable: Callable[[int], bool]) -> None:
+        """Remove one reference from each block, last block first."""
         for block in reversed(blocks):
             self.refs[block] -= 1
             if self.refs[block]:
                 continue
-            if findable(block):
+            if is_findable(block):
                 self._idle[block] = None
             else:
                 self._blank.append(block)
@@ -88,7 +99,7 @@ class BlockPool:
         return count
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is held, idle or blank, and just one of them."""
+        """Raise AssertionError unless every block is in exactly one state: held, idle or blank."""
         held = {block for block, count in enumerate(self.refs) if count}
         blank = set(self._blank)
         assert all(count >= 0 for count in self.refs)
@@ -97,44 +108,85 @@ class BlockPool:
         assert len(held) + len(blank) + len(self._idle) == len(self.refs)
 
 
-class BlockHolder(Protocol):
-    """What the book needs of a manager."""
+class KVManager(ABC):
+    """Owns `num_blocks` blocks of `block_size` tokens."""
 
-    block_size: int
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        check_int("num_blocks", num_blocks, 1)
+        check_int("block_size", block_size, 1)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every block blank; forget every prefix and reference. Can be interrupted and called again."""
+        self._pool = BlockPool(self.num_blocks)
+        self._allocated: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """The last block of each `allocate`, which is private -> its blocks and the prompt's tokens."""
 
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Return how many blocks have no reference, with or without findable K/V."""
+        return self._pool.num_free()
+
+    def num_private(self, blocks: Sequence[int]) -> int:
+        """Return how many of these blocks have exactly one reference."""
+        return sum(self._pool.refs[block] == 1 for block in blocks)
+
+    @abstractmethod
+    def peek(self, tokens: Sequence[int], salt: Salt) -> Hit:
+        """Return the K/V that these tokens can reuse, except that of the last token. Changes nothing."""
 
     def hold(self, hit: Hit) -> list[int]:
-        """Take a reference on a hit's whole blocks."""
+        """Add a reference to a hit's whole blocks; return them as the start of a block table."""
+        self._pool.hold(hit.blocks)
+        return list(hit.blocks)
 
+    @abstractmethod
     def take(self, count: int) -> list[int]:
-        """Take fresh blocks."""
+        """Return fresh blocks, evicting idle ones if needed. Raises `CacheFull` and then changes nothing."""
 
+    @abstractmethod
+    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
+        """Make the K/V of tokens[:end] findable, from block index `start` on; return the block table to continue with.
 
-class AllocationBook:
-    """Remembers what `allocate` gave out, so that `deallocate` can publish it. Keyed by the last, private, block."""
+        Where another block with the same tokens is already published, the returned table may contain it instead; the
+        replaced block is released.
+        """
 
-    def __init__(self) -> None:
-        self._open: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    @abstractmethod
+    def release(self, blocks: Sequence[int]) -> None:
+        """Remove one reference from each block, last block first: a prefix outlives its continuations."""
 
-    def open(self, kv: BlockHolder, hit: Hit, token_ids: Sequence[int]) -> CacheAllocation:
-        """Hold a hit's blocks, take the rest of the prompt's, and note its tokens; all or nothing."""
+    @abstractmethod
+    def flush(self) -> int:
+        """Forget every prefix; return how many idle blocks became blank."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise AssertionError if any invariant is violated."""
+
+    def allocate(self, token_ids: Sequence[int]) -> CacheAllocation:
+        """Return a prompt's blocks, whole cached ones first. Raises `CacheFull` and then changes nothing."""
+        hit = self.peek(token_ids, NO_SALT)
         if not token_ids:
             raise ValueError("token_ids must hold at least one token")
-        num_fresh = -(-len(token_ids) // kv.block_size) - len(hit.blocks)
-        if num_fresh + hit.num_idle > kv.num_free_blocks():
-            raise CacheFull(f"{num_fresh + hit.num_idle} KV blocks asked for, {kv.num_free_blocks()} are free")
-        blocks = kv.hold(hit) + kv.take(num_fresh)
-        self._open[blocks[-1]] = tuple(blocks), tuple(token_ids)
-        return CacheAllocation(tuple(blocks), len(hit.blocks) * kv.block_size)
+        num_fresh = -(-len(token_ids) // self.block_size) - len(hit.blocks)
+        if num_fresh + hit.num_idle > self.num_free_blocks():
+            raise CacheFull(f"{num_fresh + hit.num_idle} KV blocks requested, {self.num_free_blocks()} are free")
+        blocks = self.hold(hit) + self.take(num_fresh)
+        self._allocated[blocks[-1]] = tuple(blocks), tuple(token_ids)
+        return CacheAllocation(tuple(blocks), len(hit.blocks) * self.block_size)
 
-    def close(self, block_ids: Sequence[int], num_computed: int | None) -> tuple[int, ...]:
-        """Forget an allocation and return the tokens of it that were computed; `ValueError` when there is none."""
-        blocks, tokens = self._open.get(block_ids[-1], ((), ())) if block_ids else ((), ())
+    def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None:
+        """Release a prompt's blocks and publish its first `num_computed` tokens (default: all).
+
+        Raises `ValueError` when the blocks were not allocated, or were deallocated before.
+        """
+        blocks, tokens = self._allocated.get(block_ids[-1], ((), ())) if block_ids else ((), ())
         if not blocks or tuple(block_ids) != blocks:
             raise ValueError("block_ids were not allocated, or were deallocated already")
         if num_computed is not None:
             check_int("num_computed", num_computed, 0, len(tokens))
-        del self._open[blocks[-1]]
-        return tokens[:num_computed]
+        del self._allocated[blocks[-1]]
+        computed = tokens[:num_computed]
+        self.release(self.publish(computed, NO_SALT, block_ids, 0, len(computed)))

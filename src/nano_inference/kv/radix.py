@@ -1,11 +1,11 @@
-"""Reuse by token: a tree of the tokens themselves, one block a node.
+"""Prefix reuse by token: a tree of the tokens, one block a node.
 
-A node's label is the tokens of its block: `block_size` of them, or fewer where a sequence's last block is still
-filling. Only full nodes have children. A prompt that leaves the tree inside a block may copy the part that agrees
-(`Hit.partial_block`), so that a hit is exact to the token.
+A node's label is the tokens of its block: `block_size` of them, or fewer while a sequence's last block is filling. Only
+full nodes have children. A prompt that diverges inside a block may copy the matching slots (`Hit.partial_block`), so
+that a hit is exact to the token.
 
-Tails are released before heads, and whoever holds a node holds its parent, so the least recently released node is
-always a leaf: eviction never walks the tree.
+Blocks are released from the last to the first, and a sequence that holds a node holds its parent, so the least recently
+released node is always a leaf: eviction never searches the tree.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from nano_inference.checks import check_int
-from nano_inference.kv.pool import NO_SALT, AllocationBook, BlockPool, Hit, Salt
-from nano_inference.types import CacheAllocation
+from nano_inference.kv.pool import Hit, KVManager, Salt
 
 _PARTIAL_CANDIDATES = 8
-"""Nodes compared, newest first, for the part of a block that agrees: a bound on the work, not on correctness."""
+"""Most nodes compared, newest first, for a partial match: bounds the work, not the correctness."""
 
 
 class _Node:
-    """One published block, or (with block -1) the root of one salt."""
+    """A published block, or the root of one salt (block -1)."""
 
     __slots__ = ("block", "by_first", "children", "parent", "salt", "tokens")
 
@@ -32,38 +30,22 @@ class _Node:
         self.tokens = tokens
         self.block = block
         self.children: dict[tuple[int, ...], _Node] = {}
-        """Full children by their whole label."""
+        """Full children by label."""
         self.by_first: dict[int, dict[int, _Node]] = {}
-        """All children by the first token of their label, then by block; newest last."""
+        """All children: first token of the label -> block -> node, newest last."""
 
 
-class RadixKVCache:
-    """Owns `num_blocks` blocks of `block_size` tokens; satisfies `KVManager`."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        check_int("num_blocks", num_blocks, 1)
-        check_int("block_size", block_size, 1)
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.reset()
+class RadixKVCache(KVManager):
+    """Owns `num_blocks` blocks of `block_size` tokens."""
 
     def reset(self) -> None:
-        """Make every block blank and forget every prefix and holder. Can be interrupted and called again."""
-        self._pool = BlockPool(self.num_blocks)
-        self._book = AllocationBook()
+        """Make every block blank; forget every prefix and reference. Can be interrupted and called again."""
+        super().reset()
         self._roots: dict[Salt, _Node] = {}
         self._node_of: dict[int, _Node] = {}
 
-    def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, findable or not."""
-        return self._pool.num_free()
-
-    def num_private(self, blocks: Sequence[int]) -> int:
-        """How many of these nobody else holds."""
-        return sum(self._pool.refs[block] == 1 for block in blocks)
-
     def peek(self, tokens: Sequence[int], salt: Salt) -> Hit:
-        """What the cache could give of these tokens: whole blocks to share, and a part of one to copy."""
+        """Return the whole blocks that these tokens can share, and the block of which they can copy a part."""
         node = self._roots.get(salt)
         found: list[int] = []
         limit = len(tokens) - 1
@@ -78,23 +60,18 @@ class RadixKVCache:
         start = len(found) * self.block_size
         if node is None or start >= limit:
             return Hit(tuple(found), num_idle)
-        block, count = _longest_agreement(node, tuple(tokens[start : min(limit, start + self.block_size)]))
+        block, count = _longest_match(node, tuple(tokens[start : min(limit, start + self.block_size)]))
         return Hit(tuple(found), num_idle, block, count)
 
-    def hold(self, hit: Hit) -> list[int]:
-        """Take a reference on a hit's whole blocks."""
-        self._pool.hold(hit.blocks)
-        return list(hit.blocks)
-
     def take(self, count: int) -> list[int]:
-        """Take fresh blocks; `CacheFull` leaves no trace."""
+        """Return fresh blocks. Raises `CacheFull` and then changes nothing."""
         return self._pool.take(count, self._forget)
 
     def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """Make tokens[:end] findable, from block index `start` on, the filling part of the last block included.
+        """Make tokens[:end] findable, from block index `start` on, a partly filled last block included.
 
-        A full block that another already published is exchanged for that one, so that what follows hangs below a block
-        which its holder holds.
+        A full block that is already published is replaced by the published one in the returned table, so that a
+        sequence holds the parents of all its nodes.
         """
         size = self.block_size
         table = list(blocks)
@@ -103,7 +80,7 @@ class RadixKVCache:
         parent = self._node_of.get(blocks[start - 1]) if start else self._root(salt)
         for index in range(start, -(-end // size)):
             if parent is None or (parent.block >= 0 and len(parent.tokens) < size):
-                break  # the prefix is private or flushed: what follows cannot be found through it
+                break  # the prefix is private or flushed, so its continuations cannot be found
             label = tuple(tokens[index * size : min(end, (index + 1) * size)])
             owner = parent.children.get(label)
             if owner is None:
@@ -119,7 +96,7 @@ class RadixKVCache:
         return table
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give references back, tails first."""
+        """Remove one reference from each block, last block first."""
         self._pool.release(blocks, self._node_of.__contains__)
 
     def flush(self) -> int:
@@ -128,17 +105,8 @@ class RadixKVCache:
         self._node_of.clear()
         return self._pool.blank_idle()
 
-    def allocate(self, token_ids: Sequence[int]) -> CacheAllocation:
-        """Give a prompt its blocks, cached ones first; `CacheFull` leaves no trace. Never copies part of a block."""
-        return self._book.open(self, self.peek(token_ids, NO_SALT), token_ids)
-
-    def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None:
-        """Give a prompt's blocks back, publishing its first `num_computed` tokens (default: all)."""
-        tokens = self._book.close(block_ids, num_computed)
-        self.release(self.publish(tokens, NO_SALT, block_ids, 0, len(tokens)))
-
     def check(self) -> None:
-        """Raise AssertionError on any lie in the books."""
+        """Raise AssertionError if any invariant is violated."""
         self._pool.check()
         seen = [node for root in self._roots.values() for node in self._walk(root)]
         assert len(seen) == len(self._node_of)
@@ -151,14 +119,14 @@ class RadixKVCache:
                 assert not self._pool.refs[node.block] and order[node.block] < order[parent.block]
 
     def _root(self, salt: Salt) -> _Node:
-        """Return a salt's root, made when there is none."""
+        """Return the root of a salt; create it if there is none."""
         if salt not in self._roots:
             self._roots[salt] = _Node(None, salt, (), -1)
         return self._roots[salt]
 
     def _walk(self, root: _Node) -> Iterator[_Node]:
-        """Yield every node below a root, checking each one's links."""
-        assert root.by_first, "a root without children is dropped"
+        """Yield every node below a root; assert that its links are consistent."""
+        assert root.by_first, "a root has at least one child"
         stack = [root]
         while stack:
             node = stack.pop()
@@ -175,11 +143,11 @@ class RadixKVCache:
                 yield node
 
     def _place(self, parent: _Node, label: tuple[int, ...], block: int) -> _Node | None:
-        """Publish a block below its parent, or grow it there; None when a filling one's tokens are there already."""
+        """Add a block below its parent, or extend its label; return None if a partial block is already there."""
         node = self._node_of.get(block)
         full = len(label) == self.block_size
         if node is None:
-            if not full and _longest_agreement(parent, label)[1] == len(label):
+            if not full and _longest_match(parent, label)[1] == len(label):
                 return None
             node = self._node_of[block] = _Node(parent, parent.salt, label, block)
             parent.by_first.setdefault(label[0], {})[block] = node
@@ -190,7 +158,7 @@ class RadixKVCache:
         return node
 
     def _forget(self, block: int) -> None:
-        """Take a leaf out of the tree, and its root when that was the last."""
+        """Remove a leaf from the tree, and its root if the root has no other child."""
         node = self._node_of.pop(block)
         parent = node.parent
         assert parent is not None and not node.by_first, "only leaves are evicted"
@@ -204,14 +172,14 @@ class RadixKVCache:
             del self._roots[parent.salt]
 
 
-def _longest_agreement(parent: _Node, tokens: tuple[int, ...]) -> tuple[int, int]:
-    """Return the child's block that begins with most of `tokens`, and how many; (-1, 0) when none does."""
+def _longest_match(parent: _Node, tokens: tuple[int, ...]) -> tuple[int, int]:
+    """Return the child block with the longest common prefix with `tokens`, and its length; (-1, 0) if none."""
     best_block, best_count = -1, 0
     group = parent.by_first.get(tokens[0], {})
     for block in islice(reversed(group), _PARTIAL_CANDIDATES):
         count = 0
-        for ours, theirs in zip(tokens, group[block].tokens, strict=False):
-            if ours != theirs:
+        for token, other in zip(tokens, group[block].tokens, strict=False):
+            if token != other:
                 break
             count += 1
         if count > best_count:

@@ -1,0 +1,97 @@
+"""`RequestQueue`: checks requests and adds them to the engine's queue."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from nano_inference.admission import Limits, StopMatcherFactory, admit
+from nano_inference.calls import Calls
+from nano_inference.config import EngineConfig
+from nano_inference.sampling import derive_seed
+from nano_inference.sequence import Sequence
+from nano_inference.state import EngineState
+from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TrainingSample
+
+
+class RequestQueue:
+    """Owns the counters of request and sequence ids. Its methods run inside a call."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        stop_matcher: StopMatcherFactory | None,
+        state: EngineState,
+        calls: Calls,
+    ) -> None:
+        """`stop_matcher` is None without a tokenizer."""
+        self.limits = limits
+        self._config = config
+        self._stop_matcher = stop_matcher
+        self._state = state
+        self._calls = calls
+        self._next_request = 0
+        self._next_sequence = 0
+
+    def admit_all(self, requests: Seq[EngineRequest], prefixes: Seq[str] | None = None) -> list[list[Sequence]]:
+        """Return the sequences of every request without queueing them. Raises `BadRequest`.
+
+        `prefixes` holds one text for each request, put in front of its error message.
+        """
+        admitted: list[list[Sequence]] = []
+        next_sequence = self._next_sequence
+        for index, request in enumerate(requests):
+            try:
+                admitted.append(self._admit(request, self._next_request + index, next_sequence))
+            except BadRequest as error:
+                if prefixes is None:
+                    raise
+                raise BadRequest(f"{prefixes[index]}{error}") from None
+            next_sequence += len(admitted[-1])
+        return admitted
+
+    def enqueue(self, sequences: list[Sequence], *, claimed: bool, is_owned: bool) -> int:
+        """Queue a request's sequences; return its id. An owned request ends with the running call."""
+        request_id = sequences[0].request_id
+
+        def enqueue() -> None:
+            self._next_request = request_id + 1
+            self._next_sequence += len(sequences)
+            if is_owned:
+                self._calls.own(request_id)
+            self._state.requests.open(request_id, sequences, claimed=claimed)
+            self._state.core.enqueue(sequences)
+
+        self._state.change(enqueue)
+        return request_id
+
+    def _admit(self, request: EngineRequest, request_id: int, first_id: int) -> list[Sequence]:
+        if not isinstance(request, EngineRequest):
+            raise BadRequest(f"request must be an EngineRequest, got {type(request).__name__}")
+        params = request.params
+        if not isinstance(params, SamplingParams):
+            raise BadRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if request.make_matcher is not None and params.stop:
+            raise BadRequest("stop: give stop strings or a matcher, not both")
+        if params.stop and self._stop_matcher:
+            request = replace(request, make_matcher=self._stop_matcher(tuple(params.stop)))
+        return admit(
+            request,
+            self.limits,
+            request_id=request_id,
+            first_id=first_id,
+            seed=self._seed_of(request, request_id),
+            logprobs_mode=self._config.logprobs_mode,
+        )
+
+    def _seed_of(self, request: EngineRequest, request_id: int) -> int:
+        """Return the seed of the request, of its partial sample, derived from the engine's, or fresh entropy."""
+        if request.params.seed is not None:
+            return request.params.seed
+        if isinstance(request.partial, TrainingSample) and request.partial.seed is not None:
+            return request.partial.seed
+        if self._config.seed is not None:
+            return derive_seed(self._config.seed, request_id)
+        return secrets.randbits(64)
