@@ -1,8 +1,8 @@
 """Large memory allocations on a CPU: separate mappings with huge pages where the system supports them.
 
 Filling 540 MB took 0.25 s in a new `torch.empty` and 0.05 s in a new `numpy.empty`, which requests huge pages
-(docs/decisions/0004-weight-staging.md): one page fault for each 4 KiB makes the difference. A separate mapping is returned to the system when its
-last tensor is freed; malloc may keep memory that it took from its heap.
+(docs/decisions/0004-weight-staging.md): one page fault for each 4 KiB makes the difference. A separate mapping is
+returned to the system when its last tensor is freed; malloc may keep memory that it took from its heap.
 """
 
 from __future__ import annotations
