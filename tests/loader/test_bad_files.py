@@ -241,7 +241,7 @@ NESTED = struct.pack("<IQ", ARRAY, 1) * 3 + struct.pack("<IQ", U32, 0)
         (gguf_file(version=3 << 24), "big-endian"),
         (gguf_file(counts=(2**63, 0)), "tensors are announced"),
         (gguf_file(counts=(0, 2**40)), "metadata keys are announced"),
-        (gguf_file((key(b"a", U32, bytes(4)),) * 2), "'a' is there twice"),
+        (gguf_file((key(b"a", U32, bytes(4)),) * 2), "'a' occurs twice"),
         (gguf_file((key(b"a", 13, bytes(4)),)), "metadata type 13"),
         (gguf_file((key(b"a", STRING, struct.pack("<Q", 2**63)),)), "bytes are announced"),
         (gguf_file((key(b"a", ARRAY, struct.pack("<IQ", U32, 2**61)),)), "numbers are announced"),
@@ -260,7 +260,7 @@ NESTED = struct.pack("<IQ", ARRAY, 1) * 3 + struct.pack("<IQ", U32, 0)
         (gguf_file(infos=(info(b"t", (8,), kind=12345),)), "unknown type 12345"),
         (gguf_file(infos=(info(b"t", (8,), offset=8),)), "multiple of 32"),
         (gguf_file(infos=(info(b"t", (8,), offset=2**63),)), "ends at byte"),
-        (gguf_file(infos=(info(b"t", (8,)), info(b"t", (8,), offset=32))), "'t' is there twice"),
+        (gguf_file(infos=(info(b"t", (8,)), info(b"t", (8,), offset=32))), "'t' occurs twice"),
         (gguf_file(infos=(info(b"t", (16,)), info(b"u", (8,), offset=32))), "'u' overlaps"),
     ],
 )

@@ -339,7 +339,7 @@ REFUSED: dict[str, tuple[str, dict[str, Tensor | None], dict[str, Any], str]] = 
         "G4",
         {"value_embeds.0.weight": torch.ones(320, 32)},
         {},
-        "has value_embeds.0.weight, which the model has not",
+        "has value_embeds.0.weight, which the model does not have",
     ),
     "no smear_lambda": ("G4", {"smear_lambda": None}, {}, "lacks 1 tensors: smear_lambda"),
     "smear_lambda alone": ("G3", {"smear_lambda": torch.ones(1)}, {}, "smear_lambda"),

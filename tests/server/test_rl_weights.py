@@ -450,7 +450,7 @@ def test_an_update_that_is_left_open_is_given_up(tiny_directory: Path, shelf: Pa
         one.on_engine(lambda: setattr(one.opened.engine.parts.weights._job, "_deadline", time.monotonic() - 1))
         until(one, lambda: not staging(one))
         one.on_engine(lambda: None)  # by now the update's end has been told
-        refused(one.post("/update_weights", part_of(halves[1])), 400, "no update is open", "did not come within")
+        refused(one.post("/update_weights", part_of(halves[1])), 400, "no update is open", "were not complete within")
         assert ok(one.client.get("/weight_info"))["version"] == 0
         assert Stream(one, params=SHORT).result().token_versions == (0,) * 8
 

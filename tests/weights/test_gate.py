@@ -15,7 +15,7 @@ from tests.weights.pairs import PIECES, OpenEngine, Pair
 def test_the_thread_waits_while_a_step_runs_and_no_longer() -> None:
     gate, passed = StepGate(share=100), threading.Event()
     gate.begin_step()
-    thread = threading.Thread(target=lambda: (gate.pass_bytes(10), passed.set()), daemon=True)
+    thread = threading.Thread(target=lambda: (gate.wait_for_turn(10), passed.set()), daemon=True)
     thread.start()
     assert not passed.wait(0.05)
     gate.end_step()
@@ -27,10 +27,10 @@ def test_a_step_lets_the_thread_copy_its_share_first() -> None:
     copied: list[int] = []
 
     def gather() -> None:
-        gate.pass_bytes(0)
+        gate.wait_for_turn(0)
         begun.set()
         for _ in range(50):
-            gate.pass_bytes(10)
+            gate.wait_for_turn(10)
             copied.append(10)
         gate.finish()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nano_inference import WeightError
-from nano_inference.weights.plain import PlainGroup, PlainSpec, first_device, handed_to, misfits, plain_specs
+from nano_inference.weights.plain import PlainGroup, PlainSpec, first_device, forwarded_to, misfits, plain_specs
 from tests.weights.pairs import OpenEngine, Pair
 from tests.weights.plain_trainer import Trainer, told, trainer_process
 from tests.weights.test_group import free_port
@@ -131,12 +131,12 @@ SENT = {
     "empty": torch.zeros(0),
 }
 OTHER_SIZES = [
-    ("flat", "bfloat16", [16], {}, "bfloat16 [16] was told, 32 bytes, .* has more; it seems to be float32 [16]"),
-    ("flat", "float64", [16], {}, "float64 [16] was told, 128 bytes, .* has fewer; it seems to be float32 [16]"),
+    ("flat", "bfloat16", [16], {}, "announced as bfloat16 [16], 32 bytes, .* has more; it seems to be float32 [16]"),
+    ("flat", "float64", [16], {}, "announced as float64 [16], 128 bytes, .* has fewer; it seems to be float32 [16]"),
     ("narrow", "float32", [16], {}, "has fewer; it seems to be float16 [16] or bfloat16 [16]"),
-    ("large", "float32", [16], {}, "float32 [16] was told, 64 bytes, .* has more"),
-    ("large", "float32", [4, 4], {"told": (300, 200)}, "has more; it seems to be float32 [300, 200]"),
-    ("flat", "float32", [300, 200], {}, "float32 [300, 200] was told, 240000 bytes, .* has fewer"),
+    ("large", "float32", [16], {}, "announced as float32 [16], 64 bytes, .* has more"),
+    ("large", "float32", [4, 4], {"weight": (300, 200)}, "has more; it seems to be float32 [300, 200]"),
+    ("flat", "float32", [300, 200], {}, "announced as float32 [300, 200], 240000 bytes, .* has fewer"),
     ("flat", "float32", [17], {}, "has fewer; was another dtype or shape sent?"),
     ("flat", "float32", [15], {}, "has more; was another dtype or shape sent?"),
     ("flat", "float32", [0], {}, "0 bytes, .* has more"),
@@ -149,10 +149,10 @@ def test_a_broadcast_of_another_size_is_refused_and_the_group_stays_in_step(tmp_
         group = meet(trainer)
         for name, dtype, shape, own, message in OTHER_SIZES:
             if name == "large" and not own:
-                shape, message = [200, 200], message.replace("[16] was told, 64", "[200, 200] was told, 160000")
+                shape, message = [200, 200], message.replace("[16], 64", "[200, 200], 160000")
             trainer.send([name, "flat"])
-            specs = (*plain_specs(["told"], [dtype], [shape]), *specs_of(SENT, ["flat"]))
-            pattern = re.escape(f"told: {message}" if message[0] == dtype[0] else message).replace(r"\.\*", ".*")
+            specs = (*plain_specs(["weight"], [dtype], [shape]), *specs_of(SENT, ["flat"]))
+            pattern = re.escape(f"weight: {message}" if message.startswith("announced") else message).replace(r"\.\*", ".*")
             with pytest.raises(WeightError, match=pattern):
                 kept(group.receive(specs, own))
             trainer.wait()
@@ -169,7 +169,7 @@ def test_the_memory_that_is_received_into_is_one_and_is_let_go(tmp_path: Path) -
         pairs = group.receive(specs_of(SENT, ["large", "flat", "large"]))
         places = {tensor.data_ptr() for _, tensor in pairs}
         trainer.wait()
-        assert len(places) == 1 and group._room.numel() == 0
+        assert len(places) == 1 and group._buffer.numel() == 0
 
 
 def test_ranks_that_hand_on_do_so_whole(tmp_path: Path) -> None:
@@ -197,10 +197,10 @@ def test_ranks_that_hand_on_do_so_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", range(2, 20))
-def test_every_rank_is_handed_to_once(world_size: int) -> None:
-    handed = [one for rank in range(world_size) for one in handed_to(rank, world_size)]
+def test_every_rank_is_forwarded_to_once(world_size: int) -> None:
+    handed = [one for rank in range(world_size) for one in forwarded_to(rank, world_size)]
     assert sorted(handed) == list(range(1, world_size))
-    assert not any(handed_to(rank, 3) for rank in (1, 2)) and handed_to(1, 4) == (3,)
+    assert not any(forwarded_to(rank, 3) for rank in (1, 2)) and forwarded_to(1, 4) == (3,)
 
 
 def test_what_a_model_cannot_use_is_told_before_it_comes() -> None:

@@ -80,7 +80,7 @@ BROKEN: dict[str, tuple[Callable[[Named], object], str]] = {
     "missing": (lambda n: without(n, Q), rf"lacks 1 tensors: {Q}"),
     "unknown": (lambda n: {**n, "model.layers.99.mlp.up_proj.weight": n[Q]}, r"layers\.99.*: the model has no such"),
     "prefixed": (lambda n: {f"module.{k}": v for k, v in n.items()}, r"module\..*: the model has no such tensor"),
-    "twice": (lambda n: [*n.items(), (Q, n[Q])], rf"{Q}: is there twice"),
+    "twice": (lambda n: [*n.items(), (Q, n[Q])], rf"{Q}: occurs twice"),
     "nan": (lambda n: spoiled(n, float("nan")), r"up_proj\.weight: holds NaN or infinity"),
     "inf": (lambda n: spoiled(n, float("-inf")), r"up_proj\.weight: holds NaN or infinity"),
     "overflow": (lambda n: {**n, Q: torch.full_like(n[Q], 1e300, dtype=torch.float64)}, "holds NaN or infinity"),
@@ -222,7 +222,7 @@ def test_an_update_that_does_not_come_is_given_up(untied: Pair, open_engine: Ope
     engine = open_engine(untied)
     slow = Slow(untied.named())
     engine.update_weights(slow, timeout=0)
-    with pytest.raises(WeightError, match="did not come within 0 seconds"):
+    with pytest.raises(WeightError, match="were not complete within 0 seconds"):
         engine.finish_update()
     slow.go_on.set()
     engine.update_weights(untied.named())

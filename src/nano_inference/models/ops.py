@@ -1,11 +1,11 @@
-"""The operations that decoders are written in (`models.program` puts them together). No torch.
+"""The operations of which decoders are composed (`models.program`). No torch.
 
-A buffer is a name for one row of values a token; an executor decides where it lies. An operation that has an `out`
-binds that name anew; `HeadNorm`, `Rotate`, `Softcap`, `GateValues` and `Smear` bind the names that they read.
+A buffer is a named row of values per token; an executor chooses its memory. An operation with a field `out` binds that
+name to a new value; `HeadNorm`, `Rotate`, `Softcap`, `GateValues` and `Smear` rebind buffers that they read.
 
-Rounding points. Every operation returns values in the model's precision P (float32, bfloat16 or float16) and computes
-in P, unless it says otherwise; an executor may keep more precision inside (the C kernels compute in float32).
-`Linear` accumulates in float32 and rounds once. `Widen` returns float32, and what reads its result computes in float32.
+Rounding: every operation computes and returns values in the model's precision P (float32, bfloat16 or float16) unless
+its docstring differs; an executor may compute in higher precision (the C kernels use float32). `Linear` accumulates in
+float32 and rounds once. `Widen` returns float32, and operations on its result compute in float32.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ WeightKind = Literal["matrix", "vector", "number"]
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One weight of a program, under the name that checkpoints and trainers give it."""
+    """One weight of a program, by its name in checkpoints and weight updates."""
 
     name: str
     shape: tuple[int, ...]
     kind: WeightKind = "matrix"
-    """A matrix may be packed or rounded; a vector has the model's precision; numbers are float32 in every precision."""
+    """A matrix may be packed or quantised; a vector is stored in P; numbers are always float32."""
     tied: tuple[str, ...] = ()
-    """Further names under which the same values may come."""
+    """Alternative names of the same values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Number:
 
 
 class BaseOp:
-    """What every operation declares: the buffers that it reads and binds, and its weights."""
+    """Base of all operations: the buffers that an operation reads and binds, and its weights."""
 
     __slots__ = ()
 
@@ -58,11 +58,10 @@ class BaseOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embed(BaseOp):
-    """out = scale · table[row]; scale is rounded to P first.
+    """out = scale · table[row], with scale rounded to P.
 
-    The row is the token's id; that of the token before it ("previous", 0 where there is none); or the hash of both
-    ("pair": (36313 · id XOR 27191 · previous) mod (rows - 1), the last row where there is no previous token; nanochat
-    G2e).
+    The row is the token's id ("token"), the previous token's id ("previous"; 0 if there is none), or a hash of both
+    ("pair", nanochat G2e): (36313 · id XOR 27191 · previous) mod (rows - 1), the last row if there is no previous one.
     """
 
     out: str
@@ -99,8 +98,7 @@ class Copy(BaseOp):
 class Norm(BaseOp):
     """out = x / sqrt(mean(x²) + eps) · (offset + weight), the quotient in float32 (RMSNorm, arXiv 1910.07467).
 
-    Without a weight the quotient is rounded to P. With offset 0 it is rounded before it is multiplied, with another
-    offset (Gemma: 1) after.
+    The quotient is rounded to P before the multiplication if offset is 0, after it otherwise (Gemma: 1).
     """
 
     x: str
@@ -124,10 +122,10 @@ class Norm(BaseOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear(BaseOp):
-    """out[i] = x W[i]^T + bias[i], several projections of one input; x's first values, as many as W has columns.
+    """out[i] = x W[i]^T + bias[i]: projections of one input, of which the first K values are used (W is [N, K]).
 
-    All have a bias or none has. `num_rows` keeps that many of a single matrix's outputs (a vocabulary without its
-    padding). The results of one `Linear` lie side by side in memory.
+    Either all have a bias or none. `num_rows` truncates the outputs of a single matrix (padding of a vocabulary). The
+    outputs are adjacent in memory.
     """
 
     x: str
@@ -154,13 +152,13 @@ class Linear(BaseOp):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Values that a row of each result has."""
+        """Return the width of each output."""
         return tuple(self.num_rows or matrix.shape[0] for matrix in self.matrices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorm(BaseOp):
-    """Normalise each head of each buffer as `Norm` does a row; one weight [head_dim] a buffer, or none (Qwen3)."""
+    """Apply `Norm` to each head of each buffer, with one weight [head_dim] per buffer or none (Qwen3)."""
 
     x: tuple[str, ...]
     norms: tuple[WeightSpec, ...]
@@ -186,10 +184,10 @@ class HeadNorm(BaseOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotate(BaseOp):
-    """Turn the first R of each head's dimensions by the token's position (RoPE, arXiv 2104.09864; halves paired).
+    """Rotate the first R dimensions of each head by the token's position (RoPE, arXiv 2104.09864).
 
-    x · cos + swap(x) · sin, with the first half's sine negated; cos and sin are rounded to P. `rope` is an index into
-    `ModelConfig.ropes`, which give R and the angles.
+    x · cos + swap_halves(x) · sin, with the first half of sin negated; cos and sin are rounded to P. `rope` is an index
+    into `ModelConfig.ropes`, which defines R and the angles.
     """
 
     x: tuple[str, ...]
@@ -207,7 +205,7 @@ class Rotate(BaseOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store(BaseOp):
-    """Put the tokens' keys and values into a layer's cache, rounded to the cache's precision."""
+    """Write the tokens' keys and values to a layer's cache, rounded to the cache's precision."""
 
     k: str
     v: str
@@ -221,10 +219,11 @@ class Store(BaseOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attend(BaseOp):
-    """out = softmax(cap(scale · q kᵀ)) v over the cached tokens up to each one, grouped-query (arXiv 2305.13245).
+    """out = softmax(cap(scale · q kᵀ)) v over the cached keys up to each token, grouped-query (arXiv 2305.13245).
 
-    Query head h reads kv head h · num_kv_heads // num_heads. cap(s) = softcap · tanh(s / softcap) (Gemma 2). A `window`
-    of n leaves the n latest keys, the token's own among them. Softmax is float32. `k` and `v` are the step's own.
+    Query head h uses kv head h · num_kv_heads // num_heads. cap(s) = softcap · tanh(s / softcap) (Gemma 2). `window`
+    restricts attention to the latest keys, the token's own included. Softmax is float32. `k` and `v` hold the step's
+    keys and values, which are already stored.
     """
 
     q: str
@@ -250,7 +249,7 @@ class Attend(BaseOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(BaseOp):
-    """From here on only those rows remain that something is asked of. Behind the last `Attend`, one at most."""
+    """Drop the rows whose outputs are not needed. At most one, after the last `Attend`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +271,7 @@ class Add(BaseOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix(BaseOp):
-    """out = a · x + sign · b · y, each product rounded to P; no `a` means 1 (nanochat G1 on)."""
+    """out = a · x + sign · b · y, each product rounded to P; `a` None means 1 (nanochat from G1)."""
 
     x: str
     y: str
@@ -296,7 +295,7 @@ class Mix(BaseOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activate(BaseOp):
-    """out = act(gate) · up, act(gate) rounded first (GLU variants, arXiv 2002.05202); relu² has no up (2109.08668)."""
+    """out = act(gate) · up, act(gate) rounded to P (arXiv 2002.05202); relu² has no up (arXiv 2109.08668)."""
 
     gate: str
     up: str | None
@@ -317,7 +316,7 @@ class Activate(BaseOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateValues(BaseOp):
-    """v += scale · sigmoid(gate) · more, a gate for each kv head (nanochat G2 on)."""
+    """v += scale · sigmoid(gate) · more, one gate per kv head (nanochat from G2)."""
 
     v: str
     gate: str
@@ -336,7 +335,7 @@ class GateValues(BaseOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smear(BaseOp):
-    """x += share · sigmoid(gate) · before, where the token has a predecessor (nanochat G4)."""
+    """x += share · sigmoid(gate) · before, for tokens with a previous token (nanochat G4)."""
 
     x: str
     gate: str

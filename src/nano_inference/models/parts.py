@@ -1,4 +1,4 @@
-"""What several families of decoders share: functions that return operations, under Hugging Face's weight names."""
+"""Building blocks shared by families: functions that return operations, with Hugging Face weight names."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from nano_inference.models.program import Program
 
 
 def norm(config: ModelConfig, name: str, x: str, out: str, offset: float = 0.0) -> Norm:
-    """Return the RMSNorm whose weight has that name."""
+    """Return an RMSNorm with the weight `{name}.weight`."""
     weight = WeightSpec(f"{name}.weight", (config.hidden_size,), "vector")
     return Norm(x=x, out=out, weight=weight, eps=config.norm_eps, offset=offset)
 
 
 def linear(x: str, num_in: int, outs: Sequence[tuple[str, str, int]], *, bias: bool = False) -> Linear:
-    """Return projections of x; `outs` gives buffer, weight's name and number of outputs of each."""
+    """Return projections of x; `outs` holds (buffer, weight name, number of outputs) of each."""
     return Linear(
         x=x,
         out=tuple(out for out, _, _ in outs),
@@ -40,7 +40,7 @@ def linear(x: str, num_in: int, outs: Sequence[tuple[str, str, int]], *, bias: b
 
 
 def attention(config: ModelConfig, index: int, x: str, out: str, norm_offset: float = 0.0) -> list[Op]:
-    """Return a layer's grouped-query attention, projected back: queries and keys are normalised, then rotated."""
+    """Return a layer's attention with its projections; queries and keys are normalised, then rotated."""
     at, layer, dim = f"model.layers.{index}.self_attn", config.layers[index], config.head_dim
     num_q, num_kv = config.num_heads * dim, config.num_kv_heads * dim
     rows = [("q", f"{at}.q_proj", num_q), ("k", f"{at}.k_proj", num_kv), ("v", f"{at}.v_proj", num_kv)]
@@ -58,7 +58,7 @@ def attention(config: ModelConfig, index: int, x: str, out: str, norm_offset: fl
 
 
 def attend(config: ModelConfig, index: int, scale: float) -> list[Op]:
-    """Return the operations that store buffers k and v and attend from buffer q, into buffer att."""
+    """Return operations that store buffers k and v and attend with buffer q, into buffer att."""
     attended = Attend(
         q="q",
         k="k",
@@ -88,7 +88,7 @@ def gated_mlp(config: ModelConfig, at: str, x: str, out: str) -> list[Op]:
 
 
 def decoder(config: ModelConfig, layers: Iterable[Op], final: Norm) -> Program:
-    """Return a decoder around its layers: embedding before them; norm, head and soft cap behind."""
+    """Return a decoder: embedding, `layers`, the norm `final`, head and soft cap."""
     shape = (config.vocab_size, config.hidden_size)
     tied = ("lm_head.weight",) if config.tie_embeddings else ()
     table = WeightSpec("model.embed_tokens.weight", shape, tied=tied)
@@ -104,6 +104,6 @@ def decoder(config: ModelConfig, layers: Iterable[Op], final: Norm) -> Program:
 
 
 def logits(head: Linear, cap: float | None) -> tuple[Op, ...]:
-    """Return a head that projects onto buffer logits, in float32, soft-capped where there is a cap."""
+    """Return operations that compute buffer logits in float32, soft-capped unless `cap` is None."""
     capped = () if cap is None else (Softcap(x="logits", cap=cap),)
     return (head, Widen(x="logits", out="logits"), *capped)
