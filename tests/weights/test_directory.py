@@ -30,7 +30,7 @@ def test_a_transformers_directory_of_shards_is_read_without_a_marker(
     tied.new.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     engine = open_engine(tied)
-    with pytest.raises(WeightError, match="has no file STABLE, so it is not finished"):
+    with pytest.raises(WeightError, match="has no file STABLE, so it is not complete"):
         engine.update_weights(tmp_path, blocking=True)
     engine.update_weights(weights_in(tmp_path, marker=None), blocking=True)
     assert engine.weights_checksum() == weights_checksum(tied.new.named_parameters())
