@@ -29,9 +29,9 @@ from nano_inference.kernels.program import (
     Keep,
     Mix,
     Norm,
+    Op,
     Product,
     Program,
-    RowOp,
     Smear,
     Softcap,
 )
@@ -313,7 +313,7 @@ def _keep(op: Keep, step: _Step) -> _Step:
     )
 
 
-def _apply(op: RowOp, step: _Step) -> tuple[str, Tensor]:
+def _apply(op: Op, step: _Step) -> tuple[str, Tensor]:
     """Return which buffer an operation writes, and what it then holds."""
     match op:
         case Embed():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.kernels import matrix
-from nano_inference.kernels.library import Library
+from nano_inference.kernels.library import BF16, F32, INT8, Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.native import Cache, Layout, NativeProgram
 from nano_inference.kernels.program import Attend, Embed, Heads, Keep, Program
@@ -58,11 +58,18 @@ def make_matrix(library: Library, name: str, num_out: int, num_in: int, seed: in
         rows = block_rows(kind, num_out, num_in, seed)
         return matrix.pack_blocks(library, kind, rows, num_in, Slabs(0), rounds=kind != name)
     weight_NK = torch.randn(num_out, num_in, generator=random(seed))
-    return (
-        matrix.pack_int8(library, weight_NK, Slabs(0))
-        if name == "int8"
-        else matrix.pack(library, weight_NK.to(PLAIN[name]), Slabs(0))
-    )
+    return pack(library, weight_NK, INT8) if name == "int8" else pack(library, weight_NK.to(PLAIN[name]))
+
+
+def pack(library: Library, weight_NK: Tensor, kind: int | None = None) -> Matrix:
+    """Pack in a format; by default that of the values, or bfloat16 for float32 values that fit it."""
+    weight_NK = weight_NK.contiguous()
+    if kind is None:
+        kind = matrix.PLAIN[weight_NK.dtype]
+        kind = BF16 if kind == F32 and matrix.scan(library, weight_NK).fits_bfloat16 else kind
+    packer = matrix.Packer(library, weight_NK, Slabs(0), kind)
+    packer.put(0, weight_NK.size(0))
+    return packer.matrix
 
 
 def run_rows(library: Library, program: Program, inputs: Mapping[str, Tensor], out: str) -> Tensor:
@@ -242,7 +249,7 @@ def attend(
     library: Library, case: Case, spans: tuple[Span, ...], cache: Cache, kept: Sequence[int] | None = None
 ) -> dict[int, Tensor]:
     """What each token's attention gives, by token; of those that are kept where they are named."""
-    program = NativeProgram(library, case.program(matrix.pack(library, case.qkv_TW, Slabs(0))))
+    program = NativeProgram(library, case.program(pack(library, case.qkv_TW)))
     program.run(layout_of(spans, kept), cache)
     tokens = [token for span in spans for token in span.tokens]
     if kept is not None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from nano_inference.kernels import matrix
-from nano_inference.kernels.library import Library
+from nano_inference.kernels.library import BF16, F32, INT8, Library
 from nano_inference.memory import Slabs
 from tests.kernels import reference
-from tests.kernels.steps import BLOCK, PLAIN, block_rows, random
+from tests.kernels.steps import BLOCK, PLAIN, block_rows, pack, random
 
 SIZES = ((1, 1), (1, 33), (5, 2), (63, 7), (64, 64), (65, 3), (129, 100), (200, 31))
 SPECIAL = (float("nan"), float("inf"), -float("inf"), 6e-8, -6e-8, 1e-40, 65504.0, 0.0, -0.0)
@@ -25,12 +25,12 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 def test_plain_weights_come_back_as_they_were(library: Library, dtype: torch.dtype, size: tuple[int, int]) -> None:
     weight_NK = torch.randn(size, generator=random(0)).to(dtype)
-    for packed in (matrix.pack(library, weight_NK, Slabs(0)), reference.pack(weight_NK)):
+    for packed in (pack(library, weight_NK), reference.pack(weight_NK)):
         assert torch.equal(matrix.unpack(library, packed), weight_NK.float())
         assert torch.equal(reference.unpack(packed), weight_NK.float())
         assert torch.equal(reference.unpack(packed, size[0] // 2, 1), weight_NK[size[0] // 2 :][:1].float())
         assert torch.equal(matrix.unpack(library, packed, size[0] // 2, 1), weight_NK[size[0] // 2 :][:1].float())
-    assert torch.equal(matrix.pack(library, weight_NK, Slabs(0)).packed, reference.pack(weight_NK).packed)
+    assert torch.equal(pack(library, weight_NK).packed, reference.pack(weight_NK).packed)
 
 
 @pytest.mark.parametrize("dtype", PLAIN.values())
@@ -39,7 +39,7 @@ def test_special_values_come_back(library: Library, dtype: torch.dtype) -> None:
     weight_NK[3] += 0.1  # so that float32 is not kept as bfloat16
     expected = weight_NK.float()
     for made in (
-        matrix.unpack(library, matrix.pack(library, weight_NK, Slabs(0))),
+        matrix.unpack(library, pack(library, weight_NK)),
         reference.unpack(reference.pack(weight_NK)),
     ):
         assert torch.equal(made.isnan(), expected.isnan())
@@ -50,18 +50,18 @@ def test_special_values_come_back(library: Library, dtype: torch.dtype) -> None:
 
 def test_every_half_float_is_widened_exactly(library: Library) -> None:
     half = torch.arange(65536).to(torch.int32).to(torch.uint16).view(torch.float16).view(512, 128)
-    made = matrix.unpack(library, matrix.pack(library, half, Slabs(0)))
+    made = matrix.unpack(library, pack(library, half))
     assert torch.equal(made.isnan(), half.isnan())
     assert torch.equal(made.nan_to_num(), half.float().nan_to_num())
 
 
 def test_float32_that_is_bfloat16_takes_half_the_memory(library: Library) -> None:
     weight_NK = torch.randn(70, 34, generator=random(1)).bfloat16().float()
-    for packed in (matrix.pack(library, weight_NK, Slabs(0)), reference.pack(weight_NK)):
-        assert matrix.NAMES[packed.format] == "bfloat16"
+    for packed in (pack(library, weight_NK), reference.pack(weight_NK)):
+        assert packed.format == BF16
         assert torch.equal(reference.unpack(packed), weight_NK)
     weight_NK[69, 33] += 1e-6
-    assert matrix.NAMES[matrix.pack(library, weight_NK, Slabs(0)).format] == "float32"
+    assert pack(library, weight_NK).format == F32
 
 
 @pytest.mark.parametrize("name", BLOCK)
@@ -92,7 +92,7 @@ def test_rows_of_blocks_can_be_taken_in_another_order(library: Library, name: st
 def test_eight_bit_weights_are_rounded_the_same_way(library: Library, size: tuple[int, int]) -> None:
     weight_NK = torch.randn(size, generator=random(5))
     weight_NK[0] = 0
-    made, plain = matrix.pack_int8(library, weight_NK, Slabs(0)), reference.pack_int8(weight_NK)
+    made, plain = pack(library, weight_NK, INT8), reference.pack_int8(weight_NK)
     assert torch.equal(made.packed, plain.packed)
     assert torch.equal(matrix.unpack(library, made), reference.unpack(made))
     half_step_N1 = weight_NK.abs().amax(dim=-1, keepdim=True) / 254
@@ -103,7 +103,7 @@ def test_sources_may_lie_anywhere(library: Library) -> None:
     weight_NK = torch.randn(5, 33, generator=random(6))
     memory = torch.empty(5 * 33 + 1)
     memory[1:] = weight_NK.flatten()
-    assert torch.equal(matrix.unpack(library, matrix.pack(library, memory[1:].view(5, 33), Slabs(0))), weight_NK)
+    assert torch.equal(matrix.unpack(library, pack(library, memory[1:].view(5, 33))), weight_NK)
     for name in BLOCK:
         rows = block_rows(name, 5, BLOCK[name][0], 7)
         memory_B = torch.empty(rows.numel() + 1, dtype=torch.uint8)
@@ -114,7 +114,7 @@ def test_sources_may_lie_anywhere(library: Library) -> None:
 
 def test_packed_memory_is_aligned(library: Library) -> None:
     weight_NK = torch.randn(5, 33)
-    for packed in (matrix.pack(library, weight_NK, Slabs(0)), matrix.pack_int8(library, weight_NK, Slabs(0))):
+    for packed in (pack(library, weight_NK), pack(library, weight_NK, INT8)):
         assert packed.packed.data_ptr() % 64 == 0
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.kernels import matrix
-from nano_inference.kernels.library import Library
+from nano_inference.kernels.library import INT8, Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.program import Product, Program
 from nano_inference.memory import Slabs
@@ -21,6 +21,7 @@ from tests.kernels.steps import (
     block_rows,
     in_child,
     make_matrix,
+    pack,
     product_bound,
     random,
     run_rows,
@@ -136,11 +137,11 @@ def test_weights_that_are_no_numbers_spoil_their_outputs_alone(
     library: Library, dtype: torch.dtype, num_rows: int
 ) -> None:
     weight_NK = torch.randn(70, 33, generator=random(12)).to(dtype)
-    made = program((matrix.pack(library, weight_NK, Slabs(0)),), num_in=33)
+    made = program((pack(library, weight_NK),), num_in=33)
     x_SK = torch.randn(num_rows, 33, generator=random(13))
     clean_SN = run_rows(library, made, {"x": x_SK}, "y")
     weight_NK[5, 4], weight_NK[69, 32] = torch.nan, torch.inf
-    got_SN = run_rows(library, program((matrix.pack(library, weight_NK, Slabs(0)),), num_in=33), {"x": x_SK}, "y")
+    got_SN = run_rows(library, program((pack(library, weight_NK),), num_in=33), {"x": x_SK}, "y")
     assert got_SN[:, 5].isnan().all() and got_SN[:, 69].isinf().all()
     others = [n for n in range(70) if n not in (5, 69)]
     assert torch.equal(got_SN[:, others], clean_SN[:, others])
@@ -151,7 +152,7 @@ def test_eight_bit_weights_that_are_no_numbers_say_so(library: Library, value: f
     weight_NK = torch.randn(70, 33, generator=random(14))
     weight_NK[5, 4] = value
     x_SK = torch.randn(3, 33, generator=random(15))
-    got_SN = run_rows(library, program((matrix.pack_int8(library, weight_NK, Slabs(0)),), num_in=33), {"x": x_SK}, "y")
+    got_SN = run_rows(library, program((pack(library, weight_NK, INT8),), num_in=33), {"x": x_SK}, "y")
     assert got_SN[:, 5].isnan().all()
     assert got_SN[:, :5].isfinite().all() and got_SN[:, 6:].isfinite().all()
 

@@ -18,9 +18,6 @@ from nano_inference.memory import Slabs
 
 GGML: Mapping[str, int] = MappingProxyType({"Q4_0": Q4_0, "Q4_1": Q4_1, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q6_K": Q6_K})
 """ggml types that have a kernel, by name."""
-NAMES: Mapping[int, str] = MappingProxyType(
-    {F32: "float32", BF16: "bfloat16", F16: "float16", INT8: "int8"} | {kind: name for name, kind in GGML.items()}
-)
 PLAIN: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16})
 _NIBBLES = ("Q4_0", "Q4_1", "Q4_K")
 _BLOCK_INPUTS: Mapping[int, int] = MappingProxyType({Q4_0: 32, Q4_1: 32, Q8_0: 32, Q4_K: 256, Q6_K: 256})
@@ -49,14 +46,6 @@ def can_keep(type_name: str, num_in: int) -> bool:
     return type_name in GGML and num_in % _BLOCK_INPUTS[GGML[type_name]] == 0
 
 
-def pack(library: Library, weight_NK: Tensor, slabs: Slabs) -> Matrix:
-    """Pack float32, bfloat16 or float16 weights exactly; float32 values that fit bfloat16 are stored as bfloat16."""
-    weight_NK = weight_NK.contiguous()
-    packer = Packer(library, weight_NK, slabs, format_of(library, weight_NK))
-    packer.put(0, weight_NK.size(0))
-    return packer.matrix
-
-
 def can_round(type_name: str, num_in: int) -> bool:
     """Return True if a ggml type also has a kernel for eight-bit activations."""
     return type_name in _NIBBLES and can_keep(type_name, num_in)
@@ -81,28 +70,16 @@ def pack_blocks(
     return Matrix(kind, num_out, num_in, packed, rounds)
 
 
-def pack_int8(library: Library, weight_NK: Tensor, slabs: Slabs) -> Matrix:
-    """Round float weights to eight bits, with a scale for each output."""
-    packer = Packer(library, weight_NK.contiguous(), slabs, INT8)
-    packer.put(0, weight_NK.size(0))
-    return packer.matrix
-
-
 def unpack(library: Library, matrix: Matrix, first: int = 0, count: int | None = None) -> Tensor:
     """Return rows [first, first + count) as float32, the exact values that the kernels use."""
     count = matrix.num_out - first if count is None else count
     if matrix.format == INT8:
-        return unpack_int8(matrix)[first : first + count]
+        weight_NK, scale_N = (part[first : first + count] for part in int8_parts(matrix))
+        return weight_NK.float() * scale_N.unsqueeze(-1)
     values_NK = torch.empty(count, matrix.num_in)
     packed = matrix.packed.data_ptr()
     library.code.nano_unpack(matrix.format, packed, first, count, matrix.num_in, values_NK.data_ptr())
     return values_NK
-
-
-def unpack_int8(matrix: Matrix) -> Tensor:
-    """Return eight-bit weights times their scales, float32 [N, K]."""
-    weight_NK, scale_N = int8_parts(matrix)
-    return weight_NK.float() * scale_N.unsqueeze(-1)
 
 
 def int8_parts(matrix: Matrix) -> tuple[Tensor, Tensor]:
@@ -159,9 +136,3 @@ def scan(library: Library, values: Tensor) -> Scan:
     assert values.is_contiguous()
     found = library.code.nano_scan(PLAIN[values.dtype], values.data_ptr(), values.numel())
     return Scan(is_finite=not found & 1, fits_bfloat16=not found & 2)
-
-
-def format_of(library: Library, weight: Tensor) -> int:
-    """Return the narrowest plain format that holds contiguous values exactly."""
-    kind = PLAIN[weight.dtype]
-    return BF16 if kind == F32 and scan(library, weight).fits_bfloat16 else kind

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nano_inference.kernels import program as ops
 from nano_inference.kernels.library import (
     DrawsStruct,
     Library,
@@ -28,23 +29,8 @@ from nano_inference.kernels.library import (
     SumsStruct,
 )
 from nano_inference.kernels.matrix import Matrix
-from nano_inference.kernels.program import (
-    Activate,
-    Attend,
-    Embed,
-    GateValues,
-    Heads,
-    Keep,
-    Mix,
-    Norm,
-    Op,
-    Product,
-    Program,
-    Smear,
-    Softcap,
-)
+from nano_inference.kernels.program import Op, Program
 
-_KINDS = (Embed, Norm, Product, Heads, Attend, Activate, Mix, Softcap, GateValues, Smear, Keep)
 _ADD, _NORM_FIRST, _NORM_LAST = 1, 2, 4
 _ROWS = ("token", "previous", "pair")
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
@@ -102,7 +88,7 @@ class NativeProgram:
         self._matrices: list[Matrix] = []
         self._columns: list[int] = []
         self._kept: list[Any] = [ropes]
-        ops = (OpStruct * len(program.ops))(*(self._op(op) for op in program.ops))
+        structs = (OpStruct * len(program.ops))(*(self._op(op) for op in program.ops))
         matrices = (MatrixStruct * max(1, len(self._matrices)))(
             *(
                 MatrixStruct(m.format, m.num_out, m.num_in, column, m.rounds, m.packed.data_ptr())
@@ -116,8 +102,8 @@ class NativeProgram:
         widths = (ctypes.c_int32 * len(self._names))(*program.widths.values())
         strides = (ctypes.c_int32 * len(self._names))(*self._strides.values())
         heads = (program.num_heads, program.num_kv_heads, program.head_dim)
-        self._struct = ProgramStruct(ops, len(program.ops), matrices, tables, widths, strides, *heads)
-        self._kept += [ops, matrices, tables, widths, strides]
+        self._struct = ProgramStruct(structs, len(program.ops), matrices, tables, widths, strides, *heads)
+        self._kept += [structs, matrices, tables, widths, strides]
         rounded = [m.num_in for m in self._matrices if m.rounds]
         self._byte_stride = max((int(library.code.nano_int8_row_bytes(num_in)) for num_in in rounded), default=0)
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -217,22 +203,22 @@ class NativeProgram:
 
     def _op(self, op: Op) -> OpStruct:
         """Convert one operation to its C structure."""
-        out = OpStruct(kind=_KINDS.index(type(op)), rope=-1, scale=1.0)
-        if isinstance(op, Embed):
+        out = OpStruct(kind=ops.KINDS.index(type(op)), rope=-1, scale=1.0)
+        if isinstance(op, ops.Embed):
             out.out, out.matrix, out.choice = self._at(op.out), self._add((op.table,)), _ROWS.index(op.rows)
             out.scale, out.count = op.scale, op.table.num_out
-        elif isinstance(op, Norm):
+        elif isinstance(op, ops.Norm):
             out.in_, out.out, out.weight = self._at(op.x), self._at(op.out), self._pointer(op.weight)
             out.eps, out.offset, out.flags = op.eps, op.offset, _ADD * op.add
-        elif isinstance(op, Product):
+        elif isinstance(op, ops.Product):
             out.in_, out.out, out.weight = self._at(op.x), self._at(op.out), self._pointer(op.bias)
             out.matrix, out.num_matrices, out.flags = self._add(op.matrices), len(op.matrices), _ADD * op.add
-        elif isinstance(op, Heads):
+        elif isinstance(op, ops.Heads):
             out.in_, out.layer, out.rope = self._at(op.x), op.layer, -1 if op.rope is None else op.rope
             out.flags = {"none": 0, "before": _NORM_FIRST, "after": _NORM_LAST}[op.norm]
             out.weight, out.weight2 = self._pointer(op.q_weight), self._pointer(op.k_weight)
             out.eps, out.offset = op.eps, op.offset
-        elif isinstance(op, Attend):
+        elif isinstance(op, ops.Attend):
             assert op.scale > 0
             out.in_, out.out, out.layer = self._at(op.x), self._at(op.out), op.layer
             out.scale, out.cap, out.choice = op.scale, op.softcap or 0.0, op.window or 0
@@ -240,19 +226,19 @@ class NativeProgram:
             self._small_op(op, out)
         return out
 
-    def _small_op(self, op: Activate | Mix | Softcap | GateValues | Smear | Keep, out: OpStruct) -> None:
+    def _small_op(self, op: ops.SmallOp, out: OpStruct) -> None:
         """Fill the C structure of an operation that computes each row on its own."""
-        if isinstance(op, Activate):
+        if isinstance(op, ops.Activate):
             out.in_, out.out, out.choice = self._at(op.x), self._at(op.out), _ACTIVATIONS.index(op.kind)
-        elif isinstance(op, Mix):
+        elif isinstance(op, ops.Mix):
             out.in_, out.in2, out.out, out.scale = self._at(op.x), self._at(op.y), self._at(op.out), op.scale
             out.weight, out.weight2 = self._pointer(op.a), self._pointer(op.b)
-        elif isinstance(op, Softcap):
+        elif isinstance(op, ops.Softcap):
             out.out, out.cap = self._at(op.x), op.cap
-        elif isinstance(op, Keep):
+        elif isinstance(op, ops.Keep):
             places = [self._at(name) for name in op.buffers]
             out.in_, out.in2, out.out = *places, *[-1] * (3 - len(places))
-        elif isinstance(op, GateValues):
+        elif isinstance(op, ops.GateValues):
             out.in_, out.in2, out.out, out.scale = self._at(op.x), self._at(op.gate), self._at(op.more), op.scale
         else:
             out.in_, out.in2, out.out = self._at(op.before), self._at(op.gate), self._at(op.x)

@@ -136,8 +136,10 @@ class Keep:
     """All buffers that later operations read."""
 
 
-RowOp = Embed | Norm | Product | Heads | Attend | Activate | Mix | Softcap | GateValues | Smear
-Op = RowOp | Keep
+SmallOp = Activate | Mix | Softcap | GateValues | Smear | Keep
+Op = Embed | Norm | Product | Heads | Attend | SmallOp
+KINDS: tuple[type[Op], ...] = (Embed, Norm, Product, Heads, Attend, Activate, Mix, Softcap, GateValues, Smear, Keep)
+"""In the order of the enumeration in c/program.c."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ float32 and rounds once. `Widen` returns float32, and operations on its result c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 Activation = Literal["silu", "gelu_tanh", "relu_squared"]
 TableRows = Literal["token", "previous", "pair"]
@@ -38,22 +38,36 @@ class Number:
     index: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BaseOp:
     """Base of all operations: the buffers that an operation reads and binds, and its weights."""
 
-    __slots__ = ()
+    READS: ClassVar[tuple[str, ...]] = ("x",)
+    """Fields that hold the buffers read: each a name, a tuple of names, or None."""
+    WRITES: ClassVar[tuple[str, ...]] = ("out",)
+    """Fields that hold the buffers bound."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return ()
+        return self._buffers(self.READS)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        return ()
+        return self._buffers(self.WRITES)
 
     @property
     def weights(self) -> tuple[WeightSpec, ...]:
-        return ()
+        """Return the values of all fields that hold weights or numbers, in the order of the fields."""
+        found = (one for field in fields(self) for one in _as_tuple(getattr(self, field.name)))
+        specs = (one.weight if isinstance(one, Number) else one for one in found)
+        return tuple(spec for spec in specs if isinstance(spec, WeightSpec))
+
+    def _buffers(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(buffer for name in names for buffer in _as_tuple(getattr(self, name)) if buffer is not None)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +78,12 @@ class Embed(BaseOp):
     ("pair", nanochat G2e): (36313 · id XOR 27191 · previous) mod (rows - 1), the last row if there is no previous one.
     """
 
+    READS = ()
+
     out: str
     table: WeightSpec
     rows: TableRows = "token"
     scale: float = 1.0
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return (self.table,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +92,6 @@ class Copy(BaseOp):
 
     x: str
     out: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,18 +106,6 @@ class Norm(BaseOp):
     weight: WeightSpec | None
     eps: float
     offset: float = 0.0
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return () if self.weight is None else (self.weight,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,18 +127,6 @@ class Linear(BaseOp):
         assert len(self.biases) in (0, len(self.out)) and (self.num_rows is None or len(self.out) == 1)
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return self.out
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return (*self.matrices, *self.biases)
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """Return the width of each output."""
         return tuple(self.num_rows or matrix.shape[0] for matrix in self.matrices)
@@ -159,6 +135,8 @@ class Linear(BaseOp):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorm(BaseOp):
     """Apply `Norm` to each head of each buffer, with one weight [head_dim] per buffer or none (Qwen3)."""
+
+    WRITES = ("x",)
 
     x: tuple[str, ...]
     norms: tuple[WeightSpec, ...]
@@ -169,18 +147,6 @@ class HeadNorm(BaseOp):
     def __post_init__(self) -> None:
         assert len(self.norms) in (0, len(self.x))
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.x
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return self.x
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return self.norms
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotate(BaseOp):
@@ -190,31 +156,24 @@ class Rotate(BaseOp):
     into `ModelConfig.ropes`, which defines R and the angles.
     """
 
+    WRITES = ("x",)
+
     x: tuple[str, ...]
     head_dim: int
     rope: int
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.x
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return self.x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store(BaseOp):
     """Write the tokens' keys and values to a layer's cache, rounded to the cache's precision."""
 
+    READS = ("k", "v")
+    WRITES = ()
+
     k: str
     v: str
     layer: int
     head_dim: int
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.k, self.v)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +184,8 @@ class Attend(BaseOp):
     restricts attention to the latest keys, the token's own included. Softmax is float32. `k` and `v` hold the step's
     keys and values, which are already stored.
     """
+
+    READS = ("q", "k", "v")
 
     q: str
     k: str
@@ -238,40 +199,31 @@ class Attend(BaseOp):
     window: int | None = None
     softcap: float | None = None
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(BaseOp):
     """Drop the rows whose outputs are not needed. At most one, after the last `Attend`."""
+
+    READS = ()
+    WRITES = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add(BaseOp):
     """out = x + y."""
 
+    READS = ("x", "y")
+
     x: str
     y: str
     out: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x, self.y)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix(BaseOp):
     """out = a · x + sign · b · y, each product rounded to P; `a` None means 1 (nanochat from G1)."""
+
+    READS = ("x", "y")
 
     x: str
     y: str
@@ -280,22 +232,12 @@ class Mix(BaseOp):
     b: Number
     sign: Literal[1, -1] = 1
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x, self.y)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return (self.b.weight,) if self.a is None else (self.a.weight, self.b.weight)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activate(BaseOp):
     """out = act(gate) · up, act(gate) rounded to P (arXiv 2002.05202); relu² has no up (arXiv 2109.08668)."""
+
+    READS = ("gate", "up")
 
     gate: str
     up: str | None
@@ -305,18 +247,13 @@ class Activate(BaseOp):
     def __post_init__(self) -> None:
         assert (self.up is None) == (self.kind == "relu_squared")
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.gate,) if self.up is None else (self.gate, self.up)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateValues(BaseOp):
     """v += scale · sigmoid(gate) · more, one gate per kv head (nanochat from G2)."""
+
+    READS = ("v", "gate", "more")
+    WRITES = ("v",)
 
     v: str
     gate: str
@@ -324,35 +261,18 @@ class GateValues(BaseOp):
     head_dim: int
     scale: float
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.v, self.gate, self.more)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.v,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smear(BaseOp):
     """x += share · sigmoid(gate) · before, for tokens with a previous token (nanochat G4)."""
 
+    READS = ("x", "gate", "before")
+    WRITES = ("x",)
+
     x: str
     gate: str
     before: str
     share: Number
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x, self.gate, self.before)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return (self.share.weight,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,29 +282,15 @@ class Widen(BaseOp):
     x: str
     out: str
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Softcap(BaseOp):
     """x = cap · tanh(x / cap) (Gemma 2, nanochat)."""
 
+    WRITES = ("x",)
+
     x: str
     cap: float
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.x,)
 
 
 Op = (

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from nano_inference.models import ops
 from nano_inference.models.config import ModelConfig
-from nano_inference.models.ops import (
-    Activate,
-    Attend,
-    Embed,
-    HeadNorm,
-    Keep,
-    Linear,
-    Norm,
-    Op,
-    Rotate,
-    Softcap,
-    Store,
-    WeightSpec,
-    Widen,
-)
+from nano_inference.models.ops import Linear, Norm, Op, WeightSpec
 from nano_inference.models.program import Program
 
 
@@ -44,14 +31,14 @@ def attention(config: ModelConfig, index: int, x: str, out: str, norm_offset: fl
     at, layer, dim = f"model.layers.{index}.self_attn", config.layers[index], config.head_dim
     num_q, num_kv = config.num_heads * dim, config.num_kv_heads * dim
     rows = [("q", f"{at}.q_proj", num_q), ("k", f"{at}.k_proj", num_kv), ("v", f"{at}.v_proj", num_kv)]
-    ops: list[Op] = [linear(x, config.hidden_size, rows, bias=config.qkv_bias)]
+    found: list[Op] = [linear(x, config.hidden_size, rows, bias=config.qkv_bias)]
     if config.qk_norm:
         norms = tuple(WeightSpec(f"{at}.{name}_norm.weight", (dim,), "vector") for name in "qk")
-        ops.append(HeadNorm(x=("q", "k"), norms=norms, head_dim=dim, eps=config.norm_eps, offset=norm_offset))
+        found.append(ops.HeadNorm(x=("q", "k"), norms=norms, head_dim=dim, eps=config.norm_eps, offset=norm_offset))
     if layer.rope is not None:
-        ops.append(Rotate(x=("q", "k"), head_dim=dim, rope=layer.rope))
+        found.append(ops.Rotate(x=("q", "k"), head_dim=dim, rope=layer.rope))
     return [
-        *ops,
+        *found,
         *attend(config, index, config.scale),
         linear("att", num_q, [(out, f"{at}.o_proj", config.hidden_size)], bias=config.out_bias),
     ]
@@ -59,7 +46,7 @@ def attention(config: ModelConfig, index: int, x: str, out: str, norm_offset: fl
 
 def attend(config: ModelConfig, index: int, scale: float) -> list[Op]:
     """Return operations that store buffers k and v and attend with buffer q, into buffer att."""
-    attended = Attend(
+    attended = ops.Attend(
         q="q",
         k="k",
         v="v",
@@ -73,7 +60,11 @@ def attend(config: ModelConfig, index: int, scale: float) -> list[Op]:
         softcap=config.attention_softcap,
     )
     is_last = index == config.num_layers - 1
-    return [Store(k="k", v="v", layer=index, head_dim=config.head_dim), attended, *([Keep()] if is_last else [])]
+    return [
+        ops.Store(k="k", v="v", layer=index, head_dim=config.head_dim),
+        attended,
+        *([ops.Keep()] if is_last else []),
+    ]
 
 
 def gated_mlp(config: ModelConfig, at: str, x: str, out: str) -> list[Op]:
@@ -82,7 +73,7 @@ def gated_mlp(config: ModelConfig, at: str, x: str, out: str) -> list[Op]:
     rows = [(name, f"{at}.mlp.{name}_proj", inner) for name in ("gate", "up")]
     return [
         linear(x, size, rows, bias=config.mlp_bias),
-        Activate(gate="gate", up="up", out="act", kind=config.activation),
+        ops.Activate(gate="gate", up="up", out="act", kind=config.activation),
         linear("act", inner, [(out, f"{at}.mlp.down_proj", size)], bias=config.mlp_bias),
     ]
 
@@ -94,7 +85,7 @@ def decoder(config: ModelConfig, layers: Iterable[Op], final: Norm) -> Program:
     table = WeightSpec("model.embed_tokens.weight", shape, tied=tied)
     matrix = table if config.tie_embeddings else WeightSpec("lm_head.weight", shape)
     return Program(
-        body=(Embed(out="x", table=table, scale=config.embedding_scale or 1.0), *layers),
+        body=(ops.Embed(out="x", table=table, scale=config.embedding_scale or 1.0), *layers),
         final=(final,),
         head=logits(Linear(x="h", out=("logits",), matrices=(matrix,)), config.logits_softcap),
         vocab_size=config.vocab_size,
@@ -105,5 +96,5 @@ def decoder(config: ModelConfig, layers: Iterable[Op], final: Norm) -> Program:
 
 def logits(head: Linear, cap: float | None) -> tuple[Op, ...]:
     """Return operations that compute buffer logits in float32, soft-capped unless `cap` is None."""
-    capped = () if cap is None else (Softcap(x="logits", cap=cap),)
-    return (head, Widen(x="logits", out="logits"), *capped)
+    capped = () if cap is None else (ops.Softcap(x="logits", cap=cap),)
+    return (head, ops.Widen(x="logits", out="logits"), *capped)

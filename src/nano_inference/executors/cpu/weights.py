@@ -15,17 +15,7 @@ from torch import Tensor
 from nano_inference.executors.cpu.lower import CpuWeights
 from nano_inference.executors.staging import SMALL_PIECE, NotFinite, Pace, pieces_of, rows_of
 from nano_inference.kernels.library import BF16, F32, INT8, Library
-from nano_inference.kernels.matrix import (
-    PLAIN,
-    Matrix,
-    Packer,
-    can_keep,
-    can_round,
-    pack_blocks,
-    pack_int8,
-    scan,
-    unpack,
-)
+from nano_inference.kernels.matrix import PLAIN, Matrix, Packer, can_keep, can_round, pack_blocks, scan, unpack
 from nano_inference.loader.gguf import PackedTensor
 from nano_inference.loader.pieces import DTYPES
 from nano_inference.loader.sources import TensorSource, WeightSource
@@ -80,7 +70,9 @@ class CpuStaged:
         values_NK = torch.empty(source.shape, dtype=torch.bfloat16 if self._rounding == "bfloat16" else torch.float32)
         source.read_into(values_NK)
         if first.format == INT8:
-            return torch.equal(first.packed, pack_int8(self._library, values_NK, Slabs()).packed)
+            packer = Packer(self._library, values_NK, Slabs(), INT8)
+            packer.put(0, values_NK.size(0))
+            return torch.equal(first.packed, packer.matrix.packed)
         return torch.equal(unpack(self._library, first), values_NK.float())
 
     def finish(self) -> object:
