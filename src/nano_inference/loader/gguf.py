@@ -6,6 +6,7 @@ Hugging Face halves), and adds 1 to Gemma's norms.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,8 +181,8 @@ def _check_types(file: GgufFile) -> None:
 
 def main_type(file: GgufFile) -> str:
     """Return the type with the most bytes: "float32", "bfloat16", "Q4_1", …"""
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for tensor in file.tensors.values():
-        sizes[tensor.type_name] = sizes.get(tensor.type_name, 0) + tensor.num_bytes
-    name = max(sizes, key=lambda name: sizes[name])
+        sizes[tensor.type_name] += tensor.num_bytes
+    name = sizes.most_common(1)[0][0]
     return PLAIN.get(name, name)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from nano_inference.files import open_buffered
@@ -208,24 +209,22 @@ def _rope(fields: Fields, theta: float, dimensions: int, max_positions: int) -> 
     """Return the rotary embedding described by the `rope.*` keys."""
     kind = fields.text("rope.scaling.type", "linear" if fields.get("rope.scale_linear") is not None else "none")
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0, high=1e6), high=1e6)
+    config = partial(RopeConfig, theta=theta, rotary_dim=dimensions, max_positions=max_positions)
     if kind == "none" or (kind == "linear" and factor == 1.0):
-        return RopeConfig(theta=theta, rotary_dim=dimensions, max_positions=max_positions)
+        return config()
     if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", rotary_dim=dimensions, factor=factor, max_positions=max_positions)
+        return config(kind="linear", factor=factor)
     if kind != "yarn":
         raise ModelError(f"{fields.origin}: rope.scaling.type {shown(kind)} is not supported; known: linear, yarn")
     if theta <= 1:
         raise ModelError(f"{fields.origin}: yarn needs a rope.freq_base above 1, got {theta:g}")
-    return RopeConfig(
-        theta=theta,
+    return config(
         kind="yarn",
-        rotary_dim=dimensions,
         factor=factor,
         original_max_positions=fields.integer("rope.scaling.original_context_length", max_positions),
         attention_factor=_yarn_attention(fields, factor),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0, high=1e6),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0, high=1e6),
-        max_positions=max_positions,
     )
 
 
@@ -247,14 +246,7 @@ def _with_factors(file: GgufFile, rope: RopeConfig) -> RopeConfig:
     factors = _floats(file, tensor)
     if not all(1e-6 < factor < 1e6 for factor in factors):
         raise ModelError(f"{file.path}: {ROPE_FACTORS} holds a factor outside (1e-6, 1e6)")
-    divisors = tuple(factor * rope.factor for factor in factors)
-    return RopeConfig(
-        theta=rope.theta,
-        kind="factors",
-        rotary_dim=rope.rotary_dim,
-        factors=divisors,
-        max_positions=rope.max_positions,
-    )
+    return replace(rope, kind="factors", factors=tuple(factor * rope.factor for factor in factors), factor=1.0)
 
 
 def _floats(file: GgufFile, tensor: GgufTensor) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -318,10 +318,7 @@ def _placed(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> dict[
     for entry in table:
         if entry.name in tensors:
             raise ModelError(f"{cursor.path}: the tensor {shown(entry.name)} occurs twice")
-        offset = data_offset + entry.offset
-        tensors[entry.name] = GgufTensor(
-            entry.name, entry.shape, entry.type_name, offset, entry.num_bytes, entry.row_bytes
-        )
+        tensors[entry.name] = replace(entry, offset=data_offset + entry.offset)
     end = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if tensor.offset < end:

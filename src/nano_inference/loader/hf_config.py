@@ -7,8 +7,9 @@ be `rope_theta` with `rope_scaling`, or `rope_parameters`, flat or with one obje
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -64,20 +65,7 @@ _GEMMA_2 = _Rules(
     eos=1,
     softcaps=(50.0, 30.0),
 )
-_GEMMA_3 = _Rules(
-    family="gemma",
-    windows="pattern",
-    window_period=6,
-    window=4096,
-    theta=1e6,
-    kv_heads=4,
-    head_dim=256,
-    max_positions=131072,
-    tied=True,
-    bos=2,
-    eos=1,
-    qk_norm=True,
-)
+_GEMMA_3 = replace(_GEMMA_2, window_period=6, theta=1e6, max_positions=131072, qk_norm=True, softcaps=(None, None))
 _RULES: Mapping[str, _Rules] = MappingProxyType(
     {
         "LlamaForCausalLM": _Rules(max_positions=2048, bos=1, eos=2, mlp_bias=True),
@@ -341,61 +329,44 @@ def _rope(rope: Fields, max_positions: int, head_dim: int) -> RopeConfig:
     kind = rope.text("rope_type", rope.text("type", "default"))
     dimensions = int(head_dim * rope.number("partial_rotary_factor", 1.0, high=1.0))
     theta = rope.number("rope_theta")
+    config = partial(RopeConfig, theta=theta, rotary_dim=dimensions, max_positions=max_positions)
     if kind == "default":
-        return RopeConfig(theta=theta, rotary_dim=dimensions, max_positions=max_positions)
+        return config()
     if kind == "linear":
-        return RopeConfig(
-            theta=theta, kind="linear", rotary_dim=dimensions, factor=_factor(rope), max_positions=max_positions
-        )
+        return config(kind="linear", factor=rope.number("factor", high=1e6))
     if kind == "dynamic":
         if dimensions < 4:
             raise ModelError(f"{rope.origin}: dynamic scaling needs at least 4 rotary dimensions, got {dimensions}")
-        return RopeConfig(
-            theta=theta,
-            kind="dynamic",
-            rotary_dim=dimensions,
-            factor=_factor(rope),
-            original_max_positions=max_positions,
-            max_positions=max_positions,
-        )
+        return config(kind="dynamic", factor=rope.number("factor", high=1e6), original_max_positions=max_positions)
     if kind == "llama3":
-        return _llama3_rope(rope, theta, dimensions, max_positions)
+        return _llama3_rope(rope, config, max_positions)
     if kind == "yarn":
-        return _yarn_rope(rope, theta, dimensions, max_positions)
+        return _yarn_rope(rope, config, theta, max_positions)
     raise ModelError(
         f"{rope.origin}: rope type {shown(kind)} is not supported; known: default, linear, dynamic, llama3, yarn"
     )
 
 
-def _factor(rope: Fields) -> float:
-    return rope.number("factor", high=1e6)
-
-
-def _llama3_rope(rope: Fields, theta: float, dimensions: int, max_positions: int) -> RopeConfig:
+def _llama3_rope(rope: Fields, config: Callable[..., RopeConfig], max_positions: int) -> RopeConfig:
     low, high = rope.number("low_freq_factor", high=1e6), rope.number("high_freq_factor", high=1e6)
     if low >= high:
         raise ModelError(f"{rope.origin}: high_freq_factor ({high:g}) must be greater than low_freq_factor ({low:g})")
-    return RopeConfig(
-        theta=theta,
+    return config(
         kind="llama3",
-        rotary_dim=dimensions,
-        factor=_factor(rope),
+        factor=rope.number("factor", high=1e6),
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_positions=rope.integer("original_max_position_embeddings", max_positions),
-        max_positions=max_positions,
     )
 
 
-def _yarn_rope(rope: Fields, theta: float, dimensions: int, max_positions: int) -> RopeConfig:
+def _yarn_rope(rope: Fields, config: Callable[..., RopeConfig], theta: float, max_positions: int) -> RopeConfig:
     original = rope.integer("original_max_position_embeddings", max_positions)
     factor = rope.number("factor", max_positions / original, high=1e6)
     if theta <= 1:
         raise ModelError(f"{rope.origin}: yarn needs a rope_theta above 1, got {theta:g}")
-    return RopeConfig(
-        theta=theta,
+    return config(
         kind="yarn",
-        rotary_dim=dimensions,
         factor=factor,
         original_max_positions=original,
         attention_factor=rope.optional_number("attention_factor", high=1e6),
@@ -404,7 +375,6 @@ def _yarn_rope(rope: Fields, theta: float, dimensions: int, max_positions: int) 
         truncate=rope.flag("truncate", True),
         mscale=rope.optional_number("mscale", low=-1e6, high=1e6),
         mscale_all_dim=rope.optional_number("mscale_all_dim", low=-1e6, high=1e6),
-        max_positions=max_positions,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,9 +84,9 @@ def fewest_values(config: ModelConfig) -> int:
 
 def main_dtype(path: Path, sources: Mapping[str, WeightSource]) -> str:
     """Return the precision with the most values. Raises `ModelError` naming `path` if there are no tensors."""
-    sizes: dict[str, int] = {}
-    for source in sources.values():
-        sizes[source.dtype] = sizes.get(source.dtype, 0) + math.prod(source.shape)
-    if not sizes:
+    if not sources:
         raise ModelError(f"{path}: holds no tensors")
-    return max(sizes, key=lambda name: sizes[name])
+    sizes = Counter[str]()
+    for source in sources.values():
+        sizes[source.dtype] += math.prod(source.shape)
+    return sizes.most_common(1)[0][0]

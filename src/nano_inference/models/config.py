@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from nano_inference.checks import check_int, check_number
@@ -112,11 +112,6 @@ class ModelConfig:
                 check_int("window", layer.window, 1)
             if layer.rope is not None:
                 check_int("rope", layer.rope, 0, len(self.ropes) - 1)
-
-    @property
-    def without_windows(self) -> ModelConfig:
-        """Return the same model with full attention in all layers."""
-        return replace(self, layers=tuple(replace(layer, window=None) for layer in self.layers))
 
     @property
     def num_layers(self) -> int:

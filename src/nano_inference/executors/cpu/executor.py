@@ -49,7 +49,7 @@ class CpuModel:
 
 
 class CpuExecutor:
-    """Owns packed weights, the KV cache's memory and a step's buffers; satisfies `executors.protocol.Executor`."""
+    """Owns packed weights, the KV cache and a step's buffers; satisfies `protocol.Executor`, which documents it."""
 
     def __init__(
         self,
@@ -86,13 +86,11 @@ class CpuExecutor:
 
     @property
     def code(self) -> str:
-        """Return the instruction set that the kernels were compiled for."""
         return self.library.isa
 
     # ---- steps ----
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
-        """Run one step; see `Executor.run`."""
         return self._mode.run(lambda: self._run(rows, copies, fresh))
 
     def _run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
@@ -147,7 +145,6 @@ class CpuExecutor:
 
     @property
     def model(self) -> CpuModel:
-        """Return the program with the current weights."""
         assert self._model is not None, "there are no weights"
         return self._model
 
@@ -155,7 +152,6 @@ class CpuExecutor:
 
     @property
     def store(self) -> KernelStore:
-        """Return the KV cache's memory."""
         assert self._store is not None, "there is no cache"
         return self._store
 
@@ -164,11 +160,9 @@ class CpuExecutor:
         return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 
     def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
-        """Return the bytes of one block, over all layers."""
         return self.program.kv_bytes_per_token(self.cache_dtype(dtype).itemsize) * block_size
 
     def new_cache(self, size: CacheSize) -> None:
-        """Allocate the KV cache."""
         self._store = new_store(
             self.program,
             size.num_blocks,
@@ -179,16 +173,13 @@ class CpuExecutor:
         )
 
     def free_cache(self) -> None:
-        """Free the cache's memory."""
         self.store.free()
 
     def restore_cache(self) -> None:
-        """Allocate the cache again, empty."""
         self.store.restore()
 
     @property
     def cache_bytes(self) -> int:
-        """Return the bytes of keys and values that are allocated now."""
         return 0 if self._store is None else self._store.num_bytes
 
     # ---- weights ----
@@ -200,7 +191,6 @@ class CpuExecutor:
         return CpuStaged(self.library, self._rounding, live, self._bound, spare, pace, check_finite=check_finite)
 
     def _bound(self, weights: CpuWeights) -> CpuModel:
-        """Lower the program with packed weights."""
         program, x = self.program, {"x": self.program.hidden_size}
 
         def native(of: Program, part: str, given: Mapping[str, int], result: str) -> NativeProgram:
@@ -218,7 +208,6 @@ class CpuExecutor:
         )
 
     def commit(self, staged: CpuModel) -> None:
-        """Use these weights from the next step on."""
         if self._model is staged:
             return
         old, new = {} if self._model is None else self._model.weights.matrices, staged.weights.matrices
@@ -230,7 +219,6 @@ class CpuExecutor:
         self._shared = self._shared - replaced.keys()
 
     def drop_spare(self) -> None:
-        """Free the memory reserved for the next update."""
         self._spare = {}
 
     def discard_weights(self) -> None:
@@ -255,12 +243,10 @@ class CpuExecutor:
 
     @property
     def weight_dtype(self) -> str:
-        """Return the precision in which updates are stored."""
         return "float32" if self._rounding == "own" else self._rounding
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the current packed weights."""
         return 0 if self._model is None else self._model.weights.num_bytes
 
     def copy(self) -> CpuExecutor:

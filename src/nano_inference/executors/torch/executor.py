@@ -54,7 +54,7 @@ def bound(program: Program, operations: Operations, weights: TorchWeights) -> To
 
 
 class TorchExecutor:
-    """Owns a model's weights and the memory of its KV cache; satisfies `executors.protocol.Executor`."""
+    """Owns a model's weights and the memory of its KV cache; satisfies `protocol.Executor`, which documents it."""
 
     code = "torch"
 
@@ -93,7 +93,6 @@ class TorchExecutor:
     # ---- steps ----
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
-        """Run one step; see `Executor.run`."""
         return self._mode.run(lambda: self._run(rows, copies, fresh))
 
     def _run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
@@ -105,16 +104,13 @@ class TorchExecutor:
         self._mode.recover()
 
     def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
-        """Return the residual [K, E]; see `Forward.hidden`."""
         step = build(rows, self.store.block_size, self.device)
         return self._hidden(step, self.store, kept, windows=windows)
 
     def step_logits(self, rows: Rows, kept: Sequence[int]) -> Tensor:
-        """Return float32 logits [K, V]."""
         return self.logits(self.hidden(rows, kept))
 
     def final(self, hidden_SE: Tensor) -> Tensor:
-        """Apply the final norm to [S, E]."""
         return self.model.final.run([hidden_SE])
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
@@ -149,7 +145,6 @@ class TorchExecutor:
 
     @property
     def model(self) -> TorchModel:
-        """Return the program with the current weights."""
         assert self._model is not None, "there are no weights"
         return self._model
 
@@ -157,7 +152,6 @@ class TorchExecutor:
 
     @property
     def store(self) -> KVStore:
-        """Return the KV cache's memory."""
         assert self._store is not None, "there is no cache"
         return self._store
 
@@ -168,7 +162,6 @@ class TorchExecutor:
         return self.dtype
 
     def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
-        """Return the bytes of one block, over all layers."""
         return self.program.kv_bytes_per_token(self.cache_dtype(dtype).itemsize) * block_size
 
     def new_cache(self, size: CacheSize) -> None:
@@ -178,16 +171,13 @@ class TorchExecutor:
         )
 
     def free_cache(self) -> None:
-        """Free the cache's memory."""
         self.store.free()
 
     def restore_cache(self) -> None:
-        """Allocate the cache again, empty."""
         self.store.restore()
 
     @property
     def cache_bytes(self) -> int:
-        """Return the bytes of keys and values that are allocated now."""
         return 0 if self._store is None else self._store.num_bytes
 
     # ---- weights ----
@@ -200,7 +190,6 @@ class TorchExecutor:
         return TorchStaged(self._layout, live, finish, spare, self.device, self.dtype, pace, check_finite=check_finite)
 
     def commit(self, staged: TorchModel) -> None:
-        """Use these weights from the next step on."""
         if self._model is staged:
             return
         old, new = {} if self._model is None else self._model.weights.stacks, staged.weights.stacks
@@ -213,11 +202,9 @@ class TorchExecutor:
         self._borrowed = self._borrowed - replaced.keys()
 
     def drop_spare(self) -> None:
-        """Free the memory reserved for the next update."""
         self._spare = {}
 
     def discard_weights(self) -> None:
-        """Free the memory of the weights."""
         self._model, self._spare = None, {}
 
     def move_weights(self, device: torch.device) -> None:
@@ -235,12 +222,10 @@ class TorchExecutor:
 
     @property
     def weight_dtype(self) -> str:
-        """Return the program's precision."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the current weights."""
         return 0 if self._model is None else self._model.weights.num_bytes
 
     def copy(self) -> TorchExecutor:
