@@ -181,7 +181,7 @@ def entry(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> di
         ([], "must hold a JSON object"),
         (b"{", "not valid JSON"),
         (b'{"a":' * 50_000, "nested too deeply"),
-        (b'{"a": 1, "a": 2}', "there twice"),
+        (b'{"a": 1, "a": 2}', "occurs twice"),
     ],
 )
 def test_a_lying_safetensors_header_is_refused(header: Any, message: str, tmp_path: Path) -> None:

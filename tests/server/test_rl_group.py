@@ -25,7 +25,7 @@ from tests.server.trainer import (
     until,
     weights_of,
 )
-from tests.weights.plain_trainer import Named, Trainer, told, trainer_process
+from tests.weights.plain_trainer import Named, Trainer, dtypes_and_shapes, trainer_process
 from tests.weights.test_group import free_port
 
 
@@ -83,7 +83,7 @@ def meet(server: Running, trainer: Trainer, dialect: str = "vllm", **fields: Any
 
 def send_part(server: Running, trainer: Trainer, named: Named, names: Sequence[str], called: Any = None) -> Any:
     """Announce tensors in vLLM's way, and broadcast them; `called` gives them other names."""
-    dtypes, shapes = told(named, names)
+    dtypes, shapes = dtypes_and_shapes(named, names)
     info = {"names": [(called or {}).get(name, name) for name in names], "dtype_names": dtypes, "shapes": shapes}
     with posting(server, "/update_weights", {"update_info": info}) as reply:
         trainer.send(names)
@@ -129,7 +129,7 @@ def test_sglangs_buckets_are_updates_of_their_own(
     names = good_names(named)
     for number, start in enumerate(range(0, len(names), 7), start=1):
         bucket = names[start : start + 7]
-        dtypes, shapes = told(named, bucket, prefix="torch.")
+        dtypes, shapes = dtypes_and_shapes(named, bucket, prefix="torch.")
         body = {"names": bucket, "dtypes": dtypes, "shapes": shapes, "group_name": "slime-pp_0"}
         with posting(server, "/update_weights_from_distributed", {**body, "weight_version": f"v{number}"}) as reply:
             trainer.send(bucket)
@@ -219,7 +219,7 @@ def test_an_update_that_waits_for_a_broadcast_can_be_aborted(
     monkeypatch.setattr(Staging, "put", lambda staging, *item: (put(staging, *item), taken.append(item)))
     meet(server, trainer)
     names = good_names(named)
-    dtypes, shapes = told(named, names)
+    dtypes, shapes = dtypes_and_shapes(named, names)
     path, body = "/update_weights_from_distributed", {"names": names, "dtypes": dtypes, "shapes": shapes}
     if dialect == "vllm":
         ok(server.post("/start_weight_update", {}))
@@ -256,7 +256,7 @@ def test_a_trainer_that_dies_half_way_leaves_a_server_for_the_next(
 ) -> None:
     meet(server, trainer)
     names = good_names(named)
-    dtypes, shapes = told(named, names)
+    dtypes, shapes = dtypes_and_shapes(named, names)
     if dialect == "vllm":
         ok(server.post("/start_weight_update", {}))
         path, body = "/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
@@ -276,7 +276,7 @@ def test_a_trainer_that_dies_half_way_leaves_a_server_for_the_next(
 
 def test_a_trainer_that_falls_silent_is_not_waited_for(tiny_directory: Path, named: Named, tmp_path: Path) -> None:
     names = good_names(named)
-    dtypes, shapes = told(named, names)
+    dtypes, shapes = dtypes_and_shapes(named, names)
     with serving(tiny_directory, weight_timeout=8) as server, trainer_process(named, tmp_path) as trainer:
         meet(server, trainer)
         ok(server.post("/start_weight_update", {}))
