@@ -1,4 +1,4 @@
-"""Packing and unpacking in C and in torch, bit for bit, against ggml's own values."""
+"""Packing and unpacking in C and in the reference: equal bits, and equal to ggml's values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SPECIAL = (float("nan"), float("inf"), -float("inf"), 6e-8, -6e-8, 1e-40, 65504.
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
-    """Values as they lie in memory: what is no number equals itself, and -0 is not 0."""
+    """Return the bytes of values, so that NaN equals NaN and -0 differs from 0."""
     return values.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", PLAIN.values())
 @pytest.mark.parametrize("size", SIZES)
-def test_plain_weights_come_back_as_they_were(library: Library, dtype: torch.dtype, size: tuple[int, int]) -> None:
+def test_plain_weights_round_trip(library: Library, dtype: torch.dtype, size: tuple[int, int]) -> None:
     weight_NK = torch.randn(size, generator=random(0)).to(dtype)
     for packed in (pack(library, weight_NK), reference.pack(weight_NK)):
         assert torch.equal(matrix.unpack(library, packed), weight_NK.float())
@@ -34,9 +34,9 @@ def test_plain_weights_come_back_as_they_were(library: Library, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", PLAIN.values())
-def test_special_values_come_back(library: Library, dtype: torch.dtype) -> None:
+def test_special_values_round_trip(library: Library, dtype: torch.dtype) -> None:
     weight_NK = torch.tensor(SPECIAL).to(dtype).repeat(70, 1)
-    weight_NK[3] += 0.1  # so that float32 is not kept as bfloat16
+    weight_NK[3] += 0.1  # so that float32 values do not fit bfloat16
     expected = weight_NK.float()
     for made in (
         matrix.unpack(library, pack(library, weight_NK)),
@@ -48,14 +48,14 @@ def test_special_values_come_back(library: Library, dtype: torch.dtype) -> None:
         )
 
 
-def test_every_half_float_is_widened_exactly(library: Library) -> None:
+def test_every_float16_is_widened_exactly(library: Library) -> None:
     half = torch.arange(65536).to(torch.int32).to(torch.uint16).view(torch.float16).view(512, 128)
     made = matrix.unpack(library, pack(library, half))
     assert torch.equal(made.isnan(), half.isnan())
     assert torch.equal(made.nan_to_num(), half.float().nan_to_num())
 
 
-def test_float32_that_is_bfloat16_takes_half_the_memory(library: Library) -> None:
+def test_float32_exact_in_bfloat16_is_stored_as_bfloat16(library: Library) -> None:
     weight_NK = torch.randn(70, 34, generator=random(1)).bfloat16().float()
     for packed in (pack(library, weight_NK), reference.pack(weight_NK)):
         assert packed.format == BF16
@@ -66,7 +66,7 @@ def test_float32_that_is_bfloat16_takes_half_the_memory(library: Library) -> Non
 
 @pytest.mark.parametrize("name", BLOCK)
 @pytest.mark.parametrize("num_out", [1, 63, 64, 70])
-def test_blocks_have_ggmls_values(library: Library, name: str, num_out: int) -> None:
+def test_blocks_unpack_to_ggml_values(library: Library, name: str, num_out: int) -> None:
     num_in = 3 * BLOCK[name][0]
     rows = block_rows(name, num_out, num_in, 2)
     kind = gguf.GGMLQuantizationType[name]
@@ -79,7 +79,7 @@ def test_blocks_have_ggmls_values(library: Library, name: str, num_out: int) -> 
 
 
 @pytest.mark.parametrize("name", BLOCK)
-def test_rows_of_blocks_can_be_taken_in_another_order(library: Library, name: str) -> None:
+def test_pack_blocks_reorders_rows(library: Library, name: str) -> None:
     num_in = BLOCK[name][0]
     rows = block_rows(name, 70, num_in, 3)
     order_N = torch.randperm(70, generator=random(4)).to(torch.int32)
@@ -89,7 +89,7 @@ def test_rows_of_blocks_can_be_taken_in_another_order(library: Library, name: st
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_eight_bit_weights_are_rounded_the_same_way(library: Library, size: tuple[int, int]) -> None:
+def test_eight_bit_rounding_matches_reference(library: Library, size: tuple[int, int]) -> None:
     weight_NK = torch.randn(size, generator=random(5))
     weight_NK[0] = 0
     made, plain = pack(library, weight_NK, INT8), reference.pack_int8(weight_NK)
@@ -99,7 +99,7 @@ def test_eight_bit_weights_are_rounded_the_same_way(library: Library, size: tupl
     assert ((reference.unpack(made) - weight_NK).abs() <= half_step_N1 * (1 + 1e-5)).all()
 
 
-def test_sources_may_lie_anywhere(library: Library) -> None:
+def test_sources_may_be_unaligned(library: Library) -> None:
     weight_NK = torch.randn(5, 33, generator=random(6))
     memory = torch.empty(5 * 33 + 1)
     memory[1:] = weight_NK.flatten()
@@ -119,6 +119,6 @@ def test_packed_memory_is_aligned(library: Library) -> None:
 
 
 @pytest.mark.parametrize(("name", "num_in", "can"), [("Q4_0", 32, True), ("Q4_0", 33, False), ("Q6_K", 128, False)])
-def test_only_whole_blocks_are_kept(name: str, num_in: int, can: bool) -> None:
+def test_can_keep_requires_whole_blocks(name: str, num_in: int, can: bool) -> None:
     assert matrix.can_keep(name, num_in) is can
     assert not matrix.can_keep("IQ1_S", 256)
