@@ -248,7 +248,7 @@ def test_engine_matches_on_a_prefix_hit(case: Case, cache_type: str, monkeypatch
 
 
 def test_engine_matches_on_a_partial_block_hit(case: Case) -> None:
-    """The radix cache reuses 21 tokens with blocks of 16; the next token has another predecessor than the cached one."""
+    """With 21 reused tokens and blocks of 16, the next token has another predecessor than the cached one."""
     first, second = text(7, 60), text(8, 60)
     second[:21] = first[:21]
     with engine(case.directory, cache_type="radix") as ours:
