@@ -300,15 +300,15 @@ def in_child(check: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def thread_ids() -> set[str]:
+def threads_here() -> set[str]:
     """Return the ids of this process's threads, including C threads; those of earlier tests may still be ending."""
     return {task.name for task in Path("/proc/self/task").iterdir()}
 
 
-def are_gone(threads: set[str]) -> bool:
+def have_ended(threads: set[str]) -> bool:
     """Wait until threads are gone; return True if they are. A joined thread may be listed for a moment."""
     deadline = time.monotonic() + 10
-    while threads & thread_ids():
+    while threads & threads_here():
         if time.monotonic() > deadline:
             return False
     return True

@@ -14,7 +14,7 @@ from nano_inference.kernels import library as kernels
 from nano_inference.kernels import native
 from nano_inference.kernels.compile import CannotCompile, best_isa, compile_library, cpu_flags, find_compiler, options
 from nano_inference.kernels.library import Library
-from tests.kernels.steps import are_gone, in_child, thread_ids
+from tests.kernels.steps import have_ended, in_child, threads_here
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -128,14 +128,14 @@ def test_closed_library_creates_a_new_pool(library: Library) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not list a process's threads")
 def test_threads_end_with_the_library(library: Library) -> None:
-    before = thread_ids()
+    before = threads_here()
     own = Library(Path(library.code._name), 5)
     native.draw(own, torch.randn(3, 100), [0.0] * 3, [0.0] * 3, [True] * 3)
-    started = thread_ids() - before
+    started = threads_here() - before
     assert len(started) == 4
     del own
     gc.collect()
-    assert are_gone(started)
+    assert have_ended(started)
 
 
 def test_library_serialises_calls_of_two_threads(library: Library) -> None:

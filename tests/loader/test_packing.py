@@ -20,7 +20,8 @@ from nano_inference.assemble import load_kernel_model
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.cpu.executor import CpuExecutor
-from nano_inference.kernels.matrix import NAMES
+from nano_inference.kernels.library import BF16, F16, F32, INT8
+from nano_inference.kernels.matrix import GGML
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.types import ModelError, SamplingParams
 from tests.models.families import FAMILIES, gap, make_model
@@ -30,6 +31,8 @@ TOLERANCE = 1e-4
 IDS = [5, 9, 30, 2, 44, 17, 80, 3, 71, 12, *range(20, 60)]
 SOME = ("llama3-rope-ratio3-tied", "llama-linear-rope-biases", "gemma2")
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+NAMES = {F32: "float32", BF16: "bfloat16", F16: "float16", INT8: "int8"} | {kind: name for name, kind in GGML.items()}
 
 
 def engine(path: Path, **options: Any) -> InferenceEngine:

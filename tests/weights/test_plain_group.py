@@ -244,7 +244,7 @@ def test_first_device_of_each_backend() -> None:
         ((["a"], [], [[1]]), r"^dtypes must have one entry for each of 1 names, has 0"),
         ((["a"], ["float32"], []), r"^shapes must have one entry for each of 1 names, has 0"),
         ((["a"], ["int8"], [[1]]), r"^dtypes\[0\] must be one of .*bfloat16, got 'int8'"),
-        ((["a", "b"], ["float32"] * 2, [[1], [2**30, 2**30]]), r"^shapes\[1\] comes to more than"),
+        ((["a", "b"], ["float32"] * 2, [[1], [2**30, 2**30]]), r"^shapes\[1\] takes more than"),
     ],
 )
 def test_plain_specs_rejects_inconsistent_lists(

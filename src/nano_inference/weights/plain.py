@@ -227,6 +227,6 @@ def plain_specs(
         if known not in DTYPES:
             raise ValueError(f"{dtypes_field}[{index}] must be one of {', '.join(DTYPES)}, got {dtype[:64]!r}")
         if math.prod(shape) * DTYPES[known].itemsize > _MAX_TENSOR_BYTES:
-            raise ValueError(f"shapes[{index}] comes to more than {_MAX_TENSOR_BYTES} bytes")
+            raise ValueError(f"shapes[{index}] takes more than {_MAX_TENSOR_BYTES} bytes")
         specs.append(PlainSpec(name, known, tuple(shape)))
     return tuple(specs)
