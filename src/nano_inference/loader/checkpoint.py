@@ -45,8 +45,9 @@ def open_checkpoint(
     given = overrides if isinstance(overrides, str | Mapping) else tuple(overrides)
     found = next((one for one in reversed([*formats.values()]) if one.recognises(path)), None)
     if given and (found is None or not found.takes_overrides):
-        titles = " or ".join(one.title for one in formats.values() if one.takes_overrides) or "no installed format"
-        raise BadRequest(f"overrides: {path} has no constants to override; {titles} has")
+        titles = " or ".join(one.title for one in formats.values() if one.takes_overrides)
+        only = f"{path} is not {titles}; other formats" if titles else "the installed formats"
+        raise BadRequest(f"overrides: {only} have no constants to override")
     if found is None:
         raise ModelError(_why_none(path))
     return found.open(path, given)
