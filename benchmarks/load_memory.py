@@ -39,15 +39,15 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
     from nano_inference.loader.checkpoint import open_checkpoint
-    from nano_inference.loader.sources import load_into
 
     start = time.perf_counter()
     checkpoint = open_checkpoint(model)
     opened = time.perf_counter()
     # The names come from the file, so extras that a built model would ignore are counted as parameters.
     slots = {name: torch.empty(source.shape, dtype=getattr(torch, dtype)) for name, source in checkpoint.tensors()}
-    written: list[int] = []
-    load_into(slots, checkpoint.tensors(), progress=written.append)
+    for name, source in checkpoint.tensors():
+        source.read_into(slots[name])
+    written = [slot.nbytes for slot in slots.values()]
     loaded = time.perf_counter()
     peak, largest = status_bytes("VmHWM") - before, max(written)
     return {

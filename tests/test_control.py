@@ -272,7 +272,7 @@ def test_discarded_weights_must_be_replaced_before_steps_run(untied: Pair, open_
     started(engine)
     engine.sleep(discard_weights=True)
     assert engine.parts.executor.weight_bytes == 0
-    with pytest.raises(ValueError, match="the weights were discarded, so all of them must come"):
+    with pytest.raises(ValueError, match="the weights were discarded, so an update must contain all of them"):
         engine.update_weights({}, partial=True)
     with pytest.raises(ValueError, match="the weights were discarded"):
         engine.weights_checksum()

@@ -1,4 +1,4 @@
-"""Random decoders from the vocabulary of operations, in shapes that no family has, and random steps for them."""
+"""Random decoders composed of all operations, in unusual shapes, and random steps for them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_LEN = 96
 
 @dataclass
 class Writer:
-    """Writes a random decoder. Every operation that there is can occur; sizes are small and often odd."""
+    """Generates a random decoder; every operation can occur, sizes are small and often odd."""
 
     rng: random.Random
 
@@ -64,39 +64,39 @@ class Writer:
         self.num_named = 0
 
     def chance(self, share: float = 0.5) -> bool:
-        """Toss a coin."""
+        """Return True with probability `share`."""
         return self.rng.random() < share
 
     def matrix(self, num_out: int, num_in: int) -> WeightSpec:
-        """A matrix of a new name."""
+        """Return a matrix with a new name."""
         self.num_named += 1
         return WeightSpec(f"m{self.num_named}", (num_out, num_in))
 
     def vector(self, size: int) -> WeightSpec:
-        """A vector of a new name."""
+        """Return a vector with a new name."""
         self.num_named += 1
         return WeightSpec(f"v{self.num_named}", (size,), "vector")
 
     def number(self) -> Number:
-        """One of some learnt numbers."""
+        """Return one entry of a weight of numbers."""
         self.num_named += 1
         count = self.rng.randint(1, 3)
         return Number(WeightSpec(f"n{self.num_named}", (count,), "number"), self.rng.randrange(count))
 
     def norm(self, x: str, out: str) -> Norm:
-        """A norm of any kind."""
+        """Return a norm with random options."""
         weight = self.vector(self.size) if self.chance(0.7) else None
         return Norm(x=x, out=out, weight=weight, eps=1e-5, offset=float(weight is not None and self.chance(0.3)))
 
     def linear(self, x: str, num_in: int, outs: dict[str, int]) -> Linear:
-        """Projections, with biases or without."""
+        """Return projections, with or without biases."""
         biases = tuple(self.vector(rows) for rows in outs.values()) if self.chance(0.3) else ()
         return Linear(
             x=x, out=tuple(outs), matrices=tuple(self.matrix(n, num_in) for n in outs.values()), biases=biases
         )
 
     def start(self) -> list[Op]:
-        """Embeddings, perhaps smeared, kept for later, or with a table of pairs."""
+        """Return embeddings, optionally smeared, copied, or with a table of pairs."""
         table = self.matrix(self.padded, self.size)
         ops: list[Op] = [Embed(out="x", table=table, scale=self.rng.choice((1.0, 2.5)))]
         if self.chance():
@@ -112,12 +112,12 @@ class Writer:
         return [*ops, Embed(out="pair", table=pairs, rows="pair")]
 
     def residual(self, part: str) -> list[Op]:
-        """Add a part to the residual, normalised first or not, once or twice."""
+        """Add a buffer to the residual, optionally normalised, once or twice."""
         added = [Add(x="x", y=part, out="x")] * (2 if self.chance(0.2) else 1)
         return [*([self.norm(part, part)] if self.chance(0.3) else []), *added]
 
     def layer(self, index: int) -> list[Op]:
-        """Attention and an MLP, each with terms that come and go."""
+        """Return attention and an MLP with optional terms."""
         ops: list[Op] = []
         if self.chance(0.4):
             ops.append(Mix(x="x", y=self.rng.choice(("start", "pair")), out="x", a=self.number(), b=self.number()))
@@ -132,7 +132,7 @@ class Writer:
         return [*ops, self.norm("x", "n"), *self.mlp(), *self.residual("y")]
 
     def attention(self, index: int) -> list[Op]:
-        """Heads normalised and rotated in any order, values gated or not."""
+        """Return attention: heads normalised and rotated in any order, values optionally gated."""
         dim, num_kv = self.head_dim, self.num_kv * self.head_dim
         ops: list[Op] = [self.linear("n", self.size, {"q": self.num_heads * dim, "k": num_kv, "v": num_kv})]
         if self.chance(0.4):
@@ -157,7 +157,7 @@ class Writer:
         return [*ops, *steps, Store(k="k", v="v", layer=index, head_dim=dim), attend]
 
     def mlp(self) -> list[Op]:
-        """Gated or squared."""
+        """Return a gated MLP, or one with relu²."""
         kind, inner = self.rng.choice(ACTIVATIONS), self.rng.randint(3, 50)
         is_gated = kind != "relu_squared"
         outs = {"gate": inner, "up": inner} if is_gated else {"gate": inner}
@@ -168,7 +168,7 @@ class Writer:
         ]
 
     def program(self) -> Program:
-        """The whole decoder."""
+        """Return the decoder."""
         body = [*self.start(), *(op for index in range(self.num_layers) for op in self.layer(index))]
         if self.chance(0.3):
             body.append(Mix(x="x", y="start", out="x", a=None, b=self.number(), sign=-1))
@@ -184,7 +184,7 @@ class Writer:
         )
 
     def config(self) -> ModelConfig:
-        """A configuration of these sizes; executors only pass it on."""
+        """Return a configuration of these sizes."""
         return ModelConfig(
             architecture="Random", family="dense", vocab_size=self.vocab_size, hidden_size=self.size,
             intermediate_size=8, num_heads=self.num_heads, num_kv_heads=self.num_kv, head_dim=self.head_dim,
@@ -193,7 +193,7 @@ class Writer:
 
 
 def random_weights(program: Program, generator: torch.Generator) -> dict[str, Tensor]:
-    """Weights of about the size that keeps values near 1."""
+    """Return weights with a scale that keeps activations near 1."""
     found = {}
     for spec in program.weights:
         values = torch.randn(spec.shape, generator=generator)
@@ -204,7 +204,7 @@ def random_weights(program: Program, generator: torch.Generator) -> dict[str, Te
 def random_steps(
     rng: random.Random, vocab_size: int, block_size: int
 ) -> tuple[list[tuple[tuple[Row, ...], list[int]]], int]:
-    """Ragged steps of several sequences over blocks in any order, with the rows that are kept; and how many blocks."""
+    """Return ragged steps of several sequences over shuffled blocks, with the kept rows, and the number of blocks."""
     num_texts = rng.randint(1, 5)
     texts = [[rng.randrange(vocab_size) for _ in range(MAX_LEN)] for _ in range(num_texts)]
     per_text = -(-MAX_LEN // block_size)

@@ -1,4 +1,4 @@
-"""Every executor computes the same: random decoders from all operations, random ragged steps, in float32."""
+"""All executors agree on random decoders and random ragged steps, in float32."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def library() -> Library:
     return found
 
 
-def differs(mine: Tensor, right: Tensor) -> float:
-    """The largest difference, relative to the largest value, at least 1."""
+def relative_difference(mine: Tensor, right: Tensor) -> float:
+    """Return the largest difference, relative to the largest value (at least 1)."""
     return float((mine - right).abs().max()) / max(1.0, float(right.abs().max()))
 
 
@@ -54,13 +54,13 @@ def test_executors_agree_on_random_programs(seed: int, library: Library) -> None
         with torch.inference_mode():
             right = plain.hidden(rows, kept)
             mine = ours.hidden(rows, kept).clone()
-            assert differs(mine, right) <= 1e-5
-            assert differs(ours.final(mine), plain.final(right)) <= 1e-5
+            assert relative_difference(mine, right) <= 1e-5
+            assert relative_difference(ours.final(mine), plain.final(right)) <= 1e-5
             logits = ours.step_logits(rows, kept).clone()
             assert torch.equal(ours.logits(mine), logits)
-            assert differs(logits, plain.logits(right)) <= 1e-5
+            assert relative_difference(logits, plain.logits(right)) <= 1e-5
 
 
-def test_random_programs_have_every_operation() -> None:
+def test_random_programs_use_every_operation() -> None:
     found = Counter(type(op) for seed in range(NUM_PROGRAMS) for op in Writer(random.Random(seed)).program().ops)
     assert set(found) == set(ops.Op.__args__) and min(found.values()) >= NUM_PROGRAMS // 4  # type: ignore[attr-defined]

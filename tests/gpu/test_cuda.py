@@ -1,4 +1,4 @@
-"""The same code on CUDA. Skipped, and saying so, where there is none."""
+"""The torch executor on CUDA; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_float32_on_cuda_equals_transformers(family: str, tmp_path: Path) -> None:
+def test_cuda_float32_matches_transformers(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path)
     config = EngineConfig(model_path=str(tmp_path), device="cuda", dtype="float32", kv_cache_bytes=64 << 20)
     with InferenceEngine(config) as engine:
@@ -25,7 +25,7 @@ def test_float32_on_cuda_equals_transformers(family: str, tmp_path: Path) -> Non
     assert gap(model, [*sample.prompt_tokens, *sample.completion_tokens], list(sample.logprobs)) <= 1e-4
 
 
-def test_the_default_dtype_on_cuda_draws_finite_logprobs(tmp_path: Path) -> None:
+def test_cuda_default_dtype_gives_finite_logprobs(tmp_path: Path) -> None:
     make_model("llama-ratio1-untied", tmp_path)
     with InferenceEngine(EngineConfig(model_path=str(tmp_path), device="cuda", kv_cache_bytes=64 << 20)) as engine:
         samples = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=16, seed=1, ignore_eos=True), 4)

@@ -1,4 +1,4 @@
-"""The compiled library in every instruction set that this machine has, with one, two and three threads."""
+"""Fixtures: the compiled library for every instruction set of this machine, with one, two and three threads."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from nano_inference.kernels.compile import ISAS, Isa, best_isa, compile_library,
 from nano_inference.kernels.library import Library
 
 Team = dict[int, Library]
-"""One instruction set's libraries by their number of threads."""
+"""Libraries of one instruction set, by number of threads."""
 
 
 WITHOUT = {"avx512": ("avx512_vnni", "-mno-avx512vnni"), "avx2": ("avx_vnni", "-mno-avxvnni")}
-"""Instructions that some CPUs have besides an instruction set, and how a compiler is told to do without them."""
+"""Optional instructions: the CPU's flag and the compiler option that disables them."""
 
 
 @pytest.fixture(scope="session", params=[*ISAS, *(f"{isa} without vnni" for isa in WITHOUT)])
 def build(request: pytest.FixtureRequest) -> tuple[Isa, tuple[str, ...]]:
-    """An instruction set that this machine has, and further options for the compiler."""
+    """Return an instruction set of this machine, and further compiler options."""
     isa, _, is_without = request.param.partition(" ")
     if ISAS.index(isa) < ISAS.index(best_isa(cpu_flags())):
         pytest.skip(f"this CPU has no {isa}")
@@ -30,7 +30,7 @@ def build(request: pytest.FixtureRequest) -> tuple[Isa, tuple[str, ...]]:
         return isa, ()
     flag, option = WITHOUT[isa]
     if flag not in cpu_flags():
-        pytest.skip(f"this CPU has no {flag} to do without")
+        pytest.skip(f"this CPU has no {flag}")
     return isa, (option,)
 
 

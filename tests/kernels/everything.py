@@ -1,4 +1,4 @@
-"""Every kernel once, on odd sizes, against its twin: what sanitizers and valgrind watch.
+"""Runs every kernel on odd sizes and compares it with the reference, for sanitizers and valgrind.
 
     python -m tests.kernels.everything LIBRARY [THREADS]
 
@@ -6,12 +6,12 @@ Address sanitizer and undefined behaviour (test_sanitizers.py does this):
 
     LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python -m tests.kernels.everything LIBRARY
 
-where LIBRARY was compiled with -fsanitize=address,undefined. Valgrind knows no AVX-512; for the other two:
+where LIBRARY was compiled with -fsanitize=address,undefined. Valgrind does not support AVX-512; for the other two:
 
     python -m tests.kernels.everything --valgrind avx2
     python -m tests.kernels.everything --valgrind generic
 
-which compiles with -g, runs the same under memcheck, and shows only what has the kernels in its stack.
+which compiles with -g, runs the checks under memcheck, and prints only reports with kernels in their stack.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPES = (
 
 
 _OURS = re.compile(rf"\((?:{'|'.join(path.name for path in _sources().iterdir())}):\d+\)")
-"""A line of a stack that lies in the kernels."""
+"""A line of a stack trace within the kernels."""
 
 
 def check_products(library: Library) -> None:
@@ -55,7 +55,7 @@ def check_products(library: Library) -> None:
 
 
 def check_product(library: Library, weight: Matrix, num_rows: int) -> None:
-    """Three matrices: an odd number of panels, which two threads share out by halves."""
+    """Multiply three matrices: an odd number of panels, which two threads process in halves."""
     bias_N = torch.randn(3 * weight.num_out)
     op = Product(x="x", out="y", matrices=(weight,) * 3, bias=bias_N)
     program = Program(ops=(op,), widths={"x": weight.num_in, "y": 3 * weight.num_out})
@@ -69,7 +69,7 @@ def check_attention(library: Library) -> None:
         case = steps.make_case(shape, seed)
         cache = case.fresh()
         got = steps.attend(library, case, case.spans, cache)
-        right, _ = steps.attend_twin(case)
+        right, _ = steps.attend_reference(case)
         assert all(torch.allclose(row.double(), right[token], atol=1e-3) for token, row in got.items())
         assert steps.same_bits(got, steps.attend(library, case, case.spans[:1], cache))
         for kept in ([len(got) - 1], list(range(0, len(got), 2))):
@@ -78,7 +78,7 @@ def check_attention(library: Library) -> None:
 
 
 def check_continuation(library: Library) -> None:
-    """A body and, behind it, a head, both larger with the second step."""
+    """Run a body and a head in one call; both buffers grow in the second step."""
     table = steps.make_matrix(library, "float32", 70, 33, seed=3)
     ops = (Embed(out="x", table=table), Keep(buffers=("x",)))
     body = NativeProgram(library, Program(ops=ops, widths={"x": 33}))
@@ -121,7 +121,7 @@ def check_all(library: Library) -> None:
 
 
 def valgrind(isa: Isa) -> int:
-    """Run the checks under memcheck; return 1 when anything of the kernels' is told. It does not know AVX-VNNI."""
+    """Run the checks under memcheck; return 1 if it reports anything in the kernels. It does not support AVX-VNNI."""
     with tempfile.TemporaryDirectory() as folder:
         library = compile_library(isa, Path(folder), os.environ, extra=("-g", *("-mno-avxvnni",) * (isa == "avx2")))
         log = Path(folder) / "log"

@@ -1,10 +1,10 @@
-"""The kernels once more in torch: slow and obvious. What the C is tested against, and what serves without a compiler.
+"""A slow, simple implementation of the kernels in torch, with which tests compare the C code.
 
-Nothing here needs the compiled library: weights are packed and unpacked in torch, too (c/formats.h gives the layouts).
+Does not need the compiled library: weights are packed and unpacked in torch (layouts: c/formats.h).
 
 Shapes: T tokens of a step, S rows, W width of a buffer, V vocabulary, N outputs and K inputs of a matrix, P panels of
 64 outputs, B blocks of inputs, G groups and Y bytes of a field, H heads, J kv heads, Q query heads of a kv head, D head
-size, Z slots of a cache's block, C keys that a token sees; in `keep_K` K are the tokens that are kept.
+size, Z slots per cache block, C visible keys of a token; in `keep_K`, K is the number of kept tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from nano_inference.kernels.program import (
     Keep,
     Mix,
     Norm,
+    Op,
     Product,
     Program,
-    RowOp,
     Smear,
     Softcap,
 )
@@ -53,11 +53,11 @@ _FIELDS: Mapping[int, tuple[_Field, ...]] = MappingProxyType(
         INT8: ((1, 4),),
     }
 )
-"""What a panel's block of inputs consists of, in order: fields of G groups, each 64 outputs with Y bytes each."""
+"""Fields of a panel's block of inputs, in order: (groups G, bytes Y per output); a group has 64 outputs."""
 _PLAIN_BYTES: Mapping[int, int] = MappingProxyType({F32: 4, BF16: 4, F16: 2, INT8: 4})
-"""Bytes that one block of a plain format takes of a row in the file."""
+"""Bytes per block of a plain format in a row of the file."""
 _BLOCK_BYTES: Mapping[int, int] = MappingProxyType({Q4_0: 18, Q4_1: 20, Q8_0: 34, Q4_K: 144, Q6_K: 210})
-"""Bytes of one of ggml's blocks (ggml-common.h)."""
+"""Bytes of a ggml block (ggml-common.h)."""
 _PLAIN: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16})
 _GROUP = 64
 """Inputs whose eight-bit activations share a scale."""
@@ -69,7 +69,7 @@ _SMALLEST_EXPONENT = -87.33654
 
 
 def pack(weight_NK: Tensor) -> Matrix:
-    """Pack float32, bfloat16 or half weights; float32 that fits into bfloat16 is kept as that."""
+    """Pack float32, bfloat16 or float16 weights; float32 values that fit bfloat16 are stored as bfloat16."""
     weight_NK = weight_NK.contiguous()
     if weight_NK.dtype == torch.float32 and not (weight_NK.view(torch.int32) & 0xFFFF).any():
         weight_NK = weight_NK.bfloat16()
@@ -81,7 +81,7 @@ def pack(weight_NK: Tensor) -> Matrix:
 def pack_blocks(
     type_name: str, rows: Tensor, num_in: int, order_N: Tensor | None = None, *, rounds: bool = False
 ) -> Matrix:
-    """Pack rows of ggml's blocks (uint8 [N, bytes]); `order_N` says which of them is output n."""
+    """Pack rows of ggml blocks (uint8 [N, bytes]); `order_N` gives the source row of each output."""
     rows = rows if order_N is None else rows[order_N.long()]
     kind = GGML[type_name]
     packed = _join(kind, _fields_of(kind, _blocks(rows, _BLOCK_BYTES[kind])))
@@ -89,7 +89,7 @@ def pack_blocks(
 
 
 def pack_int8(weight_NK: Tensor) -> Matrix:
-    """Round float weights to eight bits, with a scale for each output; the scales stand behind the panels."""
+    """Round float weights to eight bits, with a scale per output; the scales follow the panels."""
     byte_NK, scale_N = _quantise(weight_NK.float())
     num_out, num_in = weight_NK.shape
     panels = _join(INT8, [_blocks(byte_NK.to(torch.int8).view(torch.uint8), 4).unsqueeze(2)])
@@ -98,7 +98,7 @@ def pack_int8(weight_NK: Tensor) -> Matrix:
 
 
 def unpack(matrix: Matrix, first: int = 0, count: int | None = None) -> Tensor:
-    """Return rows [first, first + count) as float32, with the values that the kernels compute with."""
+    """Return rows [first, first + count) as float32, the exact values that the kernels use."""
     stop = matrix.num_out if count is None else first + count
     if matrix.format == INT8:
         byte_NK, scale_N = int8_parts(matrix)
@@ -110,12 +110,12 @@ def unpack(matrix: Matrix, first: int = 0, count: int | None = None) -> Tensor:
 
 
 def _blocks(rows: Tensor, size: int) -> Tensor:
-    """Cut bytes [N, ...] into blocks [N, B, size]; the last is filled up with zeros."""
+    """Split bytes [N, ...] into blocks [N, B, size]; the last is padded with zeros."""
     return F.pad(rows, (0, -rows.size(1) % size)).view(rows.size(0), -1, size)
 
 
 def _join(kind: int, fields: Sequence[Tensor]) -> Tensor:
-    """Put fields [N, B, G, Y] into panels: bytes."""
+    """Return the bytes of panels from fields [N, B, G, Y]."""
     parts = []
     for field_NBGY in fields:
         missing = -field_NBGY.size(0) % _PANEL
@@ -126,7 +126,7 @@ def _join(kind: int, fields: Sequence[Tensor]) -> Tensor:
 
 
 def _split(matrix: Matrix, panel: int, stop: int) -> list[Tensor]:
-    """Return the fields [N, B, G, Y] of panels [panel, stop): bytes."""
+    """Return the fields [N, B, G, Y] of panels [panel, stop)."""
     shapes = _FIELDS[matrix.format]
     sizes = [groups * _PANEL * width for groups, width in shapes]
     num_inputs = {BF16: 2, Q4_0: 32, Q4_1: 32, Q8_0: 32, Q4_K: 256, Q6_K: 256}.get(matrix.format, 1)
@@ -138,7 +138,7 @@ def _split(matrix: Matrix, panel: int, stop: int) -> list[Tensor]:
 
 
 def _fields_of(kind: int, blocks: Tensor) -> list[Tensor]:
-    """Return the fields of ggml's blocks [N, B, bytes]."""
+    """Return the fields of ggml blocks [N, B, bytes]."""
     if kind == Q8_0:
         return [blocks[..., None, :2], blocks[..., 2:, None]]
     if kind in (Q4_0, Q4_1):
@@ -148,7 +148,7 @@ def _fields_of(kind: int, blocks: Tensor) -> list[Tensor]:
 
 
 def _fields_of_q4_k(blocks: Tensor) -> list[Tensor]:
-    """Eight parts of 32 inputs, each with a six-bit scale and minimum, whose upper bits lie apart."""
+    """Return the fields of Q4_K: eight parts of 32 inputs, each with a six-bit scale and minimum, stored in parts."""
     packed = blocks[..., 4:16]
     low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), dim=-1)
@@ -162,7 +162,7 @@ def _fields_of_q4_k(blocks: Tensor) -> list[Tensor]:
 
 
 def _fields_of_q6_k(blocks: Tensor) -> list[Tensor]:
-    """Sixteen parts of 16 inputs, each with an eight-bit scale; two upper bits of the values lie apart."""
+    """Return the fields of Q6_K: sixteen parts of 16 inputs, each with an eight-bit scale; upper bits are separate."""
     values = []
     for half in (0, 1):
         low, high = blocks[..., half * 64 : half * 64 + 64], blocks[..., 128 + half * 32 : 160 + half * 32]
@@ -180,28 +180,28 @@ def _fields_of_q6_k(blocks: Tensor) -> list[Tensor]:
 
 
 def _halves(nibbles: Tensor) -> Tensor:
-    """ggml's order of 32 nibbles in 16 bytes: the first half of the values low, the second high."""
+    """Return ggml's 32 nibbles in order: the low halves of 16 bytes are the first 16 values."""
     return torch.cat((nibbles & 15, nibbles >> 4), dim=-1)
 
 
 def _nibble_words(values: Tensor) -> Tensor:
-    """Values below 16 as words of eight, the first four in the low halves: [N, B, inputs] -> [N, B, G, 4]."""
+    """Pack values below 16 in words of eight, the first four in the low halves: [N, B, inputs] -> [N, B, G, 4]."""
     low, high = values.view(*values.shape[:2], -1, 2, 4).unbind(-2)
     return low | high << 4
 
 
 def _nibbles(words_NBGY: Tensor) -> Tensor:
-    """The way back."""
+    """Unpack the result of `_nibble_words`."""
     return torch.stack((words_NBGY & 15, words_NBGY >> 4), dim=-2).flatten(2)
 
 
 def _half(field: Tensor) -> Tensor:
-    """Return a field of one half float an output as float64 [N, B, 1]."""
+    """Return a field of one half float per output as float64 [N, B, 1]."""
     return field.contiguous().view(torch.float16).flatten(2).double()
 
 
 def _values(kind: int, fields: list[Tensor]) -> Tensor:
-    """Return float32 weights [N, B, inputs of a block]; what is exact in float64 is rounded once."""
+    """Return float32 weights [N, B, inputs of a block]: exact float64 values, rounded once."""
     if kind in _PLAIN_BYTES:
         dtype = next(dtype for dtype, plain in _PLAIN.items() if plain == kind)
         return fields[0].contiguous().view(dtype).flatten(2).float()
@@ -222,13 +222,13 @@ def _values(kind: int, fields: list[Tensor]) -> Tensor:
 
 
 def _q6(d: Tensor, scale: Tensor, upper: Tensor, low: Tensor) -> Tensor:
-    """Sixteen values of Q6_K: their upper two bits in one word, their lower four in two."""
+    """Return sixteen values of Q6_K: the upper two bits are in one word, the lower four in two."""
     high = torch.stack([(upper >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(2)
     return ((_nibbles(low) | high << 4).double() - 32) * (d * scale.contiguous().view(torch.int8).flatten(2))
 
 
 def _quantise(x_SK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whole numbers up to 127 (float32) and each row's scale; what is no number makes its row's scale none."""
+    """Return integers up to 127 (as float32) and each row's scale, which is NaN if the row contains NaN."""
     top_S1 = x_SK.abs().amax(dim=-1, keepdim=True)
     inverse_S1 = torch.where(top_S1 > 0, torch.full_like(top_S1, 127.0) / top_S1, 0.0)  # one rounding, as in C
     byte_SK = torch.where(top_S1.isfinite(), (x_SK * inverse_S1).round(), 0.0)
@@ -240,7 +240,7 @@ def _quantise(x_SK: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A program on its way: its buffers, and for a step of tokens where these stand."""
+    """State of a run: the buffers, and for steps with tokens their positions and block tables."""
 
     program: Program
     buffers: dict[str, Tensor]
@@ -249,7 +249,7 @@ class _Step:
     previous_T: Tensor
     position_T: Tensor
     tables: tuple[Tensor, ...]
-    """Each token's block table, and what follows it."""
+    """Each token's block table (`tables` from the row's first block on)."""
     keep_K: Tensor
     cache: Cache | None
     ropes: Sequence[tuple[Tensor, Tensor]]
@@ -262,7 +262,7 @@ def run(
     ropes: Sequence[tuple[Tensor, Tensor]] = (),
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Go through the program for a step's tokens; return the buffers that it wrote, [T, W] each.
+    """Run the program for a step's tokens; return the buffers that it wrote, [T, W] each.
 
     Behind a `Keep` these are the ones that it names and the ones written later, with the rows that are kept.
 
@@ -286,7 +286,7 @@ def run(
 
 
 def run_rows(program: Program, inputs: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Go through a program without tokens for rows that are given: [S, W] for each named buffer."""
+    """Run a program without tokens on given rows: [S, W] for each named buffer."""
     nothing = torch.empty(0, dtype=torch.long)
     buffers = {name: rows_SW.to(dtype) for name, rows_SW in inputs.items()}
     return _run(_Step(program, buffers, dtype, nothing, nothing, nothing, (), nothing, None, ()))
@@ -303,7 +303,7 @@ def _run(step: _Step) -> dict[str, Tensor]:
 
 
 def _keep(op: Keep, step: _Step) -> _Step:
-    """Go on with the rows that are kept; other buffers than those named are gone."""
+    """Return the step with the kept rows of the named buffers; other buffers are dropped."""
     index_K = step.keep_K
     return replace(
         step,
@@ -313,8 +313,8 @@ def _keep(op: Keep, step: _Step) -> _Step:
     )
 
 
-def _apply(op: RowOp, step: _Step) -> tuple[str, Tensor]:
-    """Return which buffer an operation writes, and what it then holds."""
+def _apply(op: Op, step: _Step) -> tuple[str, Tensor]:
+    """Return the name and the contents of the buffer that an operation writes."""
     match op:
         case Embed():
             return op.out, _embed(op, step)
@@ -341,7 +341,7 @@ def _apply(op: RowOp, step: _Step) -> tuple[str, Tensor]:
 
 
 def _embed(op: Embed, step: _Step) -> Tensor:
-    """Rows of the table: the token's, its predecessor's (0 stands for none), or those of nanochat's hashed pairs."""
+    """Return rows of the table: of the token, of the previous one (0 if none), or of nanochat's hashed pair."""
     row_T = step.token_T
     if op.rows == "previous":
         row_T = step.previous_T.clamp(min=0)
@@ -359,13 +359,13 @@ def _norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor
 
 
 def _product(op: Product, x_TW: Tensor) -> Tensor:
-    """The matrices' outputs side by side; a matrix of fewer inputs takes the first of the row."""
+    """Return the outputs of all matrices in adjacent columns; a matrix uses the first inputs of the row."""
     product_TN = torch.cat([_times(x_TW[:, : matrix.num_in], matrix) for matrix in op.matrices], dim=-1)
     return product_TN if op.bias is None else product_TN + op.bias.to(x_TW.dtype)
 
 
 def _times(x_TK: Tensor, matrix: Matrix) -> Tensor:
-    """One matrix, and for some groups of 64 inputs rounded to eight bits: their sums are whole numbers."""
+    """Multiply with one matrix; for eight-bit formats, sums within groups of 64 inputs are exact integers."""
     if not matrix.rounds:
         return x_TK @ unpack(matrix).to(x_TK.dtype).T
     if matrix.format != INT8:
@@ -381,7 +381,7 @@ def _times(x_TK: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _times_nibbles(x_TK: Tensor, matrix: Matrix) -> Tensor:
-    """Blocks of 32 weights q a + b: the sums of q's products are whole numbers, those of b's a sum times b."""
+    """Multiply with blocks of 32 weights q a + b: sums with q are exact integers; b multiplies a sum of inputs."""
     q_NK, a_NB, b_NB = _nibble_parts(matrix)
     total_TN = torch.zeros(x_TK.size(0), matrix.num_out)
     for start in range(0, matrix.num_in, _GROUP):
@@ -395,12 +395,12 @@ def _times_nibbles(x_TK: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a b + c in float32, rounded once (but for one case in a hundred million: the sum is rounded to float64 first)."""
+    """Return a b + c in float32, rounded once (nearly always: the sum is first rounded to float64)."""
     return (a.double() * b.double() + c.double()).float()
 
 
 def _nibble_parts(matrix: Matrix) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [N, K] and, for each block of 32, a and b [N, B] of weights q a + b; all float32, all exact."""
+    """Return q [N, K] and, for each block of 32, a and b [N, B] of weights q a + b; float32 and exact."""
     fields = _split(matrix, 0, -(-matrix.num_out // _PANEL))
     if matrix.format == Q4_K:
         d, e = _half(fields[0]), _half(fields[1])
@@ -415,7 +415,7 @@ def _nibble_parts(matrix: Matrix) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _heads(op: Heads, step: _Step) -> Tensor:
-    """Norm and turn queries and keys, write keys and values into the cache; return the row."""
+    """Normalise and rotate queries and keys, write keys and values to the cache; return the row."""
     program, cache = step.program, step.cache
     assert cache is not None
     num_heads, num_kv, dim = program.num_heads, program.num_kv_heads, program.head_dim
@@ -431,7 +431,7 @@ def _heads(op: Heads, step: _Step) -> Tensor:
 
 
 def _turn(op: Heads, step: _Step, x_TYD: Tensor, weight: Tensor | None) -> Tensor:
-    """Norm before or after the rotation of the first dimensions, whose halves are paired (GPT-NeoX's layout)."""
+    """Normalise before or after the rotation; dimension i is paired with i + R/2 (GPT-NeoX layout)."""
     if op.norm == "before":
         x_TYD = _norm(x_TYD, weight, op.offset, op.eps)
     if op.rope is not None:
@@ -446,7 +446,7 @@ def _turn(op: Heads, step: _Step, x_TYD: Tensor, weight: Tensor | None) -> Tenso
 
 
 def _layer(cache: Cache, layer: int, num_kv: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Return one layer of the cache: keys [N, J, D, Z] and values [N, J, Z, D]; views."""
+    """Return views of one layer of the cache: keys [N, J, D, Z] and values [N, J, Z, D]."""
     size, floats = cache.block_size, cache.block_values
     num_blocks = cache.k.numel() // floats
     k, v = (memory[: num_blocks * floats].view(num_blocks, -1) for memory in (cache.k, cache.v))
@@ -461,7 +461,7 @@ def _attend_all(op: Attend, step: _Step) -> Tensor:
 
 
 def _attend(op: Attend, step: _Step, t: int) -> Tensor:
-    """One token's attention: gather the keys that it sees, softmax, weigh the values."""
+    """Return one token's attention: gather visible keys, softmax, weighted sum of values."""
     program, cache = step.program, step.cache
     assert cache is not None
     k_NJDZ, v_NJZD = _layer(cache, op.layer, program.num_kv_heads, program.head_dim)
@@ -490,7 +490,7 @@ def _mix(op: Mix, x_TW: Tensor, y_TW: Tensor) -> Tensor:
 
 
 def _gate_values(op: GateValues, step: _Step) -> Tensor:
-    """The values behind queries and keys get a table's, gated for each kv head."""
+    """Add a table's values to the values in the row, gated per kv head."""
     program = step.program
     num_kv, dim = program.num_kv_heads, program.head_dim
     qk_TW, v_TW = step.buffers[op.x].tensor_split(((program.num_heads + num_kv) * dim,), dim=-1)
@@ -511,7 +511,7 @@ def _smear(op: Smear, step: _Step) -> Tensor:
 def draw(
     logits_BV: Tensor, temperatures: Sequence[float], uniforms: Sequence[float], is_raw: Sequence[bool]
 ) -> tuple[list[int], list[float]]:
-    """Draw one token a row from float32 logits; return tokens and log-probabilities.
+    """Draw one token per row from float32 logits; return tokens and log-probabilities.
 
     `is_raw` asks for the log-probability at temperature 1. It is not a number where nothing can be drawn.
     """
@@ -521,7 +521,7 @@ def draw(
 
 
 def _draw_row(logit_V: Tensor, temperature: float, uniform: float, is_raw: bool) -> tuple[int, float]:
-    """The likeliest token at temperature 0, else the one at which the cumulated probability passes the uniform."""
+    """Draw greedily at temperature 0, else the token at which the cumulative probability exceeds the uniform."""
     below_V = logit_V - logit_V.max()
     temperature = float(torch.tensor(temperature))
     coldness = 1.0 if temperature == 0 else max(temperature, _COLDEST)
@@ -535,13 +535,13 @@ def _draw_row(logit_V: Tensor, temperature: float, uniform: float, is_raw: bool)
 
 
 def _weights(below_V: Tensor, temperature: float) -> Tensor:
-    """Exponentials in float32, as float64; what would be subnormal is nothing."""
+    """Return float32 exponentials as float64; subnormal ones are 0."""
     exponent_V = below_V / temperature
     return torch.where(exponent_V < _SMALLEST_EXPONENT, 0.0, exponent_V.exp()).double()
 
 
 def _token_at(weight_V: Tensor, target: float) -> int:
-    """The first token whose cumulated weight passes the target; the last of any weight where rounding hides it."""
+    """Return the first token whose cumulative weight exceeds the target, or the last token with a weight."""
     possible = (weight_V > 0).nonzero().squeeze(-1)
     passed = (weight_V.cumsum(dim=0)[possible] > target).nonzero()
     return int(possible[passed[0, 0]] if passed.numel() else possible[-1])

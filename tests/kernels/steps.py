@@ -1,4 +1,4 @@
-"""Random material: weights in every format, trees of sequences in a paged cache, and what a program makes of them."""
+"""Random test data: weights in every format, and sequences with shared prefixes in a paged cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.kernels import matrix
-from nano_inference.kernels.library import Library
+from nano_inference.kernels.library import BF16, F32, INT8, Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.native import Cache, Layout, NativeProgram
 from nano_inference.kernels.program import Attend, Embed, Heads, Keep, Program
@@ -27,12 +27,12 @@ EPS = 2.0**-24
 """Half an ulp of 1 in float32: the relative error of one rounding."""
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}
-"""Inputs and bytes of one of ggml's blocks."""
+"""Inputs and bytes of a ggml block."""
 _SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
-"""Where a block's half floats lie."""
+"""Offsets of a block's half-precision scales."""
 NIBBLES = ("Q4_0", "Q4_1", "Q4_K")
 ROUNDED = ("int8", *(f"{name} x int8" for name in NIBBLES))
-"""What is multiplied with activations of eight bits."""
+"""Formats that are multiplied with eight-bit activations."""
 FORMATS = (*PLAIN, *BLOCK, *ROUNDED)
 
 
@@ -41,7 +41,7 @@ def random(seed: int) -> torch.Generator:
 
 
 def block_rows(name: str, num_out: int, num_in: int, seed: int) -> Tensor:
-    """Rows of blocks with any bits, but scales of a moderate size."""
+    """Return rows of random blocks with scales of moderate size."""
     inputs, size = BLOCK[name]
     blocks = torch.randint(0, 256, (num_out, num_in // inputs, size), dtype=torch.uint8, generator=random(seed))
     for at in _SCALES[name]:
@@ -51,32 +51,39 @@ def block_rows(name: str, num_out: int, num_in: int, seed: int) -> Tensor:
 
 
 def make_matrix(library: Library, name: str, num_out: int, num_in: int, seed: int) -> Matrix:
-    """A random matrix of any format; `num_in` is rounded up to whole blocks."""
+    """Return a random matrix of any format; `num_in` is rounded up to whole blocks."""
     kind = name.removesuffix(" x int8")
     if kind in BLOCK:
         num_in = -(-num_in // BLOCK[kind][0]) * BLOCK[kind][0]
         rows = block_rows(kind, num_out, num_in, seed)
         return matrix.pack_blocks(library, kind, rows, num_in, Slabs(0), rounds=kind != name)
     weight_NK = torch.randn(num_out, num_in, generator=random(seed))
-    return (
-        matrix.pack_int8(library, weight_NK, Slabs(0))
-        if name == "int8"
-        else matrix.pack(library, weight_NK.to(PLAIN[name]), Slabs(0))
-    )
+    return pack(library, weight_NK, INT8) if name == "int8" else pack(library, weight_NK.to(PLAIN[name]))
+
+
+def pack(library: Library, weight_NK: Tensor, kind: int | None = None) -> Matrix:
+    """Pack in a format; by default that of the values, or bfloat16 for float32 values that fit it."""
+    weight_NK = weight_NK.contiguous()
+    if kind is None:
+        kind = matrix.PLAIN[weight_NK.dtype]
+        kind = BF16 if kind == F32 and matrix.scan(library, weight_NK).fits_bfloat16 else kind
+    packer = matrix.Packer(library, weight_NK, Slabs(0), kind)
+    packer.put(0, weight_NK.size(0))
+    return packer.matrix
 
 
 def run_rows(library: Library, program: Program, inputs: Mapping[str, Tensor], out: str) -> Tensor:
-    """One buffer after a program without tokens."""
+    """Run a program without tokens; return one buffer."""
     made = NativeProgram(library, program)
     made.run_rows(inputs)
     return made.buffer(out, next(iter(inputs.values())).size(0)).clone()
 
 
 def product_bound(x_SK: Tensor, matrices: tuple[Matrix, ...], start_SN: Tensor) -> Tensor:
-    """How far a float32 product may lie from the true one.
+    """Return a bound of the error of a float32 product.
 
     K products and sums, each rounded once (twice without fused multiply-add), bias and addition: at most K + 4
-    roundings lie on a term's way, so the error is below (K + 4) eps times the sum of all terms' magnitudes.
+    roundings affect a term, so the error is below (K + 4) eps times the sum of all terms' magnitudes.
     """
     each = [x_SK.double().abs()[:, : m.num_in] @ reference.unpack(m).double().abs().T for m in matrices]
     return (x_SK.size(1) + 4) * EPS * 1.01 * (torch.cat(each, dim=-1) + start_SN.double().abs()) + 1e-37
@@ -87,7 +94,7 @@ def product_bound(x_SK: Tensor, matrices: tuple[Matrix, ...], start_SN: Tensor) 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One attention layer, and how many sequences of what length it is tried on."""
+    """One attention layer, and the number and length of test sequences."""
 
     num_heads: int
     num_kv_heads: int
@@ -96,19 +103,19 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     num_rows: int = 8
-    """Sequences that decode."""
+    """Number of decode rows."""
     chunks: tuple[int, ...] = ()
-    """Tokens of each sequence that does more."""
+    """Tokens of each chunk."""
     longest: int = 600
     has_prefix: bool = True
-    """Whether sequences begin with others' blocks."""
+    """True if sequences share prefixes."""
     has_root: bool = False
-    """Whether all begin with the same one."""
+    """True if all sequences start with the same block."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive tokens of a sequence; their ids say which row of the table they are."""
+    """Consecutive tokens of a sequence; a token's id is its row in the embedding table."""
 
     tokens: tuple[int, ...]
     start: int
@@ -120,7 +127,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Case:
-    """Spans, the rows of queries, keys and values that their tokens have, and a cache that holds what came before."""
+    """Spans, the queries, keys and values of their tokens, and a cache with the earlier tokens."""
 
     shape: Shape
     spans: tuple[Span, ...]
@@ -131,7 +138,7 @@ class Case:
         return replace(self.cache, k=self.cache.k.to(dtype, copy=True), v=self.cache.v.to(dtype, copy=True))
 
     def program(self, table: Matrix) -> Program:
-        """One layer: the rows come from an embedding, go into the cache and are attended over."""
+        """Return a program of one layer: rows of an embedding are stored in the cache and attended to."""
         s = self.shape
         ops = (
             Embed(out="qkv", table=table),
@@ -144,7 +151,7 @@ class Case:
 
 
 def layout_of(spans: tuple[Span, ...], kept: Sequence[int] | None = None) -> Layout:
-    """A step; all of its tokens are kept where nothing else is said."""
+    """Return a step's layout; by default all tokens are kept."""
     tokens = [token for span in spans for token in span.tokens]
     lengths = [len(span.blocks) for span in spans]
     return Layout(
@@ -159,14 +166,14 @@ def layout_of(spans: tuple[Span, ...], kept: Sequence[int] | None = None) -> Lay
 
 
 def make_case(shape: Shape, seed: int) -> Case:
-    """Sequences whose tables form a tree; slots that no token has written are no numbers."""
+    """Return sequences whose block tables form a tree; unwritten slots are NaN."""
     rng = np.random.default_rng(seed)
     counts = [1] * shape.num_rows + list(shape.chunks)
     return _case(shape, *_spans(shape, counts, rng), seed, rng)
 
 
 def make_staircase(shape: Shape, seed: int) -> Case:
-    """Sequences that leave a common chain one after another: as many runs of common blocks as there can be."""
+    """Return sequences that diverge from a common prefix one after another: the largest number of stretches."""
     size, chain = shape.block_size, range(shape.num_rows)
     spans = [
         Span((i,), (i + 1) * size + i % size, (*chain[: i + 1], shape.num_rows + i)) for i in range(shape.num_rows)
@@ -190,7 +197,7 @@ def _rows(shape: Shape, num_tokens: int, seed: int) -> Tensor:
 
 
 def _spans(shape: Shape, counts: list[int], rng: np.random.Generator) -> tuple[list[Span], int]:
-    """Each sequence takes full blocks of an earlier one's past, then its own."""
+    """Return spans whose sequences start with full blocks of an earlier sequence, and the number of blocks."""
     spans: list[Span] = []
     size, used, token = shape.block_size, 0, 0
     most = len(counts) * (-(-shape.longest // size) + 2)
@@ -211,7 +218,7 @@ def _spans(shape: Shape, counts: list[int], rng: np.random.Generator) -> tuple[l
 
 
 def _fill(case: Case, span: Span, rng: np.random.Generator) -> None:
-    """Write what came before a span, unless an earlier one has."""
+    """Write the tokens before a span to the cache, except blocks shared with an earlier span."""
     shape, cache = case.shape, case.cache
     k_NJDZ, v_NJZD = layer_of(case, cache)
     for index, block in enumerate(span.blocks):
@@ -224,12 +231,12 @@ def _fill(case: Case, span: Span, rng: np.random.Generator) -> None:
 
 
 def layer_of(case: Case, cache: Cache) -> tuple[Tensor, Tensor]:
-    """Keys [N, J, D, Z] and values [N, J, Z, D] of the layer that is used."""
+    """Return keys [N, J, D, Z] and values [N, J, Z, D] of the layer under test."""
     return layers_of(case, cache)[1]
 
 
 def layers_of(case: Case, cache: Cache) -> list[tuple[Tensor, Tensor]]:
-    """The same of every layer."""
+    """Return keys and values of every layer."""
     s = case.shape
     num_blocks = cache.k.numel() // cache.block_values
     total = num_blocks * cache.block_values
@@ -241,8 +248,8 @@ def layers_of(case: Case, cache: Cache) -> list[tuple[Tensor, Tensor]]:
 def attend(
     library: Library, case: Case, spans: tuple[Span, ...], cache: Cache, kept: Sequence[int] | None = None
 ) -> dict[int, Tensor]:
-    """What each token's attention gives, by token; of those that are kept where they are named."""
-    program = NativeProgram(library, case.program(matrix.pack(library, case.qkv_TW, Slabs(0))))
+    """Return the attention output by token, of all tokens or of those in `kept`."""
+    program = NativeProgram(library, case.program(pack(library, case.qkv_TW)))
     program.run(layout_of(spans, kept), cache)
     tokens = [token for span in spans for token in span.tokens]
     if kept is not None:
@@ -250,8 +257,8 @@ def attend(
     return dict(zip(tokens, program.buffer("att", len(tokens)).clone(), strict=True))
 
 
-def attend_twin(case: Case, cache_dtype: torch.dtype = torch.float64) -> tuple[dict[int, Tensor], Cache]:
-    """The same in float64, and the cache as it is afterwards."""
+def attend_reference(case: Case, cache_dtype: torch.dtype = torch.float64) -> tuple[dict[int, Tensor], Cache]:
+    """Return the attention output by token in float64, and the cache afterwards."""
     cache = case.fresh(cache_dtype)
     made = reference.run(case.program(reference.pack(case.qkv_TW)), layout_of(case.spans), cache, dtype=torch.float64)
     tokens = [token for span in case.spans for token in span.tokens]
@@ -259,10 +266,10 @@ def attend_twin(case: Case, cache_dtype: torch.dtype = torch.float64) -> tuple[d
 
 
 def attention_bound(case: Case, cache: Cache) -> float:
-    """How far attention may lie from the true one.
+    """Return a bound of the error of float32 attention.
 
     A score is off by d <= (D + 8) eps |q| |k| scale (D roundings of products and sums), with a softcap by 8 eps cap
-    more, since tanh is right to a few ulps of 1. Probabilities are then off by a factor e^(2 d), and the weighted sum
+    more, tanh being accurate to a few ulps. Probabilities are then off by a factor e^(2 d), and the weighted sum
     over C keys by (C + 40) eps more: exponentials, sums, merges.
     """
     s = case.shape
@@ -274,14 +281,14 @@ def attention_bound(case: Case, cache: Cache) -> float:
 
 
 def same_bits(a: dict[int, Tensor], b: dict[int, Tensor]) -> bool:
-    """Whether tokens that both have got the same."""
+    """Return True if the results of all shared tokens are bit-equal."""
     shared = a.keys() & b.keys()
     assert shared
     return all(torch.equal(a[token], b[token]) for token in shared)
 
 
 def in_child(check: Callable[[], bool]) -> int:
-    """Run a check in a forked process; return 0 when it held. One that hangs is ended, a crash is its own."""
+    """Run a check in a forked process, at most 20 seconds; return 0 if it succeeded."""
     child = os.fork()
     if child == 0:
         signal.alarm(20)
@@ -294,12 +301,12 @@ def in_child(check: Callable[[], bool]) -> int:
 
 
 def threads_here() -> set[str]:
-    """This process's threads, those of C included. Compare sets: an earlier test's threads may still be ending."""
+    """Return the ids of this process's threads, including C threads; those of earlier tests may still be ending."""
     return {task.name for task in Path("/proc/self/task").iterdir()}
 
 
 def have_ended(threads: set[str]) -> bool:
-    """Whether threads are gone; one that was joined may be listed for a moment more."""
+    """Wait until threads are gone; return True if they are. A joined thread may be listed for a moment."""
     deadline = time.monotonic() + 10
     while threads & threads_here():
         if time.monotonic() > deadline:

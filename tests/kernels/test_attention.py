@@ -1,4 +1,4 @@
-"""Attention: against float64, and the same bits however a token's row is put together with others."""
+"""Attention kernels: accuracy against float64, and equal bits of a row in any batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kernels.steps import (
     Shape,
     Span,
     attend,
-    attend_twin,
+    attend_reference,
     attention_bound,
     layer_of,
     layers_of,
@@ -52,16 +52,16 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @cache
-def solved(index: int, dtype: torch.dtype = torch.float32) -> tuple[Case, dict[int, Tensor], Cache]:
-    """A case with what is right when keys and values are kept in that precision."""
+def case_with_reference(index: int, dtype: torch.dtype = torch.float32) -> tuple[Case, dict[int, Tensor], Cache]:
+    """Return a case with the reference result for a cache precision."""
     case = make_case(SHAPES[index], seed=index)
-    return (case, *attend_twin(case, torch.float64 if dtype == torch.float32 else dtype))
+    return (case, *attend_reference(case, torch.float64 if dtype == torch.float32 else dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
-def test_attention_is_right(team: Team, index: int, dtype: torch.dtype) -> None:
-    case, right, after = solved(index, dtype)
+def test_attention_matches_float64(team: Team, index: int, dtype: torch.dtype) -> None:
+    case, right, after = case_with_reference(index, dtype)
     cache = case.fresh(dtype)
     got = attend(team[2], case, case.spans, cache)
     bound = attention_bound(case, after)
@@ -74,10 +74,10 @@ def test_attention_is_right(team: Team, index: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
-def test_a_row_has_the_same_bits_in_any_company(
+def test_rows_have_the_same_bits_in_any_batch(
     team: Team, index: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, _, _ = solved(index, dtype)
+    case, _, _ = case_with_reference(index, dtype)
     cache = case.fresh(dtype)
     whole = attend(team[2], case, case.spans, cache)
     for threads in (1, 3):
@@ -93,8 +93,8 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
-def test_rows_that_are_kept_have_the_bits_that_they_have_among_all(team: Team, index: int) -> None:
-    case, _, _ = solved(index)
+def test_kept_rows_have_the_same_bits_as_among_all_rows(team: Team, index: int) -> None:
+    case, _, _ = case_with_reference(index)
     whole, cache = attend(team[2], case, case.spans, case.fresh()), case.fresh()
     num_tokens = len(whole)
     rng = np.random.default_rng(index)
@@ -106,32 +106,32 @@ def test_rows_that_are_kept_have_the_bits_that_they_have_among_all(team: Team, i
 
 
 def pieces(span: Span) -> tuple[Span, ...]:
-    """A span cut into chunks of several lengths."""
+    """Split a span into chunks of several lengths."""
     cuts = [0, *(at for at in (1, 3, 20, 52) if at < len(span.tokens)), len(span.tokens)]
     return tuple(span.cut(begin, end) for begin, end in pairwise(cuts) if begin < end)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 256])
 @pytest.mark.parametrize("num_rows", [31, 32, 33, 70])
-def test_sequences_may_part_at_every_block(team: Team, block_size: int, num_rows: int) -> None:
-    """Crews of 32 whose tables agree a block less each: room for as many runs of common blocks as there can be."""
+def test_crews_with_tables_diverging_at_every_block(team: Team, block_size: int, num_rows: int) -> None:
+    """Crews of 32 tokens, each sharing one block less: the largest number of stretches."""
     shape = Shape(num_heads=3, num_kv_heads=1, head_dim=16, block_size=block_size, num_rows=num_rows)
     shape = replace(shape, longest=(num_rows + 1) * block_size)
     case = make_staircase(shape, seed=70)
-    right, after = attend_twin(case)
+    right, after = attend_reference(case)
     got = attend(team[2], case, case.spans, case.fresh())
     assert all((row - right[token]).abs().max() <= attention_bound(case, after) for token, row in got.items())
     for span in case.spans[::9]:
         assert same_bits(got, attend(team[1], case, (span,), case.fresh()))
 
 
-def test_long_rows_are_cut_up_and_added_in_order(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores that differ much between splits: each merge rescales one side or the other."""
+def test_split_rows_have_the_bits_of_unsplit_rows(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores differ much between splits, so that each merge rescales one side."""
     shape = Shape(num_heads=2, num_kv_heads=1, head_dim=16, block_size=16, num_rows=2, longest=2000, has_prefix=False)
     case = make_case(shape, seed=50)
     k_NJDZ, _ = layer_of(case, case.cache)
     k_NJDZ *= 12 * torch.rand(k_NJDZ.size(0), 1, 1, 1, generator=torch.Generator().manual_seed(1))
-    right, after = attend_twin(case)
+    right, after = attend_reference(case)
     cut = attend(team[3], case, case.spans, case.fresh())
     monkeypatch.setattr(native, "_MAX_SPLIT_TOKENS", 0)
     assert same_bits(cut, attend(team[3], case, case.spans, case.fresh()))
@@ -141,8 +141,8 @@ def test_long_rows_are_cut_up_and_added_in_order(team: Team, monkeypatch: pytest
 
 @pytest.mark.parametrize("value", [float("nan"), GPU_NAN, float("inf"), -float("inf")])
 @pytest.mark.parametrize("part", ["query", "key", "value"])
-def test_a_sequence_that_is_no_number_stays_alone(team: Team, value: float, part: str) -> None:
-    """One sequence's last token is spoiled; the others share its first blocks."""
+def test_nan_in_one_sequence_does_not_affect_others(team: Team, value: float, part: str) -> None:
+    """One sequence's last token is NaN or infinite; the others share its first blocks."""
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=20, block_size=16, num_rows=12, chunks=(9,), longest=300)
     case = make_case(shape, seed=60)
     clean = attend(team[2], case, case.spans, case.fresh())
@@ -151,25 +151,25 @@ def test_a_sequence_that_is_no_number_stays_alone(team: Team, value: float, part
     got = attend(team[2], case, case.spans, case.fresh())
     own = set(case.spans[4].tokens)
     assert same_bits({t: row for t, row in got.items() if t not in own}, clean)
-    right, _ = attend_twin(case)
+    right, _ = attend_reference(case)
     assert got[spoiled].isnan()[right[spoiled].isnan()].all()
     assert not got[spoiled].isfinite().all() or right[spoiled].isfinite().all()
 
 
-def test_a_row_that_sees_nothing_finite_is_no_number(team: Team) -> None:
+def test_row_without_finite_scores_is_nan(team: Team) -> None:
     shape = Shape(num_heads=1, num_kv_heads=1, head_dim=16, block_size=16, num_rows=3, longest=60, has_prefix=False)
     case = make_case(shape, seed=61)
     case.qkv_TW[:, :16] = -torch.inf
     k_NJDZ, _ = layer_of(case, case.cache)
     k_NJDZ.abs_()
     case.qkv_TW[:, 16:32].abs_()
-    assert all(row.isnan().all() for row in attend_twin(case)[0].values())
+    assert all(row.isnan().all() for row in attend_reference(case)[0].values())
     assert all(row.isnan().all() for row in attend(team[2], case, case.spans, case.fresh()).values())
 
 
 @pytest.mark.parametrize("skip", [1, 3])
-def test_the_cache_may_lie_anywhere(team: Team, skip: int) -> None:
-    case, right, _ = solved(4)
+def test_cache_may_be_unaligned(team: Team, skip: int) -> None:
+    case, right, _ = case_with_reference(4)
     clean = attend(team[2], case, case.spans, case.fresh())
     k, v = (torch.cat((torch.zeros(skip), each))[skip:] for each in (case.cache.k, case.cache.v))
     got = attend(team[2], case, case.spans, Cache(k, v, case.cache.block_size, case.cache.block_values))
@@ -177,8 +177,8 @@ def test_the_cache_may_lie_anywhere(team: Team, skip: int) -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, 1.00390625, 1.01171875, -3.4e38, 1e-40, 3.0e-39, float("inf"), float("nan")])
-def test_keys_and_values_are_rounded_to_bfloat16_as_torch_does(team: Team, value: float) -> None:
-    """Ties go to even, what is too large becomes infinite, what is no number stays none."""
+def test_cache_rounds_to_bfloat16_like_torch(team: Team, value: float) -> None:
+    """Ties to even, overflow to infinity, NaN stays NaN."""
     shape = Shape(num_heads=1, num_kv_heads=1, head_dim=16, block_size=4, num_rows=1, longest=9, has_prefix=False)
     case = make_case(shape, seed=62)
     case.qkv_TW[:, 16:] = value

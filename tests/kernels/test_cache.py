@@ -1,4 +1,4 @@
-"""The cache of compiled code: what is damaged is compiled again, and what others could have written is not loaded."""
+"""The cache of compiled libraries: damaged ones are recompiled, ones that others could have written are not loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DAMAGES: dict[str, Damage] = {
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty temporary folder."""
+    """Return an empty temporary folder."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -43,7 +43,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_library_is_compiled_again(tmp_path: Path, name: str) -> None:
+def test_damaged_library_is_recompiled(tmp_path: Path, name: str) -> None:
     environ = fake_compiler(tmp_path, "echo made > $out")
     path = compile_library("generic", tmp_path / "cache", environ)
     DAMAGES[name](path)
@@ -53,7 +53,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path: Path, name: str) -> None:
     assert compile_library("generic", tmp_path / "cache", environ) == path and num_compiles(tmp_path) == 2
 
 
-def test_a_process_survives_a_damaged_library(tmp_path: Path) -> None:
+def test_damaged_library_is_not_loaded(tmp_path: Path) -> None:
     """Loading an empty library raises; loading a truncated one ends a process by SIGBUS."""
     good = compile_library(best_isa(cpu_flags()), default_cache(os.environ), os.environ)
     script = fake_compiler(tmp_path, f"cp {good} $out")["CC"]
@@ -67,12 +67,12 @@ def test_a_process_survives_a_damaged_library(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout.strip()) == (0, best_isa(cpu_flags())), done.stderr
 
 
-def test_a_library_is_named_by_its_contents(tmp_path: Path) -> None:
+def test_library_name_contains_digest_of_contents(tmp_path: Path) -> None:
     path = compile_library("generic", tmp_path, fake_compiler(tmp_path, "echo made > $out"))
     assert path.stem.rpartition("-")[2] == hashlib.sha256(b"made\n").hexdigest()
 
 
-def test_an_empty_file_of_the_compiler_is_an_error(tmp_path: Path) -> None:
+def test_empty_compiler_output_raises(tmp_path: Path) -> None:
     with pytest.raises(CannotCompile, match="made an empty file"):
         compile_library("generic", tmp_path / "cache", fake_compiler(tmp_path, ": > $out"))
     assert list((tmp_path / "cache" / "kernels").iterdir()) == []
@@ -80,7 +80,7 @@ def test_an_empty_file_of_the_compiler_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["kernels", "cache", "above"])
 @pytest.mark.parametrize("how", ["world", "group", "owner"])
-def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path, temporary: Path, level: str, how: str) -> None:
+def test_cache_writable_by_others_is_not_used(tmp_path: Path, temporary: Path, level: str, how: str) -> None:
     environ = fake_compiler(tmp_path, "echo made > $out")
     above = tmp_path / "above"
     planted = compile_library("generic", above / "cache", environ)
@@ -101,7 +101,7 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path, temporary: Pa
     assert list(temporary.iterdir()) == [] and planted.exists()
 
 
-def test_a_sticky_directory_may_lie_above(tmp_path: Path) -> None:
+def test_sticky_parent_directory_is_accepted(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -114,7 +114,7 @@ def test_a_sticky_directory_may_lie_above(tmp_path: Path) -> None:
         compile_library("generic", shared, environ)
 
 
-def test_a_link_into_an_open_directory_is_not_followed(tmp_path: Path) -> None:
+def test_symlink_into_writable_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open" / "real").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -123,7 +123,7 @@ def test_a_link_into_an_open_directory_is_not_followed(tmp_path: Path) -> None:
         compile_library("generic", tmp_path / "cache", fake_compiler(tmp_path, "echo made > $out"))
 
 
-def test_a_cache_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, temporary: Path) -> None:
+def test_unwritable_cache_uses_and_removes_a_temporary_folder(tmp_path: Path, temporary: Path) -> None:
     environ = fake_compiler(tmp_path, "echo made > $out")
     (tmp_path / "file").write_text("")
     for _ in range(3):
@@ -138,7 +138,7 @@ def test_a_cache_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, te
     assert list(temporary.iterdir()) == []
 
 
-def test_no_folder_to_compile_in_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_temporary_folder_raises_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     environ = fake_compiler(tmp_path, "echo made > $out")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
@@ -149,7 +149,7 @@ def test_no_folder_to_compile_in_is_one_line(tmp_path: Path, monkeypatch: pytest
         pass
 
 
-def test_starts_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_concurrent_compilations_do_not_interfere(tmp_path: Path) -> None:
     environ = fake_compiler(tmp_path, "echo made > $out")
     with ThreadPoolExecutor(8) as threads:
         found = set(threads.map(lambda _: compile_library("generic", tmp_path / "cache", environ), range(16)))

@@ -1,4 +1,4 @@
-"""Compiling: what is found, what fails in one line, what is made once; and the library's own checks."""
+"""Compilation of the kernels, and the `Library` class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def fake_compiler(folder: Path, then: str) -> dict[str, str]:
-    """An environment whose compiler notes its calls and then does as told; "$out" is the file to be made."""
+    """Return an environment whose compiler logs its calls and runs the shell command `then`; "$out" is the output."""
     script = folder / "fakecc"
     script.write_text(
         f"""#!/bin/sh
@@ -39,18 +39,18 @@ def num_compiles(folder: Path) -> int:
     return sum(" -o " in line for line in (folder / "calls").read_text().splitlines())
 
 
-def test_what_is_compiled_is_kept(tmp_path: Path) -> None:
+def test_compiled_library_is_cached(tmp_path: Path) -> None:
     environ = fake_compiler(tmp_path, "echo made > $out")
     first = compile_library("generic", tmp_path / "cache", environ)
     assert first == compile_library("generic", tmp_path / "cache", environ)
     assert first.read_text() == "made\n" and num_compiles(tmp_path) == 1
-    assert [path.name for path in first.parent.iterdir()] == [first.name], "something was left behind"
+    assert [path.name for path in first.parent.iterdir()] == [first.name], "temporary files remain"
     other = compile_library("generic", tmp_path / "cache", environ, extra=("-g",))
     assert other != first and num_compiles(tmp_path) == 2
     assert first.parent.stat().st_mode & 0o077 == 0
 
 
-def test_no_compiler_is_told_in_one_line(tmp_path: Path) -> None:
+def test_missing_compiler_raises_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(CannotCompile, match=r"^no C compiler \(nosuchcc\) was found$"):
         compile_library("generic", tmp_path, {"CC": "nosuchcc"})
     with pytest.raises(CannotCompile, match=r"^no C compiler \(cc, gcc, clang\) was found$"):
@@ -67,7 +67,7 @@ def test_no_compiler_is_told_in_one_line(tmp_path: Path) -> None:
         (r"printf 'error: \351t\351\n' >&2; exit 1", "error: "),
     ],
 )
-def test_a_failing_compiler_is_told_in_one_line(tmp_path: Path, then: str, reason: str) -> None:
+def test_failing_compiler_raises_one_line_error(tmp_path: Path, then: str, reason: str) -> None:
     environ = fake_compiler(tmp_path, then)
     with pytest.raises(CannotCompile) as caught:
         compile_library("generic", tmp_path / "cache", environ)
@@ -75,7 +75,7 @@ def test_a_failing_compiler_is_told_in_one_line(tmp_path: Path, then: str, reaso
     assert list((tmp_path / "cache" / "kernels").iterdir()) == []
 
 
-def test_a_compiler_that_is_no_program_is_told_in_one_line(tmp_path: Path) -> None:
+def test_non_executable_compiler_raises_one_line_error(tmp_path: Path) -> None:
     script = tmp_path / "cc"
     script.write_bytes(b"\x7fELF nonsense")
     script.chmod(0o755)
@@ -83,7 +83,7 @@ def test_a_compiler_that_is_no_program_is_told_in_one_line(tmp_path: Path) -> No
         compile_library("generic", tmp_path, {"CC": str(script)})
 
 
-def test_flags_follow_the_cpu() -> None:
+def test_options_depend_on_cpu_flags() -> None:
     assert best_isa(frozenset()) == best_isa(AVX2 - {"fma"}) == "generic"
     assert best_isa(AVX2) == best_isa(AVX512 - {"avx512dq"}) == "avx2"
     assert best_isa(AVX512 | {"sse2"}) == "avx512"
@@ -96,16 +96,16 @@ def test_flags_follow_the_cpu() -> None:
     assert best_isa(cpu_flags()) in ("avx512", "avx2", "generic")
 
 
-def test_the_compiler_is_the_named_one(tmp_path: Path) -> None:
+def test_find_compiler_uses_cc_variable(tmp_path: Path) -> None:
     environ = fake_compiler(tmp_path, "")
     assert find_compiler(environ) == environ["CC"]
     assert Path(find_compiler({})).name in ("cc", "gcc", "clang")
 
 
-# ---- what was compiled ----------------------------------------------------------------------------------------------
+# ---- Library --------------------------------------------------------------------------------------------------------
 
 
-def test_both_sides_see_the_same_structures(library: Library, isa: str) -> None:
+def test_ctypes_structures_match_the_library(library: Library, isa: str) -> None:
     assert library.isa == isa
     assert len(kernels._STRUCTS) == 8
     for which, struct in enumerate(kernels._STRUCTS):
@@ -114,11 +114,11 @@ def test_both_sides_see_the_same_structures(library: Library, isa: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [0, -1, 257, 10**6])
-def test_too_many_threads_are_refused(library: Library, threads: int) -> None:
+def test_invalid_thread_count_raises(library: Library, threads: int) -> None:
     assert library.code.nano_pool_new(threads, 0) is None
 
 
-def test_a_closed_library_can_be_used_again(library: Library) -> None:
+def test_closed_library_creates_a_new_pool(library: Library) -> None:
     logits_BV = torch.randn(3, 100)
     before = native.draw(library, logits_BV, [0.0] * 3, [0.0] * 3, [True] * 3)
     library.close()
@@ -127,19 +127,19 @@ def test_a_closed_library_can_be_used_again(library: Library) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not list a process's threads")
-def test_the_threads_end_with_the_library(library: Library) -> None:
+def test_threads_end_with_the_library(library: Library) -> None:
     before = threads_here()
     own = Library(Path(library.code._name), 5)
     native.draw(own, torch.randn(3, 100), [0.0] * 3, [0.0] * 3, [True] * 3)
-    begun = threads_here() - before
-    assert len(begun) == 4
+    started = threads_here() - before
+    assert len(started) == 4
     del own
     gc.collect()
-    assert have_ended(begun)
+    assert have_ended(started)
 
 
-def test_two_threads_take_turns_with_one_library(library: Library) -> None:
-    """Two engines may share a library, each in a thread of its own: a twin does."""
+def test_library_serialises_calls_of_two_threads(library: Library) -> None:
+    """Engines that share weights also share a library, each in its own thread."""
     logits_BV = torch.randn(16, 5000)
     arguments = ([1.0] * 16, [0.3] * 16, [False] * 16)
     expected = native.draw(library, logits_BV, *arguments)
@@ -148,7 +148,7 @@ def test_two_threads_take_turns_with_one_library(library: Library) -> None:
         assert all(one == expected for one in found)
 
 
-def test_a_forked_child_computes_with_threads_of_its_own(library: Library) -> None:
+def test_forked_child_creates_its_own_threads(library: Library) -> None:
     logits_BV = torch.randn(8, 1000)
     arguments = ([0.0] * 8, [0.0] * 8, [True] * 8)
     expected = native.draw(library, logits_BV, *arguments)

@@ -1,4 +1,4 @@
-"""Drawing: against float64, against the torch sampler, and each row alone."""
+"""Sampling kernel: against float64, against the torch sampler, and independence of rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPERATURES = (0.0, 1e-9, 0.01, 0.5, 1.0, 1.7, 100.0)
 
 
 def case(vocab_size: int, seed: int) -> tuple[Tensor, list[float], list[float]]:
-    """Rows of several shapes at every temperature, with uniforms that include the ends."""
+    """Return rows of logits, temperatures and uniforms (including the limits)."""
     each = 6 if vocab_size < 2000 else 3
     num_rows = each * len(TEMPERATURES)
     logits_BV = torch.randn(num_rows, vocab_size, generator=random(seed)) * torch.logspace(-2, 1.5, num_rows).unsqueeze(
@@ -36,24 +36,24 @@ def case(vocab_size: int, seed: int) -> tuple[Tensor, list[float], list[float]]:
 
 
 def exact(logit_V: Tensor, temperature: float) -> Tensor:
-    """The distribution in float64."""
+    """Return the distribution in float64."""
     return ((logit_V.double() - logit_V.double().max()) / (temperature or 1.0)).softmax(dim=-1)
 
 
 def exact_logprob(logit_V: Tensor, temperature: float, token: int) -> float:
-    """A token's log-probability in float64; the temperature is a float32."""
+    """Return a token's log-probability in float64, with the temperature rounded to float32."""
     divisor = torch.tensor(temperature or 1.0).double()
     below_V = (logit_V.double() - logit_V.double().max()) / divisor
     return float(below_V[token] - below_V.exp().sum().log())
 
 
-def allowed(logprob: float) -> float:
-    """How far a float32 log-probability may be from the exact one: 1e-6, or an ulp where that is more."""
+def tolerance_of(logprob: float) -> float:
+    """Return the tolerance of a float32 log-probability: 1e-6, or an ulp if that is more."""
     return max(1e-6, math.ulp(logprob) * 2**29)
 
 
 def is_right(logit_V: Tensor, temperature: float, uniform: float, token: int) -> bool:
-    """Whether the uniform lies within the token's part of the distribution, or within 1e-6 of it."""
+    """Return True if the uniform is within 1e-6 of the token's interval of the cumulative distribution."""
     if temperature == 0:
         return token == int((logit_V == logit_V.max()).nonzero()[0])
     p_V = exact(logit_V, temperature)
@@ -62,14 +62,14 @@ def is_right(logit_V: Tensor, temperature: float, uniform: float, token: int) ->
 
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
-def test_tokens_and_logprobs_are_right(team: Team, vocab_size: int) -> None:
+def test_tokens_and_logprobs_match_float64(team: Team, vocab_size: int) -> None:
     logits_BV, temperatures, uniforms = case(vocab_size, seed=vocab_size)
     is_raw = [row % 2 == 1 for row in range(len(uniforms))]
     tokens, logprobs = native.draw(team[2], logits_BV, temperatures, uniforms, is_raw)
     for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         assert is_right(logits_BV[row], temperatures[row], uniforms[row], token), row
         expected = exact_logprob(logits_BV[row], 1.0 if is_raw[row] else temperatures[row], token)
-        assert abs(logprob - expected) <= allowed(expected), row
+        assert abs(logprob - expected) <= tolerance_of(expected), row
     for threads in (1, 3):
         assert native.draw(team[threads], logits_BV, temperatures, uniforms, is_raw) == (tokens, logprobs)
 
@@ -77,7 +77,7 @@ def test_tokens_and_logprobs_are_right(team: Team, vocab_size: int) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", SHAPES)
 def test_log_sum_exp_is_unbiased(team: Team, name: str, temperature: float) -> None:
-    """Against float64, for any vocabulary: within 2e-7 before the result is rounded to float32, and without a sign."""
+    """Within 2e-7 of float64 for any vocabulary, and unbiased, before rounding to float32."""
     for vocab_size, num_rows in ((1000, 64), (262_144, 6), (524_288, 3)):
         logits_BV = shaped(name, num_rows, vocab_size)
         best_B, log_mass_B = native.normalise(team[2], logits_BV, [temperature] * num_rows)
@@ -92,18 +92,18 @@ def test_log_sum_exp_is_unbiased(team: Team, name: str, temperature: float) -> N
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_logprobs_are_right_over_large_vocabularies(library: Library, name: str) -> None:
+def test_logprobs_are_accurate_for_large_vocabularies(library: Library, name: str) -> None:
     logits_BV = shaped(name, 8, 262_144)
     for temperature, is_raw in ((1.0, False), (0.7, False), (0.7, True), (0.0, False)):
         uniforms = torch.rand(8, dtype=torch.float64, generator=random(9)).tolist()
         drawn = native.draw(library, logits_BV, [temperature] * 8, uniforms, [is_raw] * 8)
         for row_V, token, logprob in zip(logits_BV, *drawn, strict=True):
             expected = exact_logprob(row_V, 1.0 if is_raw else temperature, token)
-            assert abs(logprob - expected) <= allowed(expected)
+            assert abs(logprob - expected) <= tolerance_of(expected)
 
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
-def test_the_twin_and_the_torch_sampler_draw_the_same(library: Library, vocab_size: int) -> None:
+def test_reference_and_torch_sampler_draw_the_same_tokens(library: Library, vocab_size: int) -> None:
     logits_BV, temperatures, uniforms = case(vocab_size, seed=100 + vocab_size)
     is_raw = [False] * len(uniforms)
     tokens, logprobs = native.draw(library, logits_BV, temperatures, uniforms, is_raw)
@@ -114,7 +114,7 @@ def test_the_twin_and_the_torch_sampler_draw_the_same(library: Library, vocab_si
     for other_tokens, other_logprobs in others:
         for row, (mine, theirs) in enumerate(zip(tokens, other_tokens, strict=True)):
             if mine == theirs:
-                assert abs(logprobs[row] - other_logprobs[row]) <= allowed(logprobs[row])
+                assert abs(logprobs[row] - other_logprobs[row]) <= tolerance_of(logprobs[row])
             else:
                 assert is_right(logits_BV[row], temperatures[row], uniforms[row], mine)
                 assert is_right(logits_BV[row], temperatures[row], uniforms[row], theirs)
@@ -125,7 +125,7 @@ def edges(logit_V: Tensor, temperature: float) -> list[float]:
     return [0.0, *exact(logit_V, temperature).cumsum(dim=0).tolist()]
 
 
-def test_rows_depend_on_themselves_alone(library: Library) -> None:
+def test_draws_do_not_depend_on_other_rows(library: Library) -> None:
     logits_BV, temperatures, uniforms = case(1025, seed=3)
     is_raw = [True] * len(uniforms)
     tokens, logprobs = native.draw(library, logits_BV, temperatures, uniforms, is_raw)
@@ -137,7 +137,7 @@ def test_rows_depend_on_themselves_alone(library: Library) -> None:
         )
 
 
-def test_rows_may_be_parts_of_wider_ones_and_lie_anywhere(library: Library) -> None:
+def test_rows_may_be_strided_and_unaligned(library: Library) -> None:
     logits_BV, temperatures, uniforms = case(513, seed=4)
     wide = torch.full((logits_BV.size(0), 530), 1e9)
     wide[:, 3:516] = logits_BV
@@ -148,7 +148,7 @@ def test_rows_may_be_parts_of_wider_ones_and_lie_anywhere(library: Library) -> N
 
 @pytest.mark.parametrize("spoiled", [[math.nan], [math.inf], [math.inf, math.nan], [-math.inf] * 600])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_what_cannot_be_drawn_says_so_and_spoils_no_other(
+def test_undrawable_row_reports_nan_and_does_not_affect_others(
     library: Library, spoiled: list[float], temperature: float
 ) -> None:
     logits_BV = torch.randn(3, 600, generator=random(5))
@@ -163,10 +163,10 @@ def test_what_cannot_be_drawn_says_so_and_spoils_no_other(
         assert [logprobs[0], logprobs[2]] == pytest.approx([clean[1][0], clean[1][2]], abs=1e-5)
 
 
-def test_tokens_of_no_probability_are_never_drawn(library: Library) -> None:
+def test_tokens_without_probability_are_never_drawn(library: Library) -> None:
     logits_BV = torch.full((64, 2000), -torch.inf)
     logits_BV[:, [5, 700, 1500]] = torch.tensor([0.0, 1.0, 0.5])
-    # 1 is never drawn, but stands for what rounding may do to a number below it.
+    # Uniforms are below 1; 1.0 simulates rounding.
     uniforms = [index / 64 for index in range(62)] + [1 - 2**-53, 1.0]
     for made in (
         native.draw(library, logits_BV, [1.0] * 64, uniforms, [False] * 64),
@@ -176,7 +176,7 @@ def test_tokens_of_no_probability_are_never_drawn(library: Library) -> None:
         assert made[0][0] == 5 and made[0][-2:] == [1500, 1500]
 
 
-def test_greedy_takes_the_lowest_of_the_best(library: Library) -> None:
+def test_greedy_draws_lowest_token_among_ties(library: Library) -> None:
     logits_BV = torch.zeros(3, 1030)
     logits_BV[1, [17, 600, 1029]] = 2.0
     logits_BV[2, 1029] = 2.0

@@ -1,4 +1,4 @@
-"""The twin alone, with no compiler about: against torch's own functions, so that the C's oracle has one itself."""
+"""The reference implementation of the kernels, compared with torch functions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WIDTH = (NUM_HEADS + 2 * NUM_KV) * DIM
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("the twin compiles nothing")
+        raise AssertionError("the reference must not compile anything")
 
     monkeypatch.setattr(compiling, "find_compiler", refuse)
 
 
 def rotated(x_THD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
-    """Pairs (i, i + R/2) as complex numbers, turned; the sine's first half has the minus sign."""
+    """Rotate pairs (i, i + R/2) as complex numbers; the first half of the sine is negated."""
     half = cos_TR.size(1) // 2
     turn = torch.complex(cos_TR[:, :half], sin_TR[:, half:]).unsqueeze(1)
     pair = torch.complex(x_THD[..., :half], x_THD[..., half : 2 * half]) * turn
@@ -33,7 +33,7 @@ def rotated(x_THD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_layer_is_what_torch_makes_of_it(window: int | None) -> None:
+def test_attention_layer_matches_torch(window: int | None) -> None:
     table = torch.randn(NUM_TOKENS, WIDTH, dtype=torch.float32, generator=random(1))
     angle_PR = torch.rand(NUM_TOKENS, DIM // 4, generator=random(2)).double()
     cos_PR, sin_PR = angle_PR.cos().repeat(1, 2), torch.cat((-angle_PR.sin(), angle_PR.sin()), dim=-1)
@@ -66,7 +66,7 @@ def test_a_layer_is_what_torch_makes_of_it(window: int | None) -> None:
     assert torch.allclose(torch.cat(got), expected.transpose(0, 1).flatten(1)[kept])
 
 
-def test_rows_are_what_torch_makes_of_them() -> None:
+def test_row_operations_match_torch() -> None:
     x_SK, bias_N = torch.randn(5, 33, generator=random(4)), torch.randn(24, generator=random(5))
     gate_NK, up_NK = torch.randn(2, 12, 33, generator=random(6))
     weight_K = torch.rand(33, generator=random(7))
@@ -85,7 +85,7 @@ def test_rows_are_what_torch_makes_of_them() -> None:
     )
 
 
-def test_eight_bits_are_close_to_what_they_round() -> None:
+def test_eight_bit_product_is_close_to_exact_product() -> None:
     weight_NK, x_SK = torch.randn(20, 300, generator=random(8)), torch.randn(4, 300, generator=random(9))
     program = Program(
         ops=(Product(x="x", out="y", matrices=(reference.pack_int8(weight_NK),)),), widths={"x": 300, "y": 20}

@@ -1,4 +1,4 @@
-"""Packing and unpacking in C and in torch, bit for bit, against ggml's own values."""
+"""Packing and unpacking in C and in the reference: equal bits, and equal to ggml's values."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ import pytest
 import torch
 
 from nano_inference.kernels import matrix
-from nano_inference.kernels.library import Library
+from nano_inference.kernels.library import BF16, F32, INT8, Library
 from nano_inference.memory import Slabs
 from tests.kernels import reference
-from tests.kernels.steps import BLOCK, PLAIN, block_rows, random
+from tests.kernels.steps import BLOCK, PLAIN, block_rows, pack, random
 
 SIZES = ((1, 1), (1, 33), (5, 2), (63, 7), (64, 64), (65, 3), (129, 100), (200, 31))
 SPECIAL = (float("nan"), float("inf"), -float("inf"), 6e-8, -6e-8, 1e-40, 65504.0, 0.0, -0.0)
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
-    """Values as they lie in memory: what is no number equals itself, and -0 is not 0."""
+    """Return the bytes of values, so that NaN equals NaN and -0 differs from 0."""
     return values.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", PLAIN.values())
 @pytest.mark.parametrize("size", SIZES)
-def test_plain_weights_come_back_as_they_were(library: Library, dtype: torch.dtype, size: tuple[int, int]) -> None:
+def test_plain_weights_round_trip(library: Library, dtype: torch.dtype, size: tuple[int, int]) -> None:
     weight_NK = torch.randn(size, generator=random(0)).to(dtype)
-    for packed in (matrix.pack(library, weight_NK, Slabs(0)), reference.pack(weight_NK)):
+    for packed in (pack(library, weight_NK), reference.pack(weight_NK)):
         assert torch.equal(matrix.unpack(library, packed), weight_NK.float())
         assert torch.equal(reference.unpack(packed), weight_NK.float())
         assert torch.equal(reference.unpack(packed, size[0] // 2, 1), weight_NK[size[0] // 2 :][:1].float())
         assert torch.equal(matrix.unpack(library, packed, size[0] // 2, 1), weight_NK[size[0] // 2 :][:1].float())
-    assert torch.equal(matrix.pack(library, weight_NK, Slabs(0)).packed, reference.pack(weight_NK).packed)
+    assert torch.equal(pack(library, weight_NK).packed, reference.pack(weight_NK).packed)
 
 
 @pytest.mark.parametrize("dtype", PLAIN.values())
-def test_special_values_come_back(library: Library, dtype: torch.dtype) -> None:
+def test_special_values_round_trip(library: Library, dtype: torch.dtype) -> None:
     weight_NK = torch.tensor(SPECIAL).to(dtype).repeat(70, 1)
-    weight_NK[3] += 0.1  # so that float32 is not kept as bfloat16
+    weight_NK[3] += 0.1  # so that float32 values do not fit bfloat16
     expected = weight_NK.float()
     for made in (
-        matrix.unpack(library, matrix.pack(library, weight_NK, Slabs(0))),
+        matrix.unpack(library, pack(library, weight_NK)),
         reference.unpack(reference.pack(weight_NK)),
     ):
         assert torch.equal(made.isnan(), expected.isnan())
@@ -48,25 +48,25 @@ def test_special_values_come_back(library: Library, dtype: torch.dtype) -> None:
         )
 
 
-def test_every_half_float_is_widened_exactly(library: Library) -> None:
+def test_every_float16_is_widened_exactly(library: Library) -> None:
     half = torch.arange(65536).to(torch.int32).to(torch.uint16).view(torch.float16).view(512, 128)
-    made = matrix.unpack(library, matrix.pack(library, half, Slabs(0)))
+    made = matrix.unpack(library, pack(library, half))
     assert torch.equal(made.isnan(), half.isnan())
     assert torch.equal(made.nan_to_num(), half.float().nan_to_num())
 
 
-def test_float32_that_is_bfloat16_takes_half_the_memory(library: Library) -> None:
+def test_float32_exact_in_bfloat16_is_stored_as_bfloat16(library: Library) -> None:
     weight_NK = torch.randn(70, 34, generator=random(1)).bfloat16().float()
-    for packed in (matrix.pack(library, weight_NK, Slabs(0)), reference.pack(weight_NK)):
-        assert matrix.NAMES[packed.format] == "bfloat16"
+    for packed in (pack(library, weight_NK), reference.pack(weight_NK)):
+        assert packed.format == BF16
         assert torch.equal(reference.unpack(packed), weight_NK)
     weight_NK[69, 33] += 1e-6
-    assert matrix.NAMES[matrix.pack(library, weight_NK, Slabs(0)).format] == "float32"
+    assert pack(library, weight_NK).format == F32
 
 
 @pytest.mark.parametrize("name", BLOCK)
 @pytest.mark.parametrize("num_out", [1, 63, 64, 70])
-def test_blocks_have_ggmls_values(library: Library, name: str, num_out: int) -> None:
+def test_blocks_unpack_to_ggml_values(library: Library, name: str, num_out: int) -> None:
     num_in = 3 * BLOCK[name][0]
     rows = block_rows(name, num_out, num_in, 2)
     kind = gguf.GGMLQuantizationType[name]
@@ -79,7 +79,7 @@ def test_blocks_have_ggmls_values(library: Library, name: str, num_out: int) -> 
 
 
 @pytest.mark.parametrize("name", BLOCK)
-def test_rows_of_blocks_can_be_taken_in_another_order(library: Library, name: str) -> None:
+def test_pack_blocks_reorders_rows(library: Library, name: str) -> None:
     num_in = BLOCK[name][0]
     rows = block_rows(name, 70, num_in, 3)
     order_N = torch.randperm(70, generator=random(4)).to(torch.int32)
@@ -89,21 +89,21 @@ def test_rows_of_blocks_can_be_taken_in_another_order(library: Library, name: st
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_eight_bit_weights_are_rounded_the_same_way(library: Library, size: tuple[int, int]) -> None:
+def test_eight_bit_rounding_matches_reference(library: Library, size: tuple[int, int]) -> None:
     weight_NK = torch.randn(size, generator=random(5))
     weight_NK[0] = 0
-    made, plain = matrix.pack_int8(library, weight_NK, Slabs(0)), reference.pack_int8(weight_NK)
+    made, plain = pack(library, weight_NK, INT8), reference.pack_int8(weight_NK)
     assert torch.equal(made.packed, plain.packed)
     assert torch.equal(matrix.unpack(library, made), reference.unpack(made))
     half_step_N1 = weight_NK.abs().amax(dim=-1, keepdim=True) / 254
     assert ((reference.unpack(made) - weight_NK).abs() <= half_step_N1 * (1 + 1e-5)).all()
 
 
-def test_sources_may_lie_anywhere(library: Library) -> None:
+def test_sources_may_be_unaligned(library: Library) -> None:
     weight_NK = torch.randn(5, 33, generator=random(6))
     memory = torch.empty(5 * 33 + 1)
     memory[1:] = weight_NK.flatten()
-    assert torch.equal(matrix.unpack(library, matrix.pack(library, memory[1:].view(5, 33), Slabs(0))), weight_NK)
+    assert torch.equal(matrix.unpack(library, pack(library, memory[1:].view(5, 33))), weight_NK)
     for name in BLOCK:
         rows = block_rows(name, 5, BLOCK[name][0], 7)
         memory_B = torch.empty(rows.numel() + 1, dtype=torch.uint8)
@@ -114,11 +114,11 @@ def test_sources_may_lie_anywhere(library: Library) -> None:
 
 def test_packed_memory_is_aligned(library: Library) -> None:
     weight_NK = torch.randn(5, 33)
-    for packed in (matrix.pack(library, weight_NK, Slabs(0)), matrix.pack_int8(library, weight_NK, Slabs(0))):
+    for packed in (pack(library, weight_NK), pack(library, weight_NK, INT8)):
         assert packed.packed.data_ptr() % 64 == 0
 
 
 @pytest.mark.parametrize(("name", "num_in", "can"), [("Q4_0", 32, True), ("Q4_0", 33, False), ("Q6_K", 128, False)])
-def test_only_whole_blocks_are_kept(name: str, num_in: int, can: bool) -> None:
+def test_can_keep_requires_whole_blocks(name: str, num_in: int, can: bool) -> None:
     assert matrix.can_keep(name, num_in) is can
     assert not matrix.can_keep("IQ1_S", 256)

@@ -1,4 +1,4 @@
-"""Products: against float64, and the same bits for a row alone, in any batch and with any number of threads."""
+"""Product kernels: accuracy against float64, and equal bits of a row in any batch and with any number of threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.kernels import matrix
-from nano_inference.kernels.library import Library
+from nano_inference.kernels.library import INT8, Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.program import Product, Program
 from nano_inference.memory import Slabs
@@ -21,15 +21,16 @@ from tests.kernels.steps import (
     block_rows,
     in_child,
     make_matrix,
+    pack,
     product_bound,
     random,
     run_rows,
 )
 
 COUNTS = (*range(1, 14), 24, 25, 64, 83, 84, 85, 170, 171)
-"""Around every size at which the C goes another way: four rows at once, tiles of 6 and 12, pieces of 84 and 168."""
+"""Numbers of rows around every limit in the C code: four rows, tiles of 6 and 12, pieces of 84 and 168."""
 SIZES = ((1, 1), (3, 7), (64, 33), (130, 576), (70, 1030), (5, 2051), (1700, 9), (6300, 3))
-"""Outputs and inputs; up to 99 panels, which few rows are shared out in runs of."""
+"""Outputs and inputs; up to 99 panels, which are processed in runs for few rows."""
 
 
 def program(matrices: tuple[Matrix, ...], bias: Tensor | None = None, *, add: bool = False, num_in: int) -> Program:
@@ -37,8 +38,8 @@ def program(matrices: tuple[Matrix, ...], bias: Tensor | None = None, *, add: bo
     return Program(ops=(op,), widths={"x": num_in, "y": sum(m.num_out for m in matrices)})
 
 
-def check_rows(library: Library, made: Program, x_SK: Tensor, y_SN: Tensor, whole_SN: Tensor) -> None:
-    """Any run of rows gives what it gives among all."""
+def assert_rows_independent(library: Library, made: Program, x_SK: Tensor, y_SN: Tensor, whole_SN: Tensor) -> None:
+    """Assert that any range of rows has the same bits as among all rows."""
     for index, count in enumerate(COUNTS):
         first = index * 13 % (x_SK.size(0) - count + 1)
         some = slice(first, first + count)
@@ -46,8 +47,8 @@ def check_rows(library: Library, made: Program, x_SK: Tensor, y_SN: Tensor, whol
         assert torch.equal(part_SN, whole_SN[some]), (count, first)
 
 
-def check_rounded(library: Library, name: str, got_SN: Tensor, expected_SN: Tensor, bound_SN: Tensor) -> None:
-    """The same bits; where there is no fused multiply-add, products of blocks are rounded once more."""
+def assert_equal_or_close(library: Library, name: str, got_SN: Tensor, expected_SN: Tensor, bound_SN: Tensor) -> None:
+    """Assert equal bits, or closeness if products of blocks are rounded twice for lack of fused multiply-add."""
     if name == "int8" or library.isa != "generic":
         assert torch.equal(got_SN, expected_SN)
     else:
@@ -56,20 +57,20 @@ def check_rounded(library: Library, name: str, got_SN: Tensor, expected_SN: Tens
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_products_are_right_and_rows_depend_on_themselves_alone(team: Team, name: str, size: tuple[int, int]) -> None:
+def test_products_match_float64_and_rows_are_independent(team: Team, name: str, size: tuple[int, int]) -> None:
     weight = make_matrix(team[1], name, *size, seed=1)
     x_SK = torch.randn(200, weight.num_in, generator=random(2))
     y_SN = torch.zeros(200, weight.num_out)
     made = program((weight,), num_in=weight.num_in)
     whole_SN = run_rows(team[2], made, {"x": x_SK, "y": y_SN}, "y")
     if name in ROUNDED:
-        check_rounded(
+        assert_equal_or_close(
             team[2], name, whole_SN, reference.run_rows(made, {"x": x_SK})["y"], product_bound(x_SK, (weight,), y_SN)
         )
     else:
         exact_SN = x_SK.double() @ reference.unpack(weight).double().T
         assert ((whole_SN - exact_SN).abs() <= product_bound(x_SK, (weight,), y_SN)).all()
-    check_rows(team[2], made, x_SK, y_SN, whole_SN)
+    assert_rows_independent(team[2], made, x_SK, y_SN, whole_SN)
     for threads in (1, 3):
         assert torch.equal(run_rows(team[threads], made, {"x": x_SK, "y": y_SN}, "y"), whole_SN)
 
@@ -77,7 +78,7 @@ def test_products_are_right_and_rows_depend_on_themselves_alone(team: Team, name
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_matrices_stand_side_by_side(team: Team, name: str, add: bool, with_bias: bool) -> None:
+def test_matrices_write_adjacent_columns(team: Team, name: str, add: bool, with_bias: bool) -> None:
     matrices = tuple(make_matrix(team[1], name, num_out, 256, seed=num_out) for num_out in (70, 1, 64, 33))
     width = sum(m.num_out for m in matrices)
     x_SK, y_SN = torch.randn(30, 256, generator=random(3)), torch.randn(30, width, generator=random(4))
@@ -89,7 +90,9 @@ def test_matrices_stand_side_by_side(team: Team, name: str, add: bool, with_bias
             "y"
         ]
         expected_SN = y_SN + start_SN if add else start_SN
-        check_rounded(team[3], name, got_SN, expected_SN, product_bound(x_SK, matrices, start_SN.abs() + y_SN.abs()))
+        assert_equal_or_close(
+            team[3], name, got_SN, expected_SN, product_bound(x_SK, matrices, start_SN.abs() + y_SN.abs())
+        )
         return
     exact_SN = reference.run_rows(made, {"x": x_SK, "y": y_SN}, dtype=torch.float64)["y"]
     start_SN = y_SN.abs() * add + (0 if bias_N is None else bias_N.abs())
@@ -97,7 +100,7 @@ def test_matrices_stand_side_by_side(team: Team, name: str, add: bool, with_bias
     assert torch.equal(got_SN[7:8], run_rows(team[1], made, {"x": x_SK[7:8], "y": y_SN[7:8]}, "y"))
 
 
-def test_matrices_of_several_formats_stand_side_by_side(library: Library) -> None:
+def test_matrices_of_several_formats_write_adjacent_columns(library: Library) -> None:
     names = ("Q4_K", "Q6_K", "bfloat16", "int8", "Q8_0", "Q4_1 x int8")
     matrices = tuple(make_matrix(library, name, 67, 512, seed=6) for name in names)
     x_SK = torch.randn(9, 512, generator=random(7))
@@ -107,7 +110,7 @@ def test_matrices_of_several_formats_stand_side_by_side(library: Library) -> Non
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int8"])
-def test_a_matrix_of_fewer_inputs_takes_the_first_of_the_row(library: Library, name: str) -> None:
+def test_matrix_with_fewer_inputs_uses_first_columns(library: Library, name: str) -> None:
     weight = make_matrix(library, name, 5, 13, seed=8)
     x_SK = torch.randn(6, 20, generator=random(9))
     wide = run_rows(library, program((weight,), num_in=20), {"x": x_SK}, "y")
@@ -117,7 +120,7 @@ def test_a_matrix_of_fewer_inputs_takes_the_first_of_the_row(library: Library, n
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("num_rows", [3, 20])
-def test_a_row_that_is_no_number_stays_alone(library: Library, name: str, value: float, num_rows: int) -> None:
+def test_nan_row_does_not_affect_other_rows(library: Library, name: str, value: float, num_rows: int) -> None:
     weight = make_matrix(library, name, 70, 256, seed=10)
     made = program((weight,), num_in=256)
     x_SK = torch.randn(num_rows, 256, generator=random(11))
@@ -132,34 +135,32 @@ def test_a_row_that_is_no_number_stays_alone(library: Library, name: str, value:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [2, 20])
-def test_weights_that_are_no_numbers_spoil_their_outputs_alone(
-    library: Library, dtype: torch.dtype, num_rows: int
-) -> None:
+def test_nan_weights_affect_only_their_outputs(library: Library, dtype: torch.dtype, num_rows: int) -> None:
     weight_NK = torch.randn(70, 33, generator=random(12)).to(dtype)
-    made = program((matrix.pack(library, weight_NK, Slabs(0)),), num_in=33)
+    made = program((pack(library, weight_NK),), num_in=33)
     x_SK = torch.randn(num_rows, 33, generator=random(13))
     clean_SN = run_rows(library, made, {"x": x_SK}, "y")
     weight_NK[5, 4], weight_NK[69, 32] = torch.nan, torch.inf
-    got_SN = run_rows(library, program((matrix.pack(library, weight_NK, Slabs(0)),), num_in=33), {"x": x_SK}, "y")
+    got_SN = run_rows(library, program((pack(library, weight_NK),), num_in=33), {"x": x_SK}, "y")
     assert got_SN[:, 5].isnan().all() and got_SN[:, 69].isinf().all()
     others = [n for n in range(70) if n not in (5, 69)]
     assert torch.equal(got_SN[:, others], clean_SN[:, others])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_eight_bit_weights_that_are_no_numbers_say_so(library: Library, value: float) -> None:
+def test_eight_bit_rounding_preserves_nan(library: Library, value: float) -> None:
     weight_NK = torch.randn(70, 33, generator=random(14))
     weight_NK[5, 4] = value
     x_SK = torch.randn(3, 33, generator=random(15))
-    got_SN = run_rows(library, program((matrix.pack_int8(library, weight_NK, Slabs(0)),), num_in=33), {"x": x_SK}, "y")
+    got_SN = run_rows(library, program((pack(library, weight_NK, INT8),), num_in=33), {"x": x_SK}, "y")
     assert got_SN[:, 5].isnan().all()
     assert got_SN[:, :5].isfinite().all() and got_SN[:, 6:].isfinite().all()
 
 
 @pytest.mark.parametrize("name", NIBBLES)
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_the_largest_nibbles_and_activations_have_room(team: Team, name: str, blocks: int) -> None:
-    """Every product as large as it can be, and all of one sign: sums in 16 bits hold a block, and no more."""
+def test_largest_nibble_products_do_not_overflow(team: Team, name: str, blocks: int) -> None:
+    """All products have the largest magnitude and one sign: 16-bit sums can hold exactly one block."""
     num_in = blocks * BLOCK[name][0]
     rows = block_rows(name, 70, num_in, seed=17).view(70, blocks, -1)
     rows[..., -BLOCK[name][0] // 2 :] = 255
@@ -167,12 +168,12 @@ def test_the_largest_nibbles_and_activations_have_room(team: Team, name: str, bl
     x_SK = torch.tensor([[1.0], [-1.0], [2.0], [-3.0], [1.0]]).expand(5, num_in).contiguous()
     made = program((weight,), num_in=num_in)
     got_SN, expected_SN = run_rows(team[2], made, {"x": x_SK}, "y"), reference.run_rows(made, {"x": x_SK})["y"]
-    check_rounded(team[2], name, got_SN, expected_SN, product_bound(x_SK, (weight,), torch.zeros(5, 70)))
+    assert_equal_or_close(team[2], name, got_SN, expected_SN, product_bound(x_SK, (weight,), torch.zeros(5, 70)))
     exact_SN = x_SK.double() @ reference.unpack(weight).double().T
     assert ((got_SN - exact_SN).abs() <= 1e-5 * exact_SN.abs() + 1e-3).all()
 
 
-def test_no_rows_are_no_rows(library: Library) -> None:
+def test_empty_input_gives_empty_output(library: Library) -> None:
     made = program((make_matrix(library, "bfloat16", 70, 33, seed=16),), num_in=33)
     assert in_child(lambda: run_rows(library, made, {"x": torch.empty(0, 33)}, "y").shape == (0, 70)) == 0
     assert reference.run_rows(made, {"x": torch.empty(0, 33)})["y"].shape == (0, 70)

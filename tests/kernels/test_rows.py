@@ -1,4 +1,4 @@
-"""What is done to a row alone: norms, rotations, activations, mixtures, embeddings."""
+"""Row operations: norms, rotations, activations, mixtures, embeddings."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ WIDTHS = (1, 3, 4, 7, 15, 16, 17, 31, 33, 64, 100, 577)
 NUM_ROWS = 19
 """More than two pieces of 8 rows."""
 GPU_NAN = struct.unpack("<f", b"\xff\xff\xff\x7f")[0]
-"""What CUDA calls no number: unlike an x86's, every bit of its fraction is set."""
+"""The NaN of CUDA: unlike that of x86, every bit of its fraction is set."""
 SPECIAL = (math.nan, GPU_NAN, -GPU_NAN, math.inf, -math.inf, 3e38, -3e38, 1e-45, -100.0, 100.0, 0.0)
 ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
 
 
 def rows_programs(width: int) -> dict[str, tuple[Program, str]]:
-    """A program of one operation on rows x and y, by name, and the buffer that it writes."""
+    """Return, by name, programs of one operation on buffers x and y, with the buffer that they write."""
     weight_W, one = torch.randn(width, generator=random(1)), torch.tensor([0.7])
     widths = {"x": width, "y": width, "out": width}
     ops: dict[str, Op] = {
@@ -66,9 +66,9 @@ def inputs_of(program: Program, num_rows: int, seed: int) -> dict[str, Tensor]:
 
 
 def bound_of(name: str, width: int, exact_SW: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """Relative 1e-6 (a few roundings), a norm's sum of squares W/16 + 8 more; tanh is right to a few ulps of 1, so a
-    softcap to that of its cap and GELU to that of its inputs; sums of two terms to that of the larger. SiLU may leave
-    1e-36 where nothing is left, as exponentials are infinite above e^88."""
+    """Return an error bound: relative 1e-6, for a norm's sum of squares W/16 + 8 roundings more. tanh is accurate to a
+    few ulps of 1, so a softcap to a few ulps of its cap, and GELU of its inputs; sums of two terms to those of the
+    larger. SiLU may return 1e-36 instead of 0, because exponentials are infinite above e^88."""
     relative = 1e-6 + (width / 16 + 8) * 2**-24 * ("norm" in name)
     size_SW = exact_SW.abs()
     if "gelu" in name:
@@ -81,7 +81,7 @@ def bound_of(name: str, width: int, exact_SW: Tensor, inputs: dict[str, Tensor])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows_are_right_and_depend_on_themselves_alone(team: Team, width: int) -> None:
+def test_row_operations_match_float64_and_rows_are_independent(team: Team, width: int) -> None:
     for name, (program, out) in rows_programs(width).items():
         inputs = inputs_of(program, NUM_ROWS, seed=width)
         got_SW = run_rows(team[2], program, inputs, out)
@@ -95,7 +95,7 @@ def test_rows_are_right_and_depend_on_themselves_alone(team: Team, width: int) -
 
 @pytest.mark.parametrize("width", [1, 17, 40])
 @pytest.mark.parametrize("value", SPECIAL)
-def test_odd_numbers_come_out_as_in_torch_and_stay_in_their_row(library: Library, width: int, value: float) -> None:
+def test_special_values_match_torch_and_stay_in_their_row(library: Library, width: int, value: float) -> None:
     for name, (program, out) in rows_programs(width).items():
         inputs = inputs_of(program, NUM_ROWS, seed=width)
         clean_SW = run_rows(library, program, inputs, out)
@@ -110,7 +110,7 @@ def test_odd_numbers_come_out_as_in_torch_and_stay_in_their_row(library: Library
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_activations_are_right_over_their_whole_range(library: Library, kind: str) -> None:
+def test_activations_are_accurate_over_the_whole_range(library: Library, kind: str) -> None:
     program, out = rows_programs(1000)[kind]
     x_SW = torch.linspace(-120, 120, 8000).view(8, 1000)
     x_SW = x_SW if kind == "relu_squared" else torch.cat((x_SW, torch.ones_like(x_SW)), dim=-1)
@@ -126,7 +126,7 @@ WIDTH = (NUM_HEADS + 2 * NUM_KV) * DIM
 
 
 def run_tokens(library: Library, ops: tuple[Op, ...], widths: dict[str, int], span: Span) -> dict[str, list[Tensor]]:
-    """Each written buffer (and the keys k and values v) as C has it and as float64 has it."""
+    """Return each written buffer (and keys k and values v) of the kernels and of the float64 reference."""
     program = Program(ops=ops, widths=widths, num_heads=NUM_HEADS, num_kv_heads=NUM_KV, head_dim=DIM)
     angle_PR = torch.rand(64, 16, generator=random(20))
     ropes = [(angle_PR.cos(), angle_PR.sin())]
@@ -152,7 +152,9 @@ def embedding(library: Library, width: int, seed: int) -> Embed:
 @pytest.mark.parametrize("norm", ["none", "before", "after"])
 @pytest.mark.parametrize("rope", [None, 0])
 @pytest.mark.parametrize("with_weight", [False, True])
-def test_heads_are_normed_and_turned_and_kept(library: Library, norm: str, rope: int | None, with_weight: bool) -> None:
+def test_heads_are_normalised_rotated_and_stored(
+    library: Library, norm: str, rope: int | None, with_weight: bool
+) -> None:
     q_weight, k_weight = torch.randn(2, DIM, generator=random(21)) if with_weight else (None, None)
     op = Heads(
         x="qkv", layer=0, rope=rope, norm=norm, q_weight=q_weight, k_weight=k_weight, eps=1e-6, offset=0.5 * with_weight
@@ -162,7 +164,7 @@ def test_heads_are_normed_and_turned_and_kept(library: Library, norm: str, rope:
         assert exact.abs().max() > 1
 
 
-def test_values_are_gated_for_each_head(library: Library) -> None:
+def test_values_are_gated_per_kv_head(library: Library) -> None:
     ops = (
         embedding(library, WIDTH, 23),
         Embed(out="gate", table=make_matrix(library, "float32", 40, NUM_KV + 1, 24), scale=9.0),
@@ -175,7 +177,7 @@ def test_values_are_gated_for_each_head(library: Library) -> None:
 
 
 @pytest.mark.parametrize("before", [-1, 7])
-def test_the_predecessor_is_smeared_in_where_there_is_one(library: Library, before: int) -> None:
+def test_smear_adds_previous_embedding_if_there_is_one(library: Library, before: int) -> None:
     layout = layout_of((SPAN,))
     layout.previous_T[:] = array("i", [before, *SPAN.tokens[:-1]])
     ops = (
@@ -196,7 +198,7 @@ def test_the_predecessor_is_smeared_in_where_there_is_one(library: Library, befo
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "int8"])
 @pytest.mark.parametrize("rows", ["token", "previous", "pair"])
-def test_embeddings_take_their_rows(library: Library, name: str, rows: str) -> None:
+def test_embed_selects_rows(library: Library, name: str, rows: str) -> None:
     table = make_matrix(library, name, 71, 50, 28)
     program = Program(ops=(Embed(out="x", table=table, rows=rows, scale=0.3),), widths={"x": table.num_in})
     span = Span(tokens=(70, 0, 64, 63, 5, 70, 69), start=3, blocks=(1,))
@@ -214,7 +216,7 @@ def test_embeddings_take_their_rows(library: Library, name: str, rows: str) -> N
     assert torch.equal(expected, reference.unpack(table)[list(indices)] * torch.tensor(0.3))
 
 
-def test_eight_bit_tables_are_embedded_too(library: Library) -> None:
+def test_embed_reads_eight_bit_tables(library: Library) -> None:
     table = make_matrix(library, "int8", 71, 50, 29)
     program = Program(ops=(Embed(out="x", table=table),), widths={"x": 50})
     layout = layout_of((Span(tokens=(70, 0, 64), start=0, blocks=(0,)),))
@@ -224,7 +226,7 @@ def test_eight_bit_tables_are_embedded_too(library: Library) -> None:
     assert torch.equal(made.buffer("x", 3), reference.unpack(table)[[70, 0, 64]])
 
 
-def test_weights_may_lie_anywhere(library: Library) -> None:
+def test_weights_may_be_unaligned(library: Library) -> None:
     memory = torch.randn(34, generator=random(30))
     x_SW = torch.randn(3, 33, generator=random(31))
     results = []

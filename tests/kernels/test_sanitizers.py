@@ -1,4 +1,4 @@
-"""Every kernel under address sanitizer and the undefined-behaviour sanitizer."""
+"""Runs every kernel with the address sanitizer and the undefined-behaviour sanitizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nano_inference.kernels.compile import CannotCompile, best_isa, compile_libr
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g")
 
 
-def test_nothing_is_read_or_written_where_it_should_not_be() -> None:
+def test_kernels_pass_sanitizers() -> None:
     compiler = find_compiler(os.environ)
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     if not Path(runtime.stdout.strip()).is_absolute():

@@ -1,4 +1,4 @@
-"""Damaged and hostile files: nothing but a `ModelError` naming the file comes out, quickly and in little memory."""
+"""Damaged and malicious files raise a `ModelError` naming the file, quickly and with little memory."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model("llama", num_hidden_layers=1, vocab_size=8), tmp_path_factory.mktemp("hf"))
 
 
-def read_everything(checkpoint: Checkpoint) -> None:
+def read_all_weights(checkpoint: Checkpoint) -> None:
     for _, source in checkpoint.tensors():
-        # A mutated shape is checked against the model's slot before anything is read; here against a sane size.
+        # Mutated shapes are normally checked against the model before reading; here against a fixed size.
         if torch.Size(source.shape).numel() < 2**20:
             source.read_into(torch.empty(source.shape))
 
 
-def refused(path: Path, read: Callable[[Path], Any]) -> bool:
-    """Whether reading was refused; anything but a one-line `ModelError` that names the file fails the test."""
+def is_rejected(path: Path, read: Callable[[Path], Any]) -> bool:
+    """Return True if reading raised a one-line `ModelError` naming the file; other exceptions propagate."""
     try:
         read(path)
     except ModelError as error:
@@ -54,7 +54,7 @@ def refused(path: Path, read: Callable[[Path], Any]) -> bool:
 
 
 def mutants(data: bytes, last: int) -> Iterator[bytes]:
-    """Yield copies with a few bytes changed, moved or cut below `last`, from a fixed seed."""
+    """Yield copies with a few bytes before `last` changed, moved or removed, from a fixed seed."""
     rng = random.Random(20)
     sizes = [struct.pack("<Q", value) for value in (0, 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)]
     for _ in range(MUTANTS):
@@ -74,15 +74,15 @@ def mutants(data: bytes, last: int) -> Iterator[bytes]:
         yield bytes(copy)
 
 
-def survive(path: Path, data: bytes, last: int, read: Callable[[Path], Any]) -> int:
-    """Read every mutant; return how many were refused."""
+def count_rejected(path: Path, data: bytes, last: int, read: Callable[[Path], Any]) -> int:
+    """Read every mutant; return how many were rejected."""
     count = 0
     tracemalloc.start()
     try:
         for mutant in mutants(data, last):
             path.write_bytes(mutant)
             start = time.thread_time()
-            count += refused(path, read)
+            count += is_rejected(path, read)
             assert time.thread_time() - start < SECONDS_EACH
         assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES
     finally:
@@ -90,15 +90,15 @@ def survive(path: Path, data: bytes, last: int, read: Callable[[Path], Any]) -> 
     return count
 
 
-def test_gguf_mutants(gguf_whole: bytes, tmp_path: Path) -> None:
+def test_mutated_gguf_is_rejected_or_read(gguf_whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(gguf_whole)
     last = read_gguf(path).data_offset
-    num_refused = survive(path, gguf_whole, last, lambda path: read_everything(open_checkpoint(path)))
+    num_refused = count_rejected(path, gguf_whole, last, lambda path: read_all_weights(open_checkpoint(path)))
     assert MUTANTS // 2 < num_refused < MUTANTS
 
 
-def test_safetensors_mutants(directory: Path, tmp_path: Path) -> None:
+def test_mutated_safetensors_is_rejected_or_read(directory: Path, tmp_path: Path) -> None:
     data = (directory / "model.safetensors").read_bytes()
     last = 8 + int.from_bytes(data[:8], "little")
 
@@ -111,19 +111,19 @@ def test_safetensors_mutants(directory: Path, tmp_path: Path) -> None:
         except SafetensorError as error:
             pytest.fail(f"we accepted what the library refuses: {error}")
 
-    num_refused = survive(tmp_path / "x.safetensors", data, last, read)
+    num_refused = count_rejected(tmp_path / "x.safetensors", data, last, read)
     assert MUTANTS // 2 < num_refused < MUTANTS
 
 
-def test_config_mutants(directory: Path, tmp_path: Path) -> None:
+def test_mutated_config_is_rejected_or_read(directory: Path, tmp_path: Path) -> None:
     data = (directory / "config.json").read_bytes()
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
-    survive(model / "config.json", data, len(data), lambda path: open_checkpoint(path.parent))
+    count_rejected(model / "config.json", data, len(data), lambda path: open_checkpoint(path.parent))
 
 
-def test_gguf_cut_anywhere(gguf_whole: bytes, tmp_path: Path) -> None:
+def test_truncated_gguf_is_rejected(gguf_whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(gguf_whole)
     tensors = read_gguf(path).tensors.values()
@@ -133,17 +133,17 @@ def test_gguf_cut_anywhere(gguf_whole: bytes, tmp_path: Path) -> None:
     cuts = {cut for edge in boundaries for cut in (edge - 1, edge, edge + 1)} | set(range(header))
     for cut in sorted(cut for cut in cuts if cut < end):
         path.write_bytes(gguf_whole[:cut])
-        assert refused(path, open_checkpoint), cut
+        assert is_rejected(path, open_checkpoint), cut
 
 
-def test_safetensors_cut_anywhere(directory: Path, tmp_path: Path) -> None:
+def test_truncated_safetensors_is_rejected(directory: Path, tmp_path: Path) -> None:
     data = (directory / "model.safetensors").read_bytes()
     path = tmp_path / "x.safetensors"
     for cut in sorted({*range(0, len(data), 17), 0, 1, 7, 8, 9, len(data) - 1}):
         path.write_bytes(data[:cut])
-        assert refused(path, read_header), cut
+        assert is_rejected(path, read_header), cut
     path.write_bytes(data + b"\0")
-    assert refused(path, read_header)
+    assert is_rejected(path, read_header)
 
 
 def safetensors_bytes(header: Any, num_bytes: int = 24) -> bytes:
@@ -181,16 +181,16 @@ def entry(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> di
         ([], "must hold a JSON object"),
         (b"{", "not valid JSON"),
         (b'{"a":' * 50_000, "nested too deeply"),
-        (b'{"a": 1, "a": 2}', "there twice"),
+        (b'{"a": 1, "a": 2}', "occurs twice"),
     ],
 )
-def test_a_lying_safetensors_header_is_refused(header: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_safetensors_header_is_rejected(header: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(safetensors_bytes(header))
     with pytest.raises(ModelError, match=message):
         read_header(tmp_path / "x.safetensors")
 
 
-def test_a_header_longer_than_the_limit_is_refused(tmp_path: Path) -> None:
+def test_safetensors_header_above_limit_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     for length in (16_000_001, 2**63, 2**64 - 1):
         with path.open("wb") as file:
@@ -241,7 +241,7 @@ NESTED = struct.pack("<IQ", ARRAY, 1) * 3 + struct.pack("<IQ", U32, 0)
         (gguf_file(version=3 << 24), "big-endian"),
         (gguf_file(counts=(2**63, 0)), "tensors are announced"),
         (gguf_file(counts=(0, 2**40)), "metadata keys are announced"),
-        (gguf_file((key(b"a", U32, bytes(4)),) * 2), "'a' is there twice"),
+        (gguf_file((key(b"a", U32, bytes(4)),) * 2), "'a' occurs twice"),
         (gguf_file((key(b"a", 13, bytes(4)),)), "metadata type 13"),
         (gguf_file((key(b"a", STRING, struct.pack("<Q", 2**63)),)), "bytes are announced"),
         (gguf_file((key(b"a", ARRAY, struct.pack("<IQ", U32, 2**61)),)), "numbers are announced"),
@@ -260,17 +260,17 @@ NESTED = struct.pack("<IQ", ARRAY, 1) * 3 + struct.pack("<IQ", U32, 0)
         (gguf_file(infos=(info(b"t", (8,), kind=12345),)), "unknown type 12345"),
         (gguf_file(infos=(info(b"t", (8,), offset=8),)), "multiple of 32"),
         (gguf_file(infos=(info(b"t", (8,), offset=2**63),)), "ends at byte"),
-        (gguf_file(infos=(info(b"t", (8,)), info(b"t", (8,), offset=32))), "'t' is there twice"),
+        (gguf_file(infos=(info(b"t", (8,)), info(b"t", (8,), offset=32))), "'t' occurs twice"),
         (gguf_file(infos=(info(b"t", (16,)), info(b"u", (8,), offset=32))), "'u' overlaps"),
     ],
 )
-def test_a_lying_gguf_header_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
+def test_invalid_gguf_header_is_rejected(data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(data)
     with pytest.raises(ModelError, match=message):
         read_gguf(tmp_path / "x.gguf")
 
 
-def test_a_gguf_file_cut_anywhere_is_called_an_incomplete_download(tmp_path: Path) -> None:
+def test_truncated_gguf_is_reported_as_incomplete_download(tmp_path: Path) -> None:
     keys = (key(b"a", ARRAY, struct.pack("<IQ", STRING, 3) + text(b"one") * 3), key(b"b", U32, bytes(4)))
     whole = gguf_file(keys, infos=(info(b"t", (16,)), info(b"u", (48,), offset=64)))
     path = tmp_path / "x.gguf"
@@ -285,13 +285,13 @@ def test_a_gguf_file_cut_anywhere_is_called_an_incomplete_download(tmp_path: Pat
         read_gguf(path)
 
 
-def test_text_that_is_not_utf_8_does_not_break_anything(tmp_path: Path) -> None:
+def test_invalid_utf8_metadata_is_replaced(tmp_path: Path) -> None:
     strings = struct.pack("<IQ", STRING, 2) + text(b"\xff") + text(b"ok")
     (tmp_path / "x.gguf").write_bytes(gguf_file((key(b"a", ARRAY, strings),)))
     assert read_gguf(tmp_path / "x.gguf").metadata["a"] == ("�", "ok")
 
 
-def test_strings_longer_than_a_chunk_are_read_whole(tmp_path: Path) -> None:
+def test_strings_longer_than_a_chunk_are_read(tmp_path: Path) -> None:
     words = [bytes([97 + i % 26]) * (300_000 + i) for i in range(11)]
     strings = struct.pack("<IQ", STRING, len(words)) + b"".join(text(word) for word in words)
     number = key(b"after", U32, struct.pack("<I", 7))
@@ -300,7 +300,7 @@ def test_strings_longer_than_a_chunk_are_read_whole(tmp_path: Path) -> None:
     assert metadata["a"] == tuple(word.decode() for word in words) and metadata["after"] == 7
 
 
-def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_path_without_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such file or directory"):
         open_checkpoint(tmp_path / "absent")
     for path, why in ((tmp_path / ("x" * 5000), "limit 4095"), ("a\0b", "zero byte")):
@@ -315,7 +315,7 @@ def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "readme.txt")
 
 
-def test_the_one_gguf_of_a_directory_is_found_and_of_two_none(gguf_whole: bytes, tmp_path: Path) -> None:
+def test_directory_must_have_exactly_one_gguf(gguf_whole: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(gguf_whole)
     assert open_checkpoint(tmp_path).path == tmp_path / "a.gguf"
     (tmp_path / "b.gguf").write_bytes(gguf_whole)
@@ -324,7 +324,7 @@ def test_the_one_gguf_of_a_directory_is_found_and_of_two_none(gguf_whole: bytes,
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_pickles_are_refused_by_name_and_never_opened(name: str, directory: Path, tmp_path: Path) -> None:
+def test_pickles_are_rejected_without_opening(name: str, directory: Path, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(ModelError, match=f"{name}.* a pickle"):
         open_checkpoint(tmp_path / name)

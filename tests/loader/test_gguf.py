@@ -1,4 +1,4 @@
-"""GGUF files written with the converter's conventions give the state dict back; transformers' own reader agrees."""
+"""GGUF files in the converter's conventions, compared with the state dict and with transformers' reader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNPACKABLE = [kind for kind in gguf.quants._type_traits if kind != Kind.BF16]
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, norms: bool = True) -> None:
-    """Exactly equal; a Gemma norm only to what adding and subtracting 1 leaves of it."""
+    """Assert equality; Gemma's norms may differ by the rounding of adding and subtracting 1."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         if norms or not name.endswith("norm.weight"):
@@ -36,8 +36,8 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, n
 
 
 @pytest.mark.parametrize("family", GGUF_ARCHITECTURES)
-def test_tensors_and_configuration_are_those_of_the_directory(family: str, tmp_path: Path) -> None:
-    # The file has no key for Gemma's own divisor; all but the largest divide by sqrt(head size).
+def test_gguf_matches_hugging_face_directory(family: str, tmp_path: Path) -> None:
+    # The file has no key for Gemma's attention scale; all but the largest use 1 / sqrt(head size).
     model = make_model(family, **({"query_pre_attn_scalar": 16} if family == "gemma3" else {}))
     ours = open_checkpoint(write_gguf(tmp_path / "m.gguf", family, model))
     same(read_all(ours), weights_of(model), norms=not family.startswith("gemma"))
@@ -48,7 +48,7 @@ def test_tensors_and_configuration_are_those_of_the_directory(family: str, tmp_p
 
 
 def facts(config: ModelConfig) -> dict[str, Any]:
-    """What two configurations of one model share whatever the file: windows, rotations by value, sizes."""
+    """Return the properties that do not depend on the file format: windows, rotations by value, sizes."""
     plain = {
         name: getattr(config, name) for name in ModelConfig.__slots__ if name not in ("layers", "ropes", "norm_eps")
     }
@@ -61,8 +61,8 @@ def facts(config: ModelConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gemma3"])
-def test_transformers_reads_the_same_from_the_file(family: str, tmp_path: Path) -> None:
-    # transformers takes 128 for Qwen3's head size whatever the file says.
+def test_gguf_matches_transformers(family: str, tmp_path: Path) -> None:
+    # transformers ignores the file's head size for Qwen3 and uses 128.
     model = make_model(family, **({"head_dim": 128} if family == "qwen3" else {}))
     path = write_gguf(tmp_path / "m.gguf", family, model)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
@@ -73,7 +73,7 @@ def test_transformers_reads_the_same_from_the_file(family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_packed_models_are_their_dequantised_selves(family: str, kind: Kind, tmp_path: Path) -> None:
+def test_quantised_model_matches_dequantised_model(family: str, kind: Kind, tmp_path: Path) -> None:
     model = make_model(family, intermediate_size=64)
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", family, model, kind=kind))
     expected = {}
@@ -95,7 +95,7 @@ def one_tensor(path: Path, data: np.ndarray, kind: Kind) -> GgufTensor:
 @pytest.mark.parametrize("kind", UNPACKABLE)
 @pytest.mark.parametrize("piece_values", [1, 3 * 512, 2**20])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
-def test_every_packing_in_pieces_is_the_packages_whole(
+def test_dequantising_in_pieces_matches_gguf_package(
     kind: Kind, piece_values: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_module, "_PIECE_VALUES", piece_values)
@@ -112,7 +112,7 @@ def test_every_packing_in_pieces_is_the_packages_whole(
     assert torch.equal(target.nan_to_num(nan=7.0), undone.nan_to_num(nan=7.0))
 
 
-def test_llama_3_factors_turn_as_transformers_turns(tmp_path: Path) -> None:
+def test_llama3_rope_factors_match_transformers(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model = make_model("llama", head_dim=16, rope_parameters={**rope, "original_max_position_embeddings": 64})
     theirs = model.model.rotary_emb.inv_freq
@@ -129,7 +129,7 @@ def test_llama_3_factors_turn_as_transformers_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_scaled_rotations_are_those_of_the_directory(kind: str, tmp_path: Path) -> None:
+def test_rope_scaling_matches_hugging_face_directory(kind: str, tmp_path: Path) -> None:
     rope = {"rope_type": kind, "rope_theta": 5e5, "factor": 4.0}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = 64
@@ -152,15 +152,13 @@ def opened(tmp_path: Path, family: str, more: Callable[[gguf.GGUFWriter], None],
 
 
 @pytest.mark.parametrize(("family", "num_layers"), [("gemma2", 46), ("gemma3", 62)])
-def test_the_largest_gemma_divides_by_the_root_of_its_hidden_size_per_head(
-    family: str, num_layers: int, tmp_path: Path
-) -> None:
+def test_attention_scale_of_largest_gemma(family: str, num_layers: int, tmp_path: Path) -> None:
     model = make_model(family, num_hidden_layers=num_layers, query_pre_attn_scalar=32 // 4)
     config = open_checkpoint(write_gguf(tmp_path / "m.gguf", family, model)).config
     assert config.scale == pytest.approx(model.model.layers[0].self_attn.scaling)
 
 
-def test_end_tokens_are_all_that_end_a_turn(tmp_path: Path) -> None:
+def test_all_end_tokens_are_read(tmp_path: Path) -> None:
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_token_list(["a", "b", "c", "d", "<end_of_turn>"])
         writer.add_eot_token_id(3)
@@ -169,7 +167,7 @@ def test_end_tokens_are_all_that_end_a_turn(tmp_path: Path) -> None:
     assert opened(tmp_path, "llama", more).config.eos_token_ids == (2, 3)
 
 
-def test_heads_listed_for_each_layer_are_taken_when_equal(tmp_path: Path) -> None:
+def test_equal_per_layer_head_counts_are_accepted(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", make_model("llama"))
     data = rewritten(path, "llama.attention.head_count_kv", [2] * 8)
     assert open_checkpoint(data).config.num_kv_heads == 2
@@ -178,7 +176,7 @@ def test_heads_listed_for_each_layer_are_taken_when_equal(tmp_path: Path) -> Non
 
 
 def rewritten(path: Path, key: str, value: Any) -> Path:
-    """The same file with one metadata key changed."""
+    """Change one metadata key of a file; return its path."""
     reader, out = gguf.GGUFReader(path), path.with_name("rewritten.gguf")
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -217,14 +215,14 @@ def rewritten(path: Path, key: str, value: Any) -> Path:
         ("general.alignment", 48, "power of two"),
     ],
 )
-def test_bad_metadata_is_refused_by_name(key: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_metadata_is_reported_by_key(key: str, value: Any, message: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", make_model("llama"))
     with pytest.raises(ModelError, match=message) as caught:
         open_checkpoint(rewritten(path, key, value))
     assert "rewritten.gguf" in str(caught.value)
 
 
-def test_what_cannot_be_unpacked_or_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_tensors_and_types_are_rejected(tmp_path: Path) -> None:
     def alien(writer: gguf.GGUFWriter) -> None:
         writer.add_tensor("blk.0.attn_qkv.weight", np.zeros((4, 4), np.float32))
 
@@ -241,7 +239,7 @@ def test_what_cannot_be_unpacked_or_is_not_known_is_refused_by_name(tmp_path: Pa
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+def test_header_matches_gguf_package(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_bytes(tmp_path))
     ours, theirs = read_gguf(path), gguf.GGUFReader(path)
@@ -258,7 +256,7 @@ def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-def test_the_default_model_is_what_transformers_reads(default_model_path: Path) -> None:
+def test_default_model_matches_transformers(default_model_path: Path) -> None:
     found = open_checkpoint(default_model_path)
     assert (found.dtype, found.config.num_layers, found.config.eos_token_ids) == ("Q4_1", 30, (2,))
     sample = {"model.layers.29.self_attn.k_proj.weight": ("blk.29.attn_k.weight", 3)}

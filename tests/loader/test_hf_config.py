@@ -1,4 +1,4 @@
-"""Our reading of config.json against the models that transformers builds from the same file."""
+"""`model_config` compared with the models that transformers builds from the same config.json."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def written(directory: Path, values: dict[str, Any]) -> Path:
 
 
 def theirs(directory: Path) -> Any:
-    """The model that transformers builds, without memory for weights."""
+    """Return the model that transformers builds, without memory for weights."""
     config = transformers.AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     return model
 
 
-def agree(config: ModelConfig, model: Any) -> None:
-    """Every fact of the configuration is one of the model's."""
+def assert_matches(config: ModelConfig, model: Any) -> None:
+    """Assert that the configuration agrees with transformers' model."""
     their, decoder = model.config, model.model
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes["model.embed_tokens.weight"] == (config.vocab_size, config.hidden_size)
@@ -101,8 +101,8 @@ def agree(config: ModelConfig, model: Any) -> None:
         assert (layer.rope is not None) == bool(getattr(attention, "use_rope", True))
 
 
-def agree_on_rotation(config: ModelConfig, directory: Path) -> None:
-    """Each layer turns by the frequencies that transformers computes."""
+def assert_rotation_matches(config: ModelConfig, directory: Path) -> None:
+    """Assert that each layer's rotary frequencies equal those of transformers."""
     their = transformers.AutoConfig.from_pretrained(directory)
     rotary = transformers.AutoModelForCausalLM.from_config(their).model.rotary_emb
     for index, layer in enumerate(config.layers):
@@ -115,32 +115,32 @@ def agree_on_rotation(config: ModelConfig, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_is_read_as_transformers_reads_it(family: str, tmp_path: Path) -> None:
+def test_config_matches_transformers(family: str, tmp_path: Path) -> None:
     make_config(family).save_pretrained(tmp_path)
     config = ours(tmp_path)
-    agree(config, theirs(tmp_path))
-    agree_on_rotation(config, tmp_path)
+    assert_matches(config, theirs(tmp_path))
+    assert_rotation_matches(config, tmp_path)
     assert (config.eos_token_ids, config.bos_token_id, config.max_positions) == ((2,), 1, 256)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_older_files_do_not_list_the_layers(family: str, tmp_path: Path) -> None:
+def test_config_without_layer_types_matches_transformers(family: str, tmp_path: Path) -> None:
     make_config(family).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     config = ours(tmp_path)
     for name in ("layer_types", "no_rope_layers"):
         values.pop(name, None)
     assert ours(written(tmp_path, values)) == config
-    agree(config, theirs(tmp_path))
+    assert_matches(config, theirs(tmp_path))
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rotary_scalings_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_rope_scalings_match_transformers(name: str, tmp_path: Path) -> None:
     written(tmp_path, {**LLAMA, **ROPES[name]})
-    agree_on_rotation(ours(tmp_path), tmp_path)
+    assert_rotation_matches(ours(tmp_path), tmp_path)
 
 
-def test_old_gemma_3_keys_scale_only_the_global_layers(tmp_path: Path) -> None:
+def test_old_gemma3_keys_scale_only_full_layers(tmp_path: Path) -> None:
     old = {
         **COMMON,
         "model_type": "gemma3_text",
@@ -153,8 +153,8 @@ def test_old_gemma_3_keys_scale_only_the_global_layers(tmp_path: Path) -> None:
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     }
     config = ours(written(tmp_path, old))
-    agree(config, theirs(tmp_path))
-    agree_on_rotation(config, tmp_path)
+    assert_matches(config, theirs(tmp_path))
+    assert_rotation_matches(config, tmp_path)
     assert [layer.window for layer in config.layers] == [24, 24, None] * 2 + [24, 24]
     assert {config.ropes[layer.rope or 0].kind for layer in config.layers if layer.window} == {"default"}
 
@@ -171,29 +171,29 @@ def test_old_gemma_3_keys_scale_only_the_global_layers(tmp_path: Path) -> None:
         ("gemma3_text", "Gemma3ForCausalLM"),
     ],
 )
-def test_a_missing_field_takes_the_default_of_transformers(model_type: str, architecture: str, tmp_path: Path) -> None:
+def test_missing_fields_have_transformers_defaults(model_type: str, architecture: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 7, "pad_token_id": 0}
     bare = {"model_type": model_type, "architectures": [architecture], **sizes, "num_attention_heads": 32}
     config = ours(written(tmp_path, bare))
     model = theirs(tmp_path)
-    agree(config, model)
-    agree_on_rotation(config, tmp_path)
+    assert_matches(config, model)
+    assert_rotation_matches(config, tmp_path)
     assert config.max_positions == model.config.max_position_embeddings
     default = model.config.eos_token_id
     assert config.eos_token_ids == ((default,) if default is not None and default < 64 else ())
 
 
-def test_end_tokens_of_both_files_count(tmp_path: Path) -> None:
+def test_end_tokens_of_both_files_are_merged(tmp_path: Path) -> None:
     written(tmp_path, {**LLAMA, "eos_token_id": 2})
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2, 7], "temperature": 0.6}))
     assert ours(tmp_path).eos_token_ids == (2, 5, 7)
 
 
-def test_an_explicit_null_end_token_is_none(tmp_path: Path) -> None:
+def test_null_end_token_means_none(tmp_path: Path) -> None:
     assert ours(written(tmp_path, {**LLAMA, "eos_token_id": None})).eos_token_ids == ()
 
 
-def test_yarn_makes_the_model_longer_when_the_file_states_the_length_before(tmp_path: Path) -> None:
+def test_yarn_extends_max_positions(tmp_path: Path) -> None:
     yarn = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}
     assert ours(written(tmp_path, {**LLAMA, **yarn})).max_positions == 1024
 
@@ -244,7 +244,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD)
-def test_a_bad_value_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_invalid_value_is_reported_by_field(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         model_config(Fields("a/config.json", {**LLAMA, **change}))
     assert str(caught.value).startswith("a/config.json") and "\n" not in str(caught.value)
@@ -270,7 +270,7 @@ GEMMA3 = {**COMMON, "architectures": ["Gemma3ForCausalLM"]}
         ({**GEMMA3, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
     ],
 )
-def test_contradictions_between_layers_are_refused(values: dict[str, Any], message: str) -> None:
+def test_inconsistent_layers_are_rejected(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         model_config(Fields("config.json", values))
 
@@ -281,12 +281,12 @@ def test_contradictions_between_layers_are_refused(values: dict[str, Any], messa
         (b"", "not valid JSON"),
         (b"[]", "must hold a JSON object"),
         (b"\xff{}", "not valid JSON"),
-        (b'{"a": 1, "a": 2}', "there twice"),
+        (b'{"a": 1, "a": 2}', "occurs twice"),
         (b'{"a":' * 100_000, "nested too deeply"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "not valid JSON"),
     ],
 )
-def test_damaged_json_is_refused(text: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_json_is_rejected(text: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(ModelError, match=message):
         read_json(tmp_path / "config.json")

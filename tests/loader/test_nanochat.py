@@ -1,4 +1,4 @@
-"""nanochat's checkpoints through the loader's door: what opens, what it says of itself, what is refused, what runs."""
+"""nanochat checkpoints in the loader: opening, inferred constants, overrides, rejected files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IDS = [256, 257, *range(40, 70), 258, 259]
 
 
 def write(directory: Path, generation: str, **options: Any) -> Path:
-    """A base run's checkpoint of the generation."""
+    """Write a base run's checkpoint of a generation."""
     return write_checkpoint(directory, generation, **({"meta": base_meta(generation)} | options))
 
 
@@ -52,7 +52,7 @@ def inferred(checkpoint: Checkpoint) -> Inferred:
 
 
 def refusal(path: Path, *overrides: str) -> str:
-    """The one line with which a checkpoint is refused, when it is opened or when its weights are read."""
+    """Return the one-line error of opening a checkpoint or reading its weights."""
     with pytest.raises(ModelError) as caught:
         engine(path, *overrides)
     line = str(caught.value)
@@ -61,7 +61,7 @@ def refusal(path: Path, *overrides: str) -> str:
     return line
 
 
-# ---- what opens -----------------------------------------------------------------------------------------------------
+# ---- opening --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -82,7 +82,7 @@ def test_each_generation_opens_with_its_exact_keys(tmp_path: Path, generation: s
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_each_generation_s_weights_arrive_and_it_runs(tmp_path: Path, generation: str) -> None:
+def test_weights_load_and_the_model_runs(tmp_path: Path, generation: str) -> None:
     write(tmp_path, generation)
     state = state_dict(generation, model_config(generation))
     with engine(tmp_path) as ours:
@@ -96,7 +96,7 @@ def test_each_generation_s_weights_arrive_and_it_runs(tmp_path: Path, generation
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_the_terms_follow_from_the_weights(tmp_path: Path, generation: str) -> None:
+def test_terms_are_inferred_from_weights(tmp_path: Path, generation: str) -> None:
     write(tmp_path, generation)
     terms = open_checkpoint(tmp_path).config.terms
     assert terms is not None
@@ -114,7 +114,7 @@ def test_the_terms_follow_from_the_weights(tmp_path: Path, generation: str) -> N
     ("generation", "windows"),
     [("G0", (None,) * 4), ("G1", (129, 129, 129, None)), ("G3", (129, 129, 129, None)), ("G4", (129, 129, 129, None))],
 )
-def test_windows_count_the_query_s_own_key(tmp_path: Path, generation: str, windows: tuple[int | None, ...]) -> None:
+def test_windows_include_the_querys_own_key(tmp_path: Path, generation: str, windows: tuple[int | None, ...]) -> None:
     write(tmp_path, generation)
     assert tuple(layer.window for layer in open_checkpoint(tmp_path).config.layers) == windows
 
@@ -140,7 +140,7 @@ def test_padded_vocabularies(tmp_path: Path, generation: str, pad: int, rows: in
 
 
 @pytest.mark.parametrize("generation", ["G0", "G2", "G4"])
-def test_names_of_a_compiled_model(tmp_path: Path, generation: str) -> None:
+def test_compiled_prefix_of_names_is_removed(tmp_path: Path, generation: str) -> None:
     state = state_dict(generation, model_config(generation))
     write(tmp_path / "plain", generation, state=state)
     write(tmp_path / "compiled", generation, state={f"_orig_mod.{name}": weight for name, weight in state.items()})
@@ -149,8 +149,8 @@ def test_names_of_a_compiled_model(tmp_path: Path, generation: str) -> None:
         assert plain.score(IDS) == compiled.score(IDS)
 
 
-def test_embeddings_in_bfloat16_with_the_rest_in_float32(tmp_path: Path) -> None:
-    """As a run on CUDA leaves them; the arithmetic is float32 all the same, with the values as they are."""
+def test_bfloat16_embeddings_with_float32_weights(tmp_path: Path) -> None:
+    """As saved by a run on CUDA; computation is float32 with unchanged values."""
     config = model_config("G4")
     state = state_dict("G4", config)
     mixed = {
@@ -162,12 +162,12 @@ def test_embeddings_in_bfloat16_with_the_rest_in_float32(tmp_path: Path) -> None
         assert ours.score(IDS) == wide.score(IDS)
 
 
-def test_a_file_and_its_directory_are_the_same(tmp_path: Path) -> None:
+def test_file_and_directory_open_the_same_model(tmp_path: Path) -> None:
     path = write(tmp_path, "G3")
     assert inferred(open_checkpoint(path)) == inferred(open_checkpoint(tmp_path))
 
 
-def test_end_tokens_are_the_tokenizer_s_or_stand_where_they_always_do(tmp_path: Path) -> None:
+def test_end_tokens_are_read_from_the_tokenizer_or_inferred(tmp_path: Path) -> None:
     wanted = (SPECIAL_IDS["assistant_end"], SPECIAL_IDS["bos"])
     write(tmp_path, "G4")
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_end_tokens_are_the_tokenizer_s_or_stand_where_they_always_do(tmp_path: 
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_model_in_memory(generation: str) -> None:
+def test_model_is_inferred_from_a_state_dict(generation: str) -> None:
     config = model_config(generation)
     state = state_dict(generation, config)
     overrides = ("generation=G2s",) if generation == "G2s" else ()
@@ -192,7 +192,7 @@ def test_a_model_in_memory(generation: str) -> None:
 # ---- hints, gaps and patches ----------------------------------------------------------------------------------------
 
 
-def test_the_hint_of_a_base_run_is_taken(tmp_path: Path) -> None:
+def test_base_run_settings_are_used(tmp_path: Path) -> None:
     for place in (tmp_path / "flat", tmp_path / "home" / "base_checkpoints" / "d4"):
         write(place, "G2s")
         found = inferred(open_checkpoint(place))
@@ -200,7 +200,7 @@ def test_the_hint_of_a_base_run_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", ["chatsft_checkpoints", "mid_checkpoints", "chatrl_checkpoints"])
-def test_the_same_settings_of_a_later_stage_say_nothing(tmp_path: Path, directory: str) -> None:
+def test_settings_of_later_stages_are_ignored(tmp_path: Path, directory: str) -> None:
     write(tmp_path / directory / "d4", "G2s")
     for path in (tmp_path, tmp_path / directory / "d4", tmp_path / directory / "d4" / "model_000650.pt"):
         found = inferred(open_checkpoint(path))
@@ -210,7 +210,7 @@ def test_the_same_settings_of_a_later_stage_say_nothing(tmp_path: Path, director
         assert (by_hand.constants.softcap, by_hand.reasons["softcap"]) == (20, "set by hand")
 
 
-def test_a_missing_pattern_of_windows(tmp_path: Path) -> None:
+def test_missing_window_pattern_is_inferred_with_a_warning(tmp_path: Path) -> None:
     config = model_config("G2")
     del config["window_pattern"]
     write(tmp_path, "G2", config=config)
@@ -222,7 +222,7 @@ def test_a_missing_pattern_of_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("generation", ["G1", "G2", "G3"])
-def test_a_file_patched_with_zeros_computes_what_it_did(tmp_path: Path, generation: str) -> None:
+def test_zero_patched_file_computes_the_same(tmp_path: Path, generation: str) -> None:
     state = state_dict(generation, model_config(generation))
     zeros = {"smear_gate.weight": torch.zeros(1, 24), "smear_lambda": torch.zeros(1), "backout_lambda": torch.zeros(1)}
     write(tmp_path / "own", generation, state=state)
@@ -235,7 +235,7 @@ def test_a_file_patched_with_zeros_computes_what_it_did(tmp_path: Path, generati
 
 
 @pytest.mark.parametrize(("missing", "value"), [("resid_lambdas", 1.0), ("x0_lambdas", 0.0)])
-def test_one_of_the_lambdas_is_filled_in(tmp_path: Path, missing: str, value: float) -> None:
+def test_one_missing_lambda_is_filled_in(tmp_path: Path, missing: str, value: float) -> None:
     state = state_dict("G3", model_config("G3"))
     filled = state | {missing: torch.full((4,), value)}
     write(tmp_path / "whole", "G3", state=filled)
@@ -248,8 +248,8 @@ def test_one_of_the_lambdas_is_filled_in(tmp_path: Path, missing: str, value: fl
 
 
 @pytest.mark.parametrize("generation", ["G2", "G2e", "G3", "G4"])
-def test_both_lambdas_missing_are_filled_in_too_or_refused(tmp_path: Path, generation: str) -> None:
-    """Upstream's loader fills in both; what must not be is a term that silently does nothing."""
+def test_two_missing_lambdas_are_filled_in_or_rejected(tmp_path: Path, generation: str) -> None:
+    """Upstream's loader fills in both; a term without effect must not be accepted silently."""
     state = state_dict(generation, model_config(generation))
     neutral = {"resid_lambdas": torch.ones(4), "x0_lambdas": torch.zeros(4)}
     write(tmp_path / "whole", generation, state=state | neutral)
@@ -265,11 +265,11 @@ def test_both_lambdas_missing_are_filled_in_too_or_refused(tmp_path: Path, gener
         assert partial.score(IDS) == pytest.approx(wanted, abs=1e-6)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- rejected checkpoints -------------------------------------------------------------------------------------------
 
 
 def edited(directory: Path, generation: str, changes: dict[str, Tensor | None], **config: Any) -> Path:
-    """A checkpoint with some weights replaced, added or left out (None), and other values in its configuration."""
+    """Write a checkpoint with weights replaced, added or removed (None), and changed configuration values."""
     plain = model_config(generation)
     state: dict[str, Any] = state_dict(generation, plain) | changes
     kept = {name: weight for name, weight in state.items() if weight is not None}
@@ -339,7 +339,7 @@ REFUSED: dict[str, tuple[str, dict[str, Tensor | None], dict[str, Any], str]] = 
         "G4",
         {"value_embeds.0.weight": torch.ones(320, 32)},
         {},
-        "has value_embeds.0.weight, which the model has not",
+        "has value_embeds.0.weight, which the model does not have",
     ),
     "no smear_lambda": ("G4", {"smear_lambda": None}, {}, "lacks 1 tensors: smear_lambda"),
     "smear_lambda alone": ("G3", {"smear_lambda": torch.ones(1)}, {}, "smear_lambda"),
@@ -361,13 +361,13 @@ REFUSED: dict[str, tuple[str, dict[str, Tensor | None], dict[str, Any], str]] = 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_one_line_that_names_the_reason(tmp_path: Path, name: str) -> None:
+def test_invalid_checkpoint_is_rejected_with_a_reason(tmp_path: Path, name: str) -> None:
     generation, changes, config, reason = REFUSED[name]
     edited(tmp_path, generation, changes, **config)
     assert reason in refusal(tmp_path)
 
 
-def test_what_is_ambiguous_is_accepted_when_the_generation_is_named(tmp_path: Path) -> None:
+def test_ambiguous_checkpoint_opens_with_a_generation_override(tmp_path: Path) -> None:
     _, changes, _, _ = REFUSED["ambiguous"]
     edited(tmp_path, "G2", changes)
     for generation in ("G2", "G4"):
@@ -377,7 +377,7 @@ def test_what_is_ambiguous_is_accepted_when_the_generation_is_named(tmp_path: Pa
         assert len(ours.score(IDS)) == len(IDS) - 1
 
 
-def test_no_configuration_in_the_meta_file(tmp_path: Path) -> None:
+def test_meta_file_without_configuration_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, "G4")
     meta = path.with_name("meta_000650.json")
     for text in ("{}", '{"model_config": null}', '{"model_config": []}', "[]", "{"):
@@ -386,7 +386,7 @@ def test_no_configuration_in_the_meta_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [264, 266, 300])
-def test_a_tokenizer_of_another_vocabulary(tmp_path: Path, vocab_size: int) -> None:
+def test_tokenizer_of_other_vocabulary_size(tmp_path: Path, vocab_size: int) -> None:
     write_tokenizer(tmp_path)
     write(tmp_path, "G4", config=model_config("G4", vocab_size=vocab_size))
     line = refusal(tmp_path)
@@ -403,7 +403,7 @@ def test_a_tokenizer_of_another_vocabulary(tmp_path: Path, vocab_size: int) -> N
     ["softcap=20", "rope_base=20000", "qk_scale=1.1", "gate_scale=2", "window_pattern=L", "short_window=4",
      "sequence_len=12", "norm_eps=0.01", "generation=G3"],
 )  # fmt: skip
-def test_an_override_changes_what_the_model_computes(tmp_path: Path, override: str) -> None:
+def test_override_changes_the_logits(tmp_path: Path, override: str) -> None:
     write(tmp_path, "G4", config=model_config("G4", window_pattern="SL"))
     ids = IDS[:12] if override.startswith("sequence_len") else IDS
     extra = () if "window" not in override else ("short_window=9",) if "pattern" in override else ()
@@ -419,7 +419,7 @@ def test_an_override_changes_what_the_model_computes(tmp_path: Path, override: s
             assert max(gaps) > 1e-3
 
 
-def test_a_soft_cap_changes_log_probabilities_but_no_greedy_token(tmp_path: Path) -> None:
+def test_softcap_changes_logprobs_but_not_greedy_tokens(tmp_path: Path) -> None:
     write(tmp_path, "G2")
     with engine(tmp_path) as plain, engine(tmp_path, "softcap=20") as ours:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -431,7 +431,7 @@ def test_a_soft_cap_changes_log_probabilities_but_no_greedy_token(tmp_path: Path
 @pytest.mark.parametrize(
     "text", ["softcap", "cap=20", "softcap=-1", "generation=G9", "sequence_len=0", "rope_base=nan"]
 )
-def test_bad_overrides_are_the_user_s_fault(tmp_path: Path, text: str) -> None:
+def test_invalid_overrides_raise_bad_request(tmp_path: Path, text: str) -> None:
     write(tmp_path, "G4")
     with pytest.raises(BadRequest, match="overrides: "):
         open_checkpoint(tmp_path, (text,))
@@ -440,22 +440,22 @@ def test_bad_overrides_are_the_user_s_fault(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["qk_scale=100000", "qk_scale=1e-30", "gate_scale=5000"])
-def test_numbers_out_of_all_proportion_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+def test_huge_override_values_are_rejected(tmp_path: Path, text: str) -> None:
     write(tmp_path, "G4")
     with pytest.raises(ValueError, match=text.partition("=")[0]) as caught:
         open_checkpoint(tmp_path, (text,))
     assert "\n" not in str(caught.value)
 
 
-def test_overrides_of_another_family_s_model_are_refused(tmp_path: Path) -> None:
+def test_overrides_of_other_formats_are_rejected(tmp_path: Path) -> None:
     save(make_model("llama"), tmp_path)
     open_checkpoint(tmp_path)
     with pytest.raises(BadRequest, match="not a nanochat checkpoint"):
         open_checkpoint(tmp_path, ("softcap=20",))
 
 
-def test_overrides_of_transformers_port_are_refused(tmp_path: Path) -> None:
-    """Its config.json names every constant; that is the place to set one."""
+def test_overrides_of_the_transformers_port_are_rejected(tmp_path: Path) -> None:
+    """Its config.json contains every constant."""
     config = transformers.NanoChatConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4
     )
@@ -465,11 +465,11 @@ def test_overrides_of_transformers_port_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, ("softcap=20",))
 
 
-# ---- safetensors under nanochat's own names --------------------------------------------------------------------------
+# ---- safetensors with nanochat's names ------------------------------------------------------------------------------
 
 
 def own(directory: Path, generation: str, changes: dict[str, Any], *overrides: str) -> Path:
-    """A directory of safetensors whose config.json has every constant, some of them changed."""
+    """Write a safetensors directory whose config.json has every constant, some of them changed."""
     config = model_config(generation)
     state = state_dict(generation, config)
     directory.mkdir(exist_ok=True)
@@ -481,7 +481,7 @@ def own(directory: Path, generation: str, changes: dict[str, Any], *overrides: s
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_an_own_directory_is_the_checkpoint_again(tmp_path: Path, generation: str) -> None:
+def test_exported_directory_opens_the_same_model(tmp_path: Path, generation: str) -> None:
     own(tmp_path / "own", generation, {}, f"generation={generation}")
     write(tmp_path / "pt", generation)
     checkpoint, wanted = open_checkpoint(tmp_path / "own"), open_checkpoint(tmp_path / "pt")
@@ -491,7 +491,7 @@ def test_an_own_directory_is_the_checkpoint_again(tmp_path: Path, generation: st
         assert ours.score(IDS) == theirs.score(IDS)
 
 
-def test_an_own_directory_keeps_what_was_set_by_hand_and_can_be_overridden(tmp_path: Path) -> None:
+def test_exported_directory_keeps_overrides(tmp_path: Path) -> None:
     by_hand = ("softcap=20", "rope_base=3000", "short_window=17", "qk_scale=1.1", "gate_scale=2.5", "window_pattern=LS")
     own(tmp_path, "G4", {}, *by_hand)
     constants = inferred(open_checkpoint(tmp_path)).constants
@@ -516,7 +516,7 @@ def test_an_own_directory_keeps_what_was_set_by_hand_and_can_be_overridden(tmp_p
     ],
     ids=str,
 )
-def test_bad_constants_in_an_own_directory_are_the_file_s_fault(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_invalid_constants_in_exported_directory_raise_model_error(tmp_path: Path, changes: dict[str, Any]) -> None:
     own(tmp_path, "G4", changes)
     with pytest.raises(ModelError) as caught:
         open_checkpoint(tmp_path)
@@ -528,7 +528,7 @@ def test_bad_constants_in_an_own_directory_are_the_file_s_fault(tmp_path: Path, 
 
 
 def ported(directory: Path, **changes: Any) -> Path:
-    """A directory of Transformers' port with other values in its config.json (None takes one out)."""
+    """Write a directory of the Transformers port with changed values in its config.json (None removes one)."""
     config = transformers.NanoChatConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -548,7 +548,7 @@ def ported(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_transformers_port_is_read_as_its_config_says(tmp_path: Path) -> None:
+def test_transformers_port_is_read(tmp_path: Path) -> None:
     config = open_checkpoint(ported(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})).config
     assert config.terms is not None
     assert (config.terms.generation, config.terms.has_hf_names) == ("G0", True)
@@ -574,16 +574,14 @@ def test_transformers_port_is_read_as_its_config_says(tmp_path: Path) -> None:
         ({"head_dim": 15}, "even"),
     ],
 )
-def test_transformers_port_is_refused_where_it_contradicts_itself(
-    tmp_path: Path, changes: dict[str, Any], reason: str
-) -> None:
+def test_inconsistent_transformers_port_is_rejected(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     assert reason in refusal(ported(tmp_path, **changes))
 
 
-def test_the_pickled_tokenizer_is_taken_where_both_lie(tmp_path: Path) -> None:
+def test_pickled_tokenizer_takes_precedence(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     write(tmp_path, "G4")
-    (tmp_path / "tokenizer.json").write_text("{}")  # of an older training, perhaps
+    (tmp_path / "tokenizer.json").write_text("{}")  # for example of an older training
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config.eos_token_ids == (260, 256)
     assert load_tokenizer(checkpoint.tokenizer).vocab_size == 265

@@ -1,4 +1,4 @@
-"""nanochat checkpoints in other forms: bit-equal weights, the same tokens, the same logits, or a refusal."""
+"""Export of nanochat checkpoints: bit-equal weights, the same tokens and logits, or an error."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ Exporter = Callable[[Checkpoint, Path | None, Path], Path]
 
 
 @cache
-def trained(num_ranks: int = 691) -> PickledEncoding:
-    """A tokenizer of nanochat's kind: real merges after the 256 bytes, then the nine special tokens."""
+def trained_tokenizer(num_ranks: int = 691) -> PickledEncoding:
+    """Return a nanochat tokenizer: the 256 bytes, merges, then the nine special tokens."""
     core = tokenizers.Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -66,7 +66,7 @@ def trained(num_ranks: int = 691) -> PickledEncoding:
 
 
 def tokenizers_bytes(piece: str) -> bytes:
-    """Undo the library's spelling of bytes, by its own decoder's table."""
+    """Return the bytes of a token in the library's byte-level alphabet."""
     table = {char: byte for byte, char in transformers_table().items()}
     return bytes(table[char] for char in piece)
 
@@ -88,8 +88,8 @@ def encoding_of(fields: PickledEncoding) -> tiktoken.Encoding:
 
 
 def write(directory: Path, generation: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A flat directory as nanochat leaves it: the vocabulary is padded, the embeddings may be bfloat16."""
-    fields = trained()
+    """Write a flat nanochat directory: padded vocabulary, embeddings optionally bfloat16."""
+    fields = trained_tokenizer()
     vocab_size = len(fields.mergeable_ranks) + len(fields.special_tokens)
     config = model_config(generation, vocab_size=vocab_size, **changes)
     state = state_dict(generation, config)
@@ -117,7 +117,7 @@ def assert_same_bits(found: dict[str, torch.Tensor], wanted: dict[str, torch.Ten
 
 
 def logits_of(checkpoint: Checkpoint, ids: list[int]) -> torch.Tensor:
-    """Our own float32 logits of every position."""
+    """Return our float32 logits of every position."""
     cpu = torch.device("cpu")
     model = load_model(checkpoint, cpu, torch.float32, checkpoint.config.max_positions)
     store = new_store(model.program, -(-len(ids) // 16), 16, torch.float32, cpu)
@@ -135,9 +135,7 @@ def some_ids(size: int, count: int = 120) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_every_generation_keeps_its_bits_through_safetensors(
-    tmp_path: Path, generation: str, dtype: torch.dtype
-) -> None:
+def test_safetensors_export_is_bit_equal(tmp_path: Path, generation: str, dtype: torch.dtype) -> None:
     source = write(tmp_path / "a", generation, dtype=dtype)
     overrides = ("generation=G2s", "softcap=20") if generation == "G2s" else ()
     checkpoint = open_checkpoint(source, overrides)
@@ -156,7 +154,7 @@ def test_every_generation_keeps_its_bits_through_safetensors(
 
 
 @pytest.mark.parametrize("generation", [name for name in GENERATIONS if name != "G2s"])
-def test_safetensors_become_nanochats_files_again(tmp_path: Path, generation: str) -> None:
+def test_safetensors_convert_back_to_nanochat_files(tmp_path: Path, generation: str) -> None:
     source = write(tmp_path / "a", generation, dtype=torch.bfloat16)
     middle = export_safetensors(open_checkpoint(source), source, tmp_path / "b")
     out = export_nanochat(open_checkpoint(middle), middle, tmp_path / "c")
@@ -164,7 +162,7 @@ def test_safetensors_become_nanochats_files_again(tmp_path: Path, generation: st
     assert sorted(path.name for path in out.iterdir()) == names
     assert_same_bits(read_pt(out / "model_000000.pt"), read_pt(source / "model_000650.pt"))
     assert open_checkpoint(out).config == open_checkpoint(source).config
-    # What upstream's loader asks of the files.
+    # Required by upstream's loader.
     meta = json.loads((out / "meta_000000.json").read_text())
     given = json.loads((source / "meta_000650.json").read_text())["model_config"]
     assert {name: meta["model_config"][name] for name in given if name != "window_pattern"} == {
@@ -174,7 +172,7 @@ def test_safetensors_become_nanochats_files_again(tmp_path: Path, generation: st
     assert type(state) is dict and state["transformer.wte.weight"].dtype == torch.bfloat16
 
 
-def test_the_pattern_of_windows_survives_in_upstreams_reading(tmp_path: Path) -> None:
+def test_window_pattern_is_exported_for_upstream(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G4", window_pattern="SL", n_layer=5)
     out = export_nanochat(open_checkpoint(source), source, tmp_path / "c")
     pattern = json.loads((out / "meta_000000.json").read_text())["model_config"]["window_pattern"]
@@ -186,7 +184,7 @@ def test_token_bytes_count_each_tokens_bytes(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G0")
     out = export_nanochat(open_checkpoint(source), source, tmp_path / "b")
     sizes = torch.load(out / "token_bytes.pt", weights_only=True)
-    fields = trained()
+    fields = trained_tokenizer()
     assert sizes.dtype == torch.int32 and len(sizes) == len(fields.mergeable_ranks) + 9
     for word, token in fields.mergeable_ranks.items():
         assert sizes[token] == len(word)
@@ -194,14 +192,14 @@ def test_token_bytes_count_each_tokens_bytes(tmp_path: Path) -> None:
 
 
 def rounded_to_bfloat16(_module: object, _inputs: object, tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Round Transformers' cos and sin as G0 did."""
+    """Round Transformers' cos and sin to bfloat16, as G0 does."""
     return tuple(table.bfloat16().float() for table in tables)
 
 
 @pytest.mark.parametrize("rope_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 def test_transformers_computes_the_same_logits(tmp_path: Path, num_kv_heads: int, rope_dtype: str) -> None:
-    """G0's own tables are bfloat16; Transformers rounds them only where it computes in bfloat16."""
+    """G0's tables are bfloat16; Transformers rounds them only when it computes in bfloat16."""
     source = write(tmp_path / "a", "G0", n_kv_head=num_kv_heads)
     checkpoint = open_checkpoint(source, () if rope_dtype == "bfloat16" else ("rope_dtype=float32",))
     out = export_hf(checkpoint, source, tmp_path / "b")
@@ -218,11 +216,11 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, num_kv_heads: int
     assert (logits_of(open_checkpoint(out), ids) - wanted).abs().max() <= 1e-5
 
 
-def test_what_the_ports_defaults_get_wrong_is_written_out(tmp_path: Path) -> None:
+def test_non_default_constants_are_written_to_the_port(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G0")
     out = export_hf(open_checkpoint(source), source, tmp_path / "b")
     config = transformers.AutoConfig.from_pretrained(out)
-    special = trained().special_tokens
+    special = trained_tokenizer().special_tokens
     assert config.intermediate_size == 4 * config.hidden_size
     assert config.rms_norm_eps == pytest.approx(1.1920929e-07)
     assert (config.eos_token_id, config.bos_token_id) == (special["<|assistant_end|>"], special["<|bos|>"])
@@ -232,7 +230,7 @@ def test_what_the_ports_defaults_get_wrong_is_written_out(tmp_path: Path) -> Non
     assert generation.bos_token_id == special["<|bos|>"]
 
 
-def test_the_padding_of_the_vocabulary_is_left_out(tmp_path: Path) -> None:
+def test_vocabulary_padding_is_not_exported(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G0", dtype=torch.bfloat16)
     checkpoint = open_checkpoint(source)
     out = export_hf(checkpoint, source, tmp_path / "b")
@@ -243,15 +241,15 @@ def test_the_padding_of_the_vocabulary_is_left_out(tmp_path: Path) -> None:
         assert_same_bits({"w": again[f"{theirs}.weight"]}, {"w": mine[f"{ours}.weight"][:size]})
     assert again["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert again["lm_head.weight"].dtype == torch.float32
-    # The widest precision is the one that Transformers computes in unless told otherwise.
+    # Transformers computes in the widest precision by default.
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_every_number_is_aligned(tmp_path: Path) -> None:
+def test_exported_tensors_are_aligned(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G4")
-    # Cloned: the file that is written anew is the one that they are mapped from.
+    # Cloned, because the tensors are mapped from the file that is overwritten.
     state = {name: tensor.clone() for name, tensor in read_pt(source / "model_000650.pt").items()}
-    state["smear_lambda"] = state["smear_lambda"].bfloat16()  # two bytes before the four of the next
+    state["smear_lambda"] = state["smear_lambda"].bfloat16()  # two bytes, before a tensor with four-byte values
     torch.save(state, source / "model_000650.pt")
     out = export_safetensors(open_checkpoint(source), source, tmp_path / "b")
     for part in read_header(out / WEIGHTS).values():
@@ -259,15 +257,15 @@ def test_every_number_is_aligned(tmp_path: Path) -> None:
     assert_same_bits(weights_of(open_checkpoint(out)), state)
 
 
-def test_the_port_becomes_nanochats_files_and_back(tmp_path: Path) -> None:
+def test_port_converts_to_nanochat_files_and_back(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G0", dtype=torch.bfloat16)
     port = export_hf(open_checkpoint(source), source, tmp_path / "b")
     own = export_nanochat(open_checkpoint(port), port, tmp_path / "c")
-    state, size = read_pt(source / "model_000650.pt"), len(trained().mergeable_ranks) + 9
+    state, size = read_pt(source / "model_000650.pt"), len(trained_tokenizer().mergeable_ranks) + 9
     for name in ("transformer.wte.weight", "lm_head.weight"):
         state[name] = state[name][:size]
     assert_same_bits(read_pt(own / "model_000000.pt"), state)
-    assert read_fields(own / "tokenizer.pkl") == trained()
+    assert read_fields(own / "tokenizer.pkl") == trained_tokenizer()
     port_again = export_hf(open_checkpoint(own), own, tmp_path / "d")
     for name in (WEIGHTS, "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (port_again / name).read_bytes() == (port / name).read_bytes(), name
@@ -276,7 +274,7 @@ def test_the_port_becomes_nanochats_files_and_back(tmp_path: Path) -> None:
     assert load_tokenizer(TokenizerSource(str(tensors))).vocab_size == size
 
 
-def test_a_port_of_transformers_own_making_is_read(tmp_path: Path) -> None:
+def test_port_saved_by_transformers_is_read(tmp_path: Path) -> None:
     torch.manual_seed(3)
     config = transformers.NanoChatConfig(
         vocab_size=265,
@@ -297,7 +295,7 @@ def test_a_port_of_transformers_own_making_is_read(tmp_path: Path) -> None:
     ids = some_ids(265, 40)
     with torch.inference_mode():
         wanted = theirs(torch.tensor([ids])).logits[0]
-    # The port's own epsilon, 1e-6, is not nanochat's.
+    # The port's default epsilon, 1e-6, differs from nanochat's.
     assert (logits_of(open_checkpoint(out), ids) - wanted).abs().max() <= 1e-3
 
 
@@ -306,17 +304,17 @@ def corpus() -> list[str]:
     alphabet = "abc ABC 0123456789 \n\t\r'\"!,.éßſß日本語한👍\u0301\u200d\u00a0٣½"
     odd = ["".join(rng.choice(alphabet) for _ in range(rng.randrange(1, 60))) for _ in range(400)]
     codes = ["".join(chr(rng.randrange(1, 0xD800)) for _ in range(20)) for _ in range(100)]
-    words = [word.decode() for word in trained().mergeable_ranks if word.isascii()]
+    words = [word.decode() for word in trained_tokenizer().mergeable_ranks if word.isascii()]
     return [*TEXTS, *SAMPLES, *odd, *codes, *("".join(rng.choices(words, k=12)) for _ in range(400))]
 
 
-def test_tokenizer_json_gives_nanochats_ids(tmp_path: Path) -> None:
+def test_exported_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G0")
     out = export_hf(open_checkpoint(source), source, tmp_path / "b")
     raw = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     ours, theirs = nanochat_tokenizer(source), load_tokenizer(TokenizerSource(str(out)))
     for text in corpus():
-        ids = encoding_of(trained()).encode_ordinary(text)
+        ids = encoding_of(trained_tokenizer()).encode_ordinary(text)
         assert raw.encode(text, add_special_tokens=False).ids == ids, text
         assert theirs.encode(text) == ours.encode(text) == [ours.bos_id, *ids]
         assert theirs.decode(ids) == ours.decode(ids)
@@ -327,14 +325,14 @@ def test_tokenizer_json_gives_nanochats_ids(tmp_path: Path) -> None:
     assert theirs.special_ids == ours.special_ids
 
 
-def test_transformers_speaks_nanochats_chat(tmp_path: Path) -> None:
+def test_exported_chat_template_renders_the_same_ids(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G0")
     out = export_hf(open_checkpoint(source), source, tmp_path / "b")
     theirs = transformers.AutoTokenizer.from_pretrained(out)
-    special = trained().special_tokens
+    special = trained_tokenizer().special_tokens
     messages = [{"role": "user", "content": "hello 日本 123"}]
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    text = encoding_of(trained()).encode_ordinary("hello 日本 123")
+    text = encoding_of(trained_tokenizer()).encode_ordinary("hello 日本 123")
     names = ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>")
     bos, start, end, answer = (special[name] for name in names)
     assert list(ids) == [bos, start, *text, end, answer]
@@ -344,19 +342,19 @@ def test_transformers_speaks_nanochats_chat(tmp_path: Path) -> None:
     assert template.source
 
 
-def test_a_whole_word_without_a_way_to_it_keeps_its_id(tmp_path: Path) -> None:
-    """tiktoken looks a word up before it merges: a token that no two others make is found nevertheless."""
+def test_word_without_merges_keeps_its_id(tmp_path: Path) -> None:
+    """tiktoken looks a word up before it merges, so it finds a token that no merge produces."""
     ranks = {bytes([i]): i for i in range(256)} | {b"abc": 256, "日本".encode(): 257}
-    fields = replace(trained(), mergeable_ranks=ranks, special_tokens={"<|bos|>": 258})
+    fields = replace(trained_tokenizer(), mergeable_ranks=ranks, special_tokens={"<|bos|>": 258})
     core = to_hf(fields, "<|bos|>", "x")
     assert core.encode("abc", add_special_tokens=False).ids == [256]
     assert core.encode("abcd", add_special_tokens=False).ids == encoding_of(fields).encode_ordinary("abcd")
 
 
-def test_two_ways_to_one_token_are_both_taken(tmp_path: Path) -> None:
+def test_alternative_merges_of_a_token_are_exported(tmp_path: Path) -> None:
     words = [b"bc", b"ab", b"abc", b"xa", b"xabc"]
     ranks = {bytes([i]): i for i in range(256)} | {word: 256 + i for i, word in enumerate(words)}
-    fields = replace(trained(), mergeable_ranks=ranks, special_tokens={"<|bos|>": 261})
+    fields = replace(trained_tokenizer(), mergeable_ranks=ranks, special_tokens={"<|bos|>": 261})
     core, original = to_hf(fields, "<|bos|>", "x"), encoding_of(fields)
     rng = random.Random(2)
     for _ in range(2000):
@@ -364,20 +362,20 @@ def test_two_ways_to_one_token_are_both_taken(tmp_path: Path) -> None:
         assert core.encode(text, add_special_tokens=False).ids == original.encode_ordinary(text), text
 
 
-def test_a_tokenizer_that_would_differ_is_refused(tmp_path: Path) -> None:
-    core = to_hf(trained(), "<|bos|>", "x")
-    other = replace(trained(), pat_str=PATTERN.replace("{1,2}", "{1,3}"))
+def test_tokenizer_with_different_results_is_rejected(tmp_path: Path) -> None:
+    core = to_hf(trained_tokenizer(), "<|bos|>", "x")
+    other = replace(trained_tokenizer(), pat_str=PATTERN.replace("{1,2}", "{1,3}"))
     with pytest.raises(ModelError, match=r"x: tokenizer\.json and tiktoken would give different ids for"):
         check_same(core, encoding_of(other), "x")
-    # The two engines fold cases differently: "ss" means "ß" to one of them.
+    # The two regex engines fold cases differently: one treats "ss" and "ß" as equal.
     ranks = {bytes([i]): i for i in range(256)} | {"ß".encode(): 256, "ßb".encode(): 257}
     folded = replace(other, pat_str=r"(?i:ss)b|[\s\S]", mergeable_ranks=ranks, special_tokens={"<|bos|>": 258})
     with pytest.raises(ModelError, match=r"different ids for '.xdfb'"):
         to_hf(folded, "<|bos|>", "x")
     with pytest.raises(ModelError, match=r"pat_str cannot be used in a tokenizer\.json"):
-        to_hf(replace(trained(), pat_str="("), "<|bos|>", "x")
+        to_hf(replace(trained_tokenizer(), pat_str="("), "<|bos|>", "x")
     with pytest.raises(ModelError, match="cannot have the id 900"):
-        to_hf(replace(trained(), special_tokens={"<|bos|>": 900}), "<|bos|>", "x")
+        to_hf(replace(trained_tokenizer(), special_tokens={"<|bos|>": 900}), "<|bos|>", "x")
 
 
 def changed(**changes: Any) -> Callable[[dict[str, Any]], None]:
@@ -410,7 +408,7 @@ def with_gap(state: dict[str, Any]) -> None:
         (lambda state: state["added_tokens"][4].update(special=False), "is not special"),
     ],
 )
-def test_another_kind_of_tokenizer_json_is_refused(
+def test_other_tokenizer_json_is_rejected(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     source = write(tmp_path / "a", "G0")
@@ -424,21 +422,21 @@ def test_another_kind_of_tokenizer_json_is_refused(
     assert not (tmp_path / "c").exists()
 
 
-def test_a_damaged_tokenizer_json_is_refused(tmp_path: Path) -> None:
+def test_damaged_tokenizer_json_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer\.json that can be read"):
         from_hf(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("generation", [name for name in GENERATIONS if name not in ("G0", "G2s")])
-def test_later_generations_are_not_for_transformers(tmp_path: Path, generation: str) -> None:
+def test_later_generations_cannot_be_exported_to_transformers(tmp_path: Path, generation: str) -> None:
     source = write(tmp_path / "a", generation)
     with pytest.raises(ModelError, match=f"of generation {generation}, and Transformers computes G0 only"):
         export_hf(open_checkpoint(source), source, tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
-def test_constants_that_a_form_cannot_say_are_refused(tmp_path: Path) -> None:
+def test_constants_not_supported_by_a_format_are_rejected(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G0")
     with pytest.raises(ModelError, match="Transformers has no qk_scale"):
         export_hf(open_checkpoint(source, ("qk_scale=1.2",)), source, tmp_path / "b")
@@ -458,7 +456,7 @@ def test_constants_that_a_form_cannot_say_are_refused(tmp_path: Path) -> None:
         assert again.ropes[0].table_dtype == "float32"
 
 
-def test_rounded_tables_and_full_decode_survive_safetensors(tmp_path: Path) -> None:
+def test_rope_dtype_and_decode_window_are_exported(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G2")
     checkpoint = open_checkpoint(source, ("decode_window=full",))
     again = open_checkpoint(export_safetensors(checkpoint, source, tmp_path / "b"))
@@ -468,7 +466,7 @@ def test_rounded_tables_and_full_decode_survive_safetensors(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("value", ["float16", 1, ["bfloat16"]])
-def test_a_port_with_an_unknown_precision_of_tables_is_refused(tmp_path: Path, value: object) -> None:
+def test_port_with_unknown_rope_dtype_is_rejected(tmp_path: Path, value: object) -> None:
     source = write(tmp_path / "a", "G0")
     out = export_hf(open_checkpoint(source), source, tmp_path / "b")
     config = json.loads((out / "config.json").read_text())
@@ -478,7 +476,7 @@ def test_a_port_with_an_unknown_precision_of_tables_is_refused(tmp_path: Path, v
         open_checkpoint(out)
 
 
-def test_a_model_of_another_family_is_refused(tmp_path: Path) -> None:
+def test_model_of_other_family_is_rejected(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
@@ -492,12 +490,12 @@ EXPORTERS = (export_hf, export_safetensors, export_nanochat)
 
 
 @pytest.mark.parametrize("export", EXPORTERS)
-def test_a_tokenizer_that_is_none_or_another_is_refused(tmp_path: Path, export: Exporter) -> None:
+def test_missing_or_other_tokenizer_is_rejected(tmp_path: Path, export: Exporter) -> None:
     source = write(tmp_path / "a", "G0")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"empty: has neither tokenizer\.pkl nor tokenizer\.json"):
         export(open_checkpoint(source), tmp_path / "empty", tmp_path / "b")
-    other = replace(trained(), special_tokens={"<|bos|>": 691, "<|assistant_end|>": 692})
+    other = replace(trained_tokenizer(), special_tokens={"<|bos|>": 691, "<|assistant_end|>": 692})
     (tmp_path / "empty" / "tokenizer.pkl").write_bytes(pickle.dumps(encoding_of(other)))
     with pytest.raises(ModelError, match="empty: the tokenizer has 693 tokens, the model 700"):
         export(open_checkpoint(source), tmp_path / "empty", tmp_path / "b")
@@ -509,14 +507,14 @@ def test_a_tokenizer_that_is_none_or_another_is_refused(tmp_path: Path, export: 
 
 
 @pytest.mark.parametrize("export", EXPORTERS)
-def test_the_tokenizer_may_be_left_out(tmp_path: Path, export: Exporter) -> None:
+def test_tokenizer_is_optional(tmp_path: Path, export: Exporter) -> None:
     source = write(tmp_path / "a", "G0")
     out = export(open_checkpoint(source), None, tmp_path / "b")
     assert not list(out.glob("token*")) and open_checkpoint(out).config.vocab_size == 700
 
 
 @pytest.mark.parametrize("export", EXPORTERS)
-def test_a_target_that_is_in_use_is_refused(tmp_path: Path, export: Exporter) -> None:
+def test_existing_target_is_rejected(tmp_path: Path, export: Exporter) -> None:
     source = write(tmp_path / "a", "G0")
     target = tmp_path / "b"
     target.mkdir()
@@ -535,7 +533,7 @@ def test_a_target_that_is_in_use_is_refused(tmp_path: Path, export: Exporter) ->
 
 @pytest.mark.parametrize("export", EXPORTERS)
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_it_appears_whole_or_not_at_all(
+def test_export_is_atomic(
     tmp_path: Path, export: Exporter, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "a", "G0")
@@ -551,11 +549,11 @@ def test_it_appears_whole_or_not_at_all(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_the_source_is_left_as_it_is(tmp_path: Path) -> None:
+def test_export_does_not_change_the_source(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G0")
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in source.iterdir()}
     for export in EXPORTERS:
         export(open_checkpoint(source), source, tmp_path / export.__name__)
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in source.iterdir()} == before
-    # tempfile makes directories for their owner alone.
+    # tempfile creates directories that only their owner can read.
     assert all(stat.S_IMODE((tmp_path / export.__name__).stat().st_mode) == 0o755 for export in EXPORTERS)

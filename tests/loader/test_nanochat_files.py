@@ -1,4 +1,4 @@
-"""Which checkpoint a path means, in every layout that nanochat's files were ever kept in."""
+"""Finding the checkpoint of a path, in every directory layout of nanochat."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenizer(directory: Path, name: str = "tokenizer.pkl") -> Path:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """nanochat's base directory after a whole run."""
+    """Return nanochat's base directory after a complete run."""
     checkpoint(tmp_path / "base_checkpoints" / "d20", 21400)
     checkpoint(tmp_path / "base_checkpoints" / "d34", 169150)
     checkpoint(tmp_path / "mid_checkpoints" / "d20", 765)
@@ -46,7 +46,7 @@ def found(path: Path, **named: object) -> NanochatFiles:
     return files
 
 
-def test_a_file_brings_its_meta(base: Path) -> None:
+def test_file_path_finds_its_meta_file(base: Path) -> None:
     path = base / "chatsft_checkpoints" / "d20" / "model_000650.pt"
     assert found(path) == NanochatFiles(
         weights=path,
@@ -67,21 +67,21 @@ def test_a_file_brings_its_meta(base: Path) -> None:
         ({"step": 700}, "is step 650, step 700 was asked for"),
     ],
 )
-def test_what_is_named_beside_a_file_must_agree_with_it(base: Path, named: dict[str, str], message: str) -> None:
+def test_options_must_agree_with_a_file_path(base: Path, named: dict[str, str], message: str) -> None:
     path = base / "chatsft_checkpoints" / "d20" / "model_000650.pt"
     with pytest.raises(ModelError, match=message) as caught:
         found(path, **named)
     assert str(path) in str(caught.value)
 
 
-def test_a_flat_directory_of_the_hub(tmp_path: Path) -> None:
+def test_flat_directory(tmp_path: Path) -> None:
     tokenizer(checkpoint(tmp_path / "nanochat", 650))
     files = found(tmp_path / "nanochat")
     assert (files.step, files.tokenizer, files.source) == (650, tmp_path / "nanochat", None)
     assert found(tmp_path / "nanochat", source="rl").source is None
 
 
-def test_the_base_directory_means_sft(base: Path) -> None:
+def test_base_directory_defaults_to_sft(base: Path) -> None:
     files = found(base)
     assert files.weights == base / "chatsft_checkpoints" / "d20" / "model_000700.pt"
     assert (files.source, files.tokenizer) == ("sft", base / "tokenizer")
@@ -96,18 +96,18 @@ def test_the_base_directory_means_sft(base: Path) -> None:
         ("rl", "chatrl_checkpoints/d20/model_000466.pt"),
     ],
 )
-def test_the_base_directory_has_every_source(base: Path, source: str, where: str) -> None:
+def test_base_directory_with_source(base: Path, source: str, where: str) -> None:
     assert found(base, source=source).weights == base / where
     assert found(base, source=source).source == source
 
 
-def test_a_directory_of_tags_knows_its_source(base: Path) -> None:
+def test_directory_of_tags_implies_its_source(base: Path) -> None:
     assert found(base / "base_checkpoints").source == "base"
     assert found(base / "base_checkpoints", model_tag="d20", step=21400).step == 21400
     assert found(base / "base_checkpoints" / "d20").source == "base"
 
 
-def test_the_only_source_is_taken_and_two_are_ambiguous(base: Path, tmp_path: Path) -> None:
+def test_single_source_is_selected_and_two_are_ambiguous(base: Path, tmp_path: Path) -> None:
     for name in ("chatsft_checkpoints", "mid_checkpoints", "chatrl_checkpoints"):
         (base / name).rename(tmp_path / f"away-{name}")
     assert found(base).source == "base"
@@ -126,21 +126,21 @@ def test_the_only_source_is_taken_and_two_are_ambiguous(base: Path, tmp_path: Pa
         (("d007", "d8"), "d8"),
     ],
 )
-def test_the_tag_with_the_largest_number_is_taken(tmp_path: Path, tags: tuple[str, ...], chosen: str) -> None:
+def test_tag_with_largest_number_is_selected(tmp_path: Path, tags: tuple[str, ...], chosen: str) -> None:
     for tag in tags:
         checkpoint(tmp_path / tag)
     (tmp_path / "d999").mkdir()
     assert found(tmp_path).weights.parent.name == chosen
 
 
-def test_without_numbers_the_directory_changed_last_is_taken(tmp_path: Path) -> None:
+def test_latest_directory_is_selected_without_numbers(tmp_path: Path) -> None:
     for tag, seconds in (("a", 100), ("b", 300), ("c", 300), ("e", 200)):
         checkpoint(tmp_path / tag)
         os.utime(tmp_path / tag, (seconds, seconds))
     assert found(tmp_path).weights.parent.name == "b"
 
 
-def test_the_highest_step_is_taken_by_number(tmp_path: Path) -> None:
+def test_highest_step_is_selected_numerically(tmp_path: Path) -> None:
     checkpoint(tmp_path, 999999, 1000000, 5)
     (tmp_path / "model_2000000.pt.tmp").touch()
     (tmp_path / "model_3000000.pt").mkdir()
@@ -162,19 +162,19 @@ def test_the_highest_step_is_taken_by_number(tmp_path: Path) -> None:
         ({"model_tag": "a\0"}, "must be a plain directory name"),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_is(base: Path, named: dict[str, str], message: str) -> None:
+def test_missing_item_error_lists_existing_ones(base: Path, named: dict[str, str], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         found(base, **named)
     assert str(base) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_absent_source_is_refused_with_what_is_there(tmp_path: Path) -> None:
+def test_missing_source_error_lists_existing_ones(tmp_path: Path) -> None:
     checkpoint(tmp_path / "base_checkpoints" / "d4")
     with pytest.raises(ModelError, match="no checkpoint of the source rl; there is base"):
         found(tmp_path, source="rl")
 
 
-def test_a_missing_meta_is_refused(base: Path) -> None:
+def test_missing_meta_file_is_rejected(base: Path) -> None:
     directory = base / "chatsft_checkpoints" / "d20"
     (directory / "meta_000700.json").unlink()
     with pytest.raises(ModelError, match=r"model_000700\.pt: the file meta_000700\.json that belongs to it is missing"):
@@ -182,13 +182,13 @@ def test_a_missing_meta_is_refused(base: Path) -> None:
     assert found(base, step=650).step == 650
 
 
-def test_a_base_directory_without_checkpoints_is_refused(tmp_path: Path) -> None:
+def test_base_directory_without_checkpoints_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "base_checkpoints" / "d20").mkdir(parents=True)
     with pytest.raises(ModelError, match=r"no <tag>/model_\*\.pt in base_checkpoints/"):
         find_files(tmp_path)
 
 
-def test_other_things_are_not_nanochats(tmp_path: Path) -> None:
+def test_other_paths_are_not_recognised(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "pytorch_model.pt", "model_x.pt", "model_1.pth", "a.gguf"):
         (tmp_path / name).touch()
         assert find_files(tmp_path / name) is None
@@ -201,7 +201,7 @@ def test_other_things_are_not_nanochats(tmp_path: Path) -> None:
 
 @pytest.fixture
 def experiments(tmp_path: Path) -> Path:
-    """The coming layout, with three experiments."""
+    """Return a directory in the experiments layout, with three experiments."""
     home = tmp_path / "experiments"
     for name in ("another", "default", "other"):
         checkpoint(home / name / "d12" / "base", 100)
@@ -212,7 +212,7 @@ def experiments(tmp_path: Path) -> Path:
     return home
 
 
-def test_the_experiments_layout_from_each_level(experiments: Path, tmp_path: Path) -> None:
+def test_experiments_layout_from_each_level(experiments: Path, tmp_path: Path) -> None:
     default = experiments / "default"
     for path in (tmp_path, experiments, default):
         files = found(path)
@@ -227,7 +227,7 @@ def test_the_experiments_layout_from_each_level(experiments: Path, tmp_path: Pat
     assert found(default / "d12" / "base" / "model_000100.pt").git_commit == "0123abc" * 5
 
 
-def test_several_experiments_need_a_name_and_one_does_not(experiments: Path) -> None:
+def test_several_experiments_require_a_name(experiments: Path) -> None:
     (experiments / "default").rename(experiments / "mine")
     with pytest.raises(ModelError, match="several experiments, name the directory of one: another, mine, other"):
         found(experiments)
@@ -236,25 +236,25 @@ def test_several_experiments_need_a_name_and_one_does_not(experiments: Path) -> 
     assert found(experiments).tokenizer == experiments / "other" / "tokenizer"
 
 
-def test_both_layouts_at_once_are_ambiguous(experiments: Path, tmp_path: Path) -> None:
+def test_both_layouts_together_are_ambiguous(experiments: Path, tmp_path: Path) -> None:
     checkpoint(tmp_path / "base_checkpoints" / "d4")
     with pytest.raises(ModelError, match="holds both experiments/ and base_checkpoints/"):
         found(tmp_path)
 
 
 @pytest.mark.parametrize("commit", [None, "", "main; rm -rf", "g" * 40])
-def test_a_commit_that_is_none_is_left_out(experiments: Path, commit: str | None) -> None:
+def test_invalid_commit_is_ignored(experiments: Path, commit: str | None) -> None:
     (experiments / "default" / "meta.json").write_text(json.dumps({"git_commit": commit}))
     assert found(experiments).git_commit is None
 
 
-def test_a_damaged_experiment_is_refused(experiments: Path) -> None:
+def test_damaged_experiment_is_rejected(experiments: Path) -> None:
     (experiments / "default" / "meta.json").write_text("{")
     with pytest.raises(ModelError, match=r"meta\.json: not valid JSON"):
         found(experiments)
 
 
-def test_the_nearest_tokenizer_is_taken(base: Path) -> None:
+def test_nearest_tokenizer_is_selected(base: Path) -> None:
     directory = base / "chatsft_checkpoints" / "d20"
     assert found(base).tokenizer == base / "tokenizer"
     tokenizer(base / "chatsft_checkpoints" / "tokenizer")
@@ -265,20 +265,20 @@ def test_the_nearest_tokenizer_is_taken(base: Path) -> None:
     assert found(base).tokenizer == directory
 
 
-def test_the_tokenizer_is_not_sought_further_up(tmp_path: Path) -> None:
+def test_tokenizer_search_stops_at_the_base_directory(tmp_path: Path) -> None:
     tokenizer(tmp_path / "tokenizer")
     assert found(checkpoint(tmp_path / "a" / "b" / "c")).tokenizer == tmp_path / "tokenizer"
     assert found(checkpoint(tmp_path / "a" / "b" / "c" / "e")).tokenizer is None
 
 
-def test_relative_paths_see_their_parents(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_resolved(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(base / "chatsft_checkpoints" / "d20")
     for path in (Path(), Path("model_000700.pt"), Path("../d20")):
         assert (found(path).source, found(path).tokenizer) == ("sft", base / "tokenizer")
     assert found(Path("../../base_checkpoints")).source == "base"
 
 
-def test_a_linked_tag_keeps_its_place(base: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_symlinked_tag_keeps_its_path(base: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     far = checkpoint(tmp_path_factory.mktemp("disk") / "big")
     (base / "chatsft_checkpoints" / "d40").symlink_to(far, target_is_directory=True)
     files = found(base)

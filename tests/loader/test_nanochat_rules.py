@@ -1,4 +1,4 @@
-"""Which generation a nanochat checkpoint is of, told from names and shapes; and the constants that follow."""
+"""Inference of a nanochat checkpoint's generation and constants from names and shapes of its weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def of(generation: str, *overrides: str, **sizes: Any) -> Inferred:
 def refusal(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], *overrides: str, zeros: tuple[str, ...] = ()
 ) -> str:
-    """The one line that says why."""
+    """Return the one-line error."""
     with pytest.raises(ModelError) as caught:
         inferred(shapes, config, *overrides, zeros=zeros)
     line = str(caught.value)
@@ -77,7 +77,7 @@ ROPE_DTYPES = dict.fromkeys(("G0", "G1", "G2", "G2e"), "bfloat16") | dict.fromke
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_generation_is_recognised_with_its_constants(generation: str) -> None:
+def test_generation_is_recognised_with_its_constants(generation: str) -> None:
     found = of(generation)
     constants = found.constants
     assert constants.rope_dtype == ROPE_DTYPES[generation]
@@ -103,7 +103,7 @@ SIGNS = {
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_every_constant_comes_with_its_reason(generation: str) -> None:
+def test_every_constant_has_a_reason(generation: str) -> None:
     reasons = of(generation).reasons
     assert set(reasons) == {field.name for field in fields(Constants)}
     assert all(reasons.values())
@@ -127,11 +127,11 @@ WINDOWS = {
     4096: (2048, 1408, 1024),
     101: (50, 128, 128),
 }
-"""Trained length -> the short window of G1 to G2s, of G3, of G4."""
+"""Trained length: short windows of G1 to G2s, of G3, of G4."""
 
 
 @pytest.mark.parametrize("sequence_len", WINDOWS)
-def test_short_windows_follow_from_the_length(sequence_len: int) -> None:
+def test_short_windows_depend_on_the_trained_length(sequence_len: int) -> None:
     half, third, quarter = WINDOWS[sequence_len]
     wanted = dict.fromkeys(("G1", "G2", "G2e", "G2s"), half) | {"G3": third, "G4": quarter}
     for generation, window in wanted.items():
@@ -140,7 +140,7 @@ def test_short_windows_follow_from_the_length(sequence_len: int) -> None:
         assert (by_hand.sequence_len, by_hand.short_window) == (sequence_len, window)
 
 
-def test_padding_and_sizes_say_nothing_about_the_generation() -> None:
+def test_padding_and_sizes_do_not_affect_the_generation() -> None:
     for generation in ("G0", "G1", "G2", "G2e", "G3", "G4"):
         for sizes in ({"vocab_size": 320}, {"n_layer": 7}, {"n_kv_head": 4}, {"n_embd": 96, "n_head": 3}):
             sizes = {"n_kv_head": sizes.get("n_head", 2), **sizes}
@@ -148,7 +148,7 @@ def test_padding_and_sizes_say_nothing_about_the_generation() -> None:
             assert inferred(shapes, config).constants.generation == generation
 
 
-# ---- what the weights leave open ------------------------------------------------------------------------------------
+# ---- constants that weights do not determine ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_padding_and_sizes_say_nothing_about_the_generation() -> None:
         ({"adam_beta1": 0.8, "eval_tokens": [1]}, 15.0, True),
     ],
 )
-def test_the_soft_cap_of_gates_of_32_columns(hints: dict[str, Any], softcap: float, warns: bool) -> None:
+def test_softcap_with_32_column_gates(hints: dict[str, Any], softcap: float, warns: bool) -> None:
     found = inferred(shapes_of("G2"), model_config("G2"), user_config=hints)
     assert found.constants.softcap == softcap
     assert found.constants.generation == ("G2s" if softcap == 20 else "G2")
@@ -171,13 +171,13 @@ def test_the_soft_cap_of_gates_of_32_columns(hints: dict[str, Any], softcap: flo
 
 
 @pytest.mark.parametrize("generation", ["G0", "G1", "G2e", "G3", "G4"])
-def test_the_hints_of_march_are_for_gates_of_32_columns_only(generation: str) -> None:
+def test_hints_apply_to_32_column_gates_only(generation: str) -> None:
     found = inferred(shapes_of(generation), model_config(generation), user_config=MARCH)
     assert (found.constants.generation, found.constants.softcap) == (generation, 15.0)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS[1:])
-def test_a_missing_pattern_of_windows_is_l_with_a_warning(generation: str) -> None:
+def test_missing_window_pattern_is_l_with_a_warning(generation: str) -> None:
     for missing in ({}, {"window_pattern": None}):
         config = {name: value for name, value in model_config(generation).items() if name != "window_pattern"}
         found = inferred(shapes_of(generation), config | missing)
@@ -194,12 +194,12 @@ def test_g0_has_no_pattern_and_no_warning() -> None:
     assert (found.constants.window_pattern, found.warnings) == ("", ())
 
 
-def test_a_pattern_is_taken_in_small_letters_too() -> None:
+def test_window_pattern_may_be_lower_case() -> None:
     assert of("G3", window_pattern="ssl").constants.window_pattern == "SSL"
 
 
 @pytest.mark.parametrize("pattern", ["", "SX", "S L", 5, ["S"], True, "S\n", "X" * 10_000])
-def test_other_patterns_are_refused(pattern: object) -> None:
+def test_invalid_patterns_are_rejected(pattern: object) -> None:
     assert "window_pattern must be" in refusal(shapes_of("G1"), model_config("G1", window_pattern=pattern))
 
 
@@ -207,7 +207,7 @@ SMEARS: Shapes = {"smear_gate.weight": (1, 24), "smear_lambda": (1,), "backout_l
 
 
 @pytest.mark.parametrize("generation", ["G1", "G2", "G3"])
-def test_an_older_file_patched_with_zeros_keeps_its_own_constants(generation: str) -> None:
+def test_zero_patched_file_keeps_its_constants(generation: str) -> None:
     shapes, config = shapes_of(generation) | SMEARS, model_config(generation)
     found = inferred(shapes, config, zeros=tuple(SMEARS))
     assert found.constants.generation == generation
@@ -216,19 +216,19 @@ def test_an_older_file_patched_with_zeros_keeps_its_own_constants(generation: st
 
 
 @pytest.mark.parametrize("nonzero", SMEARS)
-def test_one_value_that_is_not_zero_makes_it_g4(nonzero: str) -> None:
+def test_one_nonzero_value_makes_it_g4(nonzero: str) -> None:
     found = inferred(shapes_of("G4"), model_config("G4"), zeros=tuple(set(SMEARS) - {nonzero}))
     assert (found.constants.generation, found.warnings) == ("G4", ())
 
 
-def test_either_of_the_lambdas_is_enough_for_g1() -> None:
+def test_one_lambda_is_enough_for_g1() -> None:
     for name in ("resid_lambdas", "x0_lambdas"):
         shapes = shapes_of("G1")
         del shapes[name]
         assert inferred(shapes, model_config("G1")).constants.generation == "G1"
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- rejected weights -----------------------------------------------------------------------------------------------
 
 
 def test_unknown_weights_are_listed() -> None:
@@ -259,7 +259,7 @@ def test_unknown_weights_are_listed() -> None:
         "transformer.h.2.moe.router.gate.weight",
     ],
 )
-def test_mixtures_of_experts_are_refused_by_name(name: str) -> None:
+def test_mixtures_of_experts_are_rejected(name: str) -> None:
     line = refusal(shapes_of("G4") | {name: (8, 64)}, model_config("G4"))
     assert "mixture-of-experts" in line
     assert name in line
@@ -269,14 +269,14 @@ def test_mixtures_of_experts_are_refused_by_name(name: str) -> None:
     "name",
     ["value_embed_A.weight", "value_embed_B.weight", "value_embed.weight", "v0_lambdas", "value_embeds.0.weight"],
 )
-def test_prototypes_of_value_embeddings_are_refused_by_name(name: str) -> None:
+def test_prototypes_of_value_embeddings_are_rejected(name: str) -> None:
     line = refusal(shapes_of("G1") | {name: (320, 32)}, model_config("G1"))
     assert "prototype" in line
     assert name in line
 
 
 @pytest.mark.parametrize("columns", [(1,), (16,), (24,), (64,), (12, 32), (0,)])
-def test_gates_of_another_width_are_refused(columns: tuple[int, ...]) -> None:
+def test_gates_of_other_width_are_rejected(columns: tuple[int, ...]) -> None:
     shapes = shapes_of("G3")
     gates = [name for name in shapes if name.endswith("ve_gate.weight")]
     assert len(gates) == 2
@@ -294,19 +294,19 @@ def test_smear_with_gates_of_32_columns_is_ambiguous() -> None:
 
 
 @pytest.mark.parametrize("generation", ["G2", "G4"])
-def test_what_is_ambiguous_can_be_settled_by_hand(generation: str) -> None:
+def test_ambiguity_is_resolved_by_an_override(generation: str) -> None:
     found = inferred(shapes_of("G2") | SMEARS, model_config("G2"), f"generation={generation}")
     assert found.constants.generation == generation
     assert found.constants.rope_base == TABLE[generation][0]
     assert found.reasons["generation"] == "set by hand"
 
 
-def test_a_length_that_is_missing_or_no_number() -> None:
+def test_missing_or_invalid_length_is_rejected() -> None:
     for bad in (None, 0, -5, "2048", 2.5, True, 10**12):
         assert "sequence_len" in refusal(shapes_of("G4"), model_config("G4", sequence_len=bad))
 
 
-# ---- by hand --------------------------------------------------------------------------------------------------------
+# ---- overrides ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_length_that_is_missing_or_no_number() -> None:
         ("decode_window", "full", "full"),
     ],
 )
-def test_each_constant_can_be_set(name: str, text: str, value: object) -> None:
+def test_each_constant_can_be_overridden(name: str, text: str, value: object) -> None:
     plain, found = of("G4"), of("G4", f"{name}={text}")
     assert getattr(found.constants, name) == value
     assert found.reasons[name] == "set by hand"
@@ -336,7 +336,7 @@ def test_each_constant_can_be_set(name: str, text: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_generation_set_by_hand_brings_its_constants(generation: str) -> None:
+def test_generation_override_sets_its_constants(generation: str) -> None:
     for file in ("G0", "G4"):
         found = of(file, f"generation={generation}", sequence_len=2048)
         constants = found.constants
@@ -347,7 +347,7 @@ def test_a_generation_set_by_hand_brings_its_constants(generation: str) -> None:
         assert found.reasons["generation"] == "set by hand"
 
 
-def test_all_constants_are_there_to_be_set_and_later_ones_win() -> None:
+def test_later_overrides_take_precedence() -> None:
     names = ("generation", "sequence_len", "rope_base", "qk_scale", "softcap", "gate_scale", "window_pattern")
     assert {*names, "short_window", "norm_eps", "rope_dtype", "decode_window"} == {
         field.name for field in fields(Constants)
@@ -360,7 +360,7 @@ def test_all_constants_are_there_to_be_set_and_later_ones_win() -> None:
 @pytest.mark.parametrize(
     "text", ["softcap", "", "=20", "cap=20", "Softcap=20", " softcap=20", "softcap =20", "x" * 9999]
 )
-def test_names_that_are_none(text: str) -> None:
+def test_unknown_override_names_are_rejected(text: str) -> None:
     with pytest.raises(BadRequest) as caught:
         parse_overrides((text,))
     assert "softcap, gate_scale" in str(caught.value)
@@ -380,7 +380,7 @@ BAD_VALUES = (
 
 
 @pytest.mark.parametrize("text", BAD_VALUES)
-def test_values_that_make_no_sense(text: str) -> None:
+def test_invalid_override_values_are_rejected(text: str) -> None:
     with pytest.raises(BadRequest) as caught:
         of("G4", text)
     line = str(caught.value)
@@ -389,7 +389,7 @@ def test_values_that_make_no_sense(text: str) -> None:
     assert len(line) < 400
 
 
-def test_a_pattern_set_by_hand_is_neither_warned_of_nor_said_to_be_unused() -> None:
+def test_overridden_pattern_causes_no_warning() -> None:
     shapes, config = shapes_of("G1"), model_config("G1")
     del config["window_pattern"]
     assumed = inferred(shapes, config)
@@ -400,7 +400,7 @@ def test_a_pattern_set_by_hand_is_neither_warned_of_nor_said_to_be_unused() -> N
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_notes_name_rounded_tables_and_what_was_set_by_hand(generation: str) -> None:
+def test_notes_mention_rounded_tables_and_overrides(generation: str) -> None:
     rounded = f"rope_dtype=bfloat16 ({generation}'s, rounded by upstream until 2026-03-04)"
     assert of(generation).notes == ((rounded,) if ROPE_DTYPES[generation] == "bfloat16" else ())
     by_hand = of(generation, "rope_dtype=float32", "decode_window=full")

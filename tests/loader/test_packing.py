@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are kept for the kernels, in how many bytes, and that the values are the file's own."""
+"""Packed formats of a checkpoint's weights: values, formats and sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from nano_inference.assemble import load_kernel_model
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.cpu.executor import CpuExecutor
-from nano_inference.kernels.matrix import NAMES
+from nano_inference.kernels.library import BF16, F16, F32, INT8
+from nano_inference.kernels.matrix import GGML
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.types import ModelError, SamplingParams
 from tests.models.families import FAMILIES, gap, make_model
@@ -30,6 +31,8 @@ TOLERANCE = 1e-4
 IDS = [5, 9, 30, 2, 44, 17, 80, 3, 71, 12, *range(20, 60)]
 SOME = ("llama3-rope-ratio3-tied", "llama-linear-rope-biases", "gemma2")
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+NAMES = {F32: "float32", BF16: "bfloat16", F16: "float16", INT8: "int8"} | {kind: name for name, kind in GGML.items()}
 
 
 def engine(path: Path, **options: Any) -> InferenceEngine:
@@ -52,7 +55,7 @@ def matrix_bytes(ours: InferenceEngine) -> int:
 
 
 def rounded(model: transformers.PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
-    """The same model computed in float32 with weights that were rounded; its rotary tables stay as they are."""
+    """Return the model with rounded weights, in float32; its rotary tables are not rounded."""
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.to(dtype).float())
@@ -64,7 +67,7 @@ def save_as(dtype: torch.dtype, model: transformers.PreTrainedModel, directory: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_transformers_on_rounded_weights(family: str, tmp_path: Path) -> None:
+def test_bfloat16_matches_transformers_with_rounded_weights(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path)
     with engine(tmp_path, dtype="bfloat16") as ours:
         scores = ours.score(IDS)
@@ -74,7 +77,7 @@ def test_bfloat16_is_transformers_on_rounded_weights(family: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_a_bfloat16_checkpoint_stays_as_it_is(family: str, tmp_path: Path) -> None:
+def test_bfloat16_checkpoint_is_stored_unchanged(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "wide")
     with engine(tmp_path / "wide") as wide:
         assert set(formats(wide)) == {"float32"}
@@ -92,7 +95,7 @@ def test_a_bfloat16_checkpoint_stays_as_it_is(family: str, tmp_path: Path) -> No
     assert gap(model, IDS, found[0]) <= TOLERANCE
 
 
-def test_what_does_not_fit_is_kept_whole_matrix_by_matrix(tmp_path: Path) -> None:
+def test_matrices_that_do_not_fit_bfloat16_stay_float32(tmp_path: Path) -> None:
     model = rounded(make_model("qwen3-ratio3-tied", tmp_path))
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[79, 47] = 1 + 2.0**-20
@@ -103,7 +106,7 @@ def test_what_does_not_fit_is_kept_whole_matrix_by_matrix(tmp_path: Path) -> Non
         assert gap(model, IDS, ours.score(IDS)) <= TOLERANCE
 
 
-def test_a_half_precision_checkpoint_stays_as_it_is(tmp_path: Path) -> None:
+def test_float16_checkpoint_is_stored_unchanged(tmp_path: Path) -> None:
     model = rounded(make_model("qwen3-ratio3-tied", tmp_path), torch.float16)
     save_as(torch.float16, model, tmp_path)
     with engine(tmp_path) as ours:
@@ -121,7 +124,7 @@ def test_float64_becomes_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_int8_is_near_and_a_quarter(family: str, tmp_path: Path) -> None:
+def test_int8_is_close_and_takes_a_quarter_of_the_memory(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path)
     with engine(tmp_path, dtype="int8") as ours, engine(tmp_path) as wide:
         assert set(formats(ours)) == {"int8"}
@@ -131,8 +134,8 @@ def test_int8_is_near_and_a_quarter(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_nanochat_in_bfloat16_keeps_its_learnt_numbers(generation: str, tmp_path: Path) -> None:
-    """As the torch module in bfloat16 does; all else is rounded."""
+def test_nanochat_bfloat16_keeps_learned_numbers(generation: str, tmp_path: Path) -> None:
+    """Like the torch executor in bfloat16; all other weights are rounded."""
     state = state_dict(generation, model_config(generation))
     write_checkpoint(tmp_path / "wide", generation, state=state, meta=base_meta(generation))
     short = {name: weight if "lambda" in name else weight.bfloat16().float() for name, weight in state.items()}
@@ -168,7 +171,7 @@ GGUF_IDS = [one % 64 for one in IDS]
 
 
 def write_blocks(path: Path, kind: Kind) -> transformers.PreTrainedModel:
-    """Write a Llama whose matrices are of that kind; return Transformers' model with the values that we read."""
+    """Write a Llama with matrices of a ggml type; return Transformers' model with the dequantised values."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
     rng = np.random.default_rng(int(kind))
@@ -186,7 +189,7 @@ def write_blocks(path: Path, kind: Kind) -> transformers.PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", [*KEPT, *WIDENED])
-def test_ggmls_blocks(name: str, tmp_path: Path) -> None:
+def test_ggml_blocks_are_stored_unchanged(name: str, tmp_path: Path) -> None:
     kind = (KEPT | WIDENED)[name]
     model = write_blocks(tmp_path / "m.gguf", kind)
     with engine(tmp_path / "m.gguf") as ours, engine(tmp_path / "m.gguf", kernels="off") as plain:
@@ -200,7 +203,7 @@ def test_ggmls_blocks(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", "bfloat16"), ("float32", "Q4_0")])
-def test_blocks_are_unpacked_when_another_precision_is_asked_for(dtype: str, expected: str, tmp_path: Path) -> None:
+def test_blocks_are_unpacked_for_another_dtype(dtype: str, expected: str, tmp_path: Path) -> None:
     model = write_blocks(tmp_path / "m.gguf", Kind.Q4_0)
     with engine(tmp_path / "m.gguf", dtype=dtype) as ours:
         assert set(formats(ours)) == {expected}
@@ -208,8 +211,8 @@ def test_blocks_are_unpacked_when_another_precision_is_asked_for(dtype: str, exp
 
 
 @pytest.mark.parametrize("name", [*KEPT, *WIDENED])
-def test_int8_rounds_no_weights_that_have_four_bits(name: str, tmp_path: Path) -> None:
-    """Only what they are multiplied with; blocks of more bits become eight."""
+def test_int8_keeps_four_bit_weights(name: str, tmp_path: Path) -> None:
+    """Only activations are rounded; blocks with more than four bits are converted to eight bits."""
     model = write_blocks(tmp_path / "m.gguf", (KEPT | WIDENED)[name])
     with engine(tmp_path / "m.gguf", dtype="int8") as ours:
         assert set(formats(ours)) == {name if name in ("Q4_0", "Q4_1", "Q4_K") else "int8"}
@@ -220,7 +223,7 @@ def test_int8_rounds_no_weights_that_have_four_bits(name: str, tmp_path: Path) -
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_reported_to_the_end(tmp_path: Path) -> None:
+def test_progress_reaches_the_total(tmp_path: Path) -> None:
     make_model("qwen3-ratio3-tied", tmp_path)
     with engine(tmp_path) as ours:
         library = packed_model(ours).library
@@ -232,7 +235,7 @@ def test_progress_is_reported_to_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3-ratio3-tied", "llama-ratio1-untied"])
-def test_a_missing_or_unknown_tensor_is_named(family: str, tmp_path: Path) -> None:
+def test_missing_or_unknown_tensor_is_reported(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path)
     state = {name: weight.detach().contiguous() for name, weight in model.named_parameters()}
     name = "model.layers.2.mlp.up_proj.weight"
@@ -243,7 +246,7 @@ def test_a_missing_or_unknown_tensor_is_named(family: str, tmp_path: Path) -> No
         assert "\n" not in str(caught.value)
 
 
-def test_a_tied_head_in_the_file_is_left_out(tmp_path: Path) -> None:
+def test_tied_head_in_the_file_is_ignored(tmp_path: Path) -> None:
     model = make_model("qwen3-ratio3-tied", tmp_path)
     with engine(tmp_path) as ours:
         right = ours.generate([IDS], GREEDY)[0]

@@ -1,4 +1,4 @@
-"""Pickled weights: tensors come out bit-equal, code never runs, and what is damaged is a one-line `ModelError`."""
+"""Reading pickled weights: bit-equal tensors, no code execution, one-line errors for damaged files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MUTANTS = 500
 
 
 class Call:
-    """Pickles as a call that the reader would make."""
+    """An object that is pickled as a function call."""
 
     def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
         self.call = (function, arguments)
@@ -49,7 +49,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def message(path: Path) -> str:
-    """Return the refusal, which is one line that names the file."""
+    """Return the error message, a single line naming the file."""
     with pytest.raises(ModelError) as caught:
         read_pt(path)
     text = str(caught.value)
@@ -60,7 +60,7 @@ def message(path: Path) -> str:
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
-def test_every_bit_comes_back(tmp_path: Path, prefix: str, kind: type[dict[str, Any]]) -> None:
+def test_tensors_are_bit_equal(tmp_path: Path, prefix: str, kind: type[dict[str, Any]]) -> None:
     path, given = tmp_path / "model_000001.pt", tensors()
     torch.save(kind({prefix + name: t for name, t in given.items()}), path)
     read = read_pt(path)
@@ -69,7 +69,7 @@ def test_every_bit_comes_back(tmp_path: Path, prefix: str, kind: type[dict[str, 
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
 
 
-def test_a_modules_state_and_its_parameters_are_read(tmp_path: Path) -> None:
+def test_module_state_and_parameters_are_read(tmp_path: Path) -> None:
     module, path = torch.nn.Linear(3, 2), tmp_path / "x.pt"
     torch.save(module.state_dict(), path)
     assert torch.equal(read_pt(path)["weight"], module.weight)
@@ -85,7 +85,7 @@ def test_views_of_one_storage_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_zipped_file_is_mapped_and_not_copied(tmp_path: Path) -> None:
+def test_zip_file_is_memory_mapped(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.zeros(2**16)}, path)
     read = read_pt(path)
@@ -94,7 +94,7 @@ def test_a_zipped_file_is_mapped_and_not_copied(tmp_path: Path) -> None:
     assert str(path) not in Path("/proc/self/maps").read_text()
 
 
-def test_counters_pass_so_that_the_caller_can_name_them(tmp_path: Path) -> None:
+def test_integer_tensors_are_returned(tmp_path: Path) -> None:
     torch.save({"tokens_per_expert_counter": torch.arange(3), "b": torch.arange(3).int()}, tmp_path / "x.pt")
     assert read_pt(tmp_path / "x.pt")["tokens_per_expert_counter"].dtype == torch.int64
 
@@ -115,7 +115,7 @@ ATTACKS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_no_attack_runs(tmp_path: Path, name: str) -> None:
+def test_attacks_do_not_run(tmp_path: Path, name: str) -> None:
     mark, path = tmp_path / "mark", tmp_path / "x.pt"
     attack = ATTACKS[name](str(mark))
     for payload in (attack, {"a": torch.ones(2), "b": attack}, {"a": [attack]}):
@@ -126,7 +126,7 @@ def test_no_attack_runs(tmp_path: Path, name: str) -> None:
     assert not mark.exists()
 
 
-def test_the_attacks_would_run_when_trusted(tmp_path: Path) -> None:
+def test_attacks_run_with_torch_load(tmp_path: Path) -> None:
     for name in ("system", "eval", "exec", "open", "popen"):
         mark = tmp_path / name
         torch.save(ATTACKS[name](str(mark)), tmp_path / "x.pt")
@@ -136,7 +136,7 @@ def test_the_attacks_would_run_when_trusted(tmp_path: Path) -> None:
         assert mark.exists()
 
 
-def test_the_refusal_names_what_was_asked_for(tmp_path: Path) -> None:
+def test_error_names_the_rejected_global(tmp_path: Path) -> None:
     torch.save({"a": Call(eval, "1")}, tmp_path / "x.pt")
     assert "the pickle asks for '__builtin__.eval'" in message(tmp_path / "x.pt")
 
@@ -159,18 +159,18 @@ def test_the_refusal_names_what_was_asked_for(tmp_path: Path) -> None:
         ({"a": torch.ones(2, dtype=torch.complex64)}, "dtype complex64"),
     ],
 )
-def test_what_is_no_flat_dict_of_dense_tensors_is_refused(tmp_path: Path, value: object, text: str) -> None:
+def test_only_flat_dicts_of_dense_tensors_are_accepted(tmp_path: Path, value: object, text: str) -> None:
     torch.save(value, tmp_path / "x.pt")
     assert text in message(tmp_path / "x.pt")
 
 
-def test_a_precision_that_is_no_plain_one_is_refused(tmp_path: Path) -> None:
+def test_unsupported_dtype_is_rejected(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "x.pt")
     assert "no part of a plain tensor" in message(tmp_path / "x.pt")
 
 
 def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
-    """Write the zip file again, its records changed."""
+    """Rewrite a zip file with changed records."""
     with zipfile.ZipFile(path) as old:
         records = {name: change(name, old.read(name)) for name in old.namelist()}
     with zipfile.ZipFile(path, "w", compression) as new:
@@ -178,16 +178,16 @@ def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: in
             new.writestr(name, data)
 
 
-def test_torchs_warnings_stay_inside(tmp_path: Path) -> None:
+def test_torch_warnings_are_suppressed(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
-    # torch warns of every protocol but 2; what it can read of another it reads.
+    # torch warns about every protocol except 2.
     newer = {b"\x80\x02": b"\x80\x03"}
     rewritten(tmp_path / "x.pt", lambda name, data: newer.get(data[:2], data[:2]) + data[2:])
     assert torch.equal(read_pt(tmp_path / "x.pt")["a"], torch.ones(2))
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_a_newer_pickle_loads_or_is_refused(tmp_path: Path, protocol: int) -> None:
+def test_newer_pickle_protocol_loads_or_is_rejected(tmp_path: Path, protocol: int) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt", pickle_protocol=protocol)
     try:
         assert torch.equal(read_pt(tmp_path / "x.pt")["a"], torch.ones(2))
@@ -195,7 +195,7 @@ def test_a_newer_pickle_loads_or_is_refused(tmp_path: Path, protocol: int) -> No
         assert "not of the kind that torch.save writes" in str(error)
 
 
-def test_the_format_before_torch_1_6_is_refused_unread(tmp_path: Path) -> None:
+def test_format_before_torch_1_6_is_rejected_unread(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     assert "not a zip file" in message(tmp_path / "x.pt")
     mark = tmp_path / "mark"
@@ -203,7 +203,7 @@ def test_the_format_before_torch_1_6_is_refused_unread(tmp_path: Path) -> None:
     assert "not a zip file" in message(tmp_path / "x.pt") and not mark.exists()
 
 
-def test_tensors_that_share_a_storage_too_often_are_refused(tmp_path: Path) -> None:
+def test_too_many_views_of_a_storage_are_rejected(tmp_path: Path) -> None:
     one = torch.zeros(1 << 16)
     torch.save({"a": one, "b": one}, tmp_path / "x.pt")
     assert len(read_pt(tmp_path / "x.pt")) == 2
@@ -211,23 +211,23 @@ def test_tensors_that_share_a_storage_too_often_are_refused(tmp_path: Path) -> N
     assert "share their memory" in message(tmp_path / "x.pt")
 
 
-def test_compressed_records_are_refused(tmp_path: Path) -> None:
+def test_compressed_records_are_rejected(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(10**6)}, tmp_path / "x.pt")
     rewritten(tmp_path / "x.pt", lambda name, data: data, zipfile.ZIP_DEFLATED)
     assert "is compressed" in message(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("count", [10**6, 2**30, 2**31 - 1])
-def test_a_huge_declared_size_is_refused(tmp_path: Path, count: int) -> None:
+def test_huge_declared_size_is_rejected(tmp_path: Path, count: int) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.zeros(54321)}, path)
-    # The pickle says 54321 twice, for the storage and for the shape, as a 16-bit integer; now with 32 bits.
+    # The pickle contains 54321 twice, for the storage and the shape, as a 16-bit integer; replace it by 32 bits.
     old, new = b"M" + struct.pack("<H", 54321), b"J" + struct.pack("<i", count)
     rewritten(path, lambda name, data: data.replace(old, new) if name.endswith("data.pkl") else data)
     message(path)
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     for data in (
         b"",
@@ -251,7 +251,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     message(path)
 
 
-def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.randn(5), "b": torch.randn(3)}, path)
     data = path.read_bytes()
@@ -260,7 +260,7 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
         message(path)
 
 
-def test_a_damaged_file_loads_or_is_refused(tmp_path: Path) -> None:
+def test_damaged_file_loads_or_is_rejected(tmp_path: Path) -> None:
     path, rng = tmp_path / "x.pt", random.Random(3)
     torch.save({"a": torch.randn(5), "b": torch.randn(3).bfloat16()}, path)
     data = path.read_bytes()
@@ -279,7 +279,7 @@ def test_a_damaged_file_loads_or_is_refused(tmp_path: Path) -> None:
     assert MUTANTS // 20 < num_refused < MUTANTS
 
 
-def test_the_meta_is_read_as_json(tmp_path: Path) -> None:
+def test_meta_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "meta_000001.json"
     path.write_text(json.dumps({"step": 1}))
     assert read_meta(path).integer("step") == 1

@@ -1,4 +1,4 @@
-"""Hugging Face directories: whatever transformers saves is read back exactly."""
+"""Hugging Face directories saved by transformers are read exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nano_inference.types import ModelError
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_is_the_state_dicts(family: str, tmp_path: Path) -> None:
+def test_tensors_match_the_state_dict(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     checkpoint = open_checkpoint(save(model, tmp_path))
     found, expected = read_all(checkpoint), weights_of(model)
@@ -28,7 +28,7 @@ def test_every_tensor_is_the_state_dicts(family: str, tmp_path: Path) -> None:
     assert checkpoint.generation["eos_token_id"] == 2
 
 
-def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
+def test_shards_are_read_by_index(tmp_path: Path) -> None:
     model = make_model("llama")
     save(model, tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
@@ -37,7 +37,7 @@ def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_tensors_gives_a_fresh_iterator_each_time(tmp_path: Path) -> None:
+def test_tensors_returns_a_new_iterator_each_time(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(make_model("llama"), tmp_path))
     assert [name for name, _ in checkpoint.tensors()] == [name for name, _ in checkpoint.tensors()]
 
@@ -45,7 +45,7 @@ def test_tensors_gives_a_fresh_iterator_each_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("piece_bytes", [64, 8 * 2**20])
-def test_any_precision_becomes_any_other(
+def test_dtypes_are_converted(
     stored: torch.dtype, wanted: torch.dtype, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
@@ -64,7 +64,7 @@ def test_any_precision_becomes_any_other(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_target_may_lie_on_a_gpu(tmp_path: Path) -> None:
+def test_reads_into_gpu_memory(tmp_path: Path) -> None:
     values = torch.randn(37, 5)
     save_file({"a": values}, tmp_path / "x")
     for dtype in (torch.float32, torch.bfloat16):
@@ -73,7 +73,7 @@ def test_a_target_may_lie_on_a_gpu(tmp_path: Path) -> None:
         assert torch.equal(target.cpu(), values.to(dtype))
 
 
-def test_a_file_that_shrinks_after_opening_is_refused(tmp_path: Path) -> None:
+def test_file_truncated_after_opening_is_rejected(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(make_model("llama"), tmp_path))
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:-1])
@@ -85,7 +85,7 @@ def test_a_file_that_shrinks_after_opening_is_refused(tmp_path: Path) -> None:
 
 
 def with_index(directory: Path, weight_map: object) -> Path:
-    """A sharded directory whose index says something else."""
+    """Write a sharded directory with another index."""
     save(make_model("llama"), directory, max_shard_size="40KB")
     (directory / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return directory
@@ -107,12 +107,12 @@ def with_index(directory: Path, weight_map: object) -> Path:
         (None, "weight_map is missing or empty"),
     ],
 )
-def test_a_bad_index_is_refused(weight_map: object, message: str, tmp_path: Path) -> None:
+def test_invalid_index_is_rejected(weight_map: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         open_checkpoint(with_index(tmp_path, weight_map))
 
 
-def test_a_missing_shard_and_a_name_missing_in_its_shard_are_refused(tmp_path: Path) -> None:
+def test_missing_shard_or_tensor_is_rejected(tmp_path: Path) -> None:
     save(make_model("llama"), tmp_path, max_shard_size="40KB")
     index = json.loads((tmp_path / INDEX_NAME).read_text())
     index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]

@@ -1,4 +1,4 @@
-"""Tiny random models made by transformers, and GGUF files of them with llama.cpp's converter's conventions."""
+"""Tiny random models created with transformers, and GGUF files of them in the conventions of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ HALVES: dict[Kind, tuple[int, ...]] = {
     **{Kind.Q4_0: (0,), Kind.Q4_1: (0, 1), Kind.Q8_0: (0,), Kind.Q4_K: (0, 1), Kind.Q6_K: (104,)},
     **{Kind.Q5_0: (0,), Kind.Q5_1: (0, 1), Kind.Q5_K: (0, 1), Kind.Q3_K: (54,)},
 }
-"""Where a block's scales in half precision lie, counted in halves."""
+"""Offsets of a block's half-precision scales, in halves."""
 
 
 def make_config(family: str, **changes: Any) -> Any:
-    """Return transformers' configuration of a family, tiny."""
+    """Return a tiny transformers configuration of a family."""
     name, own = FAMILIES[family]
     kind = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     return kind(**{**COMMON, **own, **changes})
 
 
 def make_model(family: str, **changes: Any) -> Any:
-    """Return transformers' model of a family with random weights, norms and biases included."""
+    """Return a transformers model of a family with random weights, including norms and biases."""
     torch.manual_seed(0)
     model = getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM")(make_config(family, **changes)).eval()
     with torch.no_grad():
@@ -76,7 +76,7 @@ def make_model(family: str, **changes: Any) -> Any:
 
 
 def read_all(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Return every tensor of a checkpoint, each read into fresh memory full of NaN."""
+    """Return every tensor of a checkpoint, each read into memory filled with NaN."""
     out: dict[str, torch.Tensor] = {}
     for name, source in checkpoint.tensors():
         out[name] = torch.full(source.shape, torch.nan, dtype=dtype)
@@ -85,19 +85,19 @@ def read_all(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return the state dict without what is tied."""
+    """Return the state dict without tied weights."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Order q's or k's rows as the converter does: the halves of each head interleaved."""
+    """Permute q's or k's rows like the converter: interleave the halves of each head."""
     halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
 def converted(family: str, model: Any) -> dict[str, np.ndarray]:
-    """Return the tensors of a GGUF file of the model, named by the gguf package's own table."""
+    """Return the tensors of a GGUF file of the model, named by the gguf package's table."""
     config, out = model.config, {}
     names = gguf.get_tensor_name_map(GGUF_ARCHITECTURES[family], config.num_hidden_layers)
     for name, tensor in weights_of(model).items():
@@ -113,7 +113,7 @@ def converted(family: str, model: Any) -> dict[str, np.ndarray]:
 
 
 def write_metadata(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
-    """Write the keys that the converter writes for every architecture."""
+    """Write the metadata keys that the converter writes for every architecture."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -137,7 +137,7 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
-    """Write a GGUF file; matrices are packed as `kind`, vectors stay float32."""
+    """Write a GGUF file with matrices of type `kind` and float32 vectors."""
     config = model.config
     theta = config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[GGUF_ARCHITECTURES[family]])
@@ -157,7 +157,7 @@ def write_gguf(
 
 
 def random_blocks(rows: int, columns: int, kind: Kind, rng: np.random.Generator) -> np.ndarray:
-    """Blocks of any bits with scales of any sign, small enough for a model to compute with."""
+    """Return random blocks with scales of both signs, small enough for a finite forward pass."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     if kind == Kind.F32:
         return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.06)
@@ -186,7 +186,7 @@ def save(model: Any, directory: Path, **options: Any) -> Path:
 
 
 def gguf_bytes(tmp_path: Path) -> bytes:
-    """Return a small whole GGUF file with every kind of metadata value."""
+    """Return the bytes of a small GGUF file with every type of metadata value."""
 
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_array("test.strings", ["a", "", "ü"])

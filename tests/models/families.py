@@ -1,4 +1,4 @@
-"""Tiny random models of every family, made by Transformers: the witness that our numerics are compared with."""
+"""Tiny random models of every family, created with Transformers, the reference for numerical results."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(name: str, directory: Path, more: Mapping[str, Any] | None = None) -> transformers.PreTrainedModel:
-    """Write a tiny random model of the family into `directory` and return Transformers' own, in float32.
+    """Write a tiny random model of the family to `directory`; return Transformers' model in float32.
 
-    `more` are fields of the configuration that differ from the family's.
+    `more` overrides fields of the family's configuration.
     """
     kind, options = FAMILIES[name]
     config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
@@ -135,19 +135,19 @@ def make_model(name: str, directory: Path, more: Mapping[str, Any] | None = None
 
 
 def _is_plain_norm(kind: str, name: str) -> bool:
-    """Norm weights stand around 1, Gemma's around 0."""
+    """Return True for norm weights that are centred at 1; Gemma's are centred at 0."""
     return "norm" in name and not kind.startswith("Gemma")
 
 
 def reference_logprobs(model: transformers.PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """Transformers' own teacher-forced log-probabilities, [tokens - 1, V] float32, normalised in float64."""
+    """Return Transformers' teacher-forced log-probabilities [tokens - 1, V], float32, normalised in float64."""
     with torch.inference_mode():
         logits = model(torch.tensor([token_ids])).logits[0].float()
     return torch.log_softmax(logits[:-1].double(), dim=-1).float()
 
 
 def gap(model: transformers.PreTrainedModel, token_ids: list[int], logprobs: list[float]) -> float:
-    """The largest difference of the last len(logprobs) tokens' log-probabilities from Transformers'."""
+    """Return the largest difference between `logprobs` (of the last tokens) and those of Transformers."""
     assert len(logprobs) > 0
     table = reference_logprobs(model, token_ids)[-len(logprobs) :]
     targets = torch.tensor(token_ids[-len(logprobs) :]).unsqueeze(-1)

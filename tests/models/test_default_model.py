@@ -1,4 +1,4 @@
-"""The default model against Transformers' own reading of the same file, in float32."""
+"""The default model compared with Transformers on the same file, in float32."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEXT = " ".join(question.format(topic) for question in QUESTIONS for topic in TO
 
 @pytest.fixture(scope="module")
 def witness(default_model_path: Path) -> transformers.PreTrainedModel:
-    """Transformers' model, which dequantises the GGUF file by its own code."""
+    """Return Transformers' model, which dequantises the GGUF file with its own code."""
     return transformers.AutoModelForCausalLM.from_pretrained(
         default_model_path.parent, gguf_file=default_model_path.name, dtype=torch.float32
     ).eval()
@@ -55,7 +55,7 @@ def chat(tokenizer: Tokenizer, question: str) -> list[int]:
     return tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_teacher_forced_cold_chunked_and_on_a_hit(
+def test_scores_match_transformers_cold_chunked_and_cached(
     default_model_path: Path, engine: InferenceEngine, tokenizer: Tokenizer, witness: transformers.PreTrainedModel
 ) -> None:
     ids = tokenizer.encode(TEXT)
@@ -84,7 +84,7 @@ def test_greedy_tokens_are_identical_on_50_prompts(
         assert float((chosen - torch.tensor(sample.logprobs)).abs().max()) <= TOLERANCE
 
 
-def test_a_preempted_rollout_has_the_witness_logprobs(
+def test_preempted_rollout_matches_transformers(
     default_model_path: Path, tokenizer: Tokenizer, witness: transformers.PreTrainedModel
 ) -> None:
     model_bytes_per_block = 45 * 1024 * 16
@@ -97,7 +97,7 @@ def test_a_preempted_rollout_has_the_witness_logprobs(
         assert gap(witness, [*sample.prompt_tokens, *sample.completion_tokens], list(sample.logprobs)) <= TOLERANCE
 
 
-def test_a_seeded_request_draws_the_same_alone_and_among_mates(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
+def test_seeded_request_draws_the_same_tokens_in_any_batch(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
     rng = random.Random(5)
     prompt = chat(tokenizer, "Tell me a story.")
     params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=48, seed=11, ignore_eos=True)
@@ -108,10 +108,10 @@ def test_a_seeded_request_draws_the_same_alone_and_among_mates(engine: Inference
     assert among.completion_tokens == alone.completion_tokens
 
 
-def test_eight_samples_with_a_seed_differ_and_repeat(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
+def test_samples_of_a_seed_differ_and_are_reproducible(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
     prompt = chat(tokenizer, "Name a colour and an animal.")
     params = SamplingParams(temperature=1.0, max_tokens=24, seed=2)
-    engine.flush_cache()  # both calls compute the same: a border of the CDF between two bit patterns is no difference
+    engine.flush_cache()  # so that both calls compute the same bits
     first = engine.generate([prompt], params, 8)
     engine.flush_cache()
     second = engine.generate([prompt], params, 8)
@@ -119,7 +119,7 @@ def test_eight_samples_with_a_seed_differ_and_repeat(engine: InferenceEngine, to
     assert len({s.completion_tokens for s in first}) == 8
 
 
-def test_it_answers_a_real_question(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
+def test_answers_a_question(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
     sample = engine.generate(
         [chat(tokenizer, "What is the capital of France?")], SamplingParams(temperature=0, max_tokens=32)
     )[0]

@@ -1,4 +1,4 @@
-"""Every family against Transformers in float32: cold, on a prefix hit, chunked, preempted, greedy."""
+"""Every family compared with Transformers in float32: cold, on a prefix hit, chunked, preempted, greedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def engine(directory: Path, **options: Any) -> InferenceEngine:
     return InferenceEngine(EngineConfig(model_path=str(directory), **options))
 
 
-def test_cold_and_chunked_at_awkward_sizes(witness: Witness) -> None:
+def test_scores_match_with_odd_chunk_sizes(witness: Witness) -> None:
     directory, model = witness
     ids = text(1, 600)
     for budget, block_size in ((2048, 16), (37, 7), (100, 1)):
@@ -45,7 +45,7 @@ def test_cold_and_chunked_at_awkward_sizes(witness: Witness) -> None:
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])
-def test_on_a_prefix_hit(witness: Witness, cache_type: str) -> None:
+def test_scores_match_on_a_prefix_hit(witness: Witness, cache_type: str) -> None:
     directory, model = witness
     with engine(directory, cache_type=cache_type) as ours:
         ids = text(2, 600)
@@ -58,7 +58,7 @@ def test_on_a_prefix_hit(witness: Witness, cache_type: str) -> None:
         assert gap(model, [*ids[:570], *sample.completion_tokens], list(sample.logprobs)) <= TOLERANCE
 
 
-def test_preempted_in_a_tight_cache(witness: Witness) -> None:
+def test_preempted_requests_match(witness: Witness) -> None:
     directory, model = witness
     prompts = [text(seed, 40 + 13 * seed) for seed in range(6)]
     params = SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
@@ -72,7 +72,7 @@ def test_preempted_in_a_tight_cache(witness: Witness) -> None:
         assert gap(model, [*sample.prompt_tokens, *sample.completion_tokens], list(sample.logprobs)) <= TOLERANCE
 
 
-def test_greedy_tokens_are_identical(witness: Witness) -> None:
+def test_greedy_tokens_match(witness: Witness) -> None:
     directory, model = witness
     prompts = [text(100 + seed, 3 + 2 * seed) for seed in range(50)]
     samples = engine(directory).generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
@@ -82,7 +82,7 @@ def test_greedy_tokens_are_identical(witness: Witness) -> None:
         assert best == list(sample.completion_tokens)
 
 
-def test_flex_attention_equals_the_reference(witness: Witness) -> None:
+def test_flex_attention_matches(witness: Witness) -> None:
     directory, model = witness
     ids = text(3, 120)
     with engine(directory, attention="flex", max_tokens_per_batch=50) as ours:

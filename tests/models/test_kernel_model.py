@@ -1,4 +1,4 @@
-"""`CpuExecutor` against `TorchExecutor` on the same weights: hidden states, last norm and logits of mixed steps."""
+"""`CpuExecutor` compared with `TorchExecutor`: hidden states, final norm and logits of mixed steps."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CPU = torch.device("cpu")
 MAX_LEN = 256
 BLOCK_SIZE = 16
 LENGTHS = ((40, 150, 1, 23, 0), (1, 1, 1, 7, 33), (1, 60, 20, 1, 1))
-"""Tokens of each of five sequences in each of three steps: chunks alone, and chunks among rows of one token."""
+"""Tokens of each of five sequences in three steps: chunks only, and chunks with decode rows."""
 MARGIN = 4
-"""How many times torch's own rounding the kernels' may be: they add the same numbers in another order."""
+"""Largest error of the kernels relative to torch's: they add the same numbers in another order."""
 
 
-class Found(NamedTuple):
-    """What a step gave, in float64."""
+class StepOutputs(NamedTuple):
+    """Outputs of a step in float64."""
 
     hidden_TE: Tensor
     final_TE: Tensor
@@ -62,7 +62,7 @@ def open_tiny(name: str, directory: Path) -> Checkpoint:
 
 
 def steps(vocab_size: int) -> list[Rows]:
-    """The steps of five sequences, whose blocks lie apart."""
+    """Return steps of five sequences with non-contiguous blocks."""
     generator = torch.Generator().manual_seed(3)
     num_blocks = MAX_LEN // BLOCK_SIZE
     texts = torch.randint(vocab_size, (len(LENGTHS[0]), MAX_LEN), generator=generator).tolist()
@@ -90,7 +90,7 @@ def size_of(step: Rows) -> int:
     return sum(len(row.tokens) for row in step)
 
 
-def computed(model: CpuExecutor | TorchExecutor, inputs: list[Rows]) -> list[Found]:
+def computed(model: CpuExecutor | TorchExecutor, inputs: list[Rows]) -> list[StepOutputs]:
     model.new_cache(CACHE)
     found = []
     with torch.inference_mode():
@@ -99,30 +99,30 @@ def computed(model: CpuExecutor | TorchExecutor, inputs: list[Rows]) -> list[Fou
             parts = [hidden_TE.double().clone()]
             parts.append(model.final(hidden_TE).double().clone())
             parts.append(model.logits(hidden_TE).double().clone())
-            found.append(Found(*parts))
+            found.append(StepOutputs(*parts))
     return found
 
 
-def test_a_mixed_step_is_torchs(checkpoint: Checkpoint, library: Library) -> None:
-    """The bound is torch's own error, which float64 shows, and two last bits of the largest value."""
+def test_mixed_step_matches_torch(checkpoint: Checkpoint, library: Library) -> None:
+    """The bound is torch's error relative to float64, plus two ulps of the largest value."""
     inputs = steps(checkpoint.config.vocab_size)
     assert {len(row.tokens) > 1 for row in inputs[1]} == {True, False}
     exact = computed(load_model(checkpoint, CPU, torch.float64, MAX_LEN), inputs)
     plain = computed(load_model(checkpoint, CPU, torch.float32, MAX_LEN), inputs)
     ours = computed(load_kernel_model(checkpoint, library, "own", MAX_LEN), inputs)
     for number, (right, theirs, mine) in enumerate(zip(exact, plain, ours, strict=True)):
-        for name, r, t, m in zip(Found._fields, right, theirs, mine, strict=True):
+        for name, r, t, m in zip(StepOutputs._fields, right, theirs, mine, strict=True):
             assert m.shape == r.shape
             bound = MARGIN * float((t - r).abs().max()) + 2.0**-22 * float(r.abs().max())
             assert bound < 1e-3 * float(r.abs().max()), "a bound that holds nothing"
             assert float((m - r).abs().max()) <= bound, (number, name)
 
 
-def test_what_is_kept_has_the_bits_that_it_has_among_all(checkpoint: Checkpoint, library: Library) -> None:
-    """Keys and values of the others are there for the next step all the same; logits may be had at once."""
+def test_kept_rows_have_the_same_bits_as_among_all_rows(checkpoint: Checkpoint, library: Library) -> None:
+    """Keys and values of dropped rows are stored, too; logits can be computed in the same call."""
     inputs = steps(checkpoint.config.vocab_size)
     whole = computed(load_kernel_model(checkpoint, library, "own", MAX_LEN), inputs)
-    model = load_kernel_model(checkpoint, library, "own", MAX_LEN)  # another, whose buffers have yet to grow
+    model = load_kernel_model(checkpoint, library, "own", MAX_LEN)  # a second one, with small buffers
     model.new_cache(CACHE)
     single = (replace(inputs[0][0], tokens=(5,), prev_token=-1, start=0, blocks=(0,)),)
     alone_KV = model.step_logits(single, [0]).clone()
@@ -138,8 +138,8 @@ def test_what_is_kept_has_the_bits_that_it_has_among_all(checkpoint: Checkpoint,
     assert torch.equal(model.step_logits(single, [0]), alone_KV)
 
 
-def test_what_a_step_gives_does_not_depend_on_what_was_in_the_buffers(library: Library, tmp_path: Path) -> None:
-    """Every buffer is written before it is read, so that a short step after a long one is a fresh model's."""
+def test_step_does_not_depend_on_old_buffer_contents(library: Library, tmp_path: Path) -> None:
+    """Every buffer is written before it is read: a short step after a long one equals that of a new model."""
     checkpoint = open_tiny("G4", tmp_path)
     inputs = steps(checkpoint.config.vocab_size)
     used = load_kernel_model(checkpoint, library, "own", MAX_LEN)
@@ -149,7 +149,7 @@ def test_what_a_step_gives_does_not_depend_on_what_was_in_the_buffers(library: L
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_discarded_weights_are_gone_and_others_take_their_place(library: Library, tmp_path: Path) -> None:
+def test_weights_can_be_discarded_and_replaced(library: Library, tmp_path: Path) -> None:
     checkpoint = open_tiny("qwen3-ratio3-tied", tmp_path)
     inputs = steps(checkpoint.config.vocab_size)[:1]
     model = load_kernel_model(checkpoint, library, "own", MAX_LEN)

@@ -1,4 +1,4 @@
-"""A random model with Gemma 3's vocabulary: scores, drawn log-probabilities and Transformers' own agree."""
+"""A random model with Gemma 3's vocabulary, compared with Transformers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def witness(tmp_path_factory: pytest.TempPathFactory) -> Witness:
     directory = tmp_path_factory.mktemp("large_vocabulary")
     model = make_model("gemma3", directory, GEMMA)
     with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(8)  # the head's too: logits as far apart as a trained model's
+        model.get_input_embeddings().weight.mul_(8)  # tied to the head: logits as spread out as a trained model's
     model.save_pretrained(directory)
     return directory, model
 
 
 def exact(model: transformers.PreTrainedModel, prompt: list[int], completion: list[int], temperature: float) -> Tensor:
-    """Transformers' forward in float32, normalised in float64."""
+    """Return Transformers' log-probabilities: forward in float32, normalised in float64."""
     table = torch.log_softmax(reference_logprobs(model, [*prompt, *completion]).double() / temperature, -1)
     return table[len(prompt) - 1 :].gather(-1, torch.tensor(completion).unsqueeze(-1)).squeeze(-1)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_drawn_logprobs_and_transformers_agree(witness: Witness, kernels: str, temperature: float) -> None:
+def test_scores_and_logprobs_match_transformers(witness: Witness, kernels: str, temperature: float) -> None:
     directory, model = witness
     config = EngineConfig(model_path=str(directory), device="cpu", kernels=kernels, kv_cache_bytes=1 << 20)
     plain = SamplingParams(max_tokens=16, ignore_eos=True, seed=3, temperature=temperature)
@@ -53,8 +53,8 @@ def test_scores_drawn_logprobs_and_transformers_agree(witness: Witness, kernels:
                 assert float((drawn - expected).abs().max()) <= 1e-4
                 assert float((scores - expected).abs().max()) <= 1e-4
                 differences += (scores - drawn).tolist()
-    if kernels == "auto":  # logits are the same bits in any batch, and so is what is computed from them
+    if kernels == "auto":  # logits have the same bits in any batch
         assert max(map(abs, differences)) <= 1e-6
-    else:  # the forward itself differs between a prefill and a decode step
+    else:  # the forward pass differs between prefill and decode
         assert max(map(abs, differences)) <= 1e-5
         assert 0.3 < sum(gap > 0 for gap in differences) / sum(gap != 0 for gap in differences) < 0.7

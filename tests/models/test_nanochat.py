@@ -1,4 +1,4 @@
-"""nanochat of every generation: G0 against Transformers, all others against the plain `GPT`, and each term by hand."""
+"""Every nanochat generation: G0 compared with Transformers, others with the plain `GPT`, and each term by itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOLERANCE = 1e-5
 CPU = torch.device("cpu")
 EPS = 1.1920929e-07
 AWKWARD = (1, 16, 17, 50, 129, 130, 199)
-"""Where a text is cut: after its first token, at a block's end and behind it, around the short windows of 129 keys."""
+"""Chunk boundaries: after the first token, at and after a block's end, around the short windows of 129 keys."""
 
 
 def text(seed: int, length: int, vocab_size: int = VOCAB) -> list[int]:
@@ -61,7 +61,7 @@ def plain_cached(gpt: GPT, ids: Sequence[int], cuts: Sequence[int]) -> tuple[Ten
 
 
 def core(gpt: GPT, ids: Sequence[int], cuts: Sequence[int] = ()) -> Tensor:
-    """The logits [T, V] of the paged model on the same weights."""
+    """Return the logits [T, V] of the paged model with the same weights."""
     return core_cached(gpt, ids, cuts)[0]
 
 
@@ -85,8 +85,8 @@ def engine(directory: Path, **options: Any) -> InferenceEngine:
     return InferenceEngine(EngineConfig(model_path=str(directory), **options))
 
 
-def told(generation: str) -> tuple[str, ...]:
-    """What must be said of a model in memory: only a base run's meta file tells G2s from G2."""
+def hints_of(generation: str) -> tuple[str, ...]:
+    """Return the overrides for a model in memory: only a base run's meta file distinguishes G2s from G2."""
     return ("generation=G2s",) if generation == "G2s" else ()
 
 
@@ -94,19 +94,19 @@ def load(state: dict[str, Tensor], config: dict[str, Any], *overrides: str) -> G
     return GPT.from_state_dict(state, config, device="cpu", dtype="float32", overrides=overrides)
 
 
-# ---- against a witness ----------------------------------------------------------------------------------------------
+# ---- compared with a reference --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model's files, the model in memory, and who says what its logits are."""
+    """A model's files, the model in memory, and the reference for its logits."""
 
     directory: Path
     gpt: GPT
     witness: Callable[[Sequence[int]], Tensor]
 
     def gap(self, ids: Sequence[int], logprobs: Sequence[float]) -> float:
-        """The largest difference of the last tokens' log-probabilities from the witness's."""
+        """Return the largest difference between `logprobs` (of the last tokens) and the reference."""
         assert len(logprobs) > 0
         table = torch.log_softmax(self.witness(ids)[:-1], dim=-1)[-len(logprobs) :]
         targets = torch.tensor(ids[-len(logprobs) :]).unsqueeze(-1)
@@ -114,7 +114,7 @@ class Case:
 
 
 def transformers_g0() -> transformers.PreTrainedModel:
-    """Transformers' own nanochat with the fixture's weights of G0."""
+    """Return Transformers' nanochat with the fixture's weights of G0."""
     config = transformers.NanoChatConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -133,11 +133,11 @@ def transformers_g0() -> transformers.PreTrainedModel:
 
 
 def rounded_to_bfloat16(_module: object, _inputs: object, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Round cos and sin as nanochat did until 2026-03-04; Transformers' own are float32."""
+    """Round cos and sin as nanochat did until 2026-03-04; those of Transformers are float32."""
     return tuple(table.bfloat16().float() for table in tables)
 
 
-def says(model: transformers.PreTrainedModel) -> Callable[[Sequence[int]], Tensor]:
+def logits_function(model: transformers.PreTrainedModel) -> Callable[[Sequence[int]], Tensor]:
     def logits(ids: Sequence[int]) -> Tensor:
         with torch.inference_mode():
             return model(torch.tensor([ids])).logits[0].float()
@@ -160,10 +160,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         write_checkpoint(directory, generation, config=config, state=state, meta=base_meta(generation))
     gpt = GPT.from_checkpoint(directory, device="cpu", dtype="float32")
     assert gpt.terms.generation == generation
-    yield Case(directory, gpt, says(model) if model is not None else lambda ids: plain(gpt, ids))
+    yield Case(directory, gpt, logits_function(model) if model is not None else lambda ids: plain(gpt, ids))
 
 
-def test_gpt_with_a_cache_and_without(case: Case) -> None:
+def test_gpt_matches_with_and_without_cache(case: Case) -> None:
     ids = text(1, 250)
     wanted = case.witness(ids)
     assert wanted.shape == (250, VOCAB)
@@ -172,21 +172,21 @@ def test_gpt_with_a_cache_and_without(case: Case) -> None:
         assert (plain(case.gpt, ids, cuts) - wanted).abs().max() <= TOLERANCE, cuts
 
 
-def test_core_in_one_piece_in_chunks_and_one_by_one(case: Case) -> None:
+def test_core_matches_for_any_chunking(case: Case) -> None:
     ids = text(2, 250)
     wanted = case.witness(ids)
     for cuts in ((), AWKWARD, (7, 100), range(1, 250)):
         assert (core(case.gpt, ids, cuts) - wanted).abs().max() <= TOLERANCE, cuts
 
 
-def test_core_with_blocks_of_one_and_of_seven(case: Case) -> None:
+def test_core_matches_for_block_sizes_1_and_7(case: Case) -> None:
     ids = text(3, 200)
     wanted = case.witness(ids)
     for block_size in (1, 7):
         assert (core_cached(case.gpt, ids, AWKWARD, block_size)[0] - wanted).abs().max() <= TOLERANCE, block_size
 
 
-def test_engine_scores(case: Case) -> None:
+def test_engine_scores_match(case: Case) -> None:
     ids = text(4, 250)
     for budget, block_size in ((2048, 16), (37, 7), (100, 1)):
         scores = engine(case.directory, max_tokens_per_batch=budget, block_size=block_size).score(ids)
@@ -194,13 +194,13 @@ def test_engine_scores(case: Case) -> None:
         assert case.gap(ids, scores) <= TOLERANCE, (budget, block_size)
 
 
-def test_engine_with_flex_attention(case: Case) -> None:
+def test_engine_matches_with_flex_attention(case: Case) -> None:
     ids = text(5, 180)
     with engine(case.directory, attention="flex", max_tokens_per_batch=50) as ours:
         assert case.gap(ids, ours.score(ids)) <= TOLERANCE
 
 
-def test_engine_draws_many_at_once_from_texts_longer_than_the_windows(case: Case) -> None:
+def test_engine_matches_in_a_batch_of_long_prompts(case: Case) -> None:
     prompts = [text(10 + seed, 1 + 23 * seed) for seed in range(9)]
     params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True)
     for sample in engine(case.directory, max_tokens_per_batch=64).generate(prompts, params):
@@ -209,7 +209,7 @@ def test_engine_draws_many_at_once_from_texts_longer_than_the_windows(case: Case
         assert case.gap(ids, sample.logprobs) <= TOLERANCE
 
 
-def test_engine_draws_several_answers_to_one_text(case: Case) -> None:
+def test_engine_matches_for_several_samples_of_a_prompt(case: Case) -> None:
     params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
     samples = engine(case.directory).generate([text(29, 141)], params, 4)
     assert len({sample.completion_tokens for sample in samples}) == 4
@@ -217,7 +217,7 @@ def test_engine_draws_several_answers_to_one_text(case: Case) -> None:
         assert case.gap([*sample.prompt_tokens, *sample.completion_tokens], sample.logprobs) <= TOLERANCE
 
 
-def test_engine_greedy_tokens_are_the_witness_s(case: Case) -> None:
+def test_engine_greedy_tokens_match(case: Case) -> None:
     prompts = [text(30 + seed, 3 + 11 * seed) for seed in range(12)]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     for sample in engine(case.directory).generate(prompts, params):
@@ -226,7 +226,7 @@ def test_engine_greedy_tokens_are_the_witness_s(case: Case) -> None:
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])
-def test_engine_on_a_prefix_hit(case: Case, cache_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_matches_on_a_prefix_hit(case: Case, cache_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
 
     def counting(rows: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -247,8 +247,8 @@ def test_engine_on_a_prefix_hit(case: Case, cache_type: str, monkeypatch: pytest
         assert case.gap([*ids[:210], *sample.completion_tokens], sample.logprobs) <= TOLERANCE
 
 
-def test_engine_with_a_hit_within_a_block_of_another_text(case: Case) -> None:
-    """The radix cache takes over 21 tokens of a block of 16: what follows has another predecessor than the donor's."""
+def test_engine_matches_on_a_partial_block_hit(case: Case) -> None:
+    """With 21 reused tokens and blocks of 16, the next token has another predecessor than the cached one."""
     first, second = text(7, 60), text(8, 60)
     second[:21] = first[:21]
     with engine(case.directory, cache_type="radix") as ours:
@@ -258,7 +258,7 @@ def test_engine_with_a_hit_within_a_block_of_another_text(case: Case) -> None:
         assert case.gap([*second, *sample.completion_tokens], sample.logprobs) <= TOLERANCE
 
 
-def test_engine_preempted_in_a_tight_cache(case: Case) -> None:
+def test_preempted_requests_match(case: Case) -> None:
     prompts = [text(20 + seed, 90 + 17 * seed) for seed in range(5)]
     params = SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
     block_bytes = case.gpt.model.config.kv_bytes_per_token(4) * 16
@@ -272,8 +272,8 @@ def test_engine_preempted_in_a_tight_cache(case: Case) -> None:
         assert case.gap(ids, sample.logprobs) <= TOLERANCE
 
 
-def test_beyond_the_trained_length(case: Case) -> None:
-    """The plain model's positions go to ten times the length; from G1 on a long layer then forgets too."""
+def test_scores_match_beyond_the_trained_length(case: Case) -> None:
+    """The plain model has positions up to ten times the length; from G1 on, long layers have windows there, too."""
     ids = text(9, 300)
     wanted = plain(case.gpt, ids)
     for cuts in ((), (255, 256, 257, 258, 290), range(1, 300)):
@@ -283,14 +283,14 @@ def test_beyond_the_trained_length(case: Case) -> None:
         assert (case.witness(ids) - wanted).abs().max() <= TOLERANCE
 
 
-def test_a_batch_of_texts_is_each_text_alone(case: Case) -> None:
+def test_gpt_batch_equals_single_prompts(case: Case) -> None:
     rows = [text(40, 150), text(41, 150), text(42, 150)]
     together = case.gpt.forward(torch.tensor(rows))
     for ids, logits in zip(rows, together, strict=True):
         assert (logits - case.witness(ids)).abs().max() <= TOLERANCE
 
 
-def test_windows_of_odd_sizes_in_every_pattern() -> None:
+def test_odd_windows_match_for_every_pattern() -> None:
     for generation, pattern, short in (("G1", "SL", 1), ("G2", "SSSL", 23), ("G4", "LS", 37), ("G2e", "S", 5)):
         config = model_config(generation, window_pattern=pattern)
         gpt = load(state_dict(generation, config), config, f"short_window={short}")
@@ -300,13 +300,13 @@ def test_windows_of_odd_sizes_in_every_pattern() -> None:
             assert (core(gpt, ids, cuts) - wanted).abs().max() <= TOLERANCE, (generation, cuts)
 
 
-# ---- every generation is G0 when its terms are off ------------------------------------------------------------------
+# ---- every generation without its terms is G0 -----------------------------------------------------------------------
 
 NEUTRAL = ("rope_base=10000", "qk_scale=1", "softcap=15", "window_pattern=L", "rope_dtype=bfloat16")
 
 
-def neutral(generation: str, config: dict[str, Any], pad: int = 64) -> dict[str, Tensor]:
-    """The generation's weights with every term at the value that takes it out; the base set is that of G0."""
+def neutral_weights(generation: str, config: dict[str, Any], pad: int = 64) -> dict[str, Tensor]:
+    """Return the generation's weights with a neutral value for every term; the other weights are those of G0."""
     state = state_dict(generation, config, pad=pad)
     for name, weight in state.items():
         if name == "resid_lambdas":
@@ -317,10 +317,10 @@ def neutral(generation: str, config: dict[str, Any], pad: int = 64) -> dict[str,
 
 
 @pytest.mark.parametrize("generation", GENERATIONS[1:])
-def test_without_its_terms_every_generation_is_g0_to_the_last_bit(generation: str) -> None:
+def test_generation_without_its_terms_equals_g0_bitwise(generation: str) -> None:
     base = load(state_dict("G0", model_config("G0")), model_config("G0"))
     config = model_config(generation)
-    gpt = load(neutral(generation, config), config, *told(generation), *NEUTRAL)
+    gpt = load(neutral_weights(generation, config), config, *hints_of(generation), *NEUTRAL)
     ids = text(60, 250)
     assert torch.equal(plain(gpt, ids), plain(base, ids))
     assert torch.equal(core(gpt, ids), core(base, ids))
@@ -328,40 +328,40 @@ def test_without_its_terms_every_generation_is_g0_to_the_last_bit(generation: st
 
 
 @pytest.mark.parametrize("generation", GENERATIONS[1:])
-def test_no_term_is_idle(generation: str) -> None:
-    """Each weight and constant that the reduction takes out does change the logits by itself."""
+def test_every_term_changes_the_logits(generation: str) -> None:
+    """Each weight and constant that `neutral_weights` sets changes the logits by itself."""
     config = model_config(generation)
     ids = text(61, 250)
-    off = plain(load(neutral(generation, config), config, *NEUTRAL), ids)
+    off = plain(load(neutral_weights(generation, config), config, *NEUTRAL), ids)
     state = state_dict(generation, config)
     for name, weight in state.items():
         if "lambda" not in name and not name.startswith("value_embeds."):
             continue
-        changed = load(neutral(generation, config) | {name: weight}, config, *NEUTRAL)
+        changed = load(neutral_weights(generation, config) | {name: weight}, config, *NEUTRAL)
         assert (plain(changed, ids) - off).abs().max() > 1e-2, name
         assert (core(changed, ids) - off).abs().max() > 1e-2, name
     for override in ("rope_base=100000", "qk_scale=1.2", "softcap=20", "window_pattern=SSSL"):
-        changed = load(neutral(generation, config), config, *NEUTRAL, override)
+        changed = load(neutral_weights(generation, config), config, *NEUTRAL, override)
         assert (plain(changed, ids) - off).abs().max() > 1e-2, override
         assert (core(changed, ids) - off).abs().max() > 1e-2, override
 
 
-# ---- each term alone, its numbers worked out here -------------------------------------------------------------------
+# ---- each term by itself, with values computed here -----------------------------------------------------------------
 
 
 def exact(state: dict[str, Tensor], config: dict[str, Any], *overrides: str) -> GPT:
-    """A model with float32 rotary tables, as far as nothing else is asked for: what is worked out here is unrounded."""
+    """Return a model with float32 rotary tables by default, because expected values here are not rounded."""
     return load(state, config, "rope_dtype=float32", *overrides)
 
 
 def unit(v: Tensor) -> Tensor:
-    """v / rms(v), in float64."""
+    """Return v / rms(v) in float64."""
     v = v.double()
     return v / (v.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
 
 
-def turned(v: Tensor, angle: float) -> Tensor:
-    """Two numbers turned by minus the angle."""
+def rotate_pair(v: Tensor, angle: float) -> Tensor:
+    """Rotate two numbers by minus the angle."""
     (x, y), c, s = v.double(), math.cos(angle), math.sin(angle)
     return torch.stack((x * c + y * s, -x * s + y * c))
 
@@ -375,9 +375,9 @@ def head_of(state: dict[str, Tensor], x: Tensor, cap: float) -> Tensor:
 
 
 def blank(generation: str, **sizes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A model whose layers do nothing: attention and MLP give zeros, every term is off. Tables and head are random."""
+    """Return a model whose attention and MLP return zeros and whose terms are neutral; tables and head are random."""
     config = model_config(generation, **sizes)
-    state = neutral(generation, config, pad=1)
+    state = neutral_weights(generation, config, pad=1)
     for name, weight in state.items():
         if name.startswith("transformer.h.") or "gate" in name:
             weight.zero_()
@@ -385,13 +385,13 @@ def blank(generation: str, **sizes: Any) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def small(generation: str, num_layers: int = 1, **sizes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A blank model with one head of two numbers."""
+    """Return a blank model with one head of two dimensions."""
     sizes = {"n_layer": num_layers, "n_head": 1, "n_kv_head": 1, "n_embd": 2, "vocab_size": 5} | sizes
     return blank(generation, **sizes)
 
 
-def expect(gpt: GPT, ids: Sequence[int], wanted_TV: Tensor, tolerance: float = TOLERANCE) -> None:
-    """Compare with every way of computing: both models, in one piece, cut in the middle, and one by one."""
+def assert_logits(gpt: GPT, ids: Sequence[int], wanted_TV: Tensor, tolerance: float = TOLERANCE) -> None:
+    """Compare with both models, in one chunk, in two chunks, and token by token."""
     middle = (len(ids) // 2,) if len(ids) > 1 else ()
     for cuts in ((), middle, range(1, len(ids))):
         for logits in (plain(gpt, ids, cuts), core(gpt, ids, cuts)):
@@ -400,14 +400,14 @@ def expect(gpt: GPT, ids: Sequence[int], wanted_TV: Tensor, tolerance: float = T
 
 
 def keys_and_values(gpt: GPT, ids: Sequence[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What both models keep for each token, [L, T, K, D]; the plain one first, whose keys are scaled already."""
+    """Return both models' cached keys and values [L, T, K, D]; the plain model's, with scaled keys, first."""
     cache, store = plain_cached(gpt, ids, (1,))[1], core_cached(gpt, ids, (1,))[1]
     num = len(ids)
     return (cache.k_cache[:, 0], cache.v_cache[:, 0]), (store.k_LSKD[:, :num], store.v_LSKD[:, :num])
 
 
 @pytest.mark.parametrize("base", [10000, 100000])
-def test_keys_turn_by_minus_the_angle_with_halves_paired(base: int) -> None:
+def test_keys_are_rotated_by_minus_the_angle(base: int) -> None:
     state, config = small("G0", n_embd=4)
     state["transformer.wte.weight"][1] = torch.tensor([1.0, 1, 1, 1])
     weight = state["transformer.h.0.attn.c_k.weight"]
@@ -421,8 +421,8 @@ def test_keys_turn_by_minus_the_angle_with_halves_paired(base: int) -> None:
             assert keys[0, p, 0].tolist() == pytest.approx(wanted, abs=1e-6)
 
 
-def test_keys_are_normed_head_by_head() -> None:
-    """Every head's key has rms 1, however long it was. Before or after the turn is the same: that keeps lengths."""
+def test_keys_are_normalised_per_head() -> None:
+    """Every head's key has rms 1, before and after the rotation, which preserves lengths."""
     state, config = blank("G0", n_layer=1, n_head=2, n_kv_head=2, n_embd=4, vocab_size=5)
     state["transformer.wte.weight"][1] = torch.tensor([1.0, 1, 1, 1])
     weight = state["transformer.h.0.attn.c_k.weight"]
@@ -437,10 +437,10 @@ SCALES = {"G0": 1.0, "G1": 1.0, "G2": 1.0, "G2e": 1.0, "G2s": 1.0, "G3": 1.15, "
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_every_generation_s_logit_scale(generation: str) -> None:
-    """1.44 / sqrt(d) in G4: the plain model scales q and k, the paged one their product."""
+def test_attention_scale_of_each_generation(generation: str) -> None:
+    """1.44 / sqrt(d) in G4: the plain model scales q and k, the paged model their product."""
     config = model_config(generation)
-    gpt = exact(state_dict(generation, config), config, *told(generation))
+    gpt = exact(state_dict(generation, config), config, *hints_of(generation))
     assert gpt.terms.generation == generation
     scale = SCALES[generation]
     for op in gpt.model.program.body:
@@ -463,38 +463,38 @@ def test_attention_of_two_tokens(scale: float) -> None:
         state[f"{block}{part}.weight"] = weight
     x = [unit(row) for row in e]
     a = [unit(row) for row in x]
-    query = scale * unit(turned(q.double() @ a[1], 1.0))
-    keys = [scale * unit(turned(k.double() @ a[t], float(t))) for t in (0, 1)]
+    query = scale * unit(rotate_pair(q.double() @ a[1], 1.0))
+    keys = [scale * unit(rotate_pair(k.double() @ a[t], float(t))) for t in (0, 1)]
     scores = [math.exp(float(query @ key) / math.sqrt(2)) for key in keys]
     values = [v.double() @ row for row in a]
     mixed = (scores[0] * values[0] + scores[1] * values[1]) / sum(scores)
     wanted = torch.stack((head_of(state, x[0] + values[0], 15.0), head_of(state, x[1] + mixed, 15.0)))
-    expect(exact(state, config, f"qk_scale={scale}"), [1, 2], wanted)
+    assert_logits(exact(state, config, f"qk_scale={scale}"), [1, 2], wanted)
 
 
-def test_soft_cap_of_15_and_of_20() -> None:
+def test_softcap_of_15_and_20() -> None:
     state, config = small("G0")
     state["transformer.wte.weight"][1] = torch.tensor([0.7, 0.7])
     state["lm_head.weight"][:] = torch.tensor([[15.0, 15.0], [3.0, 0.0], [0.0, 0.0], [-15.0, -15.0], [1.0, 1.0]])
     raw = [30.0, 3.0, 0.0, -30.0, 2.0]
     for overrides, cap in (((), 15.0), (("softcap=20",), 20.0)):
         wanted = torch.tensor([[cap * math.tanh(z / cap) for z in raw]]).double()
-        expect(exact(state, config, *overrides), [1], wanted)
+        assert_logits(exact(state, config, *overrides), [1], wanted)
     assert 15 * math.tanh(2) == pytest.approx(14.4604, abs=1e-4)
     assert 20 * math.tanh(1.5) == pytest.approx(18.1030, abs=1e-4)
 
 
-def test_mlp_is_the_square_of_relu() -> None:
+def test_mlp_uses_relu_squared() -> None:
     state, config = small("G0")
     state["transformer.wte.weight"][1] = torch.tensor([2.0, 2.0])  # normed: (1, 1)
     inner, out = state["transformer.h.0.mlp.c_fc.weight"], state["transformer.h.0.mlp.c_proj.weight"]
     inner[0], inner[1] = torch.tensor([1.0, 0.5]), torch.tensor([-1.0, -0.5])
-    out[0, 0], out[1, 1] = 1.0, 1.0  # 1.5 squared onto the first; -1.5 is cut off
-    expect(exact(state, config), [1], head_of(state, torch.tensor([1.0 + 2.25, 1.0]), 15.0)[None])
+    out[0, 0], out[1, 1] = 1.0, 1.0  # adds 1.5² to the first; relu(-1.5) is 0
+    assert_logits(exact(state, config), [1], head_of(state, torch.tensor([1.0 + 2.25, 1.0]), 15.0)[None])
 
 
-def test_epsilon_is_that_of_float32() -> None:
-    """With embeddings of 3e-4 a norm's epsilon is larger than the mean square; 1e-6, Transformers' own, is not it."""
+def test_norm_epsilon_is_float32_epsilon() -> None:
+    """With embeddings of 3e-4 a norm's epsilon exceeds the mean square; it is not Transformers' 1e-6."""
     state, config = small("G0")
     state["transformer.wte.weight"][1] = torch.tensor([3e-4, 1e-4])
     inner, out = state["transformer.h.0.mlp.c_fc.weight"], state["transformer.h.0.mlp.c_proj.weight"]
@@ -503,13 +503,13 @@ def test_epsilon_is_that_of_float32() -> None:
     x = torch.tensor([3e-4 / root, 1e-4 / root]).double()
     x = x + torch.tensor([0.0, float(unit(x)[0]) ** 2])
     wanted = head_of(state, x, 15.0)[None]
-    expect(exact(state, config), [1], wanted)
+    assert_logits(exact(state, config), [1], wanted)
     assert (plain(exact(state, config, "norm_eps=1e-6"), [1]) - wanted).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(("generation", "columns", "factor"), [("G2", 32, 2.0), ("G3", 12, 3.0), ("G4", 12, 3.0)])
 def test_value_embeddings_and_their_gates(generation: str, columns: int, factor: float) -> None:
-    """v + c·sigmoid(w·a[:n])·table[id], a gate for each kv head, from the last of the n columns too."""
+    """v + c·sigmoid(w·a[:n])·table[id], one gate per kv head; the last of the n columns counts, too."""
     state, config = blank(generation, n_layer=1, n_head=4, n_kv_head=2, n_embd=64, vocab_size=5)
     random = torch.Generator().manual_seed(3)
     table = torch.randn(5, 32, generator=random)
@@ -535,9 +535,7 @@ def test_value_embeddings_and_their_gates(generation: str, columns: int, factor:
 
 @pytest.mark.parametrize(("num_layers", "having"), [(1, [0]), (2, [1]), (3, [0, 2]), (4, [1, 3]), (5, [0, 2, 4])])
 @pytest.mark.parametrize("generation", ["G2", "G3"])
-def test_every_other_layer_has_a_value_embedding_the_last_among_them(
-    generation: str, num_layers: int, having: list[int]
-) -> None:
+def test_alternate_layers_have_value_embeddings(generation: str, num_layers: int, having: list[int]) -> None:
     config = model_config(generation, n_layer=num_layers)
     state = state_dict(generation, config)
     gpt = exact(state, config)
@@ -554,7 +552,7 @@ def test_every_other_layer_has_a_value_embedding_the_last_among_them(
         assert first == having[0]
 
 
-def test_lambdas_of_the_residual_and_of_the_embedding() -> None:
+def test_residual_and_embedding_lambdas() -> None:
     state, config = small("G1", num_layers=2)
     state["transformer.wte.weight"][1] = torch.tensor([3.0, 3.0])  # normed: (1, 1)
     state["resid_lambdas"] = torch.tensor([0.9, 1.3])
@@ -564,11 +562,11 @@ def test_lambdas_of_the_residual_and_of_the_embedding() -> None:
     x = torch.tensor([0.9 + 0.2 + 4.0, 0.9 + 0.2])
     x = 1.3 * x - 0.4 * torch.tensor([1.0, 1.0])
     assert x.tolist() == pytest.approx([6.23, 1.03])
-    expect(exact(state, config), [1, 1], head_of(state, x, 15.0).expand(2, -1))
+    assert_logits(exact(state, config), [1, 1], head_of(state, x, 15.0).expand(2, -1))
 
 
-def smearing() -> tuple[dict[str, Tensor], dict[str, Any], list[int], list[Tensor]]:
-    """A blank G4 that smears, a text, and what its residual is after the embedding."""
+def smear_case() -> tuple[dict[str, Tensor], dict[str, Any], list[int], list[Tensor]]:
+    """Return a blank G4 with smear, its configuration, a prompt, and the expected residual after the embedding."""
     state, config = blank("G4", n_layer=1, n_head=1, n_kv_head=1, n_embd=32, vocab_size=5)
     weight = torch.zeros(24)
     weight[0], weight[23] = 0.7, -1.1
@@ -582,39 +580,39 @@ def smearing() -> tuple[dict[str, Tensor], dict[str, Any], list[int], list[Tenso
     return state, config, ids, x
 
 
-def test_smear_with_the_token_before_but_for_the_first() -> None:
-    state, config, ids, x = smearing()
+def test_smear_adds_previous_token_except_for_the_first() -> None:
+    state, config, ids, x = smear_case()
     wanted = torch.stack([head_of(state, row, 15.0) for row in x])
-    assert (wanted[2] - wanted[1]).abs().max() > 1e-2  # the same token behind another one
-    expect(exact(state, config), ids, wanted)
+    assert (wanted[2] - wanted[1]).abs().max() > 1e-2  # the same token after another one
+    assert_logits(exact(state, config), ids, wanted)
 
 
-def test_the_embedding_that_lambdas_weigh_is_the_smeared_one() -> None:
-    """x0 comes after the smear; the predecessor that is mixed in comes before it."""
-    state, config, ids, x = smearing()
+def test_lambdas_apply_to_the_smeared_embedding() -> None:
+    """x0 is taken after the smear; the previous token's embedding is taken before it."""
+    state, config, ids, x = smear_case()
     state["resid_lambdas"], state["x0_lambdas"] = torch.tensor([0.0]), torch.tensor([1.0])
-    expect(exact(state, config), ids, torch.stack([head_of(state, row, 15.0) for row in x]))
+    assert_logits(exact(state, config), ids, torch.stack([head_of(state, row, 15.0) for row in x]))
 
 
-def test_a_chunk_smears_with_the_id_it_is_told() -> None:
-    """The second chunk's first token, told another predecessor, smears with that one."""
-    state, config, ids, _ = smearing()
+def test_chunk_smears_with_its_given_previous_token() -> None:
+    """The first token of the second chunk smears with `prev_token` of its row."""
+    state, config, ids, _ = smear_case()
     gpt = exact(state, config)
     store = core_cached(gpt, ids, ())[1]
     e = [unit(row) for row in state["transformer.wte.weight"]]
-    for told in (0, 3, -1):
-        row = Row(id=0, tokens=(ids[3],), prev_token=told, start=3, blocks=(0,), num_sampled=0, params=SamplingParams(),
+    for prev in (0, 3, -1):
+        row = Row(id=0, tokens=(ids[3],), prev_token=prev, start=3, blocks=(0,), num_sampled=0, params=SamplingParams(),
                   logprobs_mode="raw", seed=0, sample_index=0)  # fmt: skip
         now = e[ids[3]]
-        before = e[told] if told >= 0 else 0 * now
+        before = e[prev] if prev >= 0 else 0 * now
         wanted = head_of(state, now + 0.6 * sigmoid(0.7 * now[0] - 1.1 * now[23]) * before, 15.0)
         logits = model_forward(gpt.model, build((row,), 16, CPU), store)
         assert (logits[0].double() - wanted).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 6])
-def test_backout_takes_the_output_of_the_middle_layer(num_layers: int) -> None:
-    """Layer i's MLP adds (i + 1) times the first normed number squared, along axis i + 1."""
+def test_backout_subtracts_the_middle_layers_output(num_layers: int) -> None:
+    """Layer i's MLP adds (i + 1) times the square of the first normalised value, along axis i + 1."""
     state, config = blank("G4", n_layer=num_layers, n_head=1, n_kv_head=1, n_embd=32, vocab_size=5)
     for i in range(num_layers):
         state[f"transformer.h.{i}.mlp.c_fc.weight"][0, 0] = 1.5
@@ -629,7 +627,7 @@ def test_backout_takes_the_output_of_the_middle_layer(num_layers: int) -> None:
         x = x + added
         outputs.append(x)
     taken = outputs[{1: 0, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3}[num_layers]]
-    expect(exact(state, config), [1, 1, 1], head_of(state, x - 0.3 * taken, 15.0).expand(3, -1))
+    assert_logits(exact(state, config), [1, 1, 1], head_of(state, x - 0.3 * taken, 15.0).expand(3, -1))
 
 
 def test_hashed_pairs() -> None:
@@ -648,11 +646,11 @@ def test_hashed_pairs() -> None:
         pair = table[row].double()
         x = 0.5 * (unit(state["transformer.wte.weight"][token]) + 0.5 * pair) - 0.2 * pair
         wanted.append(head_of(state, x, 15.0))
-    expect(exact(state, config), ids, torch.stack(wanted))
+    assert_logits(exact(state, config), ids, torch.stack(wanted))
 
 
-def differs(gpt: GPT, ids: list[int], place: int) -> tuple[bool, bool]:
-    """Whether another token at `place` changes the last token's logits, in the plain and in the paged model."""
+def changes_logits(gpt: GPT, ids: list[int], place: int) -> tuple[bool, bool]:
+    """Return whether another token at `place` changes the last token's logits, in the plain and in the paged model."""
     other = [*ids]
     other[place] = (ids[place] + 1) % gpt.config.vocab_size
     cuts = (len(ids) // 2, len(ids) - 1)
@@ -667,8 +665,8 @@ def differs(gpt: GPT, ids: list[int], place: int) -> tuple[bool, bool]:
     return changes.pop()
 
 
-def listening(num_layers: int, pattern: str, **sizes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A random G1 in which only the first layer attends, so that what it cannot see has no other way in."""
+def attention_case(num_layers: int, pattern: str, **sizes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a random G1 in which only the first layer attends, so that tokens outside its window have no effect."""
     config = model_config("G1", n_layer=num_layers, window_pattern=pattern, vocab_size=50, **sizes)
     state = state_dict("G1", config, pad=1)
     for i in range(1, num_layers):
@@ -677,21 +675,21 @@ def listening(num_layers: int, pattern: str, **sizes: Any) -> tuple[dict[str, Te
 
 
 @pytest.mark.parametrize("window", [1, 8, 15, 16, 17])
-def test_a_window_of_n_is_n_keys_and_the_query_s_own(window: int) -> None:
-    state, config = listening(2, "SL")
+def test_window_counts_keys_before_the_query(window: int) -> None:
+    state, config = attention_case(2, "SL")
     gpt = exact(state, config, f"short_window={window}")
     ids = text(70, 60, 50)
     last = len(ids) - 1
-    assert differs(gpt, ids, last - window) == (True, True)
-    assert differs(gpt, ids, last - window - 1) == (False, False)
-    assert differs(gpt, ids, 0) == (False, False)
+    assert changes_logits(gpt, ids, last - window) == (True, True)
+    assert changes_logits(gpt, ids, last - window - 1) == (False, False)
+    assert changes_logits(gpt, ids, 0) == (False, False)
 
 
 @pytest.mark.parametrize(
     ("generation", "sequence_len", "window"),
     [("G1", 30, 15), ("G2", 31, 15), ("G3", 200, 128), ("G4", 200, 128), ("G3", 400, 256), ("G4", 400, 128)],
 )
-def test_the_short_windows_that_are_inferred(generation: str, sequence_len: int, window: int) -> None:
+def test_inferred_short_windows(generation: str, sequence_len: int, window: int) -> None:
     config = model_config(generation, n_layer=2, window_pattern="SL", vocab_size=50, sequence_len=sequence_len)
     state = state_dict(generation, config, pad=1)
     state["transformer.h.1.attn.c_proj.weight"].zero_()
@@ -700,28 +698,28 @@ def test_the_short_windows_that_are_inferred(generation: str, sequence_len: int,
     gpt = exact(state, config)
     ids = text(71, window + 40, 50)
     last = len(ids) - 1
-    assert differs(gpt, ids, last - window) == (True, True)
-    assert differs(gpt, ids, last - window - 1) == (False, False)
+    assert changes_logits(gpt, ids, last - window) == (True, True)
+    assert changes_logits(gpt, ids, last - window - 1) == (False, False)
 
 
-def test_a_long_layer_sees_the_trained_length_before_each_token() -> None:
-    state, config = listening(1, "L", sequence_len=20)
+def test_long_layer_window_is_the_trained_length() -> None:
+    state, config = attention_case(1, "L", sequence_len=20)
     gpt = exact(state, config)
     ids = text(72, 50, 50)
-    assert differs(gpt, ids, 49 - 20) == (True, True)
-    assert differs(gpt, ids, 49 - 21) == (False, False)
+    assert changes_logits(gpt, ids, 49 - 20) == (True, True)
+    assert changes_logits(gpt, ids, 49 - 21) == (False, False)
 
 
-def test_g0_has_no_window_at_all() -> None:
+def test_g0_has_no_window() -> None:
     config = model_config("G0", n_layer=1, vocab_size=50, sequence_len=20)
     gpt = exact(state_dict("G0", config, pad=1), config)
-    assert differs(gpt, text(73, 60, 50), 0) == (True, True)
+    assert changes_logits(gpt, text(73, 60, 50), 0) == (True, True)
 
 
-def test_the_last_layer_is_long_whatever_the_pattern_says() -> None:
-    state, config = listening(1, "S", sequence_len=200)
+def test_last_layer_is_always_long() -> None:
+    state, config = attention_case(1, "S", sequence_len=200)
     gpt = exact(state, config, "short_window=3")
-    assert differs(gpt, text(74, 60, 50), 0) == (True, True)
+    assert changes_logits(gpt, text(74, 60, 50), 0) == (True, True)
     config = model_config("G1", window_pattern="S")
     windows = [layer.window for layer in exact(state_dict("G1", config), config, "short_window=3").model.config.layers]
     assert windows == [4, 4, 4, 257]
@@ -730,7 +728,7 @@ def test_the_last_layer_is_long_whatever_the_pattern_says() -> None:
 @pytest.mark.parametrize(
     ("pattern", "wanted"), [("SSSL", "SSSLSSL"), ("SL", "SLSLSLL"), ("LS", "LSLSLSL"), ("s", "S" * 6 + "L")]
 )
-def test_the_pattern_is_tiled(pattern: str, wanted: str) -> None:
+def test_window_pattern_repeats(pattern: str, wanted: str) -> None:
     config = model_config("G1", n_layer=7, window_pattern=pattern)
     gpt = exact(state_dict("G1", config), config)
     assert "".join("L" if layer.window == 257 else "S" for layer in gpt.model.config.layers) == wanted
@@ -738,7 +736,7 @@ def test_the_pattern_is_tiled(pattern: str, wanted: str) -> None:
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_the_vocabulary_s_padding_never_reaches_the_logits(generation: str) -> None:
+def test_logits_exclude_vocabulary_padding(generation: str) -> None:
     config = model_config(generation)
     state = state_dict(generation, config)
     assert state["lm_head.weight"].size(0) == 320
@@ -758,8 +756,8 @@ def test_the_vocabulary_s_padding_never_reaches_the_logits(generation: str) -> N
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_bfloat16_keeps_the_learnt_numbers_and_stays_close(generation: str) -> None:
-    """bfloat16 has eight bits: a step of 0.4 %. Through four layers with logits of about 1 the mean error stays
+def test_bfloat16_keeps_learned_numbers_and_stays_close(generation: str) -> None:
+    """bfloat16 has eight bits: a step of 0.4 %. After four layers with logits of about 1 the mean error stays
     below 2 % of that, and no logit is off by more than a twentieth of the largest (seen: 1 %, and a fiftieth)."""
     config = model_config(generation)
     state = state_dict(generation, config)

@@ -1,7 +1,7 @@
-"""Rotary tables of each nanochat generation, and what windows do to answers: transcribed here, then compared.
+"""Rotary tables of each nanochat generation, and windows during decode, compared with a transcription of upstream.
 
 Upstream rounded cos and sin to bfloat16 until its commit 1076f97 (2026-03-04). Its attention for devices without
-FlashAttention 3 ignored windows in steps behind a cache from b62a5bc (2026-01-16) to 3ba42e8 (2026-01-30).
+FlashAttention 3 ignored windows in steps with a cache from b62a5bc (2026-01-16) to 3ba42e8 (2026-01-30).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
 
 def bfloat16(value: float) -> float:
-    """The nearest number of eight significant bits, ties to even, by its bits."""
+    """Round to eight significant bits, ties to even."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     bits += 0x7FFF + (bits >> 16 & 1)
     (rounded,) = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))
@@ -41,14 +41,14 @@ def bfloat16(value: float) -> float:
 
 
 def table(position: int, base: float, *, is_rounded: bool) -> list[tuple[float, float]]:
-    """(cos, sin) of position · base^(-2j/D), worked out in float64."""
+    """Return (cos, sin) of position · base^(-2j/D), in float64."""
     angles = [position * base ** (-2 * j / HEAD_DIM) for j in range(HEAD_DIM // 2)]
     pairs = [(math.cos(angle), math.sin(angle)) for angle in angles]
     return [(bfloat16(c), bfloat16(s)) for c, s in pairs] if is_rounded else pairs
 
 
-def turned(x: Sequence[float], pairs: Sequence[tuple[float, float]]) -> list[float]:
-    """Each pair (j, j + D/2) of a head turned by minus the angle."""
+def rotate_pairs(x: Sequence[float], pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """Rotate each pair (j, j + D/2) of a head by minus the angle."""
     half = len(x) // 2
     first = [x[j] * c + x[j + half] * s for j, (c, s) in enumerate(pairs)]
     return first + [-x[j] * s + x[j + half] * c for j, (c, s) in enumerate(pairs)]
@@ -58,7 +58,7 @@ def load(state: dict[str, Tensor], config: dict[str, Any], *overrides: str) -> G
     return GPT.from_state_dict(state, config, device="cpu", dtype="float32", overrides=overrides)
 
 
-def hinted(generation: str) -> tuple[str, ...]:
+def hints_of(generation: str) -> tuple[str, ...]:
     return ("generation=G2s",) if generation == "G2s" else ()
 
 
@@ -73,8 +73,8 @@ def core(directory: Path, *overrides: str, **options: Any) -> InferenceEngine:
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_keys_are_turned_by_the_tables_of_their_generation(generation: str) -> None:
-    """The first layer's keys against a transcription, as far from the trained length as tables go."""
+def test_keys_are_rotated_with_the_generations_tables(generation: str) -> None:
+    """The first layer's keys equal a transcription, up to the end of the tables."""
     config = model_config(generation, n_layer=1, n_kv_head=4, sequence_len=300)
     state = state_dict(generation, config)
     if generation == "G4":
@@ -82,7 +82,7 @@ def test_keys_are_turned_by_the_tables_of_their_generation(generation: str) -> N
     for name, start in (("resid_lambdas", 1.0), ("x0_lambdas", 0.0), ("bigram_lambdas", 0.0)):
         if name in state:
             state[name].fill_(start)
-    gpt = load(state, config, *hinted(generation))
+    gpt = load(state, config, *hints_of(generation))
     base = 100_000 if generation in ("G3", "G4") else 10_000
     scale = {"G3": 1.15, "G4": 1.2}.get(generation, 1.0)
     ids = [7] * 2900
@@ -95,23 +95,23 @@ def test_keys_are_turned_by_the_tables_of_their_generation(generation: str) -> N
     worst = {False: 0.0, True: 0.0}
     for position in (*range(1, 60, 7), 299, 1700, 2899):
         for is_rounded in worst:
-            wanted = torch.tensor(turned(key, table(position, base, is_rounded=is_rounded)))
+            wanted = torch.tensor(rotate_pairs(key, table(position, base, is_rounded=is_rounded)))
             wanted = scale * wanted / (wanted.pow(2).mean() + 1.1920929e-07).sqrt()
             gap = float((cache.k_cache[0, 0, position, 0] - wanted).abs().max())
             worst[is_rounded] = max(worst[is_rounded], gap)
-    # A tick of float32 in an angle of 2899 is 2.4e-4, which may also round a table's entry the other way.
+    # An ulp of float32 at an angle of 2899 is 2.4e-4, which may also change the rounding of a table's entry.
     assert worst[generation in ROUNDED] < 1e-3 < 3e-3 < worst[generation not in ROUNDED]
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_plain_model_torch_and_kernels_use_one_table(tmp_path: Path, generation: str) -> None:
+def test_gpt_torch_and_kernels_use_the_same_tables(tmp_path: Path, generation: str) -> None:
     config = model_config(generation)
     state = state_dict(generation, config)
     write_checkpoint(tmp_path, generation, config=config, state=state, meta=base_meta(generation))
     ids = text(1, 200)
     other = "float32" if generation in ROUNDED else "bfloat16"
     for overrides in ((), (f"rope_dtype={other}",)):
-        plain = load(state, config, *hinted(generation), *overrides)
+        plain = load(state, config, *hints_of(generation), *overrides)
         wanted = torch.log_softmax(plain.forward(torch.tensor([ids]))[0, :-1], dim=-1)
         wanted = wanted.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
         for kernels in KERNELS:
@@ -119,17 +119,17 @@ def test_plain_model_torch_and_kernels_use_one_table(tmp_path: Path, generation:
                 gaps = (torch.tensor(ours.score(ids)) - wanted).abs()
             assert gaps.max() < 1e-5, (kernels, overrides)
     by_default, by_hand = (
-        load(state, config, *hinted(generation), *overrides).forward(torch.tensor([ids]))
+        load(state, config, *hints_of(generation), *overrides).forward(torch.tensor([ids]))
         for overrides in ((), (f"rope_dtype={other}",))
     )
     assert (by_default - by_hand).abs().max() > 1e-3
 
 
-# ---- windows and answers --------------------------------------------------------------------------------------------
+# ---- windows during decode ------------------------------------------------------------------------------------------
 
 
 def greedy(gpt: GPT, prompt: list[int], num_tokens: int) -> list[int]:
-    """The plain model's own loop: a prompt at once, then token by token behind the cache."""
+    """Generate with the plain model: the prompt in one call, then token by token with the cache."""
     config = gpt.config
     head_dim = config.n_embd // config.n_head
     cache = KVCache(1, config.n_kv_head, len(prompt) + num_tokens, head_dim, config.n_layer)
@@ -142,7 +142,7 @@ def greedy(gpt: GPT, prompt: list[int], num_tokens: int) -> list[int]:
 
 @pytest.fixture(scope="module", params=["G1", "G2", "G2e"])
 def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPT, GPT]:
-    """A checkpoint, its model with decode_window=full, and with the default."""
+    """Return a checkpoint, its model with decode_window=full, and its model with the default."""
     config = model_config(request.param)
     state = state_dict(request.param, config)
     directory = tmp_path_factory.mktemp("full")
@@ -155,7 +155,7 @@ PROMPTS = [text(40 + seed, 30 + 13 * seed) for seed in range(6)]
 FULL = ("short_window=24", "decode_window=full")
 
 
-def test_answers_see_all_keys_and_prompts_their_window(full: tuple[Path, GPT, GPT]) -> None:
+def test_windows_apply_to_prompts_only(full: tuple[Path, GPT, GPT]) -> None:
     _, gpt, windowed = full
     ids = torch.tensor([text(3, 90)])
     assert torch.equal(gpt.forward(ids), windowed.forward(ids))
@@ -175,7 +175,7 @@ def test_answers_see_all_keys_and_prompts_their_window(full: tuple[Path, GPT, GP
     [{}, {"max_tokens_per_batch": 17, "block_size": 5}, {"speculation": "ngram"}, {"cache_type": "paged"}],
     ids=str,
 )
-def test_core_answers_as_the_plain_loop(full: tuple[Path, GPT, GPT], kernels: str, options: dict[str, Any]) -> None:
+def test_core_matches_the_plain_loop(full: tuple[Path, GPT, GPT], kernels: str, options: dict[str, Any]) -> None:
     directory, gpt, windowed = full
     wanted = [greedy(gpt, prompt, 48) for prompt in PROMPTS]
     assert wanted != [greedy(windowed, prompt, 48) for prompt in PROMPTS]
@@ -186,7 +186,7 @@ def test_core_answers_as_the_plain_loop(full: tuple[Path, GPT, GPT], kernels: st
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_preempted_answer_is_computed_again_without_windows(full: tuple[Path, GPT, GPT], kernels: str) -> None:
+def test_preempted_answer_is_recomputed_without_windows(full: tuple[Path, GPT, GPT], kernels: str) -> None:
     directory, gpt, _ = full
     block_bytes = gpt.model.config.kv_bytes_per_token(4) * 16
     with core(directory, *FULL, kernels=kernels, kv_cache_bytes=block_bytes * 14) as ours:
@@ -196,8 +196,8 @@ def test_a_preempted_answer_is_computed_again_without_windows(full: tuple[Path, 
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_next_turn_does_not_reuse_keys_of_an_answer(full: tuple[Path, GPT, GPT], kernels: str) -> None:
-    """In the next prompt the answer's tokens are a prompt's, which windows cut: their keys are others."""
+def test_next_prompt_does_not_reuse_keys_of_generated_tokens(full: tuple[Path, GPT, GPT], kernels: str) -> None:
+    """In the next prompt, the answer's tokens are prompt tokens, which windows restrict: their keys differ."""
     directory, gpt, _ = full
     with core(directory, *FULL, kernels=kernels) as ours:
         first = ours.generate(PROMPTS[:1], GREEDY)[0]
@@ -209,7 +209,7 @@ def test_a_next_turn_does_not_reuse_keys_of_an_answer(full: tuple[Path, GPT, GPT
     assert (again.completion_tokens, again.num_cached_tokens > 0) == (second.completion_tokens, True)
 
 
-def test_an_interrupted_answer_goes_on_without_windows(full: tuple[Path, GPT, GPT]) -> None:
+def test_resumed_answer_is_computed_without_windows(full: tuple[Path, GPT, GPT]) -> None:
     directory, gpt, _ = full
     with core(directory, *FULL) as ours:
         request = ours.add_request(PROMPTS[3], GREEDY)
@@ -222,7 +222,7 @@ def test_an_interrupted_answer_goes_on_without_windows(full: tuple[Path, GPT, GP
     assert list(whole.completion_tokens) == greedy(gpt, PROMPTS[3], 48)
 
 
-def test_nanochats_engine_answers_as_the_plain_loop(full: tuple[Path, GPT, GPT]) -> None:
+def test_nanochat_engine_matches_the_plain_loop(full: tuple[Path, GPT, GPT]) -> None:
     _, gpt, _ = full
     for prompt in PROMPTS:
         columns = Engine(gpt, CharacterTokenizer()).generate(prompt, max_tokens=48, temperature=0.0)

@@ -227,7 +227,7 @@ def test_a_name_given_twice_among_many_is_found_in_one_pass(tmp_path: Path) -> N
     """Counting each name over again took minutes here."""
     names = b",".join(b'"%d":0' % i for i in range(300_000))
     (tmp_path / "x.safetensors").write_bytes(with_header(b"{" + names + b',"299999":0}', b""))
-    assert "the name '299999' is there twice" in refusal(tmp_path / "x.safetensors", read_header)
+    assert "the name '299999' occurs twice" in refusal(tmp_path / "x.safetensors", read_header)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ WRONG = {
     "shape": (["model.norm.weight"], {"model.norm.weight": "lm_head.weight"}, "has the shape (32,)"),
     "nan": (["nan"], {"nan": "model.norm.weight"}, "NaN"),
     "name": (["model.norm.weight"], {"model.norm.weight": "model.nothing.weight"}, "no such tensor"),
-    "twice": (["model.norm.weight", "model.norm.weight"], {}, "is there twice"),
+    "twice": (["model.norm.weight", "model.norm.weight"], {}, "occurs twice"),
 }
 
 
@@ -189,7 +189,7 @@ def test_broadcast_of_wrong_size_is_refused_and_keeps_the_group_usable(
     with posting(server, path, body) as reply:
         trainer.send([sent])
         trainer.wait()
-        refused(reply.result(60), 400, "model.norm.weight: ", "was told", part)
+        refused(reply.result(60), 400, "model.norm.weight: ", "announced as", part)
     assert_untouched(server)
     assert update_all(server, trainer, named)["version"] == 1
 

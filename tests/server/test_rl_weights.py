@@ -452,7 +452,7 @@ def test_open_update_times_out(tiny_directory: Path, shelf: Path, halves: tuple[
         one.on_engine(lambda: setattr(one.opened.engine.parts.weights._job, "_deadline", time.monotonic() - 1))
         until(one, lambda: not staging(one))
         one.on_engine(lambda: None)  # wait until the end of the update was reported
-        refused(one.post("/update_weights", part_of(halves[1])), 400, "no update is open", "did not come within")
+        refused(one.post("/update_weights", part_of(halves[1])), 400, "no update is open", "were not complete within")
         assert ok(one.client.get("/weight_info"))["version"] == 0
         assert Stream(one, params=SHORT).result().token_versions == (0,) * 8
 

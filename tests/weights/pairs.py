@@ -1,4 +1,4 @@
-"""A tiny model in two versions: the one an engine opens, and the one a trainer sends."""
+"""Tiny models with two sets of weights: one that an engine opens, one that a trainer sends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pair:
     new: transformers.PreTrainedModel
 
     def named(self) -> dict[str, torch.Tensor]:
-        """What a trainer sends: every parameter once, under its Hugging Face name."""
+        """Return the new weights by Hugging Face name, tied ones once."""
         return {name: weight.detach() for name, weight in self.new.named_parameters()}
 
 
@@ -47,7 +47,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A head of its own, biases everywhere."""
+    """Separate head, biases in all projections."""
     return make_pair("llama-linear-rope-biases", tmp_path_factory.mktemp("untied"))
 
 
@@ -56,12 +56,12 @@ PIECES = {
     "off": "nano_inference.executors.torch.weights.is_finite",
     "auto": "nano_inference.executors.cpu.weights.scan",
 }
-"""`kernels` -> the function that looks through each piece of an update as it is copied or packed."""
+"""For each value of `kernels`: the function that checks each piece of an update when it is copied or packed."""
 
 
 @pytest.fixture
 def open_engine() -> Iterator[OpenEngine]:
-    """Open engines on a pair's old weights; all are shut down at the end."""
+    """Return a function that opens an engine with a pair's old weights; all engines are shut down at the end."""
     engines: list[InferenceEngine] = []
 
     def open_one(pair: Pair, **options: Any) -> InferenceEngine:

@@ -1,4 +1,4 @@
-"""The trainer's side of a plain group, in a process of its own: torch alone, as trainers of SGLang's kind do it."""
+"""A trainer process for plain groups: uses torch only, like SGLang-style trainers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.distributed import distributed_c10d as c10d
 Named = dict[str, torch.Tensor]
 PATIENCE = timedelta(seconds=60)
 PROCESSES = multiprocessing.get_context("forkserver")
-"""Begins trainers as forks of a process that has imported what takes long, and done nothing else."""
+"""Forks trainers from a process that has only imported the slow modules."""
 PROCESSES.set_forkserver_preload(["torch.distributed", "transformers", "nano_inference"])
 
 
 def join(port: int, name: str, world_size: int) -> Any:
-    """Host a store and make a group named so around it, whose rank 0 this is."""
+    """Host a store and create the group `name`, with this process as rank 0."""
     store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=PATIENCE))
     store.set_timeout(PATIENCE)
     group, _ = c10d._new_process_group_helper(
@@ -32,8 +32,8 @@ def join(port: int, name: str, world_size: int) -> Any:
     return group
 
 
-def obey(orders: Connection, path: Path) -> None:
-    """The process: do what is ordered, one after the other; answer when it is done."""
+def run_trainer(orders: Connection, path: Path) -> None:
+    """Run the trainer process: execute commands in order and acknowledge each."""
     torch.set_num_threads(1)
     named: Named = torch.load(path)
     orders.send("up")
@@ -51,47 +51,47 @@ def obey(orders: Connection, path: Path) -> None:
 
 
 class Trainer:
-    """The test's end of the process."""
+    """Controls a trainer process."""
 
     def __init__(self, orders: Connection, process: Any) -> None:
         self._orders = orders
         self._process = process
 
     def begin(self, order: str, *words: object) -> None:
-        """Order something and do not wait."""
+        """Send a command without waiting for it."""
         self._orders.send((order, *words))
 
     def wait(self) -> None:
-        """Wait until the last order is done."""
+        """Wait until the last command is done."""
         assert self._orders.poll(60), "the trainer does not answer"
         self._orders.recv()
 
     def join(self, port: int, name: str, world_size: int = 2) -> None:
-        """Make the group; returns at once, `wait` waits."""
+        """Create the group; does not wait."""
         self.begin("join", port, name, world_size)
 
     def send(self, names: Sequence[str]) -> None:
-        """Broadcast tensors; returns at once."""
+        """Broadcast tensors; does not wait."""
         self.begin("send", list(names))
 
     def die(self) -> None:
-        """End without a word."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
 
 
 @contextmanager
 def trainer_process(named: Named, folder: Path) -> Iterator[Trainer]:
-    """Run a trainer that has these tensors while the block runs."""
+    """Run a trainer with these tensors during the block."""
     path = folder / "trainers.pt"
     torch.save(named, path)
     ours, theirs = multiprocessing.Pipe()
-    process = PROCESSES.Process(target=obey, args=(theirs, path), daemon=True)
+    process = PROCESSES.Process(target=run_trainer, args=(theirs, path), daemon=True)
     process.start()
     theirs.close()
     try:
         trainer = Trainer(ours, process)
-        trainer.wait()  # it is up: limits that tests set begin now
+        trainer.wait()  # until it has started, so that timeouts of tests do not include its start
         yield trainer
     finally:
         process.kill()
@@ -99,6 +99,6 @@ def trainer_process(named: Named, folder: Path) -> Iterator[Trainer]:
 
 
 def dtypes_and_shapes(named: Named, names: Sequence[str], prefix: str = "") -> tuple[list[str], list[list[int]]]:
-    """Return what is told of tensors before they are broadcast: precisions and shapes."""
+    """Return the dtypes and shapes that are announced before a broadcast."""
     dtypes = [prefix + str(named[name].dtype).removeprefix("torch.") for name in names]
     return dtypes, [list(named[name].shape) for name in names]

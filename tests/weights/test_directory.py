@@ -1,4 +1,4 @@
-"""Weights through files: whole or not at all."""
+"""`save_weights`, `weights_in` and `weights_checksum`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from nano_inference import WeightError, save_weights, weights_checksum, weights_
 from tests.weights.pairs import OpenEngine, Pair
 
 
-def test_what_is_saved_is_what_an_engine_takes(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_saved_directory_updates_an_engine(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
     directory = save_weights(untied.new.named_parameters(), tmp_path / "deep" / "step-1")
     assert sorted(file.name for file in directory.iterdir()) == ["STABLE", "model.safetensors"]
-    assert list(directory.parent.iterdir()) == [directory], "the hidden place is gone"
+    assert list(directory.parent.iterdir()) == [directory], "the hidden directory was renamed"
     engine = open_engine(untied)
     for version, source in enumerate((directory, str(directory), weights_in(directory)), start=1):
         assert engine.update_weights(source, blocking=version % 2 == 0) == version
@@ -24,31 +24,31 @@ def test_what_is_saved_is_what_an_engine_takes(untied: Pair, tmp_path: Path, ope
     assert engine.weights_checksum() == weights_checksum(untied.new.named_parameters())
 
 
-def test_a_transformers_directory_of_shards_is_read_without_a_marker(
+def test_sharded_transformers_directory_loads_without_marker(
     tied: Pair, tmp_path: Path, open_engine: OpenEngine
 ) -> None:
     tied.new.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     engine = open_engine(tied)
-    with pytest.raises(WeightError, match="has no file STABLE, so it is not finished"):
+    with pytest.raises(WeightError, match="has no file STABLE, so it is not complete"):
         engine.update_weights(tmp_path, blocking=True)
     engine.update_weights(weights_in(tmp_path, marker=None), blocking=True)
     assert engine.weights_checksum() == weights_checksum(tied.new.named_parameters())
 
 
-def test_a_tied_state_dict_is_written_once(tied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_save_weights_writes_a_tied_tensor_once(tied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
     engine = open_engine(tied)
     engine.update_weights(save_weights(tied.new.state_dict(), tmp_path / "step"), blocking=True)
     assert engine.weights_checksum() == weights_checksum(tied.new.named_parameters())
 
 
-def test_a_version_is_written_once(untied: Pair, tmp_path: Path) -> None:
+def test_save_weights_rejects_existing_directory(untied: Pair, tmp_path: Path) -> None:
     directory = save_weights(untied.named(), tmp_path / "step")
     with pytest.raises(WeightError, match="exists already"):
         save_weights(untied.named(), directory)
 
 
-def test_a_writer_that_dies_leaves_nothing(untied: Pair, tmp_path: Path) -> None:
+def test_failed_save_leaves_no_files(untied: Pair, tmp_path: Path) -> None:
     def dying() -> object:
         yield from list(untied.named().items())[:2]
         raise RuntimeError("the disk is full")
@@ -62,7 +62,7 @@ def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def lie_about_a_shape(file: Path) -> None:
+def write_wrong_shape(file: Path) -> None:
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -76,11 +76,11 @@ def lie_about_a_shape(file: Path) -> None:
     ("damage", "message"),
     [
         (truncate, "is it truncated"),
-        (lie_about_a_shape, r"model\.norm\.weight: the update has the shape"),
+        (write_wrong_shape, r"model\.norm\.weight: the update has the shape"),
         (Path.unlink, "has neither"),
     ],
 )
-def test_damaged_files_leave_the_old_weights(
+def test_damaged_files_leave_the_weights_unchanged(
     damage: object, message: str, untied: Pair, tmp_path: Path, open_engine: OpenEngine
 ) -> None:
     directory = save_weights(untied.named(), tmp_path / "step")
@@ -94,7 +94,7 @@ def test_damaged_files_leave_the_old_weights(
     assert engine.weights_checksum() == before and engine.get_weight_version() == 0
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(untied: Pair, tmp_path: Path) -> None:
+def test_weights_in_detects_files_changed_while_reading(untied: Pair, tmp_path: Path) -> None:
     directory = save_weights(untied.named(), tmp_path / "step")
     with pytest.raises(WeightError, match="changed while they were read"):
         for index, _ in enumerate(weights_in(directory)):
@@ -102,12 +102,12 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(untied: Pair, tmp_path:
                 os.utime(directory / "model.safetensors", ns=(1, 1))
 
 
-def test_no_directory(tmp_path: Path) -> None:
+def test_weights_in_rejects_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match="no such directory"):
         list(weights_in(tmp_path / "none"))
 
 
-def test_checksums_know_names_shapes_and_bytes_but_no_order() -> None:
+def test_checksum_depends_on_names_shapes_and_bytes_but_not_order() -> None:
     named = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
     base = weights_checksum(named.items())
     assert base == weights_checksum(reversed(named.items()))

@@ -1,4 +1,4 @@
-"""The turns that a gathering thread and the steps take."""
+"""`StepGate`: the staging thread copies between steps."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from nano_inference.weights.gate import StepGate
 from tests.weights.pairs import PIECES, OpenEngine, Pair
 
 
-def test_the_thread_waits_while_a_step_runs_and_no_longer() -> None:
+def test_staging_thread_waits_until_the_step_ends() -> None:
     gate, passed = StepGate(share=100), threading.Event()
     gate.begin_step()
-    thread = threading.Thread(target=lambda: (gate.pass_bytes(10), passed.set()), daemon=True)
+    thread = threading.Thread(target=lambda: (gate.wait_for_turn(10), passed.set()), daemon=True)
     thread.start()
     assert not passed.wait(0.05)
     gate.end_step()
     assert passed.wait(10)
 
 
-def test_a_step_lets_the_thread_copy_its_share_first() -> None:
-    gate, begun = StepGate(share=100), threading.Event()
+def test_step_starts_after_the_thread_copied_its_share() -> None:
+    gate, started = StepGate(share=100), threading.Event()
     copied: list[int] = []
 
     def gather() -> None:
-        gate.pass_bytes(0)
-        begun.set()
+        gate.wait_for_turn(0)
+        started.set()
         for _ in range(50):
-            gate.pass_bytes(10)
+            gate.wait_for_turn(10)
             copied.append(10)
         gate.finish()
 
     gate.begin_step()
     gate.end_step()
-    gate._step_seconds = 1000.0  # as long as it may wait from here on
+    gate._step_seconds = 1000.0  # so that the wait does not end by timeout
     hold = threading.Thread(target=gather, daemon=True)
     hold.start()
-    assert begun.wait(10)
+    assert started.wait(10)
     gate.begin_step()
-    assert sum(copied) >= 90, "the share, but for a piece on its way"
+    assert sum(copied) >= 90, "the share, except a piece in progress"
     gate.end_step()
     hold.join(10)
-    gate.begin_step()  # the thread is done: nobody waits for it
+    gate.begin_step()  # does not wait: the thread is done
     assert sum(copied) == 500
 
 
-@pytest.mark.parametrize(("kernels", "looked_through"), PIECES.items())
-def test_a_whole_update_is_copied_during_no_step(
-    kernels: str, looked_through: str, untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kernels", "checked"), PIECES.items())
+def test_no_piece_of_an_update_starts_during_a_step(
+    kernels: str, checked: str, untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(untied, kernels=kernels)
     runner = engine.parts.runner
     is_running = threading.Event()
-    touched: dict[int, int] = {}
+    copied_during: dict[int, int] = {}
     num_steps, num_pieces = 0, 0
-    run, look = runner.run, resolve_name(looked_through)
+    run, look = runner.run, resolve_name(checked)
 
     def running(*step: object) -> object:
         nonlocal num_steps
@@ -68,19 +68,19 @@ def test_a_whole_update_is_copied_during_no_step(
         finally:
             is_running.clear()
 
-    def watched(*arguments: object) -> object:
+    def counting(*arguments: object) -> object:
         nonlocal num_pieces
         num_pieces += 1
         if is_running.is_set():
-            touched[num_steps] = touched.get(num_steps, 0) + 1
+            copied_during[num_steps] = copied_during.get(num_steps, 0) + 1
         return look(*arguments)
 
     runner.run = running  # type: ignore[method-assign,assignment]
-    monkeypatch.setattr(looked_through, watched)
+    monkeypatch.setattr(checked, counting)
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
     engine.update_weights(untied.named())
     while engine.has_pending():
         engine.step()
     engine.finish_update()
     assert num_pieces > 10
-    assert max(touched.values(), default=0) <= 1, "more than the piece that was on its way when a step began"
+    assert max(copied_during.values(), default=0) <= 1, "more than the piece in progress when a step started"

@@ -1,4 +1,4 @@
-"""Weights through a gloo process group, two processes on this machine."""
+"""`WeightGroup`: updates through a gloo process group of two processes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def free_port() -> int:
 
 
 def train(trainer: Trainer, port: int, path: Path, timeout: float) -> None:
-    """The trainer's process: rank 0."""
+    """Run the trainer process (rank 0)."""
     torch.set_num_threads(1)
     trainer(WeightGroup("127.0.0.1", port, rank=0, world_size=2, timeout=timeout), torch.load(path))
 
 
 @contextmanager
 def trainer_process(trainer: Trainer, named: Named, path: Path, timeout: float = 60) -> Iterator[int]:
-    """Run a trainer beside this process; give the port at which it waits."""
+    """Run a trainer process during the block; yield its port."""
     port = free_port()
     torch.save(named, path / "sent.pt")
     process = PROCESSES.Process(target=train, args=(trainer, port, path / "sent.pt", timeout), daemon=True)
@@ -52,7 +52,7 @@ def send_twice(group: WeightGroup, named: Named) -> None:
     group.close()
 
 
-def test_an_engine_takes_what_a_trainer_broadcasts(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_engine_updates_from_broadcast(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     with trainer_process(send_twice, untied.named(), tmp_path) as port:
         group = engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=60)
@@ -72,18 +72,18 @@ def send_wrong_then_right(group: WeightGroup, named: Named) -> None:
     group.close()
 
 
-def test_a_refused_broadcast_leaves_the_group_usable(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
+def test_group_is_usable_after_rejected_update(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     with trainer_process(send_wrong_then_right, untied.named(), tmp_path) as port:
         group = engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=60)
-        refused = group.receive()  # held on to, so that collecting it does not close it
+        refused = group.receive()  # referenced, so that garbage collection does not close it
         with pytest.raises(WeightError, match="the update has the shape"):
             engine.update_weights(refused, blocking=True)
         assert engine.update_weights(group.receive(), blocking=True) == 1
     assert engine.weights_checksum() == weights_checksum(untied.named().items())
 
 
-def die_half_way(group: WeightGroup, named: Named) -> None:
+def exit_during_send(group: WeightGroup, named: Named) -> None:
     def dying() -> Iterator[tuple[str, torch.Tensor]]:
         yield from named.items()
 
@@ -100,7 +100,7 @@ def die_half_way(group: WeightGroup, named: Named) -> None:
     group.send(dict(dying()), bucket_bytes=5_000)
 
 
-def fall_silent(group: WeightGroup, named: Named) -> None:
+def hang_during_send(group: WeightGroup, named: Named) -> None:
     original, count = group._broadcast, 0
 
     def broadcast(data: torch.Tensor) -> torch.Tensor:
@@ -114,16 +114,16 @@ def fall_silent(group: WeightGroup, named: Named) -> None:
     group.send(named, bucket_bytes=5_000)
 
 
-@pytest.mark.parametrize("trainer", [die_half_way, fall_silent])
+@pytest.mark.parametrize("trainer", [exit_during_send, hang_during_send])
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_trainer_that_dies_half_way_leaves_the_old_weights(
+def test_trainer_failure_during_send_leaves_the_weights_unchanged(
     trainer: Trainer, blocking: bool, untied: Pair, tmp_path: Path, open_engine: OpenEngine
 ) -> None:
     engine = open_engine(untied)
     before = engine.weights_checksum()
     with trainer_process(trainer, untied.named(), tmp_path) as port:
         group = WeightGroup("127.0.0.1", port, rank=1, world_size=2, timeout=60)
-        group._timeout = type(group._timeout)(seconds=2)  # to meet may take long here, to receive may not
+        group._timeout = type(group._timeout)(seconds=2)  # joining may take long, receiving may not
         request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
         with pytest.raises(WeightError, match="the broadcast failed, the group is closed"):
             engine.update_weights(group.receive(), blocking=blocking)
@@ -138,7 +138,7 @@ def test_a_trainer_that_dies_half_way_leaves_the_old_weights(
     assert engine.update_weights(untied.named(), blocking=True) == 1
 
 
-def test_nobody_comes() -> None:
+def test_join_times_out_without_other_ranks() -> None:
     with pytest.raises(WeightError, match="no weight group of 2 at 127"):
         WeightGroup("127.0.0.1", free_port(), rank=1, world_size=2, timeout=1)
 
@@ -147,7 +147,7 @@ def test_nobody_comes() -> None:
     ("field", "value"),
     [("address", ""), ("port", 0), ("port", 70000), ("rank", 2), ("world_size", 1), ("backend", "mpi"), ("timeout", 0)],
 )
-def test_wrong_arguments_are_named(field: str, value: object) -> None:
+def test_invalid_argument_is_named(field: str, value: object) -> None:
     arguments = {"address": "127.0.0.1", "port": 5000, "rank": 1, "world_size": 2, "backend": "gloo", "timeout": 1}
     arguments[field] = value
     address, port = arguments.pop("address"), arguments.pop("port")
@@ -155,7 +155,7 @@ def test_wrong_arguments_are_named(field: str, value: object) -> None:
         WeightGroup(address, port, **arguments)  # type: ignore[arg-type]
 
 
-def test_buckets_are_full_but_not_over_full() -> None:
+def test_plan_buckets_fills_without_exceeding_the_size() -> None:
     specs = [TensorSpec(str(i), "float32", (size,)) for i, size in enumerate((1, 3, 4, 5, 100, 2, 0, 2))]
     assert [spec.num_bytes for spec in specs] == [16, 16, 16, 32, 400, 16, 0, 16]
     buckets = plan_buckets(specs, 48)

@@ -1,4 +1,4 @@
-"""New weights for models that the kernels have packed: the same promises as for torch's, in every precision."""
+"""Weight updates of the CPU kernels' packed weights, in every precision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 @pytest.fixture(scope="session")
 def renewed(tied: Pair, untied: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Pair]:
-    """The new weights of each pair as files, in float32 and in bfloat16: what an engine would open afresh."""
+    """Return, by the directory of each pair, a directory with its new weights."""
     found = {}
     for pair in (tied, untied):
         directory = tmp_path_factory.mktemp("renewed")
@@ -53,7 +53,7 @@ def values(engine: InferenceEngine) -> Named:
 
 
 def scores(engine: InferenceEngine) -> list[float]:
-    """What the engine computes, cache and all, in exact numbers."""
+    """Return exact scores, tokens and log-probabilities of the engine."""
     engine.flush_cache()
     found = engine.score(PROMPT)
     sample = engine.generate([PROMPT], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))[0]
@@ -72,12 +72,12 @@ def named(model: transformers.PreTrainedModel, dtype: torch.dtype = torch.float3
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocking", [True, False])
-def test_an_updated_engine_is_one_that_opened_the_new_weights(
+def test_updated_engine_equals_engine_opened_with_new_weights(
     pair: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, dtype: str, blocking: bool
 ) -> None:
     engine, fresh = open_engine(pair, dtype=dtype), open_engine(renewed[pair.directory], dtype=dtype)
     before = scores(engine)
-    for _ in range(2):  # the second time in the memory of the first
+    for _ in range(2):  # the second time in reused memory
         engine.update_weights(pair.named(), blocking=blocking)
         assert engine.finish_update() in (1, 3)
         assert scores(engine) == scores(fresh) != before
@@ -90,8 +90,8 @@ def test_an_updated_engine_is_one_that_opened_the_new_weights(
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_a_bfloat16_source(pair: Pair, open_engine: OpenEngine, is_short: bool) -> None:
-    """Its values arrive whole; an engine that keeps what it is given keeps them in half the bytes."""
+def test_bfloat16_source_is_stored_exactly(pair: Pair, open_engine: OpenEngine, is_short: bool) -> None:
+    """An engine with dtype "auto" then stores them in half the bytes."""
     engine = open_engine(pair, dtype="bfloat16" if is_short else "auto")
     before = model_of(engine).weight_bytes
     sent = named(pair.new, torch.bfloat16)
@@ -103,7 +103,7 @@ def test_a_bfloat16_source(pair: Pair, open_engine: OpenEngine, is_short: bool) 
     assert after == before if is_short else after < 0.55 * before
 
 
-def test_values_and_checksums_are_the_trainers(pair: Pair, open_engine: OpenEngine) -> None:
+def test_values_and_checksums_match_the_trainer(pair: Pair, open_engine: OpenEngine) -> None:
     engine, short = open_engine(pair), open_engine(pair, dtype="bfloat16")
     same(values(engine), named(pair.old))
     same(values(short), named(pair.old, torch.bfloat16))
@@ -118,7 +118,7 @@ def test_values_and_checksums_are_the_trainers(pair: Pair, open_engine: OpenEngi
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_partial_update_leaves_the_rest_exactly(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
+def test_partial_update_leaves_other_weights_bit_equal(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
     engine = open_engine(pair, dtype=dtype)
     before = values(engine)
     for number in range(3):
@@ -130,10 +130,10 @@ def test_a_partial_update_leaves_the_rest_exactly(pair: Pair, open_engine: OpenE
 
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize("blocking", [True, False])
-def test_blocks_that_a_partial_update_does_not_name_stay_blocks(
+def test_partial_update_keeps_quantised_blocks_of_other_weights(
     dtype: str, blocking: bool, tmp_path: Path, open_engine: OpenEngine
 ) -> None:
-    """Their values stay, and so do their four bits; what is named becomes what the engine makes of floats."""
+    """The updated weight is stored as plain values."""
     source = tiny_models.make_model("llama", intermediate_size=64)
     path = tiny_models.write_gguf(tmp_path / "m.gguf", "llama", source, kind=gguf.GGMLQuantizationType.Q4_0)
     engine = open_engine(Pair(path, source, source), dtype=dtype)
@@ -150,7 +150,7 @@ def test_blocks_that_a_partial_update_does_not_name_stay_blocks(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_partial_update_of_nothing_new_changes_no_bit(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
+def test_partial_update_with_equal_values_changes_no_bit(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
     engine = open_engine(pair, dtype=dtype)
     before = scores(engine)
     engine.update_weights({Q: named(pair.old)[Q]}, blocking=True, partial=True)
@@ -159,24 +159,24 @@ def test_a_partial_update_of_nothing_new_changes_no_bit(pair: Pair, open_engine:
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 @pytest.mark.parametrize("generation", ["G2e", "G4"])
-def test_nanochats_learnt_numbers_stay_as_they_are(
+def test_nanochat_learnt_numbers_stay_float32(
     generation: str, dtype: str, tmp_path: Path, open_engine: OpenEngine
 ) -> None:
-    """They are float32 in every precision, in the file, after an update and after one of something else."""
+    """In every precision, after loading, after an update, and after an update of other weights."""
     config = model_config(generation)
     old, new = state_dict(generation, config), state_dict(generation, config, seed=5)
     write_checkpoint(tmp_path, generation, state=old, meta=base_meta(generation))
     engine = open_engine(Pair(tmp_path, None, None), dtype=dtype)  # type: ignore[arg-type]
     vectors = model_of(engine).model.weights.vectors
-    learnt = [name for name in old if "lambda" in name]
-    assert learnt and all(torch.equal(vectors[name], old[name]) for name in learnt)
+    learned = [name for name in old if "lambda" in name]
+    assert learned and all(torch.equal(vectors[name], old[name]) for name in learned)
     before = scores(engine)
     part = {"lm_head.weight": old["lm_head.weight"]}
     engine.update_weights(part, blocking=True, partial=True)
-    assert all(torch.equal(model_of(engine).model.weights.vectors[name], old[name]) for name in learnt)
+    assert all(torch.equal(model_of(engine).model.weights.vectors[name], old[name]) for name in learned)
     assert scores(engine) == before
     engine.update_weights(new, blocking=True)
-    assert all(torch.equal(model_of(engine).model.weights.vectors[name], new[name]) for name in learnt)
+    assert all(torch.equal(model_of(engine).model.weights.vectors[name], new[name]) for name in learned)
     plain = open_engine(Pair(tmp_path, None, None), dtype=dtype, kernels="off")  # type: ignore[arg-type]
     plain.update_weights(new, blocking=True)
     same(values(engine), values(plain))
@@ -184,8 +184,10 @@ def test_nanochats_learnt_numbers_stay_as_they_are(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_update_in_flight(pair: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, dtype: str) -> None:
-    """The tokens before it are the old weights' and those behind it the new ones', bit for bit."""
+def test_update_during_generation_switches_weights_between_tokens(
+    pair: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, dtype: str
+) -> None:
+    """Tokens before the swap equal those of the old weights, later ones those of the new weights, bit for bit."""
     params = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
     old, engine = open_engine(pair, dtype=dtype), open_engine(pair, dtype=dtype)
     fresh = open_engine(renewed[pair.directory], dtype=dtype)
@@ -207,27 +209,27 @@ def test_an_update_in_flight(pair: Pair, renewed: dict[Path, Pair], open_engine:
     assert sample.logprobs[6:] == after.logprobs
 
 
-class Held:
-    """A source that gives its first tensors and then waits."""
+class PausedSource:
+    """A source that yields four tensors and waits for `resume` before the others."""
 
     def __init__(self, sent: Named) -> None:
         self.sent = sent
-        self.go_on = threading.Event()
+        self.resume = threading.Event()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, item in enumerate(self.sent.items()):
             if number == 4:
-                assert self.go_on.wait(30)
+                assert self.resume.wait(30)
             yield item
 
 
-def test_the_old_weights_serve_while_new_ones_come(untied: Pair, open_engine: OpenEngine) -> None:
+def test_current_weights_are_used_during_staging(untied: Pair, open_engine: OpenEngine) -> None:
     engine, other = open_engine(untied), open_engine(untied)
     before = scores(other)
-    held = Held(untied.named())
+    held = PausedSource(untied.named())
     engine.update_weights(held)
     assert scores(engine) == before and engine.weight_info().update == "staging"
-    held.go_on.set()
+    held.resume.set()
     assert engine.finish_update() == 1
     assert scores(engine) != before
 
@@ -249,7 +251,7 @@ def broken_sources(sent: Named) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", ["raises", "shape", "nan", "missing"])
-def test_a_failure_half_way_leaves_the_old_weights(
+def test_failed_update_leaves_the_weights_unchanged(
     untied: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, how: str, dtype: str
 ) -> None:
     engine = open_engine(untied, dtype=dtype)
@@ -261,13 +263,13 @@ def test_a_failure_half_way_leaves_the_old_weights(
         assert scores(engine) == before and engine.get_weight_version() == 0
         same(values(engine), held)
     engine.update_weights(untied.named(), blocking=True)
-    with pytest.raises(WeightError):  # now there is memory that was used before
+    with pytest.raises(WeightError):  # in reused memory
         engine.update_weights(broken_sources(named(untied.old))[how], blocking=True)
     assert scores(engine) == scores(open_engine(renewed[untied.directory], dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_come_back_after_they_were_discarded(
+def test_update_after_discard_restores_the_engine(
     pair: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, dtype: str
 ) -> None:
     engine = open_engine(pair, dtype=dtype)
@@ -283,9 +285,7 @@ def test_weights_come_back_after_they_were_discarded(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tied_head_may_come_in_another_precision_but_not_with_other_values(
-    tied: Pair, open_engine: OpenEngine, dtype: str
-) -> None:
+def test_tied_head_may_have_other_dtype_but_not_other_values(tied: Pair, open_engine: OpenEngine, dtype: str) -> None:
     engine, table = open_engine(tied, dtype=dtype), "model.embed_tokens.weight"
     sent = tied.named() | {table: tied.named()[table].half().float()}
     engine.update_weights([*sent.items(), ("lm_head.weight", sent[table].half())], blocking=True)
@@ -297,8 +297,8 @@ def test_a_tied_head_may_come_in_another_precision_but_not_with_other_values(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_update_writes_what_a_twin_computes_with(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
-    """Replaced matrices are memory for the next update, but not those that a partial update left shared."""
+def test_update_does_not_write_weights_shared_with_a_copy(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
+    """Memory of replaced matrices is reused, except that of matrices shared with a copy."""
     engine, fresh = open_engine(pair, dtype=dtype), open_engine(pair, dtype=dtype)
     before = scores(engine)
     with engine.copy() as copy:
@@ -311,7 +311,7 @@ def test_no_update_writes_what_a_twin_computes_with(pair: Pair, open_engine: Ope
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_twin_shares_the_weights_and_outlives_an_update(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
+def test_copy_shares_weights_and_is_unaffected_by_updates(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
     engine = open_engine(pair, dtype=dtype)
     before = scores(engine)
     with engine.copy() as copy:
@@ -328,7 +328,7 @@ def test_a_twin_shares_the_weights_and_outlives_an_update(pair: Pair, open_engin
         assert scores(copy)
 
 
-def test_a_twin_survives_its_owner(untied: Pair, open_engine: OpenEngine) -> None:
+def test_copy_outlives_its_original(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     before = scores(engine)
     copy = engine.copy()

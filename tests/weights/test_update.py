@@ -1,4 +1,4 @@
-"""New weights: what is taken, what is refused, and that a refusal leaves the old ones serving."""
+"""Weight updates: accepted and rejected inputs; a rejected update leaves the weights unchanged."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 Named = dict[str, torch.Tensor]
 
 
-def agrees(engine: InferenceEngine, model: torch.nn.Module) -> bool:
-    """Whether the engine computes what Transformers computes with that model, cache and all."""
+def matches(engine: InferenceEngine, model: torch.nn.Module) -> bool:
+    """Return True if the engine's log-probabilities match those of Transformers for a model."""
     engine.flush_cache()
     sample = engine.generate([PROMPT], GREEDY)[0]
     return gap(model, [*PROMPT, *sample.completion_tokens], list(sample.logprobs)) <= 1e-4  # type: ignore[arg-type]
@@ -28,31 +28,31 @@ def agrees(engine: InferenceEngine, model: torch.nn.Module) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("blocking", [True, False])
-def test_an_update_makes_the_engine_the_trainers_model(
+def test_updated_engine_matches_the_trainers_model(
     family: str, blocking: bool, tmp_path: Path, open_engine: OpenEngine
 ) -> None:
     pair = make_pair(family, tmp_path)
     engine = open_engine(pair)
     before = engine.weights_checksum()
-    assert agrees(engine, pair.old) and not agrees(engine, pair.new)
+    assert matches(engine, pair.old) and not matches(engine, pair.new)
     assert engine.update_weights(pair.named(), blocking=blocking, version="step-1") == 1
     assert engine.finish_update() == engine.get_weight_version() == 1
     assert engine.weight_info() == (1, "step-1", "idle")
-    assert agrees(engine, pair.new)
+    assert matches(engine, pair.new)
     assert engine.weights_checksum() == weights_checksum(pair.new.named_parameters()) != before
 
 
-def test_a_tied_head_may_come_or_stay_away_but_not_differ(tied: Pair, open_engine: OpenEngine) -> None:
+def test_tied_head_is_optional_but_must_match_embedding(tied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(tied)
     whole = tied.new.state_dict()
     assert "lm_head.weight" in whole and "lm_head.weight" not in tied.named()
     engine.update_weights(whole, blocking=True)
-    assert agrees(engine, tied.new)
+    assert matches(engine, tied.new)
     with_head_first = {"lm_head.weight": whole["lm_head.weight"]}
     with_head_first |= {name: tensor for name, tensor in whole.items() if name != "model.embed_tokens.weight"}
     engine.update_weights(tied.old.named_parameters(), blocking=True)
     engine.update_weights(with_head_first, blocking=True)
-    assert agrees(engine, tied.new)
+    assert matches(engine, tied.new)
     with pytest.raises(WeightError, match=r"lm_head\.weight: differs from model\.embed_tokens\.weight"):
         engine.update_weights({**whole, "lm_head.weight": whole["lm_head.weight"] + 1}, blocking=True)
 
@@ -80,7 +80,7 @@ BROKEN: dict[str, tuple[Callable[[Named], object], str]] = {
     "missing": (lambda n: without(n, Q), rf"lacks 1 tensors: {Q}"),
     "unknown": (lambda n: {**n, "model.layers.99.mlp.up_proj.weight": n[Q]}, r"layers\.99.*: the model has no such"),
     "prefixed": (lambda n: {f"module.{k}": v for k, v in n.items()}, r"module\..*: the model has no such tensor"),
-    "twice": (lambda n: [*n.items(), (Q, n[Q])], rf"{Q}: is there twice"),
+    "twice": (lambda n: [*n.items(), (Q, n[Q])], rf"{Q}: occurs twice"),
     "nan": (lambda n: spoiled(n, float("nan")), r"up_proj\.weight: holds NaN or infinity"),
     "inf": (lambda n: spoiled(n, float("-inf")), r"up_proj\.weight: holds NaN or infinity"),
     "overflow": (lambda n: {**n, Q: torch.full_like(n[Q], 1e300, dtype=torch.float64)}, "holds NaN or infinity"),
@@ -103,7 +103,7 @@ def failing(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("case", BROKEN)
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_broken_update_is_named_and_leaves_the_old_weights(
+def test_invalid_update_is_reported_and_leaves_the_weights_unchanged(
     case: str, blocking: bool, untied: Pair, open_engine: OpenEngine
 ) -> None:
     engine = open_engine(untied)
@@ -114,47 +114,47 @@ def test_a_broken_update_is_named_and_leaves_the_old_weights(
         engine.update_weights(make(untied.named()), blocking=blocking)  # type: ignore[arg-type]
         engine.finish_update()
     assert engine.weight_info() == (0, None, "idle")
-    assert engine.weights_checksum() == before and agrees(engine, untied.old)
+    assert engine.weights_checksum() == before and matches(engine, untied.old)
     samples = []
     while engine.has_pending():
         samples += engine.step()
-    assert [sample.request_id for sample in samples] == [request] or not samples  # `agrees` ran it along
+    assert [sample.request_id for sample in samples] == [request] or not samples  # `matches` ran it along
     engine.update_weights(untied.named(), blocking=True)
-    assert agrees(engine, untied.new)
+    assert matches(engine, untied.new)
 
 
-def test_nan_comes_in_when_it_is_allowed(untied: Pair, open_engine: OpenEngine) -> None:
+def test_allow_nonfinite_accepts_nan(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     engine.update_weights(spoiled(untied.named(), float("nan")), blocking=True, allow_nonfinite=True)
     assert engine.get_weight_version() == 1
 
 
 @pytest.mark.parametrize("kernels", PIECES)
-def test_a_partial_update_keeps_the_rest(kernels: str, untied: Pair, open_engine: OpenEngine) -> None:
-    """Also of a weight that is stacked with others, and in the memory of weights that were replaced."""
+def test_partial_update_keeps_other_weights(kernels: str, untied: Pair, open_engine: OpenEngine) -> None:
+    """Includes weights that are stacked with others, and reused memory of replaced weights."""
     engine = open_engine(untied, kernels=kernels)
     mixed = type(untied.old)(untied.old.config).eval()
     mixed.load_state_dict({**untied.old.state_dict(), Q: untied.named()[Q]})
     for _ in range(3):
         engine.update_weights({Q: untied.named()[Q]}, blocking=True, partial=True)
-        assert agrees(engine, mixed) and engine.weights_checksum() == weights_checksum(mixed.named_parameters())
+        assert matches(engine, mixed) and engine.weights_checksum() == weights_checksum(mixed.named_parameters())
         engine.update_weights(untied.named(), blocking=True)
         engine.update_weights(dict(untied.old.named_parameters()), blocking=True)
     engine.update_weights({Q: untied.named()[Q]}, blocking=True, partial=True)
-    assert agrees(engine, mixed)
+    assert matches(engine, mixed)
     with pytest.raises(WeightError, match="the update is empty"):
         engine.update_weights({}, blocking=True, partial=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_precisions_are_converted(dtype: torch.dtype, untied: Pair, open_engine: OpenEngine) -> None:
+def test_update_converts_dtypes(dtype: torch.dtype, untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     sent = {name: tensor.to(dtype) for name, tensor in untied.named().items()}
     engine.update_weights(sent, blocking=True)
     assert engine.weights_checksum() == weights_checksum(sent.items(), torch.float32)
 
 
-def test_strided_tensors_are_taken_as_they_read(untied: Pair, open_engine: OpenEngine) -> None:
+def test_update_accepts_non_contiguous_tensors(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     turned = {n: t.T.contiguous().T if t.dim() == 2 else t for n, t in untied.named().items()}
     assert not turned[Q].is_contiguous()
@@ -164,7 +164,7 @@ def test_strided_tensors_are_taken_as_they_read(untied: Pair, open_engine: OpenE
         assert engine.weights_checksum() == weights_checksum(untied.named().items())
 
 
-def test_a_checksum_is_verified_before_the_exchange(untied: Pair, open_engine: OpenEngine) -> None:
+def test_checksum_is_verified_before_the_swap(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     right = weights_checksum(untied.new.named_parameters())
     with pytest.raises(WeightError, match=f"checksum: the update has {right}, 00 was expected"):
@@ -173,11 +173,11 @@ def test_a_checksum_is_verified_before_the_exchange(untied: Pair, open_engine: O
     engine.update_weights(untied.named(), blocking=True, checksum=right)
 
 
-class Slow:
-    """A source that gives its tensors when it is told to."""
+class PausedSource:
+    """A source that yields its first tensor and waits for `resume` before the others."""
 
     def __init__(self, named: Named) -> None:
-        self.go_on = threading.Event()
+        self.resume = threading.Event()
         self.named = named
         self.num_given = 0
 
@@ -185,14 +185,14 @@ class Slow:
         for item in self.named.items():
             yield item
             self.num_given += 1
-            self.go_on.wait(30)
+            self.resume.wait(30)
 
 
-def test_steps_go_on_while_weights_come_and_a_second_update_is_told_busy(untied: Pair, open_engine: OpenEngine) -> None:
+def test_steps_run_during_staging_and_a_second_update_is_rejected(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
-    slow = Slow(untied.named())
+    source = PausedSource(untied.named())
     engine.add_request(PROMPT, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
-    engine.update_weights(slow)
+    engine.update_weights(source)
     for _ in range(10):
         assert engine.step() == [] and engine.weight_info().update == "staging"
     for blocking in (True, False):
@@ -200,7 +200,7 @@ def test_steps_go_on_while_weights_come_and_a_second_update_is_told_busy(untied:
             engine.update_weights(untied.named(), blocking=blocking)
     with pytest.raises(TimeoutError):
         engine.finish_update(timeout=0)
-    slow.go_on.set()
+    source.resume.set()
     assert engine.parts.weights is not None and engine.parts.weights.wait() == "staged"
     with pytest.raises(UpdateBusy, match="an update is staged"):
         engine.update_weights(untied.named())
@@ -218,32 +218,32 @@ def run_out(engine: InferenceEngine) -> object:
     return samples[0]
 
 
-def test_an_update_that_does_not_come_is_given_up(untied: Pair, open_engine: OpenEngine) -> None:
+def test_update_fails_after_its_timeout(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
-    slow = Slow(untied.named())
-    engine.update_weights(slow, timeout=0)
-    with pytest.raises(WeightError, match="did not come within 0 seconds"):
+    source = PausedSource(untied.named())
+    engine.update_weights(source, timeout=0)
+    with pytest.raises(WeightError, match="were not complete within 0 seconds"):
         engine.finish_update()
-    slow.go_on.set()
+    source.resume.set()
     engine.update_weights(untied.named())
     assert engine.finish_update() == 1
 
 
-def test_an_update_can_be_cancelled(untied: Pair, open_engine: OpenEngine) -> None:
+def test_cancel_update_stops_staging(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
-    slow = Slow(untied.named())
-    engine.update_weights(slow)
+    source = PausedSource(untied.named())
+    engine.update_weights(source)
     thread = next(one for one in threading.enumerate() if one.name == "weight-staging" and one.is_alive())
     assert engine.cancel_update() and not engine.cancel_update()
     assert engine.weight_info().update == "idle"
-    slow.go_on.set()
+    source.resume.set()
     thread.join(30)
-    assert slow.num_given <= 2, "the thread ended at the next tensor"
-    assert engine.finish_update() == 0 and agrees(engine, untied.old)
-    assert engine.update_weights(untied.named(), blocking=True) == 1 and agrees(engine, untied.new)
+    assert source.num_given <= 2, "the thread ended at the next tensor"
+    assert engine.finish_update() == 0 and matches(engine, untied.old)
+    assert engine.update_weights(untied.named(), blocking=True) == 1 and matches(engine, untied.new)
 
 
-def test_a_failure_that_a_step_saw_is_raised_by_who_waits(
+def test_finish_update_raises_failure_seen_by_a_step(
     untied: Pair, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = open_engine(untied)
@@ -268,7 +268,7 @@ def test_a_failure_that_a_step_saw_is_raised_by_who_waits(
         ({"timeout": -1}, "timeout must be in"),
     ],
 )
-def test_wrong_arguments_are_named(
+def test_invalid_argument_is_named(
     options: dict[str, object], message: str, untied: Pair, open_engine: OpenEngine
 ) -> None:
     engine = open_engine(untied)
@@ -277,32 +277,32 @@ def test_wrong_arguments_are_named(
     assert engine.weight_info() == (0, None, "idle")
 
 
-def test_trainers_may_change_their_tensors_after_a_blocking_update(untied: Pair, open_engine: OpenEngine) -> None:
+def test_tensors_may_change_after_a_blocking_update(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     sent = {name: tensor.clone() for name, tensor in untied.named().items()}
     engine.update_weights(sent, blocking=True)
     for tensor in sent.values():
         tensor.zero_()
-    assert agrees(engine, untied.new)
+    assert matches(engine, untied.new)
 
 
-@pytest.mark.parametrize(("kernels", "looked_through"), PIECES.items())
-def test_shutdown_waits_for_the_piece_that_is_copied(
-    kernels: str, looked_through: str, untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kernels", "checked"), PIECES.items())
+def test_shutdown_waits_for_the_current_piece(
+    kernels: str, checked: str, untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a process that ends then is aborted, from within torch's copy."""
+    """Otherwise torch's copy would abort a process that exits meanwhile."""
     engine = open_engine(untied, kernels=kernels)
     weights = engine.parts.weights
     assert weights is not None
-    entered, look = threading.Event(), resolve_name(looked_through)
+    entered, look = threading.Event(), resolve_name(checked)
 
-    def slow(*arguments: object) -> object:
+    def delayed(*arguments: object) -> object:
         entered.set()
         job.is_cancelled.wait(10)
-        threading.Event().wait(0.1)  # a piece takes its time; nobody else waits for this
+        threading.Event().wait(0.1)  # simulate a slow copy
         return look(*arguments)
 
-    monkeypatch.setattr(looked_through, slow)
+    monkeypatch.setattr(checked, delayed)
     monkeypatch.setattr("nano_inference.engine._LAST_PIECE_S", 60.0)
     started = threading.Event()
 

@@ -1,5 +1,5 @@
-"""What computes a model: one Protocol, an executor for torch on any device and one for the CPU kernels.
+"""Executors run a model's forward pass: one Protocol, implemented in torch (any device) and in C (CPU kernels).
 
-`protocol` says what an executor does, `step` what they do alike in a step, `staging` what they do alike with new
-weights. A family's forward pass is data (`models.program`); each executor compiles it to its own form.
+`protocol` defines `Executor`; `step` and `staging` hold the code that executors share for steps and weight updates.
+The forward pass is data (`models.program`), which each executor compiles.
 """

@@ -1,6 +1,6 @@
-"""What a step's rows ask of a forward pass: which tokens to keep, to draw after, to score and to pool.
+"""Index computations for a step's rows: which tokens' outputs are sampled from, scored and pooled.
 
-Shapes: T tokens of the step (all rows one after another), K those of them that anything is asked of.
+Shapes: T tokens of the step (rows concatenated), K kept tokens (those whose hidden states are needed).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Rows = tuple[Row, ...]
 
 
 def offsets(rows: Rows) -> list[int]:
-    """Return which of the step's T tokens is each row's first."""
+    """Return the index, among the step's T tokens, of each row's first token."""
     return list(accumulate((len(row.tokens) for row in rows[:-1]), initial=0)) if rows else []
 
 
@@ -32,9 +32,9 @@ def previous_tokens(rows: Rows) -> list[int]:
 
 
 def split_at_answers(rows: Rows) -> list[tuple[Rows, list[int]]]:
-    """Split a step into the tokens of prompts and those of answers; computed in this order they are the whole step.
+    """Split a step into prompt tokens and generated tokens, which must be computed in this order.
 
-    Each part comes as rows, in step order, with which of the step's T tokens theirs are.
+    Each part is (rows in step order, the index of each of its tokens among the step's T tokens).
     """
     prompts: list[tuple[Row, int]] = []
     answers: list[tuple[Row, int]] = []
@@ -50,14 +50,14 @@ def split_at_answers(rows: Rows) -> list[tuple[Rows, list[int]]]:
 
 
 def _part(found: list[tuple[Row, int]]) -> tuple[Rows, list[int]]:
-    """Put rows that begin at these places of a step into step order."""
+    """Sort (row, index of its first token) pairs into step order; return the rows and the indices of all tokens."""
     ordered = sorted(found, key=lambda one: _step_order(one[0]))
     places = [place for row, offset in ordered for place in range(offset, offset + len(row.tokens))]
     return tuple(row for row, _ in ordered), places
 
 
 def build(rows: Rows, block_size: int, device: torch.device) -> ForwardInput:
-    """Concatenate the rows' tokens; return them with their positions and cache slots, as tensors."""
+    """Concatenate the rows' tokens; return them with positions and cache slots as int64 tensors."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -74,7 +74,7 @@ def build(rows: Rows, block_size: int, device: torch.device) -> ForwardInput:
 
 
 def in_step_order(rows: Rows) -> Rows:
-    """Put rows of one token first, shortest sequence first, so that those of about one length are neighbours."""
+    """Sort rows of one token first, by sequence length, so that rows of similar length are adjacent."""
     return tuple(sorted(rows, key=_step_order))
 
 
@@ -83,10 +83,10 @@ def _step_order(row: Row) -> tuple[bool, int]:
 
 
 def drawn(rows: Rows) -> tuple[list[Row], list[int]]:
-    """Return what to draw: rows as the sampler is to know them, and which of the T tokens each draw follows.
+    """Return one row per draw, for the sampler, and the index among the T tokens that each draw follows.
 
-    A row draws once after its last token and once before each of its draft tokens, in order; each draw has the uniform
-    of its own position, so that it is what a step that ends there would draw.
+    A row draws before each of its draft tokens and after its last token. Each draw uses the random number of its own
+    position, so it equals the draw of a step that ends there.
     """
     seen: list[Row] = []
     places: list[int] = []
@@ -104,7 +104,7 @@ def drawn(rows: Rows) -> tuple[list[Row], list[int]]:
 
 
 def pooled(rows: Rows) -> dict[int, range]:
-    """Return, for the index of each row that pools its prompt, which of the T tokens' hidden states it adds up."""
+    """Map the index of each row that pools its prompt to the T-token range whose hidden states are summed."""
     return {
         index: range(offset + row.pool_from - row.start, offset + len(row.tokens))
         for index, (row, offset) in enumerate(zip(rows, offsets(rows), strict=True))
@@ -113,16 +113,15 @@ def pooled(rows: Rows) -> dict[int, range]:
 
 
 class Scored(NamedTuple):
-    """The known tokens whose log-probabilities one row reports."""
+    """The prompt tokens whose log-probabilities one row reports."""
 
     indices: range
-    """Which of the step's T tokens they follow."""
+    """Tokens of the step that precede the targets."""
     targets: tuple[int, ...]
-    """The known tokens themselves."""
 
 
 def scored(rows: Rows) -> dict[int, Scored]:
-    """Return, for the index of each row that scores its prompt, what it reports."""
+    """Map the index of each row that scores its prompt to its targets."""
     found: dict[int, Scored] = {}
     for index, (row, offset) in enumerate(zip(rows, offsets(rows), strict=True)):
         if row.score_from is None:
@@ -136,18 +135,18 @@ def scored(rows: Rows) -> dict[int, Scored]:
 
 
 class Wanted(NamedTuple):
-    """What the rows of a step that scores or pools ask for; places and indices count the K tokens that are kept."""
+    """The outputs that a step's rows need; all fields but `kept` hold indices among the K kept tokens."""
 
     kept: list[int]
-    """Which of the step's T tokens anything is asked of, ascending."""
+    """Indices among the T tokens, ascending."""
     places: list[int]
-    """Which each draw follows, in the order of `drawn`."""
+    """The token that each draw follows, in the order of `drawn`."""
     scored: dict[int, Scored]
     pooled: dict[int, range]
 
 
 def wanted(rows: Rows, places: list[int]) -> Wanted:
-    """Return what the rows ask for besides the draws that follow `places`, and of which tokens."""
+    """Return the tokens to keep for scoring, for pooling and for draws that follow the tokens `places`."""
     known, summed = scored(rows), pooled(rows)
     kept = sorted({*places}.union(*(one.indices for one in known.values()), *summed.values()))
     rank = {place: index for index, place in enumerate(kept)}
@@ -160,5 +159,5 @@ def wanted(rows: Rows, places: list[int]) -> Wanted:
 
 
 def _ranks(indices: range, rank: Mapping[int, int]) -> range:
-    """Return the places of consecutive tokens among those kept, where they are consecutive too."""
+    """Convert a range of the T tokens, all kept, to a range of the K kept tokens."""
     return range(rank[indices[0]], rank[indices[-1]] + 1) if indices else indices

@@ -1,4 +1,4 @@
-"""`model_forward`: the slow, whole form of what an executor does in a step."""
+"""`model_forward`: the logits of every token of a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from nano_inference.executors.torch.store import KVStore
 
 
 def model_forward(model: Executor, inputs: ForwardInput, cache: KVStore | KernelStore) -> Tensor:
-    """Return float32 logits [T, V] of every token of a step; its K/V is in the cache afterwards.
+    """Return float32 logits [T, V] of every token of a step, and write its K/V to the cache.
 
-    The cache is of the executor's own kind: a `KVStore` for torch, a `KernelStore` for the CPU kernels.
+    `cache` is a `KVStore` for a torch executor, a `KernelStore` for the CPU kernels.
     """
     return model.forward(inputs, cache)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint's weights into an executor: its first update, read tensor by tensor."""
+"""Loads a checkpoint's weights into an executor, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nano_inference.executors.protocol import Executor
 from nano_inference.loader.sources import HARMLESS_SUFFIX, WeightSource, check_names
 
 LoadProgress = Callable[[int, int], None]
-"""Called with the values read so far and of all, in bytes of float32."""
+"""Callback receiving (bytes_done, bytes_total), counted as float32."""
 
 
 @torch.no_grad()
 def load_weights(executor: Executor, sources: Mapping[str, WeightSource], progress: LoadProgress | None = None) -> None:
-    """Read and pack every weight of a program, and compute with them.
+    """Read and pack every weight of the executor's program and commit them.
 
-    Raises `ModelError` that names what is unknown, of another shape or missing, before anything is read.
+    Raises `ModelError`, before reading, for a tensor that is unknown, missing or of another shape.
     """
     specs = {spec.name: spec for spec in executor.program.weights}
     ignored = executor.program.tied_names.keys()

@@ -1,6 +1,6 @@
-"""`Executor`: what computes a model. The core, `weights`, `assemble` and the command line know only this.
+"""`Executor`: the interface through which the core, `weights`, `assemble` and the command line run a model.
 
-Shapes: K tokens that are kept, S rows, T tokens of a step, E hidden size, V vocabulary.
+Shapes: T tokens of a step, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,115 +25,112 @@ from nano_inference.runner import BlockCopy, RowResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
-    """How much KV cache to make. What a block takes is the executor's to say (`Executor.block_bytes`)."""
+    """Size of a KV cache; `Executor.block_bytes` returns the memory of one block."""
 
     num_blocks: int
     block_size: int
-    """Tokens of a block."""
+    """Tokens per block."""
     dtype: KvDtype = "auto"
     eager: bool = False
-    """Take all the memory at once, where the executor can; otherwise as blocks are used."""
+    """Commit all memory pages at once, if the executor can; otherwise as blocks are used."""
 
 
 class Staged(Protocol):
-    """Owns the next weights while they are filled, beside those in force, which keep computing."""
+    """Owns new weights while they are filled; the current weights stay usable meanwhile."""
 
     def put(self, spec: WeightSpec, source: WeightSource) -> int:
-        """Fill one weight, packed as the executor keeps it; return the bytes kept. May be called from any one thread.
+        """Read and pack one weight; return the bytes stored. One thread at a time, not necessarily the engine's.
 
-        Raises `NotFinite` where values are checked, and what the pace raises.
+        Raises `NotFinite` if values are checked, and any exception of the `Pace`.
         """
 
     def has_same(self, spec: WeightSpec, source: WeightSource) -> bool:
-        """Whether a weight that was put has, as it is kept, the values of another source."""
+        """Return True if a weight that was put equals another source once packed."""
 
     def finish(self) -> Any:
-        """Return what `Executor.commit` takes: the weights that came, and those in force for the rest."""
+        """Return the argument of `Executor.commit`: the new weights, completed by the current ones."""
 
 
 class Executor(Protocol):
-    """Owns a model's weights, the memory of its KV cache, and what a step needs. One thread at a time runs it."""
+    """Owns a model's weights, the memory of its KV cache and the buffers of a step. Not thread-safe."""
 
     config: ModelConfig
     program: Program
     device: torch.device
-    """Where it computes."""
 
     @property
     def code(self) -> str:
-        """What computes: "torch", or the instruction set of the CPU kernels."""
+        """Return "torch", or the instruction set of the CPU kernels."""
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
-        """Copy and clear blocks as `Runner.run` says, and compute the rows' K/V.
+        """Copy and clear blocks (see `Runner.run`), compute the rows' K/V and draw; return results by row id.
 
-        Returns tokens, log-probabilities, scores and sums of hidden states by row id.
-
-        Raises `MemoryError` when a step needs more memory than there is.
+        Raises `MemoryError` if a step needs more memory than is available.
         """
 
     def recover(self) -> None:
-        """Undo what an interrupted `run` left behind in this thread. Can be interrupted and called again."""
+        """Undo what an interrupted `run` left in this thread. Can be interrupted and called again."""
 
     # ---- cache ----
 
     def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
-        """Return the precision of keys and values. Raises `ValueError` for one that this executor does not have."""
+        """Return the precision of keys and values. Raises `ValueError` if this executor does not support it."""
 
     def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
-        """Return the bytes that one block takes in all layers."""
+        """Return the bytes of one block, over all layers."""
 
     def new_cache(self, size: CacheSize) -> None:
-        """Take memory for a KV cache, in the place of the one before. Without one nothing runs."""
+        """Allocate the KV cache, replacing an earlier one. `run` needs one."""
 
     def free_cache(self) -> None:
-        """Give the cache's memory back."""
+        """Free the cache's memory."""
 
     def restore_cache(self) -> None:
-        """Take it again, empty."""
+        """Allocate the cache again, empty."""
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that there is room for now."""
+        """Return the bytes of keys and values that are allocated now."""
 
     # ---- weights ----
 
     def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> Staged:
-        """Start the next weights. `check_finite` refuses NaN and infinity."""
+        """Start filling new weights; `check_finite` rejects NaN and infinity."""
 
     def commit(self, staged: Any) -> None:
-        """Compute with what `Staged.finish` returned from the next step on. Between two steps only.
+        """Replace the weights by the result of `Staged.finish`. Call between two steps only.
 
-        Until then it is held: several executors can be committed one after another. Can be interrupted at any point and
+        `staged` may be held before, so that several executors commit together. Can be interrupted at any point and
         called again.
         """
 
     def drop_spare(self) -> None:
-        """Give back memory that is kept for the next update."""
+        """Free memory that is reserved for the next update."""
 
     def discard_weights(self) -> None:
-        """Give the memory of the weights back; nothing runs before others are committed."""
+        """Free the memory of the weights; `run` then needs a new `commit`."""
 
     def move_weights(self, device: torch.device) -> None:
-        """Move the weights, where they are not kept in main memory always."""
+        """Move the weights to a device; does nothing for an executor that computes in main memory only."""
 
     def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights under their names, all or those named, in the precision that updates are kept in."""
+        """Yield (name, weight), all or those in `names`, in the precision in which updates are stored."""
 
     def staged_values(self, staged: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `weight_values` would if this were committed."""
+        """Yield (name, weight) of weights that are not committed yet; see `weight_values`."""
 
     @property
     def weight_dtype(self) -> str:
-        """The precision that updates are kept in; "float32" also where narrower weights are kept as they came."""
+        """Return the precision in which updates are stored; "float32" also if narrower weights stay as they are."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that the weights take in memory."""
+        """Return the bytes of the weights in memory."""
 
     # ---- further views of the same model ----
 
     def copy(self) -> Executor:
-        """Return a second executor with the same weights and no cache; updates of one do not reach the other."""
+        """Return a second executor with the same weights and no cache; updates of one do not affect the other."""
 
     def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
-        """Return float32 logits [T, V] of every token of a step over a cache that the caller owns: slow and whole."""
+        """Return float32 logits [T, V] of every token of a step, using a cache that the caller owns. Slow."""

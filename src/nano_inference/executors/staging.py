@@ -1,4 +1,4 @@
-"""What filling the next weights has in common on every executor: pieces at a pace, and checks of values."""
+"""Shared by all executors for weight updates: splitting tensors into pieces, and checks of values."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nano_inference.loader.pieces import FileRange
 from nano_inference.loader.sources import TensorSource, WeightSource
 
 Pace = Callable[[int], None]
-"""Called with the bytes of the next piece; returns when it may be processed, raises when the update was cancelled."""
+"""Called with the bytes of the next piece; blocks until it may be processed. Raises if the update was cancelled."""
 
 SMALL_PIECE = 32768
-"""Elements copied or packed at once beside running steps: torch works on so few without a second thread."""
+"""Elements processed at a time while steps run: torch uses a single thread for so few."""
 
 
 class NotFinite(Exception):
-    """A weight holds NaN or infinity in the precision that the engine keeps, which is the exception's text."""
+    """A weight contains NaN or infinity in the stored precision, which is the exception's text."""
 
 
 def pieces_of(shape: tuple[int, ...], itemsize: int, pace: Pace | None, elements: int = SMALL_PIECE) -> Iterator[slice]:
-    """Yield the rows of a tensor of at least one dimension: all, or, at a pace, about so many elements at a time."""
+    """Yield slices of a tensor's rows: all rows, or, with a pace, about `elements` elements at a time."""
     rows, numel = shape[0], math.prod(shape)
     if pace is None or not numel:
         yield slice(0, rows)
@@ -36,7 +36,7 @@ def pieces_of(shape: tuple[int, ...], itemsize: int, pace: Pace | None, elements
 
 
 def rows_of(source: WeightSource, start: int, stop: int) -> WeightSource:
-    """Return some rows of a source, where it can be cut."""
+    """Return rows [start, stop) of a tensor or a file range."""
     if isinstance(source, TensorSource):
         return TensorSource(source.tensor[start:stop])
     assert isinstance(source, FileRange)
@@ -44,7 +44,7 @@ def rows_of(source: WeightSource, start: int, stop: int) -> WeightSource:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return False if a value is NaN or infinite. NaN passes through a minimum, so one pass is enough."""
+    """Return False if any value is NaN or infinite. A minimum propagates NaN, so one pass suffices."""
     if not tensor.numel():
         return True
     low, high = torch.aminmax(tensor)

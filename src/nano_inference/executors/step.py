@@ -1,9 +1,7 @@
-"""One step of any executor: from a scheduled batch to what each row asked for.
+"""One step of any executor: runs the forward pass (`Forward`), then scores, pools and draws.
 
-An executor supplies the forward pass (`Forward`); this gathers the rows, scores, pools and draws.
-
-Shapes: T tokens of the step, K those that anything is asked of, B rows that draw, S rows scored at once, E hidden size,
-V vocabulary.
+Shapes: T tokens of the step, K kept tokens (those whose hidden states are needed), B draws, S tokens scored at once,
+E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,46 +20,43 @@ from nano_inference.runner import Row, RowResult
 from nano_inference.types import TopLogprobs
 
 _SCORE_ELEMENTS = 1 << 24
-"""Logits that exist at once while a prompt is scored: [T, V] is never made whole."""
+"""Largest number of logits in memory while a prompt is scored, instead of all [T, V]."""
 
 Sampler = Callable[[Tensor, Sequence[Row]], Sequence[RowResult]]
-"""Draws one token a row from float32 logits [B, V], which it may overwrite; `sampling.draw` is the one of spec 9."""
+"""Draws one token per row from float32 logits [B, V], which it may overwrite; `sampling.draw` is the reference."""
 Result = TypeVar("Result")
 
 
 class Forward(Protocol):
-    """The forward pass of an executor over its own cache. Results may lie in memory that the next call overwrites."""
+    """An executor's forward pass over its own cache. The next call may overwrite the memory of a result."""
 
     program: Program
     device: torch.device
 
     def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
-        """Return the residual [K, E] behind the last layer of the tokens `kept`, ascending; rows come in step order.
+        """Return the residual [K, E] after the last layer for the tokens `kept` (ascending); rows in step order.
 
-        Without `windows` every token reads all keys before it; only a program with `has_full_decode` is asked for that.
+        `windows=False` lets every token attend to all earlier keys; only for programs with `has_full_decode`.
         """
 
     def step_logits(self, rows: Rows, kept: Sequence[int]) -> Tensor:
-        """Return the float32 logits [K, V] of the tokens `kept`: `hidden` and `logits` at once."""
+        """Return float32 logits [K, V] of the tokens `kept`: `hidden` and `logits` in one call."""
 
     def final(self, hidden_SE: Tensor) -> Tensor:
-        """Return the residual behind the last norm, [S, E]."""
+        """Apply the final norm to a residual [S, E]."""
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return float32 logits [S, V] of a residual, on a device that has float64, as sampling needs it."""
+        """Return float32 logits [S, V] of a residual, on a device that supports float64, which sampling needs."""
 
 
 class InferenceMode:
-    """Owns torch's inference mode during a step: an interruption on the way out of its block would leave it on."""
+    """Owns torch's inference mode during a step: an interruption while the `with` block exits can leave it on."""
 
     def __init__(self) -> None:
         self._mode: torch.inference_mode | None = None
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Do some work in inference mode. Raises `MemoryError` when it needs more memory than there is.
-
-        Torch says so in errors of its own, on a CPU in a plain `RuntimeError`.
-        """
+        """Call `work` in inference mode. Turns torch's out-of-memory errors into `MemoryError`."""
         self._mode = torch.inference_mode()
         try:
             with self._mode:
@@ -74,13 +69,13 @@ class InferenceMode:
     def recover(self) -> None:
         """Leave inference mode if an exception left it on."""
         if self._mode is not None:
-            with suppress(AttributeError):  # it was never entered
+            with suppress(AttributeError):  # raised if it was never entered
                 self._mode.__exit__(None, None, None)
             self._mode = None
 
 
 def run_step(forward: Forward, rows: Rows, sampler: Sampler, normalise: Normalise) -> dict[int, RowResult]:
-    """Compute the rows, score what is asked for, draw; return a result for each row's id."""
+    """Run the forward pass, score, pool and draw; return a result for each row's id."""
     rows = in_step_order(rows)
     seen, places = drawn(rows)
     is_plain = all(row.score_from is None and row.pool_from is None for row in rows)
@@ -98,7 +93,7 @@ def run_step(forward: Forward, rows: Rows, sampler: Sampler, normalise: Normalis
 
 
 def _by_row(rows: Rows, draws: Sequence[RowResult]) -> dict[int, RowResult]:
-    """Return a result for each row's id: its draws in one, in order; nothing for a row without any."""
+    """Return a result for each row's id: its draws concatenated in order; an empty result for a row without draws."""
     found: dict[int, RowResult] = {row.id: RowResult(id=row.id) for row in rows if not row.num_sampled}
     for one in draws:
         before = found.get(one.id)
@@ -107,7 +102,7 @@ def _by_row(rows: Rows, draws: Sequence[RowResult]) -> dict[int, RowResult]:
 
 
 def _joined(first: RowResult, second: RowResult) -> RowResult:
-    """Return the tokens of two results of one row as one."""
+    """Concatenate the draws of two results of one row."""
     return first._replace(
         tokens=first.tokens + second.tokens,
         logprobs=first.logprobs + second.logprobs,
@@ -117,7 +112,7 @@ def _joined(first: RowResult, second: RowResult) -> RowResult:
 
 
 def _with_findings(found: RowResult, scores: RowResult | None, total: tuple[float, ...]) -> RowResult:
-    """Add what scoring and pooling found to a row's draws."""
+    """Return a row's result with its scores and its pooled sum."""
     if scores is None:
         return found._replace(pooled=total)
     return found._replace(
@@ -126,7 +121,7 @@ def _with_findings(found: RowResult, scores: RowResult | None, total: tuple[floa
 
 
 def _hidden(forward: Forward, rows: Rows, kept: Sequence[int]) -> Tensor:
-    """Return the hidden states [K, E] of the kept tokens; in two parts where windows restrict prompts only."""
+    """Return the hidden states [K, E] of the kept tokens; in two passes if windows restrict prompts only."""
     if not forward.program.has_full_decode:
         return forward.hidden(rows, kept)
     found: list[Tensor] = []
@@ -145,16 +140,15 @@ def _hidden(forward: Forward, rows: Rows, kept: Sequence[int]) -> Tensor:
 def _draw(
     forward: Forward, seen: Sequence[Row], places: Sequence[int], hidden_KE: Tensor, sampler: Sampler
 ) -> Sequence[RowResult]:
-    """Draw each token from the logits of the one that it follows."""
     if not seen:
         return ()
-    are_all = places == list(range(hidden_KE.size(0)))  # as in most steps, whose hidden states need no copy
+    are_all = places == list(range(hidden_KE.size(0)))  # the usual case: no copy is needed
     hidden_BE = hidden_KE if are_all else hidden_KE[torch.tensor(places, device=forward.device)]
     return sampler(forward.logits(hidden_BE), seen)
 
 
 def _pool(forward: Forward, found: Mapping[int, range], hidden_KE: Tensor) -> dict[int, tuple[float, ...]]:
-    """Return the float32 sum of the final hidden states that each row pools; the norm sees all rows' at once."""
+    """Return, for each row index, the float32 sum of its final hidden states; one call normalises those of all rows."""
     if not found:
         return {}
     index_S = torch.tensor([index for indices in found.values() for index in indices], device=forward.device)
@@ -167,9 +161,9 @@ def _pool(forward: Forward, found: Mapping[int, range], hidden_KE: Tensor) -> di
 def score_rows(
     forward: Forward, rows: Sequence[Row], found: Mapping[int, Scored], hidden_KE: Tensor, normalise: Normalise
 ) -> dict[int, RowResult]:
-    """Return the log-probabilities of known tokens for the index of each row that wants any.
+    """Return the log-probabilities of the targets in `found`, by row index.
 
-    All rows' positions go through the head together, a bounded piece of [S, V] at a time.
+    Targets of all rows share calls of the head, at most `_SCORE_ELEMENTS` logits at a time.
     """
     targets = _pack(rows, found)
     width = max(1, _SCORE_ELEMENTS // forward.program.vocab_size)
@@ -200,17 +194,16 @@ def score_rows(
 
 
 class _Targets(NamedTuple):
-    """Known tokens of several rows, one after another, with what each row wants to know of them."""
+    """Scored tokens of several rows, concatenated, with the options of their rows."""
 
     indices: list[int]
-    """Which of the K hidden states they follow."""
+    """Indices among the K hidden states that precede them."""
     tokens: list[int]
     temperatures: list[float]
     num_tops: list[int]
 
 
 def _pack(rows: Sequence[Row], found: Mapping[int, Scored]) -> _Targets:
-    """Put the known tokens of all rows one after another."""
     packed = _Targets([], [], [], [])
     for index, known in found.items():
         row, size = rows[index], len(known.targets)

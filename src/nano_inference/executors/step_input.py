@@ -1,6 +1,6 @@
-"""A step's tokens and rows, as every executor gets them.
+"""A step's tokens and rows as tensors.
 
-Shapes: T tokens of the step (all rows one after another).
+Shapes: T tokens of the step (rows concatenated).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """One row's place in a step."""
+    """One row of a step."""
 
     offset: int
-    """Index of its first token among the step's T."""
+    """Index of its first token among the T tokens."""
     num_tokens: int
     start: int
     """Position of its first token in the sequence."""
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position after its last token, which is also how many keys that token sees without a window."""
+        """Return the position after its last token, which is the number of keys that token sees without a window."""
         return self.start + self.num_tokens
 
 
@@ -36,6 +36,6 @@ class ForwardInput:
     """The token before each token, -1 at the start of a sequence."""
     position_T: Tensor
     slot_T: Tensor
-    """Where each token's K/V goes in the store."""
+    """The cache slot of each token's K/V."""
     spans: tuple[Span, ...]
-    """Rows of one token first, shortest sequence first, then the chunks."""
+    """Rows of one token first, by sequence length, then rows of several tokens (prefill chunks)."""

@@ -1,6 +1,6 @@
-"""Compiled code for the CPU. Imports nothing of ours.
+"""C kernels for the CPU, and the Python code that compiles and calls them.
 
-`c/` is plain C, compiled with the machine's own compiler at first use (`compile`) and called through ctypes
-(`library`). `matrix` packs weights for it, `program` describes a forward pass as a list of operations, `native` runs
-such a list in C. Tests compare the C with `tests/kernels/reference.py`, the same operations in torch.
+`c/` is plain C, compiled with the machine's compiler at first use (`compile`) and called through ctypes (`library`).
+`matrix` packs weights, `program` defines the kernels' operations, `native` runs a list of them in C. Tests compare the
+kernels with `tests/kernels/reference.py`, the same operations in torch.
 """

@@ -1,6 +1,7 @@
-"""Compiles the C sources with the machine's own compiler, once for each source, compiler and instruction set.
+"""Compiles the C sources with the machine's compiler, once per source version, compiler and instruction set.
 
-A library in the cache is loaded as code, so its directory must be this user's alone, and its contents are verified.
+A cached library is loaded as code, so only this user may have write access to its directory, and its contents are
+verified.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from nano_inference.files import digest_of, move_into, open_regular, untrusted_p
 Isa = Literal["avx512", "avx2", "generic"]
 
 ISAS: tuple[Isa, ...] = ("avx512", "avx2", "generic")
-"""From the fastest to the one that every machine has."""
+"""Fastest first; every machine supports the last."""
 
 _TIMEOUT_S = 300
 _log = logging.getLogger("nano_inference")
 _ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-"""A product and a sum are rounded once only where the source says so."""
+"""Fused multiply-add only where the source calls it."""
 _FLAGS = ("-O3", "-std=gnu11", *_ARITHMETIC, "-fPIC", "-shared", "-pthread")
 _NEEDED: Mapping[Isa, tuple[str, ...]] = MappingProxyType(
     {
@@ -37,7 +38,7 @@ _NEEDED: Mapping[Isa, tuple[str, ...]] = MappingProxyType(
         "generic": (),
     }
 )
-"""What a CPU must have, as Linux names it and as the compiler's -m options do."""
+"""Required CPU flags; the names of Linux and of the compiler's -m options agree."""
 _USEFUL: Mapping[Isa, Mapping[str, str]] = MappingProxyType(
     {
         "avx512": MappingProxyType({"avx512_vnni": "-mavx512vnni"}),
@@ -45,19 +46,19 @@ _USEFUL: Mapping[Isa, Mapping[str, str]] = MappingProxyType(
         "generic": MappingProxyType({}),
     }
 )
-"""What is used where it is there: the CPU's flag -> the compiler's option."""
+"""Optional CPU flags and their compiler options."""
 
 
 class CannotCompile(Exception):
-    """There is no compiler, or it failed; the message says why in one line."""
+    """There is no compiler, or it failed; the message gives the reason in one line."""
 
 
 class CannotKeep(CannotCompile):
-    """The cache cannot be written, or others than this user could write to it."""
+    """The cache cannot be written, or other users could write to it."""
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return what this machine's CPU can do, in Linux's names; nothing where the system does not say."""
+    """Return this machine's CPU flags from /proc/cpuinfo; empty if it cannot be read."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -69,24 +70,24 @@ def cpu_flags() -> frozenset[str]:
 
 
 def best_isa(flags: frozenset[str]) -> Isa:
-    """Return the fastest instruction set that a CPU with these flags has."""
+    """Return the fastest instruction set that a CPU with these flags supports."""
     return next(isa for isa in ISAS if cpu_has(isa, flags))
 
 
 def cpu_has(isa: Isa, flags: frozenset[str]) -> bool:
-    """Whether a CPU with these flags has an instruction set."""
+    """Return True if a CPU with these flags supports an instruction set."""
     return flags.issuperset(_NEEDED[isa])
 
 
 def options(isa: Isa, flags: frozenset[str]) -> tuple[str, ...]:
-    """Return the compiler's options for an instruction set on a CPU with these flags."""
+    """Return the compiler options for an instruction set on a CPU with these flags."""
     wide = ("-mprefer-vector-width=512",) if isa == "avx512" else ()
     needed = tuple(f"-m{name}" for name in _NEEDED[isa])
     return (*_FLAGS, *needed, *wide, *(option for flag, option in _USEFUL[isa].items() if flag in flags))
 
 
 def find_compiler(environ: Mapping[str, str]) -> str:
-    """Return the C compiler's absolute path: $CC, else cc, gcc or clang. Raises `CannotCompile` when there is none."""
+    """Return the absolute path of $CC, else of cc, gcc or clang. Raises `CannotCompile` if none is found."""
     named = environ.get("CC")
     for name in (named,) if named else ("cc", "gcc", "clang"):
         found = find_program(name, environ)
@@ -96,10 +97,10 @@ def find_compiler(environ: Mapping[str, str]) -> str:
 
 
 def compile_library(isa: Isa, cache: Path, environ: Mapping[str, str], extra: tuple[str, ...] = ()) -> Path:
-    """Return the compiled library in `cache`, compiled if it is absent or damaged.
+    """Return the path of the library in `cache`; compile it if it is absent or damaged.
 
-    Its file's name ends in the SHA-256 of its contents, which is verified here. Raises `CannotKeep` if the cache cannot
-    be written or others could write to it, `CannotCompile` if there is no compiler or it fails.
+    The file name ends in the SHA-256 of the contents, which is verified. Raises `CannotKeep` if the cache cannot be
+    written or other users could write to it, `CannotCompile` if there is no compiler or it fails.
     """
     compiler = find_compiler(environ)
     flags = (*options(isa, cpu_flags()), *extra)
@@ -117,9 +118,9 @@ def compile_library(isa: Isa, cache: Path, environ: Mapping[str, str], extra: tu
 
 @contextmanager
 def compiled_library(isa: Isa, cache: Path, environ: Mapping[str, str], extra: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Yield a library to load in the block: `compile_library`'s, or one that is compiled for this process alone.
+    """Yield the path of a library from the cache, or of a temporary one if the cache is not usable.
 
-    The latter is deleted at the end; what has been loaded stays usable. Raises `CannotCompile`.
+    A temporary library is deleted afterwards; a loaded one stays usable. Raises `CannotCompile`.
     """
     try:
         kept = compile_library(isa, cache, environ, extra)
@@ -139,7 +140,7 @@ def compiled_library(isa: Isa, cache: Path, environ: Mapping[str, str], extra: t
 
 
 def _find_whole(folder: Path, stem: str) -> Path | None:
-    """Return the library of that name whose contents are what its name says; delete those that are damaged."""
+    """Return a library whose contents match the digest in its name; delete damaged ones."""
     for path in sorted(folder.glob(f"{stem}-*.so")):
         with open_regular(path) as file:
             reason = why_untrusted_file(os.fstat(file.fileno()))
@@ -153,9 +154,9 @@ def _find_whole(folder: Path, stem: str) -> Path | None:
 
 
 def _compile_in(folder: Path, stem: str, compiler: str, flags: tuple[str, ...], environ: Mapping[str, str]) -> Path:
-    """Compile into a folder that only this user writes to; a finished library appears there whole or not at all.
+    """Compile into a folder that only this user can write to; the library appears there atomically.
 
-    The compiler runs in an empty directory, where relative paths lead to nothing.
+    The compiler runs in an empty directory, so that relative paths in its options resolve to nothing.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch, tempfile.TemporaryDirectory(dir=folder) as empty:
         made = Path(scratch) / "library"
@@ -183,9 +184,9 @@ def _call(command: list[str], cwd: Path, environ: Mapping[str, str]) -> None:
 
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:
-    """Return what tells one build from another: sources, compiler and options, and the processor's architecture.
+    """Return a digest of everything that determines a build: sources, compiler, options and architecture.
 
-    A compiler is told by its file, so that it is run only when there is something to compile.
+    The compiler is identified by its file's path, size and time, so that it need not be run.
     """
     whole = hashlib.blake2b(digest_size=12)
     program = Path(compiler).resolve()
@@ -198,5 +199,5 @@ def _digest(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _sources() -> Path:
-    """Return the folder of the C sources; the package is never run from an archive."""
+    """Return the folder of the C sources; the package is never imported from an archive."""
     return Path(os.fspath(files("nano_inference.kernels") / "c"))  # type: ignore[call-overload]

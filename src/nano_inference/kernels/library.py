@@ -1,4 +1,4 @@
-"""The compiled library seen from Python: its structures, and the threads it works with.
+"""The compiled library: ctypes structures and function signatures, and its thread pool.
 
 Shapes: N outputs and K inputs of a matrix, B rows, V vocabulary.
 """
@@ -12,10 +12,10 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_long, 
 from pathlib import Path
 
 F32, BF16, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, INT8 = range(9)
-"""How weights lie in memory (c/formats.h)."""
+"""Weight formats (c/formats.h)."""
 
 _SPIN_NS = 500_000
-"""How long an idle thread looks for work before it sleeps: longer than what lies between two steps."""
+"""How long an idle thread polls for work before it sleeps: longer than the time between two steps."""
 
 
 class MatrixStruct(ctypes.Structure):
@@ -28,7 +28,7 @@ class MatrixStruct(ctypes.Structure):
 
 
 class OpStruct(ctypes.Structure):
-    """One operation; c/program.c says what each field means to which kind."""
+    """One operation; c/program.c documents the fields."""
 
     _fields_ = (
         *((name, c_int32) for name in ("kind", "flags", "in_", "in2", "out", "matrix", "num_matrices", "layer")),
@@ -40,13 +40,13 @@ class OpStruct(ctypes.Structure):
 
 
 class RopeStruct(ctypes.Structure):
-    """Cosines and signed sines of every position."""
+    """Cosines and signed sines [P, R] of every position."""
 
     _fields_ = (("cosine", c_void_p), ("sine", c_void_p), ("turning", c_int64))
 
 
 class ProgramStruct(ctypes.Structure):
-    """A list of operations with what they refer to."""
+    """A list of operations with their matrices, rotary tables and buffers."""
 
     _fields_ = (
         ("ops", POINTER(OpStruct)),
@@ -60,7 +60,7 @@ class ProgramStruct(ctypes.Structure):
 
 
 class TokensStruct(ctypes.Structure):
-    """Where a step's tokens stand, and who reads the cache together."""
+    """The tokens of a step: positions, block tables, and crews (tokens that share cache reads)."""
 
     _fields_ = (
         *((name, c_int32) for name in ("num_tokens", "block_size", "num_crews")),
@@ -69,7 +69,7 @@ class TokensStruct(ctypes.Structure):
 
 
 class RowsStruct(ctypes.Structure):
-    """Tokens that are gone through together, and how many splits their keys are cut into."""
+    """Tokens that are computed together, and the number of splits of their keys."""
 
     _fields_ = (("tokens", TokensStruct), ("num_splits", c_int64))
 
@@ -91,7 +91,7 @@ class StepStruct(ctypes.Structure):
 
 
 class DrawsStruct(ctypes.Structure):
-    """Rows of logits and how to draw from them."""
+    """Rows of logits and their sampling parameters."""
 
     _fields_ = (
         ("logits", c_void_p),
@@ -102,7 +102,7 @@ class DrawsStruct(ctypes.Structure):
 
 
 class SumsStruct(ctypes.Structure):
-    """Rows of logits whose log-sum-exp is wanted."""
+    """Rows of logits whose log-sum-exp is computed."""
 
     _fields_ = (
         ("logits", c_void_p),
@@ -116,10 +116,10 @@ _STRUCTS = (OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, Draws
 
 
 class Library:
-    """Owns the loaded code and the threads it works with, which end with it.
+    """Owns the loaded code and its thread pool, which ends with it.
 
-    Two engines may share the threads (a copy, from another thread): the C side lets one work at a time.
-    After a fork the threads are gone: the child makes its own when it first asks for them.
+    Several engines may share the pool from different threads: the C code serialises their calls. A forked child has no
+    threads; it creates its own pool at first use.
     """
 
     def __init__(self, path: Path, num_threads: int) -> None:
@@ -134,17 +134,17 @@ class Library:
 
     @property
     def isa(self) -> str:
-        """The instruction set that it was compiled for."""
+        """Return the instruction set that the library was compiled for."""
         return str(self.code.nano_isa().decode())
 
     @property
     def has_vnni(self) -> bool:
-        """Whether eight-bit products use the CPU's own instruction."""
+        """Return True if eight-bit products use VNNI instructions."""
         return bool(self.code.nano_has_vnni())
 
     @property
     def pool(self) -> int:
-        """The threads, as the C side knows them. Raises `MemoryError` when there is no memory for them."""
+        """Return the address of the thread pool; create it at first use. Raises `MemoryError`."""
         if self._pool is None or self._owner != os.getpid():
             self._pool = self.code.nano_pool_new(self.num_threads, _SPIN_NS)
             self._owner = os.getpid()
@@ -152,24 +152,24 @@ class Library:
                 self._pool = None
                 raise MemoryError("no memory for the kernels' threads")
             self._ending = weakref.finalize(self, _end_threads, self.code, self._pool, self._owner)
-            self._ending.atexit = False  # another thread may be in the middle of a step then
+            self._ending.atexit = False  # at exit another thread may still be running a step
         return self._pool
 
     def close(self) -> None:
-        """End the threads; the next use makes new ones."""
+        """End the threads; the next use creates a new pool."""
         if self._ending is not None:
             self._ending()
         self._pool = None
 
 
 def _end_threads(code: ctypes.CDLL, pool: int, owner: int) -> None:
-    """End the threads of a library that nobody has any more; a fork's child has none of them."""
+    """Free the pool of a library that is no longer referenced; a forked child does not own it."""
     if owner == os.getpid():
         code.nano_pool_free(pool)
 
 
 def _declare(code: ctypes.CDLL) -> None:
-    """Tell ctypes what the functions take and return."""
+    """Declare the functions' signatures to ctypes."""
     program, arrays = (POINTER(ProgramStruct), POINTER(StepStruct)), (c_void_p,) * 4
     signatures: dict[str, tuple[object, tuple[object, ...]]] = {
         "nano_isa": (c_char_p, ()),

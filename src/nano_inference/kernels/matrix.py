@@ -1,4 +1,4 @@
-"""Weights packed for the kernels: as they are (float32, bfloat16, half, ggml's blocks), or rounded to eight bits.
+"""Packs weights for the kernels: unchanged (float32, bfloat16, float16, ggml blocks) or rounded to eight bits.
 
 Shapes: N outputs (rows in the checkpoint), K inputs (columns).
 """
@@ -17,10 +17,7 @@ from nano_inference.kernels.library import BF16, F16, F32, INT8, Q4_0, Q4_1, Q4_
 from nano_inference.memory import Slabs
 
 GGML: Mapping[str, int] = MappingProxyType({"Q4_0": Q4_0, "Q4_1": Q4_1, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q6_K": Q6_K})
-"""ggml's types that are kept as they are, by name."""
-NAMES: Mapping[int, str] = MappingProxyType(
-    {F32: "float32", BF16: "bfloat16", F16: "float16", INT8: "int8"} | {kind: name for name, kind in GGML.items()}
-)
+"""ggml types that have a kernel, by name."""
 PLAIN: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16})
 _NIBBLES = ("Q4_0", "Q4_1", "Q4_K")
 _BLOCK_INPUTS: Mapping[int, int] = MappingProxyType({Q4_0: 32, Q4_1: 32, Q8_0: 32, Q4_K: 256, Q6_K: 256})
@@ -34,31 +31,23 @@ class Matrix:
     num_out: int
     num_in: int
     packed: Tensor
-    """uint8, aligned to 64 bytes; c/formats.h says what is where."""
+    """uint8, aligned to 64 bytes; c/formats.h documents the layout."""
     rounds: bool = False
-    """Whether activations are rounded to eight bits before they are multiplied."""
+    """True if activations are rounded to eight bits before the product."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one product reads."""
+        """Return the packed bytes."""
         return self.packed.numel()
 
 
 def can_keep(type_name: str, num_in: int) -> bool:
-    """Whether a ggml type has a kernel for rows of that length."""
+    """Return True if a ggml type has a kernel for rows of `num_in` values."""
     return type_name in GGML and num_in % _BLOCK_INPUTS[GGML[type_name]] == 0
 
 
-def pack(library: Library, weight_NK: Tensor, slabs: Slabs) -> Matrix:
-    """Pack float32, bfloat16 or half weights, exactly; float32 that fits into bfloat16 is kept as that."""
-    weight_NK = weight_NK.contiguous()
-    packer = Packer(library, weight_NK, slabs, format_of(library, weight_NK))
-    packer.put(0, weight_NK.size(0))
-    return packer.matrix
-
-
 def can_round(type_name: str, num_in: int) -> bool:
-    """Whether a ggml type also has a kernel that multiplies it with activations of eight bits."""
+    """Return True if a ggml type also has a kernel for eight-bit activations."""
     return type_name in _NIBBLES and can_keep(type_name, num_in)
 
 
@@ -72,7 +61,7 @@ def pack_blocks(
     *,
     rounds: bool = False,
 ) -> Matrix:
-    """Pack rows of ggml's blocks (uint8 [N, bytes]); `order_N` (int32) says which of them is output n."""
+    """Pack rows of ggml blocks (uint8 [N, bytes]); `order_N` (int32) gives the source row of each output."""
     assert not rounds or can_round(type_name, num_in)
     kind, num_out = GGML[type_name], rows.size(0)
     packed = slabs.take(library.code.nano_packed_bytes(kind, num_out, num_in))
@@ -81,32 +70,20 @@ def pack_blocks(
     return Matrix(kind, num_out, num_in, packed, rounds)
 
 
-def pack_int8(library: Library, weight_NK: Tensor, slabs: Slabs) -> Matrix:
-    """Round float weights to eight bits, with a scale for each output."""
-    packer = Packer(library, weight_NK.contiguous(), slabs, INT8)
-    packer.put(0, weight_NK.size(0))
-    return packer.matrix
-
-
 def unpack(library: Library, matrix: Matrix, first: int = 0, count: int | None = None) -> Tensor:
-    """Return rows [first, first + count) as float32, with the values that the kernels compute with."""
+    """Return rows [first, first + count) as float32, the exact values that the kernels use."""
     count = matrix.num_out - first if count is None else count
     if matrix.format == INT8:
-        return unpack_int8(matrix)[first : first + count]
+        weight_NK, scale_N = (part[first : first + count] for part in int8_parts(matrix))
+        return weight_NK.float() * scale_N.unsqueeze(-1)
     values_NK = torch.empty(count, matrix.num_in)
     packed = matrix.packed.data_ptr()
     library.code.nano_unpack(matrix.format, packed, first, count, matrix.num_in, values_NK.data_ptr())
     return values_NK
 
 
-def unpack_int8(matrix: Matrix) -> Tensor:
-    """Return eight-bit weights times their scales, float32 [N, K]."""
-    weight_NK, scale_N = int8_parts(matrix)
-    return weight_NK.float() * scale_N.unsqueeze(-1)
-
-
 def int8_parts(matrix: Matrix) -> tuple[Tensor, Tensor]:
-    """Return the signed bytes [N, K] and the scales [N] of an eight-bit matrix."""
+    """Return the int8 values [N, K] and the scales [N] of an eight-bit matrix."""
     num_panels, groups = -(-matrix.num_out // 64), -(-matrix.num_in // 4)
     size = num_panels * groups * 256
     bytes_PGNJ = matrix.packed[:size].view(torch.int8).view(num_panels, groups, 64, 4)
@@ -115,14 +92,14 @@ def int8_parts(matrix: Matrix) -> tuple[Tensor, Tensor]:
 
 
 class Packer:
-    """Owns a matrix while it is packed from plain values, a few rows at a time."""
+    """Owns a matrix while it is packed from plain values, a range of rows at a time."""
 
     def __init__(
         self, library: Library, weight_NK: Tensor, slabs: Slabs, kind: int, spare: Matrix | None = None
     ) -> None:
-        """`kind` is that of the values, BF16 of float32 values that fit into it, or INT8, which rounds them.
+        """Pack to format `kind`: that of the values, BF16 for float32 values that fit it, or INT8, which rounds.
 
-        A `spare` matrix of the same form, which nothing computes with, is written over: its padding is zero already.
+        The memory of an unused `spare` matrix of the same format and shape is reused; its padding is already zero.
         """
         assert weight_NK.is_contiguous() and weight_NK.dtype in PLAIN
         self._library = library
@@ -147,21 +124,15 @@ class Packer:
 
 
 class Scan(NamedTuple):
-    """What `scan` found."""
+    """Result of `scan`."""
 
     is_finite: bool
     fits_bfloat16: bool
-    """Whether float32 values have nothing in the 16 bits that bfloat16 has not; True of narrower values."""
+    """True if all values are exact in bfloat16; always True for narrower dtypes."""
 
 
 def scan(library: Library, values: Tensor) -> Scan:
-    """Look through contiguous float32, bfloat16 or half values once."""
+    """Check contiguous float32, bfloat16 or float16 values in one pass."""
     assert values.is_contiguous()
     found = library.code.nano_scan(PLAIN[values.dtype], values.data_ptr(), values.numel())
     return Scan(is_finite=not found & 1, fits_bfloat16=not found & 2)
-
-
-def format_of(library: Library, weight: Tensor) -> int:
-    """Return the narrowest plain format that holds contiguous values exactly."""
-    kind = PLAIN[weight.dtype]
-    return BF16 if kind == F32 and scan(library, weight).fits_bfloat16 else kind

@@ -1,7 +1,7 @@
 """Runs programs in C.
 
-Shapes: T tokens of a step, K those of them that are kept, W width of a buffer, S rows, V vocabulary, L layers, N blocks
-of the cache, J kv heads, D head size, Z slots of a block, P positions, R rotary size.
+Shapes: T tokens of a step, K kept tokens, W width of a buffer, S rows, B rows of logits, V vocabulary, L layers,
+N cache blocks, J kv heads, D head size, Z slots per block, P positions, R rotary size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nano_inference.kernels import program as ops
 from nano_inference.kernels.library import (
     DrawsStruct,
     Library,
@@ -28,52 +29,37 @@ from nano_inference.kernels.library import (
     SumsStruct,
 )
 from nano_inference.kernels.matrix import Matrix
-from nano_inference.kernels.program import (
-    Activate,
-    Attend,
-    Embed,
-    GateValues,
-    Heads,
-    Keep,
-    Mix,
-    Norm,
-    Op,
-    Product,
-    Program,
-    Smear,
-    Softcap,
-)
+from nano_inference.kernels.program import Op, Program
 
-_KINDS = (Embed, Norm, Product, Heads, Attend, Activate, Mix, Softcap, GateValues, Smear, Keep)
 _ADD, _NORM_FIRST, _NORM_LAST = 1, 2, 4
 _ROWS = ("token", "previous", "pair")
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
 _LINE_FLOATS = 16
 _MAX_SPLIT_TOKENS = 64
-"""More have work enough for all threads without cutting a row's keys up."""
+"""Steps with more tokens occupy all threads without splitting the keys of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A step's tokens, one span after another, as the kernels want them: arrays of int32."""
+    """A step's tokens, row after row, as int32 arrays."""
 
     token_T: array[int]
     previous_T: array[int]
-    """-1 where there is none."""
+    """-1 if there is no previous token."""
     num_tokens_S: array[int]
     start_S: array[int]
     table_begin_S: array[int]
-    """Where each span's block table begins in `tables`."""
+    """Start of each row's block table in `tables`."""
     tables: array[int]
     keep_K: array[int]
-    """Which tokens `Keep` goes on with, ascending."""
+    """Indices of the tokens that `Keep` selects, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The memory of keys [N, L, J, D, Z] and values [N, L, J, Z, D], a vector's worth longer than that.
+    """Memory of keys [N, L, J, D, Z] and values [N, L, J, Z, D], with space for one vector after the last block.
 
-    float32, or bfloat16, which is widened as it is read.
+    float32 or bfloat16.
     """
 
     k: Tensor
@@ -85,7 +71,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A program that takes its buffer `x` from the one before: its buffer `given`."""
+    """A program to run in the same C call; its buffer `x` is the buffer `given` of the first program."""
 
     program: NativeProgram
     x: str
@@ -93,7 +79,7 @@ class Continuation:
 
 
 class NativeProgram:
-    """Owns a program in C's form, and the memory of its buffers, which the next run overwrites."""
+    """Owns a program as C structures, and its buffers, which the next run overwrites."""
 
     def __init__(self, library: Library, program: Program, ropes: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         self._library = library
@@ -102,7 +88,7 @@ class NativeProgram:
         self._matrices: list[Matrix] = []
         self._columns: list[int] = []
         self._kept: list[Any] = [ropes]
-        ops = (OpStruct * len(program.ops))(*(self._op(op) for op in program.ops))
+        structs = (OpStruct * len(program.ops))(*(self._op(op) for op in program.ops))
         matrices = (MatrixStruct * max(1, len(self._matrices)))(
             *(
                 MatrixStruct(m.format, m.num_out, m.num_in, column, m.rounds, m.packed.data_ptr())
@@ -116,8 +102,8 @@ class NativeProgram:
         widths = (ctypes.c_int32 * len(self._names))(*program.widths.values())
         strides = (ctypes.c_int32 * len(self._names))(*self._strides.values())
         heads = (program.num_heads, program.num_kv_heads, program.head_dim)
-        self._struct = ProgramStruct(ops, len(program.ops), matrices, tables, widths, strides, *heads)
-        self._kept += [ops, matrices, tables, widths, strides]
+        self._struct = ProgramStruct(structs, len(program.ops), matrices, tables, widths, strides, *heads)
+        self._kept += [structs, matrices, tables, widths, strides]
         rounded = [m.num_in for m in self._matrices if m.rounds]
         self._byte_stride = max((int(library.code.nano_int8_row_bytes(num_in)) for num_in in rounded), default=0)
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -128,10 +114,7 @@ class NativeProgram:
         self._step = StepStruct(buffers=ctypes.addressof(self._pointers))
 
     def run(self, layout: Layout, cache: Cache, then: Continuation | None = None) -> None:
-        """Go through the program for a step's tokens. Raises `MemoryError` when there is too little.
-
-        `then` goes on with the rows that are kept, without coming back in between.
-        """
+        """Run the program for a step's tokens, and `then` for the kept rows, in one C call. Raises `MemoryError`."""
         num_tokens = len(layout.token_T)
         self._reserve(num_tokens)
         step = self._step
@@ -147,7 +130,7 @@ class NativeProgram:
         del held
 
     def run_rows(self, inputs: Mapping[str, Tensor]) -> None:
-        """Go through a program without attention for rows that are given: float32 [S, W] for each named buffer."""
+        """Run a program without attention on given rows: float32 [S, W] for each named buffer."""
         num_rows = next(iter(inputs.values())).size(0)
         self._reserve(num_rows)
         for name, rows_SW in inputs.items():
@@ -157,20 +140,20 @@ class NativeProgram:
         self._go()
 
     def _take_over(self, name: str, giver: NativeProgram, given: str, num_rows: int) -> None:
-        """Take another program's rows, where they lie, for a buffer of one's own."""
+        """Use rows of another program as a buffer, without copying them."""
         assert self._strides[name] == giver._strides[given]
         self._reserve(num_rows)
         self._pointers[self._at(name)] = giver._place(given)
         self._step.all.tokens.num_tokens = num_rows
 
     def buffer(self, name: str, num_rows: int, width: int | None = None) -> Tensor:
-        """Return the first rows of a buffer, or the first `width` columns of these, float32 [S, W]; a view."""
+        """Return a view of the first rows (and the first `width` columns) of a buffer, float32 [S, W]."""
         assert num_rows <= self._capacity
         shape = (num_rows, self._program.widths[name] if width is None else width)
         return self._arena.as_strided(shape, (self._strides[name], 1), self._starts[name] * self._capacity)
 
     def _place(self, name: str) -> int:
-        """Return where a buffer lies."""
+        """Return the address of a buffer."""
         return self._arena.data_ptr() + 4 * self._starts[name] * self._capacity
 
     def _go(self, then: NativeProgram | None = None) -> None:
@@ -180,11 +163,11 @@ class NativeProgram:
             raise MemoryError("a step needs more memory than there is")
 
     def _reserve(self, num_rows: int) -> None:
-        """Make room for that many rows in every buffer."""
+        """Grow every buffer to at least `num_rows` rows."""
         if num_rows <= self._capacity:
             return
         capacity = max(16, 1 << (num_rows - 1).bit_length())
-        self._capacity = 0  # an interruption before the end must not leave pointers to memory that was given back
+        self._capacity = 0  # an interruption before the end must not leave pointers to freed memory
         self._bytes = torch.empty(capacity * self._byte_stride, dtype=torch.uint8)
         self._arena = torch.from_numpy(np.empty(capacity * sum(self._strides.values()), np.float32))
         self._step.bytes, self._step.byte_stride = self._bytes.data_ptr(), self._byte_stride
@@ -193,7 +176,7 @@ class NativeProgram:
         self._capacity = capacity
 
     def _plan(self, layout: Layout, block_size: int) -> tuple[object, ...]:
-        """Say where each token stands and who reads the cache together; return the memory that this takes."""
+        """Compute positions and crews (`nano_plan`); return the memory that the step refers to."""
         room = array("i", bytes(16 * (len(layout.token_T) + len(layout.keep_K)) + 8))
         num_floats = self._library.code.nano_plan(
             self._struct,
@@ -219,23 +202,23 @@ class NativeProgram:
         return room, parts
 
     def _op(self, op: Op) -> OpStruct:
-        """Put one operation into C's form."""
-        out = OpStruct(kind=_KINDS.index(type(op)), rope=-1, scale=1.0)
-        if isinstance(op, Embed):
+        """Convert one operation to its C structure."""
+        out = OpStruct(kind=ops.KINDS.index(type(op)), rope=-1, scale=1.0)
+        if isinstance(op, ops.Embed):
             out.out, out.matrix, out.choice = self._at(op.out), self._add((op.table,)), _ROWS.index(op.rows)
             out.scale, out.count = op.scale, op.table.num_out
-        elif isinstance(op, Norm):
+        elif isinstance(op, ops.Norm):
             out.in_, out.out, out.weight = self._at(op.x), self._at(op.out), self._pointer(op.weight)
             out.eps, out.offset, out.flags = op.eps, op.offset, _ADD * op.add
-        elif isinstance(op, Product):
+        elif isinstance(op, ops.Product):
             out.in_, out.out, out.weight = self._at(op.x), self._at(op.out), self._pointer(op.bias)
             out.matrix, out.num_matrices, out.flags = self._add(op.matrices), len(op.matrices), _ADD * op.add
-        elif isinstance(op, Heads):
+        elif isinstance(op, ops.Heads):
             out.in_, out.layer, out.rope = self._at(op.x), op.layer, -1 if op.rope is None else op.rope
             out.flags = {"none": 0, "before": _NORM_FIRST, "after": _NORM_LAST}[op.norm]
             out.weight, out.weight2 = self._pointer(op.q_weight), self._pointer(op.k_weight)
             out.eps, out.offset = op.eps, op.offset
-        elif isinstance(op, Attend):
+        elif isinstance(op, ops.Attend):
             assert op.scale > 0
             out.in_, out.out, out.layer = self._at(op.x), self._at(op.out), op.layer
             out.scale, out.cap, out.choice = op.scale, op.softcap or 0.0, op.window or 0
@@ -243,19 +226,19 @@ class NativeProgram:
             self._small_op(op, out)
         return out
 
-    def _small_op(self, op: Activate | Mix | Softcap | GateValues | Smear | Keep, out: OpStruct) -> None:
-        """The same for what touches each row alone."""
-        if isinstance(op, Activate):
+    def _small_op(self, op: ops.SmallOp, out: OpStruct) -> None:
+        """Fill the C structure of an operation that computes each row on its own."""
+        if isinstance(op, ops.Activate):
             out.in_, out.out, out.choice = self._at(op.x), self._at(op.out), _ACTIVATIONS.index(op.kind)
-        elif isinstance(op, Mix):
+        elif isinstance(op, ops.Mix):
             out.in_, out.in2, out.out, out.scale = self._at(op.x), self._at(op.y), self._at(op.out), op.scale
             out.weight, out.weight2 = self._pointer(op.a), self._pointer(op.b)
-        elif isinstance(op, Softcap):
+        elif isinstance(op, ops.Softcap):
             out.out, out.cap = self._at(op.x), op.cap
-        elif isinstance(op, Keep):
+        elif isinstance(op, ops.Keep):
             places = [self._at(name) for name in op.buffers]
             out.in_, out.in2, out.out = *places, *[-1] * (3 - len(places))
-        elif isinstance(op, GateValues):
+        elif isinstance(op, ops.GateValues):
             out.in_, out.in2, out.out, out.scale = self._at(op.x), self._at(op.gate), self._at(op.more), op.scale
         else:
             out.in_, out.in2, out.out = self._at(op.before), self._at(op.gate), self._at(op.x)
@@ -265,7 +248,7 @@ class NativeProgram:
         return self._names.index(name)
 
     def _add(self, matrices: tuple[Matrix, ...]) -> int:
-        """Note matrices whose outputs stand side by side; return the first one's index."""
+        """Append matrices whose outputs are adjacent columns; return the index of the first."""
         first, column = len(self._matrices), 0
         for matrix in matrices:
             self._matrices.append(matrix)
@@ -274,7 +257,7 @@ class NativeProgram:
         return first
 
     def _pointer(self, weight: Tensor | None) -> int | None:
-        """Return where a float32 tensor lies, and keep it alive."""
+        """Return the address of a float32 tensor, and keep it alive."""
         if weight is None:
             return None
         assert weight.dtype == torch.float32 and weight.is_contiguous()
@@ -283,14 +266,14 @@ class NativeProgram:
 
 
 def _address(values: array[Any]) -> int:
-    """Return where an array lies; it must be kept while that is used."""
+    """Return the address of an array, which must outlive its use."""
     return values.buffer_info()[0]
 
 
 def stride_of(width: int) -> int:
-    """Return the floats from one row of a buffer to the next: whole cache lines, an odd number of them.
+    """Return the row stride of a buffer in floats: an odd number of cache lines.
 
-    With an even number, above all a power of two, neighbouring rows would compete for the same places of the caches.
+    With an even number, especially a power of two, neighbouring rows would map to the same cache sets.
     """
     return (-(-width // _LINE_FLOATS) | 1) * _LINE_FLOATS
 
@@ -302,9 +285,10 @@ def draw(
     uniforms: Sequence[float],
     is_raw: Sequence[bool],
 ) -> tuple[list[int], list[float]]:
-    """Draw one token a row from float32 logits; return tokens and log-probabilities (c/sample.h).
+    """Draw one token per row from float32 logits; return tokens and log-probabilities (c/sample.h).
 
-    `is_raw` asks for the log-probability at temperature 1. It is not a number where nothing can be drawn.
+    `is_raw` requests the log-probability at temperature 1. A log-probability is NaN if the logits contain NaN or +inf,
+    or are all -inf.
     """
     num_rows, vocab_size = logits_BV.shape
     temperature_B, uniform_B, raw_B = array("f", temperatures), array("d", uniforms), array("i", is_raw)
@@ -318,10 +302,10 @@ def draw(
 
 
 def normalise(library: Library, logits_BV: Tensor, temperatures: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return each row's largest logit, float32 [B], and log of the sum of e^((logit - largest) / temperature), float64.
+    """Return each row's largest logit, float32 [B], and log(sum(e^((logit - largest) / temperature))), float64 [B].
 
-    The logits are float32, contiguous within a row. Temperature 0 counts as 1. The second is NaN where the first or any
-    logit is not a number or +inf, or all are -inf.
+    The logits are float32, contiguous within a row. Temperature 0 counts as 1. The second result is NaN if the logits
+    contain NaN or +inf, or are all -inf.
     """
     assert logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1
     num_rows, vocab_size = logits_BV.shape

@@ -1,7 +1,6 @@
-"""A forward pass as data: operations on named buffers, one row a token. c/program.c executes it.
+"""The kernels' operations on named buffers, with one row per token; c/program.c executes them.
 
-Shapes: T tokens of a step, W width of a buffer, N outputs and K inputs of a matrix (in `keep_K` the tokens that are
-kept), P positions, R rotary size.
+Shapes: K inputs of a matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Rows = Literal["token", "previous", "pair"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embed:
-    """out = scale · table[row], the row being the token, the one before it, or the hash of both (nanochat)."""
+    """out = scale · table[row]; the row is the token, the previous token, or a hash of both (nanochat)."""
 
     out: str
     table: Matrix
@@ -29,7 +28,7 @@ class Embed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """out (+)= x / rms(x) · (offset + weight); no weight stands for 1 (arXiv 1910.07467)."""
+    """out (+)= x / rms(x) · (offset + weight); weight None means 1 (arXiv 1910.07467)."""
 
     x: str
     out: str
@@ -41,7 +40,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """out (+)= x W^T + bias, the matrices' outputs side by side; of x the first K values."""
+    """out (+)= x[:K] W^T + bias; the matrices' outputs are adjacent columns."""
 
     x: str
     out: str
@@ -52,11 +51,11 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Norm and turn the queries and keys of `x` (queries, keys, values side by side), then put K/V into the cache."""
+    """Normalise and rotate queries and keys of `x` (queries, keys, values), then write K/V to the cache."""
 
     x: str
     layer: int
-    """-1 leaves the cache as it is."""
+    """-1 does not write the cache."""
     rope: int | None
     norm: Literal["none", "before", "after"] = "none"
     q_weight: Tensor | None = None
@@ -67,7 +66,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attend:
-    """out = softmax(cap(scale q·k)) v over the cache, for the queries that `x` begins with."""
+    """out = softmax(cap(scale q·k)) v over the cache; the queries are the first columns of `x`."""
 
     x: str
     out: str
@@ -79,7 +78,7 @@ class Attend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activate:
-    """out = act(gate) · up, gate and up side by side in x (arXiv 2002.05202); relu² has no up (arXiv 2109.08668)."""
+    """out = act(gate) · up, x = (gate, up) (arXiv 2002.05202); relu² has no up (arXiv 2109.08668)."""
 
     x: str
     out: str
@@ -88,7 +87,7 @@ class Activate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """out = a · x + scale · b · y; a and b are tensors of one value, None stands for 1."""
+    """out = a · x + scale · b · y; a and b are tensors of one value, None means 1."""
 
     x: str
     y: str
@@ -108,7 +107,7 @@ class Softcap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateValues:
-    """The values in x (queries, keys, values) get scale · sigmoid(gate) · more, a gate for each kv head (nanochat)."""
+    """Values of x (queries, keys, values) += scale · sigmoid(gate) · more, one gate per kv head (nanochat)."""
 
     x: str
     gate: str
@@ -118,7 +117,7 @@ class GateValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smear:
-    """x += weight · sigmoid(gate) · before, where the token has a predecessor (nanochat G4)."""
+    """x += weight · sigmoid(gate) · before, for tokens with a previous token (nanochat G4)."""
 
     x: str
     gate: str
@@ -128,26 +127,28 @@ class Smear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """From here on only the step's `keep_K` rows remain, moved to the front of up to three buffers.
+    """Select the step's `Layout.keep_K` rows: move them to the front of up to three buffers.
 
-    Further buffers have a `Keep` of their own directly behind. Nothing after it reads the tokens (`Embed`, `Smear`).
+    Another `Keep` may follow directly, for further buffers. `Embed` and `Smear` cannot follow.
     """
 
     buffers: tuple[str, ...]
-    """What later operations read."""
+    """All buffers that later operations read."""
 
 
-RowOp = Embed | Norm | Product | Heads | Attend | Activate | Mix | Softcap | GateValues | Smear
-Op = RowOp | Keep
+SmallOp = Activate | Mix | Softcap | GateValues | Smear | Keep
+Op = Embed | Norm | Product | Heads | Attend | SmallOp
+KINDS: tuple[type[Op], ...] = (Embed, Norm, Product, Heads, Attend, Activate, Mix, Softcap, GateValues, Smear, Keep)
+"""In the order of the enumeration in c/program.c."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Operations, in order, and what they work on."""
+    """Operations in order, with the sizes of their buffers and heads."""
 
     ops: tuple[Op, ...]
     widths: dict[str, int]
-    """Floats that a row of each buffer has."""
+    """Floats per row of each buffer."""
     num_heads: int = 1
     num_kv_heads: int = 1
     head_dim: int = 1

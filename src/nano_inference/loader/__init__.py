@@ -1,6 +1,5 @@
-"""Turns a model's files into a configuration, a tokenizer's whereabouts and named weights; `load_into` is the one door.
+"""Reads model files: a `Checkpoint` holds the configuration, the tokenizer's location and named weight sources.
 
-A reader of one file format knows nothing of the model that will be built; whoever built it says where each Hugging
-Face name belongs. Nothing here runs code found in a file: pickles are refused, every length is checked before it is
-believed, and whatever is wrong is a `ModelError` naming the file.
+Nothing here runs code from a file: pickles are refused, lengths are checked before use, and every error is a
+`ModelError` naming the file.
 """

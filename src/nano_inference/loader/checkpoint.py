@@ -1,4 +1,4 @@
-"""Opens a model's files, whatever their format: cheap checks at once, weights lazily."""
+"""Opens model files of any installed format; checks headers at once and reads weights lazily."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["Checkpoint", "installed_formats", "open_checkpoint"]
 
 
 def installed_formats() -> Mapping[str, ModelFormat]:
-    """Return the formats of this package and of all installed ones, by name. Raises `PluginError`."""
+    """Return the formats of this package and of installed plugins, by name. Raises `PluginError`."""
     return table(FORMATS_GROUP, OWN_FORMATS, ModelFormat)
 
 
 def open_checkpoint(
     path: str | Path, overrides: Iterable[str] = (), formats: Mapping[str, ModelFormat] | None = None
 ) -> Checkpoint:
-    """Open a Hugging Face directory, a .gguf file (or a directory that holds one), or a path of another format.
+    """Open a Hugging Face directory, a .gguf file (or a directory with one), or a path of another format.
 
-    `formats` are those to choose from, by default the installed ones; the last row that recognises the path opens it,
-    so that a package's rows precede our own. `overrides` set by hand what a checkpoint's format leaves open
-    ("softcap=20", or a mapping). Reads headers and configuration only. Raises `ModelError` when something is missing,
-    damaged or not supported, and `BadRequest` for overrides that the path's format does not take.
+    `formats` defaults to the installed ones; the last that recognises the path opens it, so that plugins precede this
+    package's formats. `overrides` set constants that the files do not contain ("softcap=20", or a mapping). Reads
+    headers and configuration only. Raises `ModelError` if something is missing, damaged or not supported, `BadRequest`
+    for overrides that the format does not support.
     """
     path = Path(path)
     if not exists(path_of(path, "model")):
@@ -45,15 +45,16 @@ def open_checkpoint(
     given = overrides if isinstance(overrides, str | Mapping) else tuple(overrides)
     found = next((one for one in reversed([*formats.values()]) if one.recognises(path)), None)
     if given and (found is None or not found.takes_overrides):
-        titles = " or ".join(one.title for one in formats.values() if one.takes_overrides) or "of a format with any"
-        raise BadRequest(f"overrides: {path} is not {titles}, whose constants could be set by hand")
+        titles = " or ".join(one.title for one in formats.values() if one.takes_overrides)
+        only = f"{path} is not {titles}; other formats" if titles else "the installed formats"
+        raise BadRequest(f"overrides: {only} have no constants to override")
     if found is None:
         raise ModelError(_why_none(path))
     return found.open(path, given)
 
 
 def _why_none(path: Path) -> str:
-    """Return what is wrong with a path that no format recognises. Raises `ModelError` with that of a directory."""
+    """Return the error message for a path that no format recognises. Raises `ModelError` for a directory."""
     if path.is_dir():
         return f"{only_gguf(path)}: cannot be opened"
     if path.suffix in PICKLED:
@@ -64,7 +65,7 @@ def _why_none(path: Path) -> str:
 
 
 def _is_gguf(path: Path) -> bool:
-    """Return True for a .gguf file, and for a directory without config.json that holds one."""
+    """Return True for a .gguf file, and for a directory that contains one but no config.json."""
     if path.is_dir():
         return not _is_hugging_face(path) and any(path.glob("*.gguf"))
     return path.is_file() and path.suffix == ".gguf"

@@ -1,4 +1,4 @@
-"""Typed, bounded reading of values that a file claims: every refusal names the file and the field. No torch."""
+"""Typed, range-checked access to values of a file; every error names the file and the field. No torch."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Values of one file. The getters raise `ModelError`; an absent or null value takes `default`."""
+    """Values of one file. The getters raise `ModelError`; `default` replaces an absent or null value."""
 
     origin: str
     """The file, for messages."""
     values: Mapping[str, Any]
 
     def get(self, name: str) -> Any:
-        """Return the raw value, None when there is none."""
+        """Return the unchecked value, or None."""
         return self.values.get(name)
 
     def bad(self, name: str, wanted: str) -> ModelError:
-        """Return the error that says what `name` should have been."""
+        """Return the error that `name` must be `wanted`."""
         return ModelError(f"{self.origin}: {name} must be {wanted}, got {shown(self.get(name))}")
 
     def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT) -> int:
-        """Return an integer in [low, high]; without a default the field must be there."""
+        """Return an integer in [low, high]; the field is required unless there is a default."""
         found = self.optional_integer(name, low=low, high=high)
         if found is not None:
             return found
@@ -53,7 +53,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None, *, low: float = 0.0, high: float = 1e12) -> float:
-        """Return a finite number in (low, high]; without a default the field must be there."""
+        """Return a finite number in (low, high]; the field is required unless there is a default."""
         found = self.optional_number(name, low=low, high=high)
         if found is not None:
             return found
@@ -72,7 +72,6 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean."""
         value = self.get(name)
         if value is None:
             return default
@@ -81,7 +80,6 @@ class Fields:
         return value
 
     def text(self, name: str, default: str) -> str:
-        """Return a string."""
         value = self.get(name)
         if value is None:
             return default
@@ -90,7 +88,7 @@ class Fields:
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """Return a JSON object, empty when there is none."""
+        """Return a JSON object; empty if the field is absent."""
         value = self.get(name)
         if value is None:
             return {}
@@ -111,23 +109,23 @@ class Fields:
 
 
 def shown(value: object) -> str:
-    """Return `value` as one short line for a message."""
+    """Format a value for an error message, at most about 80 characters."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**_SHOWN:
         return "a huge integer"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    # Only the start of a long value is written out: a file may hold megabytes where a number belongs.
+    # Cut long values before formatting them: a file may hold megabytes where a number is expected.
     text = ascii(value[:_SHOWN] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 def read_json(path: Path) -> Fields:
-    """Return the JSON object in a file of at most 64 MiB; `ModelError` when it is none or cannot be read."""
+    """Return the JSON object in a file of at most 64 MiB. Raises `ModelError` if it cannot be read or parsed."""
     return Fields(str(path), parse_json(str(path), read_file(path, _MAX_JSON_BYTES, "a JSON file")))
 
 
 def parse_json(origin: str, data: bytes) -> dict[str, Any]:
-    """Return the JSON object that `data` spells in UTF-8; a name given twice is a `ModelError` too."""
+    """Parse a JSON object in UTF-8. Raises `ModelError`, also for duplicate names."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError as error:
@@ -144,5 +142,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = next(name for name, count in counts.items() if count > 1)
-        raise ValueError(f"the name {shown(twice)} is there twice")
+        raise ValueError(f"the name {shown(twice)} occurs twice")
     return out

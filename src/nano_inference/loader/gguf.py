@@ -1,11 +1,12 @@
-"""Weights of GGUF files under Hugging Face's names, dequantised by the `gguf` package in bounded pieces.
+"""Weights of GGUF files under Hugging Face names, dequantised by the `gguf` package in bounded pieces.
 
-llama.cpp's converter changes some tensors, which is undone here: rows of q and k of the Llama family are stored in
-pairs (ggml rotates neighbours, Hugging Face halves), and Gemma's norms have 1 added.
+Undoes two changes of llama.cpp's converter: it permutes the rows of Llama's q and k (ggml rotates adjacent dimensions,
+Hugging Face halves), and adds 1 to Gemma's norms.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,32 +55,31 @@ _NORMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 _DERIVED = ("rope_freqs.weight", "rope_freqs", "attn_rot_embd", "rotary_emb.inv_freq")
-"""Rotary frequencies: those that say something went into the configuration."""
+"""Rotary frequencies: `gguf_config` reads those that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """One tensor of a GGUF file whose values must be unpacked or changed; satisfies `WeightSource`."""
+    """A tensor of a GGUF file that must be dequantised or changed; satisfies `WeightSource`."""
 
     path: Path
     tensor: GgufTensor
     head_rows: int = 0
-    """Rows of one head whose order is to be undone; 0 keeps the order."""
+    """Rows per head, if their permutation must be undone; otherwise 0."""
     shift: float = 0.0
     """Added to every value."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows first."""
         return self.tensor.shape
 
     @property
     def dtype(self) -> str:
-        """ggml's name, such as "Q4_1"."""
+        """Return ggml's type name, such as "Q4_1", or the dtype of plain values."""
         return PLAIN.get(self.tensor.type_name, self.tensor.type_name)
 
     def read_into(self, target: Tensor) -> None:
-        """Fill a contiguous tensor of the same shape, of any float dtype, on any device, a few heads at a time."""
+        """Fill a contiguous tensor of the same shape, any float dtype and device, in pieces of whole heads."""
         flat = target.view(-1)
         num_rows = self.tensor.num_bytes // self.tensor.row_bytes
         row_values = flat.numel() // num_rows
@@ -93,9 +93,9 @@ class PackedTensor:
                 self._place(unpack(part, self.tensor.type_name), flat[start * row_values : (start + step) * row_values])
 
     def read_blocks(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows as they lie in the file, uint8 [rows, bytes], and which of them is each row of the weight.
+        """Return the file's rows, uint8 [rows, bytes], and the file row of each row of the weight (None: the same).
 
-        The second is None where that is the same. Only for tensors of two dimensions whose values are not shifted.
+        Only for two-dimensional tensors without a shift.
         """
         assert not self.shift and len(self.shape) == 2
         rows = torch.empty(self.shape[0], self.tensor.row_bytes, dtype=torch.uint8)
@@ -107,7 +107,7 @@ class PackedTensor:
         return rows, order.transpose(1, 2).reshape(-1).contiguous()
 
     def _place(self, values: Tensor, piece: Tensor) -> None:
-        """Write the values of some rows, flat, where they belong."""
+        """Write the dequantised values of some rows to `piece`, shifted and in Hugging Face's order."""
         if self.shift:
             values += self.shift
         if not self.head_rows:
@@ -119,16 +119,16 @@ class PackedTensor:
 
 
 def unpack(packed: Tensor, type_name: str) -> Tensor:
-    """Return the float32 values of rows of bytes, flat."""
+    """Return the float32 values of rows of bytes, flattened."""
     from nano_inference.loader.ggml import dequantize  # `read_gguf` has checked that `gguf` is installed
 
     return torch.from_numpy(dequantize(packed.numpy(), type_name)).view(-1)
 
 
 def gguf_sources(file: GgufFile, config: ModelConfig) -> dict[str, WeightSource]:
-    """Return the source of every weight under its Hugging Face name, in the order of the bytes.
+    """Return the source of every weight by Hugging Face name, in file order.
 
-    `ModelError` for a tensor that the architecture has not, or whose type cannot be unpacked.
+    Raises `ModelError` for a tensor that the architecture does not have, or whose type cannot be unpacked.
     """
     architecture = architecture_of(file)
     _check_types(file)
@@ -147,7 +147,7 @@ def gguf_sources(file: GgufFile, config: ModelConfig) -> dict[str, WeightSource]
 
 
 def hf_name(name: str, family: str) -> str | None:
-    """Return the Hugging Face name of a GGUF tensor, None when there is none."""
+    """Return the Hugging Face name of a GGUF tensor, or None."""
     *where, part, kind = name.split(".") if "." in name else ("", name)
     if kind not in ("weight", "bias"):
         return None
@@ -160,7 +160,7 @@ def hf_name(name: str, family: str) -> str | None:
 
 
 def _source(file: GgufFile, tensor: GgufTensor, head_rows: int, shift: float) -> WeightSource:
-    """Return the plainest source that gives the values as Hugging Face has them."""
+    """Return a file range if the values can be read unchanged, otherwise a `PackedTensor`."""
     if head_rows % 2 or (head_rows and tensor.shape[0] % head_rows):
         raise ModelError(
             f"{file.path}: tensor {shown(tensor.name)} has {tensor.shape[0]} rows, not whole heads of {head_rows}"
@@ -180,9 +180,9 @@ def _check_types(file: GgufFile) -> None:
 
 
 def main_type(file: GgufFile) -> str:
-    """Return the type that most of the file's bytes have: "float32", "bfloat16", "Q4_1", …"""
-    sizes: dict[str, int] = {}
+    """Return the type with the most bytes: "float32", "bfloat16", "Q4_1", …"""
+    sizes = Counter[str]()
     for tensor in file.tensors.values():
-        sizes[tensor.type_name] = sizes.get(tensor.type_name, 0) + tensor.num_bytes
-    name = max(sizes, key=lambda name: sizes[name])
+        sizes[tensor.type_name] += tensor.num_bytes
+    name = sizes.most_common(1)[0][0]
     return PLAIN.get(name, name)

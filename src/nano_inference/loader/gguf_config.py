@@ -1,7 +1,7 @@
-"""GGUF metadata to `ModelConfig`, for the architectures that llama.cpp's converter writes. No torch.
+"""Converts GGUF metadata to `ModelConfig`, for architectures that llama.cpp's converter writes. No torch.
 
-Key names: ggml-org/ggml, docs/gguf.md; what a missing key means, and facts that no key states (Gemma's window pattern,
-SmolLM3's layers without rotary embedding): ggml-org/llama.cpp, src/models/*.cpp.
+Sources: ggml-org/ggml, docs/gguf.md, for key names; ggml-org/llama.cpp, src/models/*.cpp, for defaults of missing keys
+and for facts without a key (Gemma's window pattern, SmolLM3's layers without rotary embedding).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from nano_inference.files import open_buffered
@@ -27,22 +28,22 @@ _LARGEST_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma3": 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """What sets an architecture of GGUF files apart."""
+    """Properties of an architecture that its files do not state."""
 
     name: str
-    """As Hugging Face has it."""
+    """Hugging Face's name of the architecture."""
     family: str = "dense"
     qk_norm: bool = False
     permuted: bool = False
-    """Whether the rows of q and k are stored in pairs, as ggml's rotation wants them."""
+    """True if the rows of q and k are stored in the order of ggml's rotation."""
     window_period: int = 0
-    """All but every nth layer have the sliding window; 0: none has, 1: all have where there is a window."""
+    """n: all layers but every nth have the sliding window. 1: all layers. 0: none."""
     window: int | None = None
-    """When `attention.sliding_window` is missing."""
+    """Default of `attention.sliding_window`."""
     local_theta: float | None = None
-    """Rotary base of the windowed layers, which are never scaled."""
+    """Default rotary base of the windowed layers, whose frequencies are never scaled."""
     unrotated_period: int = 0
-    """Every nth layer has no rotary embedding; 0: all have."""
+    """n: every nth layer has no rotary embedding. 0: all layers have one."""
 
 
 RULES: Mapping[str, _Rules] = MappingProxyType(
@@ -58,7 +59,7 @@ RULES: Mapping[str, _Rules] = MappingProxyType(
 
 
 def architecture_of(file: GgufFile) -> str:
-    """Return `general.architecture`; `ModelError` when it is not one of ours, or a mixture of experts."""
+    """Return `general.architecture`. Raises `ModelError` if it is unknown or a mixture of experts."""
     fields = Fields(str(file.path), file.metadata)
     name = fields.text("general.architecture", "")
     if name not in RULES:
@@ -69,7 +70,7 @@ def architecture_of(file: GgufFile) -> str:
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """Return what the metadata and the tensor table describe; `ModelError` naming the key that is wrong."""
+    """Return the configuration of a GGUF file. Raises `ModelError` naming the invalid key."""
     architecture = architecture_of(file)
     rules = RULES[architecture]
     fields = _architecture_fields(file, architecture)
@@ -110,14 +111,14 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 
 def _architecture_fields(file: GgufFile, architecture: str) -> Fields:
-    """Return the architecture's own keys, without its name in front."""
+    """Return the keys with the architecture's prefix, without the prefix."""
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     return Fields(f"{file.path}: {architecture}", values)
 
 
 def _uniform(fields: Fields, name: str, default: int | None = None) -> int:
-    """Return a number that may be given once or once for each layer."""
+    """Return an integer that is given once, or as a list of equal values, one per layer."""
     listed = fields.get(name)
     if not isinstance(listed, tuple):
         return fields.integer(name, default)
@@ -134,7 +135,7 @@ def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
 
 
 def _vocab_size(file: GgufFile, hidden: int) -> int:
-    """The embedding counts: converters cut rows off that no token uses."""
+    """Return the embedding's number of rows: converters drop rows that no token uses."""
     tensor = file.tensors.get(EMBEDDING)
     if tensor is None:
         raise ModelError(f"{file.path}: has no tensor {EMBEDDING}")
@@ -144,7 +145,7 @@ def _vocab_size(file: GgufFile, hidden: int) -> int:
 
 
 def _attention_scale(fields: Fields, architecture: str, hidden: int, heads: int) -> float | None:
-    """The largest Gemma divides q·k by sqrt(hidden / heads), the others by sqrt(head size); no key says so."""
+    """Return the factor of q·k; without a key, the largest Gemma models use 1 / sqrt(hidden / heads)."""
     explicit = fields.optional_number("attention.scale", high=1e6)
     if explicit is not None:
         return explicit
@@ -159,7 +160,6 @@ def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
 
 
 def _layers(fields: Fields, rules: _Rules, num_ropes: int) -> tuple[LayerConfig, ...]:
-    """Return what differs from layer to layer."""
     num_layers = fields.integer("block_count", high=MAX_LAYERS)
     window = fields.integer("attention.sliding_window", rules.window or 0, low=0) if rules.window_period else 0
     slides = _slides(fields, rules, num_layers) if window else (False,) * num_layers
@@ -177,7 +177,7 @@ def _rope_index(rules: _Rules, layer: int, index: int) -> int | None:
 
 
 def _slides(fields: Fields, rules: _Rules, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have a window: `attention.sliding_window_pattern` is a period or one flag for each."""
+    """Return whether each layer has a window; `attention.sliding_window_pattern` is a period or a list of flags."""
     pattern = fields.get("attention.sliding_window_pattern")
     if isinstance(pattern, tuple):
         if len(pattern) != num_layers or any(flag not in (0, 1) for flag in pattern):
@@ -190,7 +190,7 @@ def _slides(fields: Fields, rules: _Rules, num_layers: int) -> tuple[bool, ...]:
 
 
 def _ropes(file: GgufFile, fields: Fields, rules: _Rules, head_dim: int, max_positions: int) -> tuple[RopeConfig, ...]:
-    """Return the rotary embedding of the layers, and Gemma 3's second one for its windowed layers."""
+    """Return the rotary embedding, and Gemma 3's second one for its windowed layers."""
     dimensions = fields.integer("rope.dimension_count", head_dim)
     if dimensions > head_dim:
         raise fields.bad("rope.dimension_count", f"at most the head size, {head_dim}")
@@ -206,38 +206,36 @@ def _ropes(file: GgufFile, fields: Fields, rules: _Rules, head_dim: int, max_pos
 
 
 def _rope(fields: Fields, theta: float, dimensions: int, max_positions: int) -> RopeConfig:
-    """Return the rotary embedding that `rope.*` describes."""
+    """Return the rotary embedding described by the `rope.*` keys."""
     kind = fields.text("rope.scaling.type", "linear" if fields.get("rope.scale_linear") is not None else "none")
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0, high=1e6), high=1e6)
+    config = partial(RopeConfig, theta=theta, rotary_dim=dimensions, max_positions=max_positions)
     if kind == "none" or (kind == "linear" and factor == 1.0):
-        return RopeConfig(theta=theta, rotary_dim=dimensions, max_positions=max_positions)
+        return config()
     if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", rotary_dim=dimensions, factor=factor, max_positions=max_positions)
+        return config(kind="linear", factor=factor)
     if kind != "yarn":
         raise ModelError(f"{fields.origin}: rope.scaling.type {shown(kind)} is not supported; known: linear, yarn")
     if theta <= 1:
         raise ModelError(f"{fields.origin}: yarn needs a rope.freq_base above 1, got {theta:g}")
-    return RopeConfig(
-        theta=theta,
+    return config(
         kind="yarn",
-        rotary_dim=dimensions,
         factor=factor,
         original_max_positions=fields.integer("rope.scaling.original_context_length", max_positions),
         attention_factor=_yarn_attention(fields, factor),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0, high=1e6),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0, high=1e6),
-        max_positions=max_positions,
     )
 
 
 def _yarn_attention(fields: Fields, factor: float) -> float | None:
-    """ggml multiplies the file's factor with YaRN's own, 0.1 ln(factor) + 1; None leaves YaRN's alone."""
+    """Return the attention factor: ggml multiplies the file's by YaRN's 0.1 ln(factor) + 1. None: YaRN's only."""
     given = fields.optional_number("rope.scaling.attn_factor", high=1e6)
     return None if given is None else given * (0.1 * math.log(max(factor, 1.0)) + 1.0)
 
 
 def _with_factors(file: GgufFile, rope: RopeConfig) -> RopeConfig:
-    """Return `rope` with the divisors that `rope_freqs.weight` gives each frequency (Llama 3)."""
+    """Return `rope` with a divisor per frequency from `rope_freqs.weight` (Llama 3)."""
     tensor = file.tensors[ROPE_FACTORS]
     if rope.kind not in ("default", "linear"):
         raise ModelError(f"{file.path}: {ROPE_FACTORS} together with rope.scaling.type {rope.kind} is not supported")
@@ -248,14 +246,7 @@ def _with_factors(file: GgufFile, rope: RopeConfig) -> RopeConfig:
     factors = _floats(file, tensor)
     if not all(1e-6 < factor < 1e6 for factor in factors):
         raise ModelError(f"{file.path}: {ROPE_FACTORS} holds a factor outside (1e-6, 1e6)")
-    divisors = tuple(factor * rope.factor for factor in factors)
-    return RopeConfig(
-        theta=rope.theta,
-        kind="factors",
-        rotary_dim=rope.rotary_dim,
-        factors=divisors,
-        max_positions=rope.max_positions,
-    )
+    return replace(rope, kind="factors", factors=tuple(factor * rope.factor for factor in factors), factor=1.0)
 
 
 def _floats(file: GgufFile, tensor: GgufTensor) -> tuple[float, ...]:
@@ -279,7 +270,7 @@ def _token(file: GgufFile, which: str, vocab_size: int) -> int | None:
 
 
 def _eos_ids(file: GgufFile, rules: _Rules, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a text or a turn; Gemma files name only the first, so the second is looked up."""
+    """Return the end tokens; Gemma files do not name <end_of_turn>, so it is looked up in the vocabulary."""
     found = {_token(file, which, vocab_size) for which in ("eos", "eot", "eom")}
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if rules.family == "gemma" and isinstance(tokens, tuple) and _TURN_END in tokens:

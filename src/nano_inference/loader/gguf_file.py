@@ -1,7 +1,7 @@
-"""The header, metadata and tensor table of a GGUF file (v2 and v3, little endian), every length checked. No torch.
+"""Reads header, metadata and tensor table of a GGUF file (v2 and v3, little endian); checks all lengths. No torch.
 
-Format: ggml-org/ggml, docs/gguf.md. The `gguf` package has a reader too, but it takes seconds for a vocabulary of 49
-thousand tokens and maps the file without checking bounds. It gives the sizes of the types, by `loader.ggml`.
+Format: ggml-org/ggml, docs/gguf.md. The reader of the `gguf` package is not used: it takes seconds for a vocabulary of
+49 thousand tokens, and maps the file without bounds checks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -22,15 +22,14 @@ from nano_inference.packages import needed
 from nano_inference.types import ModelError
 
 MAX_HEADER_BYTES = 64 * 2**20
-"""More than any vocabulary needs."""
 MAX_TENSORS = 100_000
 MAX_KEYS = 2**16
-"""Of the metadata; real files have a few dozen."""
+"""Metadata keys; real files have a few dozen."""
 MAX_ITEMS = 2**22
-"""In all arrays together: each takes up to 60 bytes in memory. A vocabulary of 262,144 has less than a million."""
+"""Items of all arrays; each takes up to 60 bytes in memory. A vocabulary of 262,144 needs less than a million."""
 
 MAX_FILE_BYTES = 2**44
-"""16 TiB: a header that announces more is broken, and not one of an incomplete download."""
+"""16 TiB: a header that requires a larger file is damaged; otherwise the download is incomplete."""
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -46,28 +45,28 @@ _SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
     | {10: struct.Struct("<Q")}
     | {11: struct.Struct("<q"), 12: struct.Struct("<d")}
 )
-"""Value type to its layout: u8 i8 u16 i16 u32 i32 f32 bool, then u64 i64 f64."""
+"""Layouts by value type: u8 i8 u16 i16 u32 i32 f32 bool, then u64 i64 f64."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies and how it is packed."""
+    """Location and type of one tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """Rows first, as torch has it (the file has it the other way round)."""
+    """In torch's order; the file has the reverse."""
     type_name: str
-    """As ggml names it: F32, Q4_1, …"""
+    """ggml's name: F32, Q4_1, …"""
     offset: int
-    """Of its first byte in the file."""
+    """Byte offset in the file."""
     num_bytes: int
     row_bytes: int
-    """Of one row: the last dimension, packed."""
+    """Bytes of one row (the last dimension)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a GGUF file says of itself. Text that is not UTF-8 has U+FFFD where it is not."""
+    """The header of a GGUF file. Invalid UTF-8 is replaced by U+FFFD."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -75,11 +74,11 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
     """In the order of the file's table."""
     data_offset: int
-    """Where the tensors' bytes begin."""
+    """Byte offset of the tensor data."""
 
 
 class _Cursor:
-    """Owns the file while its header is read; reads ahead in chunks and never past the file or the limit."""
+    """Owns the file while its header is read, in chunks; never reads past its end or the header limit."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
@@ -93,15 +92,15 @@ class _Cursor:
 
     @property
     def position(self) -> int:
-        """Where in the file the next value begins."""
+        """Return the byte offset of the next value."""
         return self.loaded - len(self.buffer) + self.at
 
     def left(self) -> int:
-        """How many bytes the header may still have."""
+        """Return how many more bytes the header may have."""
         return min(self.file_bytes, MAX_HEADER_BYTES) - self.position
 
     def need(self, num_bytes: int) -> None:
-        """Make sure that many bytes lie in the buffer; `ModelError` when the file cannot have them."""
+        """Read until the buffer holds the next `num_bytes` bytes. Raises `ModelError` if the file ends before."""
         if self.at + num_bytes <= len(self.buffer):
             return
         if num_bytes > self.left():
@@ -117,27 +116,25 @@ class _Cursor:
             raise self.bad("the file became shorter while it was read")
 
     def bad(self, what: str) -> ModelError:
-        """Return the error that says what is wrong, and where."""
+        """Return an error with the current byte offset."""
         limit = f"{self.file_bytes} bytes, of which a header may take {MAX_HEADER_BYTES}"
         return ModelError(f"{self.path}: {what} (byte {self.position} of {limit})")
 
     def take(self, layout: struct.Struct) -> Any:
-        """Return the next value of that layout."""
+        """Return the next value."""
         self.need(layout.size)
         (value,) = layout.unpack_from(self.buffer, self.at)
         self.at += layout.size
         return value
 
     def u32(self) -> int:
-        """Return the next unsigned 32-bit integer."""
         return int(self.take(_SCALARS[4]))
 
     def u64(self) -> int:
-        """Return the next unsigned 64-bit integer."""
         return int(self.take(_SCALARS[10]))
 
     def count(self, what: str, min_bytes: int, limit: int) -> int:
-        """Return the next 64-bit count of things that take at least `min_bytes` each."""
+        """Return the next 64-bit count, of items of at least `min_bytes` each. Raises `ModelError` above `limit`."""
         number = self.u64()
         if number > self.left() // min_bytes:
             end = self.position + number * min_bytes
@@ -149,7 +146,7 @@ class _Cursor:
         return number
 
     def item_count(self, what: str, min_bytes: int) -> int:
-        """Return the length of the next array; the arrays of a file have at most `MAX_ITEMS` together."""
+        """Return the length of the next array; all arrays of a file may have `MAX_ITEMS` items together."""
         number = self.count(what, min_bytes, MAX_ITEMS - self.items)
         self.items += number
         return number
@@ -164,14 +161,14 @@ class _Cursor:
 
 
 def cut_short(path: Path, expected: str, found: int) -> ModelError:
-    """Return the error of a file that ends before its contents do."""
+    """Return the error of an incomplete file."""
     return ModelError(
         f"{path}: incomplete download? expected {expected} bytes, found {found}; delete the file and fetch it again"
     )
 
 
 def read_gguf(path: str | Path) -> GgufFile:
-    """Read everything but the tensors' bytes; `ModelError` naming the file when anything in it is not so."""
+    """Read everything except the tensor data. Raises `ModelError` naming the file."""
     path = Path(path)
     try:
         with open_regular(path) as file:
@@ -188,7 +185,7 @@ def _read(cursor: _Cursor) -> GgufFile:
     for _ in range(num_keys):
         key = cursor.text()
         if key in metadata:
-            raise cursor.bad(f"the metadata key {shown(key)} is there twice")
+            raise cursor.bad(f"the metadata key {shown(key)} occurs twice")
         metadata[key] = _value(cursor, cursor.u32(), 0)
     alignment = _alignment(cursor, metadata)
     table = [_table_entry(cursor, alignment) for _ in range(num_tensors)]
@@ -240,7 +237,7 @@ def _array(cursor: _Cursor, depth: int) -> tuple[Any, ...]:
 
 
 def _numbers(layout: struct.Struct, data: bytes) -> tuple[Any, ...]:
-    """Return little-endian numbers one after the other."""
+    """Decode little-endian numbers."""
     numbers = array(layout.format[-1], data)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -248,7 +245,7 @@ def _numbers(layout: struct.Struct, data: bytes) -> tuple[Any, ...]:
 
 
 def _strings(cursor: _Cursor, count: int) -> tuple[str, ...]:
-    """Return `count` strings; a vocabulary has hundreds of thousands, so the loop works on local names."""
+    """Return `count` strings; uses local variables for speed, a vocabulary has hundreds of thousands."""
     out: list[str] = []
     unpack: Callable[[bytes, int], tuple[int]] = _SCALARS[10].unpack_from
     buffer, at = cursor.buffer, cursor.at
@@ -275,7 +272,7 @@ def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
 
 
 def _table_entry(cursor: _Cursor, alignment: int) -> GgufTensor:
-    """Return the next tensor of the table, its offset still counted from the first tensor's."""
+    """Return the next tensor of the table; its offset is relative to the tensor data."""
     name = cursor.text()
     num_dimensions = cursor.u32()
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -292,7 +289,7 @@ def _table_entry(cursor: _Cursor, alignment: int) -> GgufTensor:
 
 
 def _packing(cursor: _Cursor, name: str, code: int) -> tuple[str, int, int]:
-    """Return a quantisation's name, the values in a block and the bytes of a block."""
+    """Return a type's (name, values per block, bytes per block)."""
     with needed(f"{cursor.path}: a GGUF file"):
         from nano_inference.loader.ggml import type_layout
     try:
@@ -315,16 +312,13 @@ def _check_end(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> No
 
 
 def _placed(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> dict[str, GgufTensor]:
-    """Return the tensors with offsets in the file; each lies within it and on no other."""
+    """Return the tensors with absolute offsets. Raises `ModelError` unless they are within the file and disjoint."""
     tensors: dict[str, GgufTensor] = {}
     _check_end(cursor, table, data_offset)
     for entry in table:
         if entry.name in tensors:
-            raise ModelError(f"{cursor.path}: the tensor {shown(entry.name)} is there twice")
-        offset = data_offset + entry.offset
-        tensors[entry.name] = GgufTensor(
-            entry.name, entry.shape, entry.type_name, offset, entry.num_bytes, entry.row_bytes
-        )
+            raise ModelError(f"{cursor.path}: the tensor {shown(entry.name)} occurs twice")
+        tensors[entry.name] = replace(entry, offset=data_offset + entry.offset)
     end = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if tensor.offset < end:

@@ -1,15 +1,15 @@
-"""Hugging Face `config.json` (and `generation_config.json`) to `ModelConfig`, without transformers and without torch.
+"""Converts Hugging Face `config.json` (and `generation_config.json`) to `ModelConfig`, without transformers or torch.
 
-The names and default values are those of transformers 5 (`configuration_*.py`, `modeling_rope_utils.py`), for both
-spellings of rotary parameters: `rope_theta` with `rope_scaling`, and `rope_parameters`, flat or one object for each
-kind of layer.
+Names and defaults are those of transformers 5 (`configuration_*.py`, `modeling_rope_utils.py`). Rotary parameters may
+be `rope_theta` with `rope_scaling`, or `rope_parameters`, flat or with one object per layer type.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -27,17 +27,17 @@ _MIXTURE_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """What sets an architecture apart, and what a field is when the file leaves it out."""
+    """Properties of an architecture, and defaults of fields that the file omits."""
 
     family: str = "dense"
     windows: Literal["none", "all", "upper", "unrotated", "pattern"] = "none"
-    """Which layers have a sliding window when `layer_types` does not say: none; all; those from `max_window_layers`
-    on; those without rotary embedding; all but every nth."""
+    """Layers with a sliding window if there is no `layer_types`: none; all; those from `max_window_layers` on; those
+    without rotary embedding; all but every nth."""
     window_period: int = 2
     window: int | None = None
     theta: float = 10000.0
     kv_heads: int | None = None
-    """None: as many as there are heads."""
+    """None: the number of heads."""
     head_dim: int | None = None
     """None: hidden_size / heads."""
     max_positions: int = 32768
@@ -46,7 +46,7 @@ class _Rules:
     eos: int | None = None
     bias: Literal["none", "qkv", "field"] = "field"
     mlp_bias: bool = False
-    """Whether the `mlp_bias` field counts."""
+    """True if the `mlp_bias` field is read."""
     qk_norm: bool = False
     softcaps: tuple[float | None, float | None] = (None, None)
     """Defaults of attn_logit_softcapping and final_logit_softcapping."""
@@ -65,20 +65,7 @@ _GEMMA_2 = _Rules(
     eos=1,
     softcaps=(50.0, 30.0),
 )
-_GEMMA_3 = _Rules(
-    family="gemma",
-    windows="pattern",
-    window_period=6,
-    window=4096,
-    theta=1e6,
-    kv_heads=4,
-    head_dim=256,
-    max_positions=131072,
-    tied=True,
-    bos=2,
-    eos=1,
-    qk_norm=True,
-)
+_GEMMA_3 = replace(_GEMMA_2, window_period=6, theta=1e6, max_positions=131072, qk_norm=True, softcaps=(None, None))
 _RULES: Mapping[str, _Rules] = MappingProxyType(
     {
         "LlamaForCausalLM": _Rules(max_positions=2048, bos=1, eos=2, mlp_bias=True),
@@ -108,9 +95,9 @@ _BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
 
 
 def model_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
-    """Return what `config.json` describes, with the end tokens of `generation_config.json` added.
+    """Return the configuration of `config.json`, with additional end tokens of `generation_config.json`.
 
-    Raises `ModelError` naming the field that is wrong or the feature that is not supported.
+    Raises `ModelError` naming an invalid field or an unsupported feature.
     """
     architecture = _architecture(config)
     _refuse_unsupported(config)
@@ -153,12 +140,12 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
 
 
 def _named(config: Fields, error: ValueError) -> ModelError:
-    """A record's own check knows the field but not the file."""
+    """Return the error of a configuration record with the file's name added."""
     return error if isinstance(error, ModelError) else ModelError(f"{config.origin}: {error}")
 
 
 def _architecture(config: Fields) -> str:
-    """Return the architecture's name, or refuse with the names of those that are known."""
+    """Return the architecture's name. Raises `ModelError` listing the known ones."""
     names = config.sequence("architectures") or ()
     model_type = config.text("model_type", "")
     name = names[0] if names else _BY_MODEL_TYPE.get(model_type, model_type)
@@ -174,7 +161,7 @@ def _architecture(config: Fields) -> str:
 
 
 def _refuse_unsupported(config: Fields) -> None:
-    """Refuse by name what would be computed wrongly."""
+    """Raise `ModelError` for settings that would otherwise be ignored."""
     for field in ("quantization_config", "compression_config"):
         if config.get(field) is not None:
             method = config.within(field).text("quant_method", "unnamed")
@@ -193,7 +180,7 @@ def _head_dim(config: Fields, rules: _Rules, hidden: int, heads: int) -> int:
 
 
 def _kv_heads(config: Fields, rules: _Rules, heads: int) -> int:
-    """An explicit null means one for each head; a missing field means the family's number."""
+    """Return the default number of kv heads: one per query head for an explicit null, otherwise the family's."""
     return heads if rules.kv_heads is None or "num_key_value_heads" in config.values else rules.kv_heads
 
 
@@ -206,7 +193,6 @@ def _activation(config: Fields, rules: _Rules) -> Activation:
 
 
 def _attention_scale(config: Fields, rules: _Rules) -> float | None:
-    """Gemma divides q·k by the root of a number of its own."""
     return config.number("query_pre_attn_scalar", 256.0, high=1e9) ** -0.5 if rules.family == "gemma" else None
 
 
@@ -217,7 +203,7 @@ def _softcap(config: Fields, rules: _Rules, field: str, index: int) -> float | N
 
 
 def _layers(config: Fields, rules: _Rules) -> tuple[tuple[str, ...], tuple[bool, ...]]:
-    """Return each layer's kind, and whether it has a rotary embedding."""
+    """Return each layer's type, and whether it has a rotary embedding."""
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     rotated = _rotated(config, num_layers) if rules.windows == "unrotated" else (True,) * num_layers
     explicit = config.sequence("layer_types") if rules.windows in ("upper", "unrotated", "pattern") else None
@@ -232,7 +218,7 @@ def _layers(config: Fields, rules: _Rules) -> tuple[tuple[str, ...], tuple[bool,
 
 
 def _rotated(config: Fields, num_layers: int) -> tuple[bool, ...]:
-    """SmolLM3: 1 is a layer with rotary embedding, 0 one without; by default every fourth has none."""
+    """Return whether each layer has a rotary embedding (SmolLM3: 1 in `no_rope_layers`; default: not every fourth)."""
     explicit = config.sequence("no_rope_layers")
     if explicit is None:
         interval = config.integer("no_rope_layer_interval", 4)
@@ -246,7 +232,7 @@ def _rotated(config: Fields, num_layers: int) -> tuple[bool, ...]:
 
 
 def _default_types(config: Fields, rules: _Rules, rotated: tuple[bool, ...]) -> Iterable[str]:
-    """Yield each layer's kind as the family fixes it."""
+    """Yield each layer's type for a file without `layer_types`."""
     first_window = config.integer("max_window_layers", 28, low=0)
     period = config.integer("sliding_window_pattern", rules.window_period)
     has_window = _window(config, rules) is not None
@@ -258,12 +244,12 @@ def _default_types(config: Fields, rules: _Rules, rotated: tuple[bool, ...]) -> 
             "unrotated": not is_rotated and config.flag("use_sliding_window", False),
             "pattern": (i + 1) % period != 0,
         }[rules.windows]
-        # Gemma's kinds also choose the rotary embedding, so they stand even where no window is given.
+        # Gemma's types also select the rotary embedding, so they are needed even without a window.
         yield SLIDING if slides and (has_window or rules.windows == "pattern") else FULL
 
 
 def _window(config: Fields, rules: _Rules) -> int | None:
-    """Return how many keys a query of a sliding layer sees, itself included."""
+    """Return the window size of sliding layers: visible keys, the query's own included."""
     if rules.windows == "none" or (rules.windows == "upper" and not config.flag("use_sliding_window", False)):
         return None
     if "sliding_window" not in config.values:
@@ -278,7 +264,7 @@ def _layer_configs(
     rotated: tuple[bool, ...],
     ropes: Mapping[str, RopeConfig],
 ) -> tuple[LayerConfig, ...]:
-    """Return what differs from layer to layer; equal rotary embeddings share one index."""
+    """Return the layers; equal rotary embeddings share one index."""
     window = _window(config, rules)
     if window is None and SLIDING in layer_types:
         raise ModelError(f"{config.origin}: layer_types names {SLIDING}, but there is no sliding_window")
@@ -294,7 +280,7 @@ def _layer_configs(
 def _ropes(
     config: Fields, rules: _Rules, architecture: str, head_dim: int, kinds: Iterable[str]
 ) -> dict[str, RopeConfig]:
-    """Return the rotary embedding of each kind of layer."""
+    """Return the rotary embedding of each layer type."""
     find = _gemma_3_rope if architecture == "Gemma3ForCausalLM" else _plain_rope
     out: dict[str, RopeConfig] = {}
     for kind in kinds:
@@ -307,7 +293,7 @@ def _ropes(
 
 
 def _plain_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
-    """Return one kind's rotary parameters, old keys and new ones in one form; `rope_scaling` wins as it does there."""
+    """Return one layer type's rotary parameters; `rope_scaling` takes precedence over `rope_parameters`."""
     name = "rope_scaling" if config.mapping("rope_scaling") else "rope_parameters"
     fields = config.within(name)
     is_nested = any(key in (FULL, SLIDING) for key in fields.values)
@@ -315,14 +301,14 @@ def _plain_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
         raise ModelError(f"{fields.origin} has no {kind}, which some layers are")
     found = dict(fields.mapping(kind) if is_nested else fields.values)
     outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    # A model pretrained shorter than `max_position_embeddings` may say so outside the rotary parameters.
+    # The original length of a context extension may be outside the rotary parameters.
     if not is_nested and config.get("original_max_position_embeddings") is not None:
         found["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
     return Fields(fields.origin, _filled(found, {**outer, "rope_theta": outer["rope_theta"] or rules.theta}))
 
 
 def _gemma_3_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
-    """Gemma 3 scales the global layers only, and its windowed layers turn with a base of their own."""
+    """Return one layer type's rotary parameters for Gemma 3: only full layers are scaled; sliding ones have a base."""
     given = config.within("rope_parameters")
     if given.values and not any(key in (FULL, SLIDING) for key in given.values):
         raise ModelError(f"{given.origin} must have {FULL} and {SLIDING}")
@@ -334,70 +320,53 @@ def _gemma_3_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
 
 
 def _filled(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `found` with what it leaves out."""
+    """Return `found` with defaults for its missing and null entries."""
     return {**defaults, **{key: value for key, value in found.items() if value is not None}}
 
 
 def _rope(rope: Fields, max_positions: int, head_dim: int) -> RopeConfig:
-    """Return the rotary embedding that one object of rotary parameters describes."""
+    """Return the rotary embedding described by one object of rotary parameters."""
     kind = rope.text("rope_type", rope.text("type", "default"))
     dimensions = int(head_dim * rope.number("partial_rotary_factor", 1.0, high=1.0))
     theta = rope.number("rope_theta")
+    config = partial(RopeConfig, theta=theta, rotary_dim=dimensions, max_positions=max_positions)
     if kind == "default":
-        return RopeConfig(theta=theta, rotary_dim=dimensions, max_positions=max_positions)
+        return config()
     if kind == "linear":
-        return RopeConfig(
-            theta=theta, kind="linear", rotary_dim=dimensions, factor=_factor(rope), max_positions=max_positions
-        )
+        return config(kind="linear", factor=rope.number("factor", high=1e6))
     if kind == "dynamic":
         if dimensions < 4:
             raise ModelError(f"{rope.origin}: dynamic scaling needs at least 4 rotary dimensions, got {dimensions}")
-        return RopeConfig(
-            theta=theta,
-            kind="dynamic",
-            rotary_dim=dimensions,
-            factor=_factor(rope),
-            original_max_positions=max_positions,
-            max_positions=max_positions,
-        )
+        return config(kind="dynamic", factor=rope.number("factor", high=1e6), original_max_positions=max_positions)
     if kind == "llama3":
-        return _llama3_rope(rope, theta, dimensions, max_positions)
+        return _llama3_rope(rope, config, max_positions)
     if kind == "yarn":
-        return _yarn_rope(rope, theta, dimensions, max_positions)
+        return _yarn_rope(rope, config, theta, max_positions)
     raise ModelError(
         f"{rope.origin}: rope type {shown(kind)} is not supported; known: default, linear, dynamic, llama3, yarn"
     )
 
 
-def _factor(rope: Fields) -> float:
-    return rope.number("factor", high=1e6)
-
-
-def _llama3_rope(rope: Fields, theta: float, dimensions: int, max_positions: int) -> RopeConfig:
+def _llama3_rope(rope: Fields, config: Callable[..., RopeConfig], max_positions: int) -> RopeConfig:
     low, high = rope.number("low_freq_factor", high=1e6), rope.number("high_freq_factor", high=1e6)
     if low >= high:
         raise ModelError(f"{rope.origin}: high_freq_factor ({high:g}) must be greater than low_freq_factor ({low:g})")
-    return RopeConfig(
-        theta=theta,
+    return config(
         kind="llama3",
-        rotary_dim=dimensions,
-        factor=_factor(rope),
+        factor=rope.number("factor", high=1e6),
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_positions=rope.integer("original_max_position_embeddings", max_positions),
-        max_positions=max_positions,
     )
 
 
-def _yarn_rope(rope: Fields, theta: float, dimensions: int, max_positions: int) -> RopeConfig:
+def _yarn_rope(rope: Fields, config: Callable[..., RopeConfig], theta: float, max_positions: int) -> RopeConfig:
     original = rope.integer("original_max_position_embeddings", max_positions)
     factor = rope.number("factor", max_positions / original, high=1e6)
     if theta <= 1:
         raise ModelError(f"{rope.origin}: yarn needs a rope_theta above 1, got {theta:g}")
-    return RopeConfig(
-        theta=theta,
+    return config(
         kind="yarn",
-        rotary_dim=dimensions,
         factor=factor,
         original_max_positions=original,
         attention_factor=rope.optional_number("attention_factor", high=1e6),
@@ -406,27 +375,26 @@ def _yarn_rope(rope: Fields, theta: float, dimensions: int, max_positions: int) 
         truncate=rope.flag("truncate", True),
         mscale=rope.optional_number("mscale", low=-1e6, high=1e6),
         mscale_all_dim=rope.optional_number("mscale_all_dim", low=-1e6, high=1e6),
-        max_positions=max_positions,
     )
 
 
 def _max_positions(config: Fields, rules: _Rules, ropes: Mapping[str, RopeConfig]) -> int:
-    """Return the longest sequence; YaRN files state the length before stretching in one place or the other."""
+    """Return the longest supported sequence; some YaRN files give the length before the extension."""
     return stretched(config.integer("max_position_embeddings", rules.max_positions), ropes.values())
 
 
 def stretched(max_positions: int, ropes: Iterable[RopeConfig]) -> int:
-    """Return `max_positions`, or what YaRN makes of the original length where that is more."""
+    """Return `max_positions`, or the extended length of YaRN if that is larger."""
     lengths = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.kind == "yarn"]
     return min(max(max_positions, *lengths), 2**31 - 1) if lengths else max_positions
 
 
 def _eos_ids(config: Fields, generation: Fields | None, rules: _Rules, vocab_size: int) -> tuple[int, ...]:
-    """Return every end token either file names; the family's own when neither does."""
+    """Return the end tokens of both files; the family's default if neither has any."""
     found = [token for fields in (config, generation) if fields is not None for token in _token_ids(fields)]
     if not found and rules.eos is not None and "eos_token_id" not in config.values:
         found = [rules.eos]
-    # An id past the vocabulary can never be drawn; small models made from a big one's defaults have such.
+    # Small test models made from a large model's defaults may have ids outside their vocabulary.
     return tuple(sorted({token for token in found if token < vocab_size}))
 
 

@@ -1,4 +1,4 @@
-"""What the files of a model leave open and how it was inferred. No torch."""
+"""Constants that a model's files do not contain and that its format infers. No torch."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import NamedTuple, Protocol
 
 
 class Constant(NamedTuple):
-    """A value that the files of a model leave open."""
+    """An inferred value."""
 
     value: object
     reason: str
-    """Why it has this value, in a few words."""
+    """Why it was chosen, in a few words."""
 
 
 class Inferred(Protocol):
-    """What a format had to infer about a model, in lines for its user. Its implementation belongs to the format."""
+    """The values that a format inferred about a model, as text for the user."""
 
     @property
     def headline(self) -> str:
-        """What the model was taken for and why, in a few words."""
+        """Return the recognised kind of model and the reason, in a few words."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What differs from the usual, each with its reason."""
+        """Return unusual values, each with its reason."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What may be wrong, and how to set it by hand."""
+        """Return uncertain values, and how to override them."""
 
     @property
     def values(self) -> Mapping[str, Constant]:
-        """Every constant that the files leave open, by its name among the overrides."""
+        """Return every inferred constant, by its name in `EngineConfig.overrides`."""

@@ -1,4 +1,4 @@
-"""What lies in a model's directory, before any file of it is opened. No torch."""
+"""Lists a model's directory without opening files. No torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from nano_inference.types import ModelError
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Endings of files that can run code when they are unpickled; they never are."""
+"""Suffixes of pickle files, which can run code and are never read."""
 
 _NO_WEIGHTS = re.compile(r"(meta|optim|token).*")
-"""Names of pickles beside a model that are not its weights."""
+"""Pickles in a model's directory that are not its weights."""
 
 
 def file_names(directory: Path) -> list[str]:
-    """Return what lies in a directory, sorted; `ModelError` when it cannot be listed."""
+    """Return the names in a directory, sorted. Raises `ModelError` if it cannot be listed."""
     try:
         return sorted(file.name for file in directory.iterdir())
     except OSError as error:
@@ -23,7 +23,7 @@ def file_names(directory: Path) -> list[str]:
 
 
 def pickle_note(directory: Path) -> str:
-    """Return the end of a message that names pickled weights which lie there, empty when there are none."""
+    """Return a note on pickled weights in a directory, to append to an error message; empty if there are none."""
     names = [name for name in file_names(directory) if name.endswith(PICKLED) and not _NO_WEIGHTS.fullmatch(name)]
     if not names:
         return ""
@@ -31,7 +31,7 @@ def pickle_note(directory: Path) -> str:
 
 
 def only_gguf(directory: Path) -> Path:
-    """Return the one .gguf file of a directory without config.json; `ModelError` when there is none or a choice."""
+    """Return a directory's only .gguf file. Raises `ModelError` if there is none or more than one."""
     names = file_names(directory)
     found = [name for name in names if name.endswith(".gguf")]
     if len(found) == 1:

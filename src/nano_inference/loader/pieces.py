@@ -1,6 +1,6 @@
-"""Copies ranges of files into tensors in bounded pieces; the only place where weights' bytes are read.
+"""Reads ranges of files into tensors, in bounded pieces.
 
-Files are read, never mapped: mapped pages count as resident memory, and a file that shrinks would kill the process.
+Files are not memory-mapped: mapped pages count as resident memory, and truncating a mapped file kills the process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PIECE_BYTES = 8 * 2**20
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 )
-"""The precisions whose bytes are the values themselves (little endian)."""
+"""Dtypes whose file contents are plain little-endian values."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Plain values of one tensor in a file; satisfies `WeightSource`."""
+    """A tensor of plain values in a file; satisfies `WeightSource`."""
 
     path: Path
     offset: int
@@ -37,7 +37,7 @@ class FileRange:
     """A key of `DTYPES`."""
 
     def rows(self, start: int, stop: int) -> FileRange:
-        """Return some of its rows."""
+        """Return rows [start, stop)."""
         num_rows, *rest = self.shape
         stop = min(stop, num_rows)
         row_bytes = math.prod(rest) * DTYPES[self.dtype].itemsize
@@ -59,7 +59,7 @@ class FileRange:
 
 
 def open_at(path: Path, offset: int) -> FileIO:
-    """Open a file unbuffered at a byte; `ModelError` when it cannot be opened."""
+    """Open a file unbuffered and seek to `offset`. Raises `ModelError`."""
     try:
         file = open_regular(path)
     except OSError as error:
@@ -69,7 +69,7 @@ def open_at(path: Path, offset: int) -> FileIO:
 
 
 def fill(file: FileIO, path: Path, flat: Tensor) -> None:
-    """Read exactly as many bytes as a contiguous CPU tensor has, straight into its memory."""
+    """Fill a contiguous CPU tensor from a file. Raises `ModelError` if the file ends early."""
     if not flat.numel():
         return
     memory = flat.view(torch.uint8).numpy().data

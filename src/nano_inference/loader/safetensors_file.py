@@ -1,8 +1,8 @@
-"""Weights in safetensors files, one or sharded, read range by range.
+"""Weights in safetensors files, single or sharded.
 
-Format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors' bytes without gaps
-(huggingface/safetensors, README). The header is checked as that library checks it; the library itself is not used to
-read, because it maps whole files.
+Format: an unsigned 64-bit little-endian length, a JSON header of that length, then the tensors' bytes without gaps
+(huggingface/safetensors, README). The header gets the same checks as in that library, which is not used because it
+memory-maps whole files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nano_inference.types import ModelError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 16_000_000
-"""Of 100 MB that the format allows: a hundred thousand tensors take 12 MB."""
+"""The format allows 100 MB; a hundred thousand tensors take 12 MB."""
 MAX_TENSORS = 100_000
 
 _KNOWN: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
@@ -30,7 +30,7 @@ _ENTRY_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
 def read_header(path: Path) -> dict[str, FileRange]:
-    """Return where each tensor of one file lies, in the order of the bytes; `ModelError` when the file is damaged."""
+    """Return the range of each tensor of a file, in file order. Raises `ModelError` if the file is damaged."""
     try:
         with open_buffered(path) as file:
             num_file_bytes = file.seek(0, 2)
@@ -53,12 +53,11 @@ def read_header(path: Path) -> dict[str, FileRange]:
 
 
 def num_bytes(part: FileRange) -> int:
-    """Return how many bytes of the file a tensor takes."""
     return math.prod(part.shape) * DTYPES[part.dtype].itemsize
 
 
 def _range(path: Path, data_offset: int, name: str, entry: Any) -> FileRange:
-    """Return one tensor's range; its size must be what its shape and dtype make."""
+    """Return one tensor's range. Raises `ModelError` if its size differs from shape and dtype."""
     if not isinstance(entry, dict) or entry.keys() != _ENTRY_FIELDS:
         raise ModelError(f"{path}: tensor {shown(name)} must have dtype, shape and data_offsets")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in _KNOWN:
@@ -77,14 +76,14 @@ def _range(path: Path, data_offset: int, name: str, entry: Any) -> FileRange:
 
 
 def _counts(path: Path, name: str, field: str, values: Any) -> tuple[int, ...]:
-    """Return a short list of non-negative 64-bit integers."""
+    """Return a list of at most 8 non-negative 63-bit integers. Raises `ModelError` for anything else."""
     if not isinstance(values, list) or len(values) > 8 or any(type(v) is not int or not 0 <= v < 2**63 for v in values):
         raise ModelError(f"{path}: tensor {shown(name)} has the {field} {shown(values)}")
     return tuple(values)
 
 
 def _check_cover(path: Path, ordered: Mapping[str, FileRange], data_offset: int, num_file_bytes: int) -> None:
-    """The tensors must lie one after the other, up to the end of the file."""
+    """Raise `ModelError` unless the tensors are contiguous up to the end of the file."""
     end = data_offset
     for name, part in ordered.items():
         if part.offset != end:
@@ -96,7 +95,7 @@ def _check_cover(path: Path, ordered: Mapping[str, FileRange], data_offset: int,
 
 
 def open_weights(directory: Path) -> dict[str, FileRange]:
-    """Return every tensor of a directory's `model.safetensors`, or of the shards that its index names."""
+    """Return every tensor of a directory's `model.safetensors`, or of the shards in its index."""
     if is_present(directory / SINGLE_NAME):
         return read_header(directory / SINGLE_NAME)
     if not is_present(directory / INDEX_NAME):
@@ -110,14 +109,14 @@ def open_weights(directory: Path) -> dict[str, FileRange]:
     for name, file in shard_of.items():
         if name not in headers[file]:
             raise ModelError(f"{directory / file}: has no tensor {shown(name)}, which {INDEX_NAME} places there")
-    # Shard by shard, so that each file is read from its beginning to its end.
+    # Shard by shard, so that each file is read sequentially.
     return {
         name: part for file, header in headers.items() for name, part in header.items() if shard_of.get(name) == file
     }
 
 
 def _shard_name(origin: str, file: object) -> str:
-    """A shard lies beside the index; a path could lead anywhere."""
+    """Return a shard's file name. Raises `ModelError` for a path, which could leave the directory."""
     if not isinstance(file, str) or not file.endswith(".safetensors") or any(c in file for c in "/\\\0"):
         raise ModelError(f"{origin}: a shard must be a plain .safetensors file name, got {shown(file)}")
     return file

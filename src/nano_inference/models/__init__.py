@@ -1,1 +1,1 @@
-"""Decoders. `config` says what one is made of and imports no torch; `build` makes it; a new family is one file."""
+"""Model families: a `ModelConfig` becomes a `Program`, a list of operations. No torch, except in `rope`."""

@@ -1,9 +1,9 @@
-"""What a model is made of, as one frozen record; every loader's configuration file becomes this. No torch."""
+"""`ModelConfig`: a model's hyperparameters, independent of the checkpoint's format. No torch."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from nano_inference.checks import check_int, check_number
@@ -15,17 +15,17 @@ ROPE_DTYPES: tuple[RopeDtype, ...] = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """One rotary embedding. `kind` names how frequencies are scaled; each field is read by the kinds that use it.
+    """One rotary embedding; `kind` names the scaling of its frequencies.
 
-    Formulas: linear (position interpolation, arXiv 2306.15595), llama3 (Llama 3.1's frequency bands), yarn (arXiv
-    2309.00071), dynamic (NTK base from the longest length; here fixed once from `max_positions`, so that a cached run
-    equals a one-shot run), factors (a divisor for each frequency, as GGUF files of Llama 3 carry them).
+    linear: position interpolation (arXiv 2306.15595); llama3: Llama 3.1's frequency bands; yarn: arXiv 2309.00071;
+    dynamic: NTK-aware base, computed once from `max_positions`, so that cached keys stay valid; factors: one divisor
+    per frequency (GGUF files of Llama 3).
     """
 
     theta: float = 10000.0
     kind: Literal["default", "linear", "llama3", "yarn", "dynamic", "factors"] = "default"
     rotary_dim: int
-    """How many of a head's dimensions turn."""
+    """Number of a head's dimensions that are rotated."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -41,10 +41,9 @@ class RopeConfig:
     max_positions: int = 8192
     factors: tuple[float, ...] = ()
     reverse: bool = False
-    """Turn the other way, by minus the angle (nanochat)."""
+    """Rotate by minus the angle (nanochat)."""
     table_dtype: RopeDtype = "float32"
-    """Cos and sin are computed in float32; bfloat16 rounds them before they are used in whatever precision (nanochat's
-    G0 to G2e)."""
+    """Precision to which cos and sin are rounded after float32 computation (bfloat16: nanochat G0 to G2e)."""
 
     def __post_init__(self) -> None:
         check_number("rope theta", self.theta, 0, 1e12, open_low=True)
@@ -56,22 +55,22 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """What differs from layer to layer."""
+    """One layer's attention settings."""
 
     window: int | None = None
-    """How many keys a query sees, itself included; None sees all before it."""
+    """Number of latest keys that a query attends to, its own included; None: all."""
     rope: int | None = 0
-    """Index into `ModelConfig.ropes`; None is a layer without rotary embedding (SmolLM3)."""
+    """Index into `ModelConfig.ropes`; None: no rotary embedding (SmolLM3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer. Raises `ValueError` when the sizes contradict each other."""
+    """A decoder-only transformer. Raises `ValueError` if sizes are invalid or inconsistent."""
 
     architecture: str
-    """As the checkpoint names it, for people to read."""
+    """The checkpoint's name for it, for messages."""
     family: str
-    """The row of the table of families that writes its program."""
+    """Key in the table of families (`models.families`)."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -88,14 +87,14 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over each head's query and key before the rotation (Qwen3, Gemma 3)."""
+    """RMSNorm of each head's query and key before the rotation (Qwen3, Gemma 3)."""
     attention_scale: float | None = None
-    """Multiplies q·k; None is 1/sqrt(head_dim)."""
+    """Factor of q·k; None: 1/sqrt(head_dim)."""
     attention_softcap: float | None = None
     """cap·tanh(score/cap) (Gemma 2)."""
     logits_softcap: float | None = None
     embedding_scale: float | None = None
-    """Multiplies the token embeddings (Gemma: sqrt(hidden_size))."""
+    """Factor of the token embeddings (Gemma: sqrt(hidden_size))."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     terms: object = None
@@ -115,20 +114,14 @@ class ModelConfig:
                 check_int("rope", layer.rope, 0, len(self.ropes) - 1)
 
     @property
-    def without_windows(self) -> ModelConfig:
-        """The same model with layers that see all keys."""
-        return replace(self, layers=tuple(replace(layer, window=None) for layer in self.layers))
-
-    @property
     def num_layers(self) -> int:
-        """How many layers there are."""
         return len(self.layers)
 
     @property
     def scale(self) -> float:
-        """What q·k is multiplied with."""
+        """Return the factor of q·k."""
         return 1 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Bytes of K and V that one token takes over all layers."""
+        """Return the bytes of one token's K and V, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value

@@ -1,4 +1,4 @@
-"""Llama and its kin (Mistral, Qwen 2 and 3, SmolLM 3): pre-norm decoders with grouped-query attention and a gated MLP.
+"""Llama, Mistral, Qwen 2 and 3, SmolLM3: pre-norm decoders with grouped-query attention and a gated MLP.
 
 Source: arXiv 2302.13971, and Transformers' modeling_llama.py, modeling_qwen3.py, modeling_smollm3.py for the details.
 """
@@ -12,7 +12,7 @@ from nano_inference.models.program import Program
 
 
 def program(config: ModelConfig) -> Program:
-    """x += attention(norm(x)), then x += mlp(norm(x)), in every layer."""
+    """Return layers of x += attention(norm(x)); x += mlp(norm(x))."""
     layers: list[Op] = []
     for index in range(config.num_layers):
         at = f"model.layers.{index}"

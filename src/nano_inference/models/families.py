@@ -1,4 +1,4 @@
-"""The decoders that there are: from a configuration to the program of its family. No torch."""
+"""The table of model families: `program_of` returns the program of a configuration. No torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nano_inference.registry import table
 from nano_inference.types import ModelError
 
 FAMILIES_GROUP = "nano_inference.families"
-"""The group of entry points by which a package adds a family."""
+"""Entry point group for families of other packages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family of decoders: a row of the table that `installed_families` returns."""
+    """A model family, as registered in the table of `installed_families`."""
 
     program: Callable[[ModelConfig], Program]
-    """Write the forward pass of a model. Raises `ModelError` for `ModelConfig.terms` that it cannot use."""
+    """Returns a model's forward pass. Raises `ModelError` for unsupported `ModelConfig.terms`."""
 
 
 OWN_FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -31,14 +31,14 @@ OWN_FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def installed_families() -> Mapping[str, Family]:
-    """Return the families of this package and of all installed ones, by name. Raises `PluginError`."""
+    """Return the families of this package and of installed plugins, by name. Raises `PluginError`."""
     return table(FAMILIES_GROUP, OWN_FAMILIES, Family)
 
 
 def program_of(config: ModelConfig, families: Mapping[str, Family] | None = None) -> Program:
-    """Return the forward pass of a model, by its family among `families`: by default the installed ones.
+    """Return a model's forward pass; `families` defaults to the installed ones.
 
-    Raises `ModelError` for a family that is not among them.
+    Raises `ModelError` if the configuration's family is unknown.
     """
     families = installed_families() if families is None else families
     family = families.get(config.family)

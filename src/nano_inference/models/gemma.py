@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 (text): norms on both sides of each part, (1 + weight) norms, scaled embeddings, soft caps.
+"""Gemma 2 and Gemma 3 (text): norms before and after each block, (1 + weight) norms, scaled embeddings, soft caps.
 
 Source: arXiv 2408.00118 and 2503.19786, and Transformers' modeling_gemma2.py and modeling_gemma3.py for the details.
 """
@@ -14,7 +14,7 @@ _OFFSET = 1.0
 
 
 def program(config: ModelConfig) -> Program:
-    """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))), in every layer."""
+    """Return layers of x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
     layers: list[Op] = []
     for index in range(config.num_layers):
         at = f"model.layers.{index}"

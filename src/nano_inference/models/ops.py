@@ -1,17 +1,17 @@
-"""The operations that decoders are written in (`models.program` puts them together). No torch.
+"""The operations of which decoders are composed (`models.program`). No torch.
 
-A buffer is a name for one row of values a token; an executor decides where it lies. An operation that has an `out`
-binds that name anew; `HeadNorm`, `Rotate`, `Softcap`, `GateValues` and `Smear` bind the names that they read.
+A buffer is a named row of values per token; an executor chooses its memory. An operation with a field `out` binds that
+name to a new value; `HeadNorm`, `Rotate`, `Softcap`, `GateValues` and `Smear` rebind buffers that they read.
 
-Rounding points. Every operation returns values in the model's precision P (float32, bfloat16 or float16) and computes
-in P, unless it says otherwise; an executor may keep more precision inside (the C kernels compute in float32).
-`Linear` accumulates in float32 and rounds once. `Widen` returns float32, and what reads its result computes in float32.
+Rounding: every operation computes and returns values in the model's precision P (float32, bfloat16 or float16) unless
+its docstring differs; an executor may compute in higher precision (the C kernels use float32). `Linear` accumulates in
+float32 and rounds once. `Widen` returns float32, and operations on its result compute in float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 Activation = Literal["silu", "gelu_tanh", "relu_squared"]
 TableRows = Literal["token", "previous", "pair"]
@@ -20,14 +20,14 @@ WeightKind = Literal["matrix", "vector", "number"]
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One weight of a program, under the name that checkpoints and trainers give it."""
+    """One weight of a program, by its name in checkpoints and weight updates."""
 
     name: str
     shape: tuple[int, ...]
     kind: WeightKind = "matrix"
-    """A matrix may be packed or rounded; a vector has the model's precision; numbers are float32 in every precision."""
+    """A matrix may be packed or quantised; a vector is stored in P; numbers are always float32."""
     tied: tuple[str, ...] = ()
-    """Further names under which the same values may come."""
+    """Alternative names of the same values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,45 +38,52 @@ class Number:
     index: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BaseOp:
-    """What every operation declares: the buffers that it reads and binds, and its weights."""
+    """Base of all operations: the buffers that an operation reads and binds, and its weights."""
 
-    __slots__ = ()
+    READS: ClassVar[tuple[str, ...]] = ("x",)
+    """Fields that hold the buffers read: each a name, a tuple of names, or None."""
+    WRITES: ClassVar[tuple[str, ...]] = ("out",)
+    """Fields that hold the buffers bound."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return ()
+        return self._buffers(self.READS)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        return ()
+        return self._buffers(self.WRITES)
 
     @property
     def weights(self) -> tuple[WeightSpec, ...]:
-        return ()
+        """Return the values of all fields that hold weights or numbers, in the order of the fields."""
+        found = (one for field in fields(self) for one in _as_tuple(getattr(self, field.name)))
+        specs = (one.weight if isinstance(one, Number) else one for one in found)
+        return tuple(spec for spec in specs if isinstance(spec, WeightSpec))
+
+    def _buffers(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(buffer for name in names for buffer in _as_tuple(getattr(self, name)) if buffer is not None)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embed(BaseOp):
-    """out = scale · table[row]; scale is rounded to P first.
+    """out = scale · table[row], with scale rounded to P.
 
-    The row is the token's id; that of the token before it ("previous", 0 where there is none); or the hash of both
-    ("pair": (36313 · id XOR 27191 · previous) mod (rows - 1), the last row where there is no previous token; nanochat
-    G2e).
+    The row is the token's id ("token"), the previous token's id ("previous"; 0 if there is none), or a hash of both
+    ("pair", nanochat G2e): (36313 · id XOR 27191 · previous) mod (rows - 1), the last row if there is no previous one.
     """
+
+    READS = ()
 
     out: str
     table: WeightSpec
     rows: TableRows = "token"
     scale: float = 1.0
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return (self.table,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,21 +93,12 @@ class Copy(BaseOp):
     x: str
     out: str
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm(BaseOp):
     """out = x / sqrt(mean(x²) + eps) · (offset + weight), the quotient in float32 (RMSNorm, arXiv 1910.07467).
 
-    Without a weight the quotient is rounded to P. With offset 0 it is rounded before it is multiplied, with another
-    offset (Gemma: 1) after.
+    The quotient is rounded to P before the multiplication if offset is 0, after it otherwise (Gemma: 1).
     """
 
     x: str
@@ -109,25 +107,13 @@ class Norm(BaseOp):
     eps: float
     offset: float = 0.0
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return () if self.weight is None else (self.weight,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear(BaseOp):
-    """out[i] = x W[i]^T + bias[i], several projections of one input; x's first values, as many as W has columns.
+    """out[i] = x W[i]^T + bias[i]: projections of one input, of which the first K values are used (W is [N, K]).
 
-    All have a bias or none has. `num_rows` keeps that many of a single matrix's outputs (a vocabulary without its
-    padding). The results of one `Linear` lie side by side in memory.
+    Either all have a bias or none. `num_rows` truncates the outputs of a single matrix (padding of a vocabulary). The
+    outputs are adjacent in memory.
     """
 
     x: str
@@ -141,26 +127,16 @@ class Linear(BaseOp):
         assert len(self.biases) in (0, len(self.out)) and (self.num_rows is None or len(self.out) == 1)
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return self.out
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return (*self.matrices, *self.biases)
-
-    @property
     def widths(self) -> tuple[int, ...]:
-        """Values that a row of each result has."""
+        """Return the width of each output."""
         return tuple(self.num_rows or matrix.shape[0] for matrix in self.matrices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorm(BaseOp):
-    """Normalise each head of each buffer as `Norm` does a row; one weight [head_dim] a buffer, or none (Qwen3)."""
+    """Apply `Norm` to each head of each buffer, with one weight [head_dim] per buffer or none (Qwen3)."""
+
+    WRITES = ("x",)
 
     x: tuple[str, ...]
     norms: tuple[WeightSpec, ...]
@@ -171,61 +147,45 @@ class HeadNorm(BaseOp):
     def __post_init__(self) -> None:
         assert len(self.norms) in (0, len(self.x))
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.x
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return self.x
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return self.norms
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotate(BaseOp):
-    """Turn the first R of each head's dimensions by the token's position (RoPE, arXiv 2104.09864; halves paired).
+    """Rotate the first R dimensions of each head by the token's position (RoPE, arXiv 2104.09864).
 
-    x · cos + swap(x) · sin, with the first half's sine negated; cos and sin are rounded to P. `rope` is an index into
-    `ModelConfig.ropes`, which give R and the angles.
+    x · cos + swap_halves(x) · sin, with the first half of sin negated; cos and sin are rounded to P. `rope` is an index
+    into `ModelConfig.ropes`, which defines R and the angles.
     """
+
+    WRITES = ("x",)
 
     x: tuple[str, ...]
     head_dim: int
     rope: int
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.x
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return self.x
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store(BaseOp):
-    """Put the tokens' keys and values into a layer's cache, rounded to the cache's precision."""
+    """Write the tokens' keys and values to a layer's cache, rounded to the cache's precision."""
+
+    READS = ("k", "v")
+    WRITES = ()
 
     k: str
     v: str
     layer: int
     head_dim: int
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.k, self.v)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attend(BaseOp):
-    """out = softmax(cap(scale · q kᵀ)) v over the cached tokens up to each one, grouped-query (arXiv 2305.13245).
+    """out = softmax(cap(scale · q kᵀ)) v over the cached keys up to each token, grouped-query (arXiv 2305.13245).
 
-    Query head h reads kv head h · num_kv_heads // num_heads. cap(s) = softcap · tanh(s / softcap) (Gemma 2). A `window`
-    of n leaves the n latest keys, the token's own among them. Softmax is float32. `k` and `v` are the step's own.
+    Query head h uses kv head h · num_kv_heads // num_heads. cap(s) = softcap · tanh(s / softcap) (Gemma 2). `window`
+    restricts attention to the latest keys, the token's own included. Softmax is float32. `k` and `v` hold the step's
+    keys and values, which are already stored.
     """
+
+    READS = ("q", "k", "v")
 
     q: str
     k: str
@@ -239,40 +199,31 @@ class Attend(BaseOp):
     window: int | None = None
     softcap: float | None = None
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(BaseOp):
-    """From here on only those rows remain that something is asked of. Behind the last `Attend`, one at most."""
+    """Drop the rows whose outputs are not needed. At most one, after the last `Attend`."""
+
+    READS = ()
+    WRITES = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add(BaseOp):
     """out = x + y."""
 
+    READS = ("x", "y")
+
     x: str
     y: str
     out: str
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x, self.y)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix(BaseOp):
-    """out = a · x + sign · b · y, each product rounded to P; no `a` means 1 (nanochat G1 on)."""
+    """out = a · x + sign · b · y, each product rounded to P; `a` None means 1 (nanochat from G1)."""
+
+    READS = ("x", "y")
 
     x: str
     y: str
@@ -281,22 +232,12 @@ class Mix(BaseOp):
     b: Number
     sign: Literal[1, -1] = 1
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x, self.y)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return (self.b.weight,) if self.a is None else (self.a.weight, self.b.weight)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activate(BaseOp):
-    """out = act(gate) · up, act(gate) rounded first (GLU variants, arXiv 2002.05202); relu² has no up (2109.08668)."""
+    """out = act(gate) · up, act(gate) rounded to P (arXiv 2002.05202); relu² has no up (arXiv 2109.08668)."""
+
+    READS = ("gate", "up")
 
     gate: str
     up: str | None
@@ -306,18 +247,13 @@ class Activate(BaseOp):
     def __post_init__(self) -> None:
         assert (self.up is None) == (self.kind == "relu_squared")
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.gate,) if self.up is None else (self.gate, self.up)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateValues(BaseOp):
-    """v += scale · sigmoid(gate) · more, a gate for each kv head (nanochat G2 on)."""
+    """v += scale · sigmoid(gate) · more, one gate per kv head (nanochat from G2)."""
+
+    READS = ("v", "gate", "more")
+    WRITES = ("v",)
 
     v: str
     gate: str
@@ -325,35 +261,18 @@ class GateValues(BaseOp):
     head_dim: int
     scale: float
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.v, self.gate, self.more)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.v,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smear(BaseOp):
-    """x += share · sigmoid(gate) · before, where the token has a predecessor (nanochat G4)."""
+    """x += share · sigmoid(gate) · before, for tokens with a previous token (nanochat G4)."""
+
+    READS = ("x", "gate", "before")
+    WRITES = ("x",)
 
     x: str
     gate: str
     before: str
     share: Number
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x, self.gate, self.before)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def weights(self) -> tuple[WeightSpec, ...]:
-        return (self.share.weight,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,29 +282,15 @@ class Widen(BaseOp):
     x: str
     out: str
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Softcap(BaseOp):
     """x = cap · tanh(x / cap) (Gemma 2, nanochat)."""
 
+    WRITES = ("x",)
+
     x: str
     cap: float
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.x,)
 
 
 Op = (

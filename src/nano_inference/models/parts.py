@@ -1,36 +1,23 @@
-"""What several families of decoders share: functions that return operations, under Hugging Face's weight names."""
+"""Building blocks shared by families: functions that return operations, with Hugging Face weight names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from nano_inference.models import ops
 from nano_inference.models.config import ModelConfig
-from nano_inference.models.ops import (
-    Activate,
-    Attend,
-    Embed,
-    HeadNorm,
-    Keep,
-    Linear,
-    Norm,
-    Op,
-    Rotate,
-    Softcap,
-    Store,
-    WeightSpec,
-    Widen,
-)
+from nano_inference.models.ops import Linear, Norm, Op, WeightSpec
 from nano_inference.models.program import Program
 
 
 def norm(config: ModelConfig, name: str, x: str, out: str, offset: float = 0.0) -> Norm:
-    """Return the RMSNorm whose weight has that name."""
+    """Return an RMSNorm with the weight `{name}.weight`."""
     weight = WeightSpec(f"{name}.weight", (config.hidden_size,), "vector")
     return Norm(x=x, out=out, weight=weight, eps=config.norm_eps, offset=offset)
 
 
 def linear(x: str, num_in: int, outs: Sequence[tuple[str, str, int]], *, bias: bool = False) -> Linear:
-    """Return projections of x; `outs` gives buffer, weight's name and number of outputs of each."""
+    """Return projections of x; `outs` holds (buffer, weight name, number of outputs) of each."""
     return Linear(
         x=x,
         out=tuple(out for out, _, _ in outs),
@@ -40,26 +27,26 @@ def linear(x: str, num_in: int, outs: Sequence[tuple[str, str, int]], *, bias: b
 
 
 def attention(config: ModelConfig, index: int, x: str, out: str, norm_offset: float = 0.0) -> list[Op]:
-    """Return a layer's grouped-query attention, projected back: queries and keys are normalised, then rotated."""
+    """Return a layer's attention with its projections; queries and keys are normalised, then rotated."""
     at, layer, dim = f"model.layers.{index}.self_attn", config.layers[index], config.head_dim
     num_q, num_kv = config.num_heads * dim, config.num_kv_heads * dim
     rows = [("q", f"{at}.q_proj", num_q), ("k", f"{at}.k_proj", num_kv), ("v", f"{at}.v_proj", num_kv)]
-    ops: list[Op] = [linear(x, config.hidden_size, rows, bias=config.qkv_bias)]
+    found: list[Op] = [linear(x, config.hidden_size, rows, bias=config.qkv_bias)]
     if config.qk_norm:
         norms = tuple(WeightSpec(f"{at}.{name}_norm.weight", (dim,), "vector") for name in "qk")
-        ops.append(HeadNorm(x=("q", "k"), norms=norms, head_dim=dim, eps=config.norm_eps, offset=norm_offset))
+        found.append(ops.HeadNorm(x=("q", "k"), norms=norms, head_dim=dim, eps=config.norm_eps, offset=norm_offset))
     if layer.rope is not None:
-        ops.append(Rotate(x=("q", "k"), head_dim=dim, rope=layer.rope))
+        found.append(ops.Rotate(x=("q", "k"), head_dim=dim, rope=layer.rope))
     return [
-        *ops,
+        *found,
         *attend(config, index, config.scale),
         linear("att", num_q, [(out, f"{at}.o_proj", config.hidden_size)], bias=config.out_bias),
     ]
 
 
 def attend(config: ModelConfig, index: int, scale: float) -> list[Op]:
-    """Return the operations that store buffers k and v and attend from buffer q, into buffer att."""
-    attended = Attend(
+    """Return operations that store buffers k and v and attend with buffer q, into buffer att."""
+    attended = ops.Attend(
         q="q",
         k="k",
         v="v",
@@ -73,7 +60,11 @@ def attend(config: ModelConfig, index: int, scale: float) -> list[Op]:
         softcap=config.attention_softcap,
     )
     is_last = index == config.num_layers - 1
-    return [Store(k="k", v="v", layer=index, head_dim=config.head_dim), attended, *([Keep()] if is_last else [])]
+    return [
+        ops.Store(k="k", v="v", layer=index, head_dim=config.head_dim),
+        attended,
+        *([ops.Keep()] if is_last else []),
+    ]
 
 
 def gated_mlp(config: ModelConfig, at: str, x: str, out: str) -> list[Op]:
@@ -82,19 +73,19 @@ def gated_mlp(config: ModelConfig, at: str, x: str, out: str) -> list[Op]:
     rows = [(name, f"{at}.mlp.{name}_proj", inner) for name in ("gate", "up")]
     return [
         linear(x, size, rows, bias=config.mlp_bias),
-        Activate(gate="gate", up="up", out="act", kind=config.activation),
+        ops.Activate(gate="gate", up="up", out="act", kind=config.activation),
         linear("act", inner, [(out, f"{at}.mlp.down_proj", size)], bias=config.mlp_bias),
     ]
 
 
 def decoder(config: ModelConfig, layers: Iterable[Op], final: Norm) -> Program:
-    """Return a decoder around its layers: embedding before them; norm, head and soft cap behind."""
+    """Return a decoder: embedding, `layers`, the norm `final`, head and soft cap."""
     shape = (config.vocab_size, config.hidden_size)
     tied = ("lm_head.weight",) if config.tie_embeddings else ()
     table = WeightSpec("model.embed_tokens.weight", shape, tied=tied)
     matrix = table if config.tie_embeddings else WeightSpec("lm_head.weight", shape)
     return Program(
-        body=(Embed(out="x", table=table, scale=config.embedding_scale or 1.0), *layers),
+        body=(ops.Embed(out="x", table=table, scale=config.embedding_scale or 1.0), *layers),
         final=(final,),
         head=logits(Linear(x="h", out=("logits",), matrices=(matrix,)), config.logits_softcap),
         vocab_size=config.vocab_size,
@@ -104,6 +95,6 @@ def decoder(config: ModelConfig, layers: Iterable[Op], final: Norm) -> Program:
 
 
 def logits(head: Linear, cap: float | None) -> tuple[Op, ...]:
-    """Return a head that projects onto buffer logits, in float32, soft-capped where there is a cap."""
-    capped = () if cap is None else (Softcap(x="logits", cap=cap),)
-    return (head, Widen(x="logits", out="logits"), *capped)
+    """Return operations that compute buffer logits in float32, soft-capped unless `cap` is None."""
+    capped = () if cap is None else (ops.Softcap(x="logits", cap=cap),)
+    return (head, ops.Widen(x="logits", out="logits"), *capped)

@@ -1,4 +1,4 @@
-"""`Program`: a decoder as lists of operations, with the weights and caches that follow from them. No torch."""
+"""`Program`: a decoder as lists of operations, from which its weights and caches are derived. No torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from nano_inference.models.ops import Attend, Embed, Keep, Op, Rotate, Smear, St
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps of a token, and for how many tokens."""
+    """The K/V cache of one layer."""
 
     num_kv_heads: int
     head_dim: int
     window: int | None
-    """Latest tokens that any query reads; None is all of them."""
+    """Number of latest tokens that any query reads; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A decoder in three parts. Raises `ValueError` naming the buffer that is read before it is written."""
+    """A decoder in three parts. Raises `ValueError` naming a buffer that is read before it is written."""
 
     body: tuple[Op, ...]
-    """Tokens -> buffer x: the residual behind the last layer, of the rows that are kept."""
+    """Tokens to buffer x: the residual after the last layer, of the kept rows."""
     final: tuple[Op, ...]
-    """x -> h: the last norm."""
+    """Buffer x to buffer h: the final norm."""
     head: tuple[Op, ...]
-    """h -> logits, float32, `vocab_size` values a row."""
+    """Buffer h to buffer logits: float32 [rows, vocab_size]."""
     vocab_size: int
     hidden_size: int
     ropes: tuple[RopeConfig, ...]
-    """Rotary embeddings that `Rotate` refers to."""
+    """Indexed by `Rotate.rope`."""
     has_full_decode: bool = False
-    """Windows restrict the queries of prompts only: an answer's tokens read all keys (nanochat, decode_window=full)."""
+    """Windows restrict prompt tokens only; generated tokens attend to all keys (nanochat, decode_window=full)."""
 
     def __post_init__(self) -> None:
         check_order(self.body, frozenset(), "x")
@@ -44,24 +44,23 @@ class Program:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """All operations in order."""
         return (*self.body, *self.final, *self.head)
 
     @cached_property
     def weights(self) -> tuple[WeightSpec, ...]:
-        """Every weight once, in the order of use."""
+        """Return every weight once, in order of use."""
         found = {spec.name: spec for op in self.ops for spec in op.weights}
         assert all(found[spec.name] == spec for op in self.ops for spec in op.weights)
         return tuple(found.values())
 
     @cached_property
     def tied_names(self) -> dict[str, str]:
-        """Other names of weights -> their names."""
+        """Map alternative names of weights to their names."""
         return {other: spec.name for spec in self.weights for other in spec.tied}
 
     @cached_property
     def caches(self) -> tuple[LayerCache, ...]:
-        """What each layer keeps."""
+        """Return the cache of each layer."""
         attends = sorted((op for op in self.body if isinstance(op, Attend)), key=lambda op: op.layer)
         return tuple(
             LayerCache(op.num_kv_heads, op.head_dim, None if self.has_full_decode else op.window) for op in attends
@@ -69,29 +68,29 @@ class Program:
 
     @property
     def windows(self) -> frozenset[int | None]:
-        """The windows of its layers."""
+        """Return the distinct window sizes of the layers."""
         return frozenset(op.window for op in self.body if isinstance(op, Attend))
 
     def without_windows(self) -> Program:
-        """Return the same program with layers that read all keys."""
+        """Return the same program with full attention in all layers."""
         body = tuple(replace(op, window=None) if isinstance(op, Attend) else op for op in self.body)
         return replace(self, body=body)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Return the bytes of keys and values that one token takes over all layers."""
+        """Return the bytes of one token's keys and values, over all layers."""
         return bytes_per_value * sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.caches)
 
 
 def check_order(part: tuple[Op, ...], given: frozenset[str], wanted: str) -> None:
-    """Raise `ValueError` if a buffer is read before it is written, or the part does not write its result."""
+    """Raise `ValueError` if a buffer is read before it is written, or `wanted` is never written."""
     known = set(given)
     kept = False
     for op in part:
         missing = [name for name in op.reads if name not in known]
         if missing:
-            raise ValueError(f"{type(op).__name__} reads {missing[0]}, which no operation before it writes")
+            raise ValueError(f"{type(op).__name__} reads {missing[0]}, which no earlier operation writes")
         if kept and isinstance(op, Embed | Smear | Rotate | Store | Attend | Keep):
-            raise ValueError(f"{type(op).__name__} comes after Keep, which has dropped some of the step's tokens")
+            raise ValueError(f"{type(op).__name__} after Keep: it needs all tokens of the step, Keep drops some")
         kept |= isinstance(op, Keep)
         known.update(op.writes)
     if wanted not in known:
@@ -99,7 +98,7 @@ def check_order(part: tuple[Op, ...], given: frozenset[str], wanted: str) -> Non
 
 
 def live_after(part: Sequence[Op], result: str) -> list[frozenset[str]]:
-    """Return for each operation the buffers that operations behind it read, or that are the part's result."""
+    """Return, for each operation, the buffers that are needed after it (`result` included)."""
     live = frozenset({result})
     found: list[frozenset[str]] = []
     for op in reversed(part):

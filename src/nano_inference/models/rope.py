@@ -1,4 +1,4 @@
-"""Rotary frequencies and their scalings, computed in float32 as the families' own code does.
+"""Rotary frequencies and their scalings, in float32 like the reference implementations.
 
 Shapes: T tokens of the step, R rotary size.
 """
@@ -22,7 +22,7 @@ class RotaryTable:
         self.table_dtype = torch.bfloat16 if config.table_dtype == "bfloat16" else torch.float32
 
     def at(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [T, 1, R] of the positions; the sine's first half carries the rotation's minus sign."""
+        """Return cos and sin [T, 1, R] of the positions; the first half of sin is negated, as `rotate` expects."""
         angle_TR = torch.outer(position_T.float(), self.frequency_R)
         cos_TR, sin_TR = ((x_TR * self.scale).to(self.table_dtype) for x_TR in (angle_TR.cos(), angle_TR.sin()))
         cos_T1R = torch.cat((cos_TR, cos_TR), dim=-1).to(dtype).unsqueeze(1)
@@ -30,7 +30,7 @@ class RotaryTable:
 
 
 def frequencies(config: RopeConfig) -> tuple[Tensor, float]:
-    """Return the angle a position turns each pair by, [R/2] float32, and the scale of cos and sin."""
+    """Return each pair's angle per position, float32 [R/2], and the factor of cos and sin."""
     plain = _plain(config.theta, config.rotary_dim)
     if config.kind == "linear":
         return plain / config.factor, 1.0
@@ -46,13 +46,13 @@ def frequencies(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _plain(theta: float, rotary_dim: int) -> Tensor:
-    """theta^(-2i/R) (RoFormer, arXiv 2104.09864)."""
+    """Return theta^(-2i/R) (RoFormer, arXiv 2104.09864)."""
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     return torch.tensor(1.0) / (theta**exponent)
 
 
 def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
-    """Slow frequencies are divided by the factor, fast ones kept, those between blended (Llama 3.1)."""
+    """Divide low frequencies by the factor, keep high ones, interpolate between (Llama 3.1)."""
     length = config.original_max_positions
     wavelength = 2 * math.pi / plain
     blend = (length / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -63,7 +63,7 @@ def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, config: RopeConfig) -> tuple[Tensor, float]:
-    """Interpolate dimensions that turn seldom, keep those that turn often, ramp between (arXiv 2309.00071, 3.2)."""
+    """Divide low frequencies by the factor, keep high ones, ramp between (arXiv 2309.00071, section 3.2)."""
     low, high = (_yarn_dimension(turns, config) for turns in (config.beta_fast, config.beta_slow))
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -74,13 +74,13 @@ def _yarn(plain: Tensor, config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _yarn_dimension(turns: float, config: RopeConfig) -> float:
-    """The dimension whose pair turns that often within the original length."""
+    """Return the dimension whose pair makes `turns` full turns within the original length."""
     positions = config.original_max_positions
     return config.rotary_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
 
 def _yarn_scale(config: RopeConfig) -> float:
-    """The attention temperature of YaRN, as a scale of cos and sin: 0.1 ln(factor) + 1."""
+    """Return YaRN's attention temperature as a factor of cos and sin: 0.1 ln(factor) + 1 by default."""
 
     def scale(mscale: float) -> float:
         return 0.1 * mscale * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
@@ -93,7 +93,7 @@ def _yarn_scale(config: RopeConfig) -> float:
 
 
 def _dynamic_theta(config: RopeConfig) -> float:
-    """NTK-aware base for the longest length; fixed once, so that cached keys stay valid."""
+    """Return the NTK-aware base for the longest length, so that cached keys stay valid."""
     length, original = config.max_positions, config.original_max_positions
     if length <= original:
         return config.theta

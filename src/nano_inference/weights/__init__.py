@@ -1,5 +1,5 @@
-"""New weights for a running engine: packed beside those in force, checked, then exchanged as a whole.
+"""Weight updates of a running engine: weights are staged next to the current ones, checked, then swapped atomically.
 
-`staging` gathers and checks, `sync` owns the thread and the exchange; `directory` and `group` are places where weights
-come from, each nothing but an iterator of (Hugging Face name, tensor).
+`staging` checks and packs, `sync` owns the staging thread and the swap. `directory`, `group` and `plain` are sources:
+iterators of (Hugging Face name, tensor).
 """

@@ -1,4 +1,4 @@
-"""One short text that says which weights these are, the same for a trainer and for an engine."""
+"""Checksum of weights, computed identically by a trainer and by an engine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 def weights_checksum(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
-    """Return a 128-bit BLAKE2b digest in hex over names, shapes, precisions and bytes; the order does not matter.
+    """Return a 128-bit BLAKE2b digest in hex of names, shapes, dtypes and bytes, independent of the order.
 
-    `dtype` converts first: give the engine's, when the trainer's differs. Tied tensors count once, under the name of
-    the embedding: `model.named_parameters()` of a Transformers model gives just that.
+    `dtype` converts the tensors first: pass the engine's if the trainer's differs. Pass tied tensors once, under the
+    embedding's name, as `model.named_parameters()` of a Transformers model yields them.
     """
     return digest(named if dtype is None else ((name, tensor.detach().to(dtype)) for name, tensor in named))
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the digest of the tensors as they are."""
+    """Return the checksum without a conversion."""
     parts = sorted((name, _digest_one(tensor)) for name, tensor in named)
     whole = hashlib.blake2b(digest_size=16)
     for name, part in parts:
@@ -29,7 +29,7 @@ def digest(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _digest_one(tensor: Tensor) -> bytes:
-    """Return the digest of one tensor: precision, shape, bytes."""
+    """Return the digest of one tensor's dtype, shape and bytes."""
     found = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.numel():

@@ -1,4 +1,4 @@
-"""Weights through files: a directory of safetensors that appears whole or not at all."""
+"""Weight updates through files: a directory of safetensors that is written atomically."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from nano_inference.loader.safetensors_file import SINGLE_NAME, open_weights
 from nano_inference.types import WeightError
 
 MARKER = "STABLE"
-"""The file that says a directory is finished; prime-rl's name for it."""
+"""Name of the file that marks a complete directory, as in prime-rl."""
 
 
 def save_weights(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], directory: str | Path) -> Path:
-    """Write weights for `weights_in`: into a hidden sibling first, which then takes the name in one rename.
+    """Write weights for `weights_in`: to a hidden sibling directory that is then renamed to `directory`.
 
-    A tensor that is there under two names (a tied head) is written once. Raises `WeightError` when the directory exists
-    already: each version has its own.
+    A tensor with two names (a tied head) is written once. Raises `WeightError` if the directory exists.
     """
     target = path_of(directory, "directory")
     if exists(target):
-        raise WeightError(f"{target}: exists already; give every version a directory of its own")
+        raise WeightError(f"{target}: exists already; write each version to a new directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -44,7 +43,7 @@ def save_weights(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dir
 
 
 def _plain(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as the format wants them: on the CPU, contiguous, none twice."""
+    """Return the tensors on the CPU, contiguous, without aliases, as safetensors requires."""
     plain: dict[str, Tensor] = {}
     seen: set[tuple[object, ...]] = set()
     for name, tensor in named.items():
@@ -56,17 +55,16 @@ def _plain(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def weights_in(directory: str | Path, marker: str | None = MARKER) -> Iterator[tuple[str, FileRange]]:
-    """Yield the weights of a safetensors directory, sharded or not, one range of a file at a time.
+    """Yield (name, file range) of every weight in a safetensors directory, sharded or not.
 
-    The directory must hold a file called `marker` (None asks for none): its writer creates it last, or renames the
-    finished directory into place as `save_weights` does. Files that change while they are read are noticed. Raises
-    `WeightError` or `ModelError` naming the file.
+    The directory must contain a file called `marker` (unless None), which its writer creates last; `save_weights`
+    renames a complete directory. Raises `WeightError` or `ModelError` naming the file, also if files change meanwhile.
     """
     path = path_of(directory, "weights")
     if not path.is_dir():
         raise WeightError(f"{path}: no such directory")
     if marker is not None and not is_present(path / marker):
-        raise WeightError(f"{path}: has no file {marker}, so it is not finished (marker=None reads it nevertheless)")
+        raise WeightError(f"{path}: has no file {marker}, so it is not complete (marker=None skips this check)")
     before = _signature(path)
     yield from open_weights(path).items()
     if _signature(path) != before:
@@ -74,12 +72,12 @@ def weights_in(directory: str | Path, marker: str | None = MARKER) -> Iterator[t
 
 
 def _signature(directory: Path) -> dict[str, tuple[int, int, int]]:
-    """Say which weight files there are, and when each was last written."""
+    """Return inode, size and modification time of each weight file."""
     stats = {file.name: file.stat() for file in directory.glob("*.safetensors")}
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def _sync_to_disk(path: Path) -> None:
-    """Wait until a file's bytes are on the disk: a rename must not overtake them."""
+    """Flush a file to disk, so that the later rename cannot become durable first."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())

@@ -1,8 +1,8 @@
-"""Weights through a process group: a trainer (rank 0) sends, engines (ranks 1 and on) receive, in packed buckets.
+"""Weight updates through a process group: a trainer (rank 0) broadcasts packed buckets to engines (ranks 1 and up).
 
-Every transfer begins with a header that names all tensors, so that the two sides cannot disagree about what comes.
-Format: 8 bytes little-endian length; that many bytes of JSON `[[name, dtype, shape], …]`; then the tensors' bytes, each
-begun at a multiple of 16, packed into buckets as `plan_buckets` says; one broadcast for each of these.
+Format, one broadcast each: the header's length (8 bytes, little-endian); the header, JSON
+`[bucket_bytes, [name, dtype, shape], …]`; the buckets of `plan_buckets`, in which tensors start at multiples of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_HEADER_BYTES = 64 << 20
 
 
 class TensorSpec(NamedTuple):
-    """What is told of a tensor before its bytes come."""
+    """A tensor as the header describes it."""
 
     name: str
     dtype: str
@@ -36,14 +36,14 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it takes in a bucket, the gap to the next included."""
+        """Return its bytes in a bucket, including padding."""
         return -(-math.prod(self.shape) * DTYPES[self.dtype].itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 class WeightGroup(Member):
-    """Owns one rank of a process group of its own; torch's default group is neither needed nor touched.
+    """Owns one rank of a separate process group; torch's default group is not used.
 
-    Rank 0 calls `send`, every other rank `receive`. A group that failed cannot be used again: `close` it, join anew.
+    Rank 0 calls `send`, every other rank `receive`. After a failure, `close` the group and create a new one.
     """
 
     def __init__(
@@ -56,9 +56,10 @@ class WeightGroup(Member):
         backend: GroupBackend = "gloo",
         timeout: float = 300.0,
     ) -> None:
-        """Meet the others at rank 0's `address` and `port`, waiting `timeout` seconds at most for them.
+        """Join the group at rank 0's `address` and `port`; wait at most `timeout` seconds for the other ranks.
 
-        `timeout` also bounds every broadcast. Raises `ValueError` naming the field, `WeightError` when nobody comes.
+        `timeout` also limits every broadcast. Raises `ValueError` naming the field, `WeightError` if the group is not
+        complete in time.
         """
         super().__init__(
             address, port, rank=rank, world_size=world_size, backend=backend, timeout=timeout, prefix=_PREFIX
@@ -70,9 +71,9 @@ class WeightGroup(Member):
     def send(
         self, named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, bucket_bytes: int = _BUCKET_BYTES
     ) -> None:
-        """Broadcast weights to the engines; returns when this rank's part is done. Rank 0 only.
+        """Broadcast weights to the engines; return when this rank has sent all of them. Rank 0 only.
 
-        An iterator is read twice (first for the header), so it is kept as a list; its tensors are not copied.
+        An iterator is first collected into a dict, because the header names all tensors; they are not copied.
         """
         if self.rank != 0:
             raise ValueError(f"rank 0 sends; this is rank {self.rank}")
@@ -89,10 +90,10 @@ class WeightGroup(Member):
             self._broadcast(packed)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that rank 0 sends; each is good until the next is asked for.
+        """Yield (name, tensor) of one update; a tensor is valid until the next is requested.
 
-        When the reader stops early, what still comes is received and dropped, so that the group can be used again.
-        Raises `WeightError` when the sender falls silent or goes away.
+        If the generator is closed early, the remaining broadcasts are received and dropped, so that the group stays
+        usable. Raises `WeightError` if the sender disconnects or a broadcast times out.
         """
         if self.rank == 0:
             raise ValueError("rank 0 sends; it does not receive")
@@ -107,24 +108,24 @@ class WeightGroup(Member):
         except (GeneratorExit, WeightError):
             raise
         except BaseException:
-            self._is_broken = True  # a broadcast may be half taken: the next would meet the rest of it
+            self._is_broken = True  # a broadcast may be half received: the next would receive its remainder
             raise
         finally:
             self._is_receiving = False
 
     def _receive_all(self, buckets: Iterator[list[TensorSpec]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of all buckets; take in the rest when the reader stops early."""
+        """Yield the tensors of all buckets; if closed early, receive the remaining buckets."""
         try:
             for bucket in buckets:
                 yield from ((spec.name, part) for spec, part in _parts(bucket, self._receive_bucket(bucket)))
         except GeneratorExit:
-            # A broadcast that meets none of its size makes gloo end the process.
+            # gloo aborts the process if a broadcast has another size than the receiver's memory.
             for bucket in buckets:
                 self._receive_bucket(bucket)
             raise
 
     def _receive_plan(self) -> list[list[TensorSpec]]:
-        """Receive the header and return what each bucket will hold."""
+        """Receive the header; return the tensors of each bucket."""
         length = int.from_bytes(bytes(self._broadcast(torch.zeros(8, dtype=torch.uint8)).tolist()), "little")
         if length > _MAX_HEADER_BYTES:
             self._is_broken = True
@@ -139,7 +140,7 @@ class WeightGroup(Member):
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
-    """Put tensors into buckets in order, each as full as it can be; a larger tensor has one to itself."""
+    """Fill buckets with tensors in order; a tensor larger than `bucket_bytes` gets a bucket of its own."""
     buckets: list[list[TensorSpec]] = []
     room = 0
     for spec in specs:
@@ -152,7 +153,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[Te
 
 
 def _parts(bucket: Sequence[TensorSpec], packed: Tensor) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield each tensor of a bucket as a view of its bytes."""
+    """Yield each tensor of a bucket as a view of `packed`."""
     start = 0
     for spec in bucket:
         dtype = DTYPES[spec.dtype]

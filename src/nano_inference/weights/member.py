@@ -1,4 +1,4 @@
-"""One rank of a process group for weights: how the ranks meet, and one broadcast after the other from rank 0."""
+"""One rank of a process group for weight updates: joining, and broadcasts from rank 0."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from nano_inference.types import WeightError
 
 GroupBackend = Literal["gloo", "nccl"]
 _PROBE_S, _PAUSE_S = 2.0, 0.05
-"""How long one asks whether rank 0 listens, and how long one waits before one asks again."""
+"""Timeout of one connection attempt to rank 0, and the pause between attempts, in seconds."""
 
 
 class Member:
-    """Owns one rank of a process group of its own; torch's default group is neither needed nor touched.
+    """Owns one rank of a separate process group; torch's default group is not used.
 
-    A group that failed cannot be used again: `close` it, join anew.
+    After a failure, `close` the group and create a new one.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Member:
         given_up: Event | None = None,
         greeting: str = "",
     ) -> None:
-        """Meet the others at rank 0's `address` and `port`, waiting `timeout` seconds at most for them.
+        """Join the group at rank 0's `address` and `port`; wait at most `timeout` seconds for the other ranks.
 
-        They find one another below `prefix`. `timeout` also bounds every broadcast. `given_up`, once it is set by
-        another thread, ends the waiting for a rank 0 that does not listen yet. Members that leave the same `greeting`
-        know of each other (`_greeted`). Raises `ValueError` naming the field, `WeightError` when nobody comes.
+        `prefix` is the key prefix in the store. `timeout` also limits every broadcast. Another thread may set
+        `given_up` to cancel waiting for rank 0 to listen. Ranks with the same non-empty `greeting` detect each other
+        (`_greeted`). Raises `ValueError` naming the field, `WeightError` if the group is not complete in time.
         """
         _check_group(address, port, rank, world_size, backend, timeout)
         self._timeout = timedelta(seconds=timeout)
@@ -56,21 +56,21 @@ class Member:
             if greeting:
                 store.set(f"{greeting}{rank}", "")
             self._group = _make_group(backend, store, rank, world_size, self._timeout)
-            # Every member was there before the group was: whoever greets has greeted.
+            # Every rank set its key before the group was complete.
             others = range(world_size) if greeting else ()
             self._greeted = frozenset(one for one in others if store.check([f"{greeting}{one}"]))
-            """The ranks that left the same greeting."""
+            """Ranks with the same greeting, this one included."""
         except (RuntimeError, ValueError) as error:
             raise WeightError(f"no weight group of {world_size} at {address}:{port}: {_first_line(error)}") from error
 
     def close(self) -> None:
-        """Leave the group. May be called twice."""
+        """Leave the group. Can be called again."""
         if not self._is_broken:
             self._group.shutdown()
         self._is_broken = True
 
     def _broadcast(self, data: Tensor) -> Tensor:
-        """Send from, or receive into, `data`; a failure closes the group for good."""
+        """Send `data` (rank 0) or receive into it; return the tensor. A failure closes the group permanently."""
         if self._is_broken:
             raise WeightError("the weight group is closed or has failed; join a new one")
         try:
@@ -83,9 +83,9 @@ class Member:
 
 
 def _await_host(address: str, port: int, timeout: float, given_up: Event) -> None:
-    """Wait until somebody listens. Raises `WeightError` when nobody does in time, or it is given up.
+    """Wait until rank 0 accepts connections. Raises `WeightError` after `timeout` seconds or if `given_up` is set.
 
-    torch's own waiting cannot be called off: it would meet whoever listens there next, in the place of a newer member.
+    torch's own wait cannot be cancelled: an abandoned member would later join in place of its replacement.
     """
     end = time.monotonic() + timeout
     while not given_up.is_set():
@@ -94,19 +94,19 @@ def _await_host(address: str, port: int, timeout: float, given_up: Event) -> Non
                 return
         except OSError as error:
             if time.monotonic() > end:
-                raise WeightError(f"nobody listens there: {error.strerror or type(error).__name__}") from None
+                raise WeightError(f"no connection to rank 0: {error.strerror or type(error).__name__}") from None
         given_up.wait(_PAUSE_S)
-    raise WeightError("it was given up")
+    raise WeightError("the attempt was cancelled")
 
 
 def _meet(address: str, port: int, world_size: int, prefix: str, *, is_host: bool, timeout: timedelta) -> Any:
-    """Return the store through which the ranks find one another."""
+    """Return the key-value store through which the ranks find each other."""
     store = dist.TCPStore(address, port, world_size, is_master=is_host, timeout=timeout)  # type: ignore[attr-defined]
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
 def _make_group(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Return torch's process group of that kind, registered nowhere."""
+    """Return a torch process group that is not registered globally."""
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()

@@ -1,4 +1,4 @@
-"""Checks an update tensor by tensor while an executor packs it beside the weights in force."""
+"""Checks the tensors of a weight update while an executor packs them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from nano_inference.updates import UpdateRules
 _SHOWN_NAMES = 5
 
 NamedWeights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor | FileRange]]
-"""Hugging Face names and tensors: a state dict, an iterator, or one of the places of this room."""
+"""Hugging Face names and tensors: a state dict, or an iterable of pairs."""
 
 
 class Staging:
-    """Owns the next weights of a program while they are gathered."""
+    """Owns the staged weights of an update until they are complete."""
 
     def __init__(self, program: Program, staged: Staged, rules: UpdateRules) -> None:
         self._staged = staged
@@ -32,11 +32,11 @@ class Staging:
         self._specs = {spec.name: spec for spec in program.weights}
         self._aliases = program.tied_names
         self._taken: dict[str, str] = {}
-        """Weight -> the name under which it came."""
+        """Maps the names of staged weights to the names (aliases) in the update."""
 
     @torch.no_grad()
     def put(self, name: object, value: object) -> None:
-        """Check one named tensor and pack it; `WeightError` names what is wrong with it."""
+        """Check one named tensor and pack it. Raises `WeightError` naming the tensor."""
         if not isinstance(name, str):
             raise WeightError(f"a weight's name must be a string, got {name!r}")
         if name.endswith(HARMLESS_SUFFIX):
@@ -56,9 +56,9 @@ class Staging:
         self._taken[known] = name
 
     def _refused_in(self, spec: WeightSpec, source: WeightSource) -> str | None:
-        """Pack a tensor; return the precision in which it is not finite, None if it is.
+        """Pack a tensor; return the precision in which it is not finite, or None.
 
-        The error must not become another's context: its frames hold the memory that was being filled.
+        The exception is not re-raised: as a `__context__`, its frames would keep the partly filled memory alive.
         """
         try:
             self._staged.put(spec, source)
@@ -68,7 +68,7 @@ class Staging:
 
     @torch.no_grad()
     def complete(self) -> Any:
-        """Check that nothing is missing; return what the executor commits."""
+        """Check that no tensor is missing; return the argument of `Executor.commit`."""
         missing = [name for name in self._specs if name not in self._taken]
         if missing and not self._rules.partial:
             rest = f" and {len(missing) - _SHOWN_NAMES} more" if len(missing) > _SHOWN_NAMES else ""
@@ -78,15 +78,15 @@ class Staging:
         return self._staged.finish()
 
     def _check_again(self, name: str, spec: WeightSpec, source: WeightSource) -> None:
-        """A tied tensor may come under both its names, with the same values; nothing else may come twice."""
+        """Raise `WeightError` unless a repeated weight is a tied one under its other name with equal values."""
         if name == self._taken[spec.name]:
-            raise WeightError(f"{name}: is there twice")
+            raise WeightError(f"{name}: occurs twice")
         if not self._staged.has_same(spec, source):
             raise WeightError(f"{name}: differs from {self._taken[spec.name]}, to which this model ties it")
 
 
 def pairs(named: NamedWeights) -> Generator[tuple[object, object]]:
-    """Yield the (name, tensor) pairs of an update; `WeightError` when it is something else."""
+    """Yield the (name, tensor) pairs of an update. Raises `WeightError` if it has another form."""
     items = named.items() if isinstance(named, Mapping) else named
     if isinstance(items, str | bytes | Tensor) or not isinstance(items, Iterable):
         raise WeightError(f"weights must be a state dict or (name, tensor) pairs, got {type(named).__name__}")
@@ -97,11 +97,11 @@ def pairs(named: NamedWeights) -> Generator[tuple[object, object]]:
             yield item
     finally:
         if isinstance(items, Generator):
-            items.close()  # now, not when it is collected: a process group then takes in what is still on its way
+            items.close()  # not left to garbage collection: a process group then receives the remaining broadcasts
 
 
 def _as_source(name: str, value: object) -> TensorSource | FileRange:
-    """Return a tensor, or a range of a file, as something to read; `WeightError` when it is neither, or no floats."""
+    """Return a dense float tensor or a file range as a `WeightSource`. Raises `WeightError` for anything else."""
     if isinstance(value, FileRange):
         return value
     if not isinstance(value, Tensor):

@@ -1,1 +1,1 @@
-"""The compiled C kernels: programs lowered to their operations, weights packed for them."""
+"""The CPU executor: lowers programs to the C kernels' operations and packs weights for them."""

@@ -1,6 +1,6 @@
-"""Draws tokens by the CPU kernels where a row asks for nothing special, and by `sampling.draw` where it does.
+"""Draws tokens with the CPU kernels (rows that use only a temperature) or with `sampling.draw` (all other rows).
 
-Which of the two draws a row depends on that row's own parameters, so its token never depends on its mates.
+The choice depends on the row's own parameters only, so its token does not depend on the other rows of the batch.
 
 Shapes: B rows, V vocabulary.
 """
@@ -20,14 +20,14 @@ from nano_inference.sampling import draw, results, truncation_of, uniform
 
 
 class KernelSampler:
-    """An `executors.step.Sampler` that has the compiled code."""
+    """Samples with the C kernels; satisfies `executors.step.Sampler`."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self._normalise = kernel_normalise(library)
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
-        """Draw one token a row; the logits may be overwritten."""
+        """Draw one token per row; may overwrite the logits."""
         plain = [i for i, row in enumerate(rows) if is_plain(row)]
         if len(plain) == len(rows):
             return self._draw_plain(logits_BV, rows)
@@ -49,7 +49,7 @@ class KernelSampler:
 
 
 def is_plain(row: Row) -> bool:
-    """Whether a row is drawn from all tokens by temperature alone and wants to know its log-probability only."""
+    """Return True if a row uses no sampling parameter but the temperature and reports only the log-probability."""
     params = row.params
     is_adjusted = row.history or params.logit_bias or params.allowed_token_ids is not None or row.banned
     wants_more = params.logprobs or params.raw_logprobs or params.sampling_mask
@@ -57,7 +57,7 @@ def is_plain(row: Row) -> bool:
 
 
 def kernel_normalise(library: Library) -> Normalise:
-    """Return the function that computes the normaliser by the CPU kernels."""
+    """Return a `Normalise` that uses the CPU kernels."""
     return partial(_normalise_by_kernels, library)
 
 

@@ -1,6 +1,6 @@
-"""`CpuExecutor`: runs a program in compiled C, one call a step.
+"""`CpuExecutor`: runs a program in compiled C, one call per step.
 
-Shapes: T tokens of a step, K those that are kept, S rows, E hidden size, V vocabulary, P positions, R rotary size.
+Shapes: T tokens of a step, K kept tokens, S rows, E hidden size, V vocabulary, P positions, R rotary size.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ Ropes = tuple[tuple[Tensor, Tensor], ...]
 
 @dataclass(frozen=True, slots=True)
 class CpuModel:
-    """A program over packed weights, in C's form; it owns the memory of one step's buffers."""
+    """A program lowered onto packed weights, with the buffers of one step."""
 
     weights: CpuWeights
     body: NativeProgram
     full_body: NativeProgram | None
-    """The same without windows, for the answers of programs with `has_full_decode`; None for all others."""
+    """`body` without windows, for generated tokens of programs with `has_full_decode`; None for other programs."""
     final: NativeProgram
     logits: NativeProgram
-    """Last norm and head."""
+    """Final norm and head."""
 
 
 class CpuExecutor:
-    """Owns packed weights, the memory of the KV cache and of one step; satisfies `executors.Executor`."""
+    """Owns packed weights, the KV cache and a step's buffers; satisfies `protocol.Executor`, which documents it."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class CpuExecutor:
         sampler: Sampler | None = None,
         lowerings: Lowerings = LOWERINGS,
     ) -> None:
-        """It has no weights and no cache yet. `max_len` positions can be computed: the rotary tables are made for them.
+        """Create an executor without weights and cache, for sequences of up to `max_len` positions.
 
-        Raises `ValueError` naming the operation if the kernels cannot compute the program.
+        Raises `ValueError` naming an operation that the kernels do not support.
         """
         check_operations(program, lowerings)
         self.config = config
@@ -79,20 +79,18 @@ class CpuExecutor:
         self._mode = InferenceMode()
         self._model: CpuModel | None = None
         self._shared: frozenset[str] = frozenset()
-        """Matrices that a copy may compute with, too: their memory is never written again."""
+        """Names of matrices that a copy may share: their memory is never reused."""
         self._spare: dict[str, Matrix] = {}
-        """Replaced matrices, whose memory the next update uses: fresh memory takes several times as long to fill."""
+        """Replaced matrices; the next update reuses their memory, because filling new pages is several times slower."""
         self._store: KernelStore | None = None
 
     @property
     def code(self) -> str:
-        """The instruction set that the kernels were compiled for."""
         return self.library.isa
 
     # ---- steps ----
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
-        """Compute the rows; see `Executor.run`."""
         return self._mode.run(lambda: self._run(rows, copies, fresh))
 
     def _run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
@@ -100,33 +98,33 @@ class CpuExecutor:
         return run_step(self, rows, self.sampler, self._normalise)
 
     def recover(self) -> None:
-        """Undo what an interrupted `run` left behind in this thread."""
+        """Undo what an interrupted `run` left in this thread."""
         if self._store is not None:
             self._store.recover()
         self._mode.recover()
 
     def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
-        """Return the residual [K, E], in memory that the next step overwrites; see `Forward.hidden`."""
+        """Return the residual [K, E] in a buffer that the next step overwrites; see `Forward.hidden`."""
         return self._hidden(self._layout(rows, kept), self.store.cache, windows=windows)
 
     def step_logits(self, rows: Rows, kept: Sequence[int]) -> Tensor:
-        """Return float32 logits [K, V] by one call, in memory that the next step overwrites."""
+        """Return float32 logits [K, V] from a single C call, in a buffer that the next step overwrites."""
         head = self.model.logits
         self.model.body.run(self._layout(rows, kept), self.store.cache, Continuation(head, "x", "x"))
         return head.buffer("logits", len(kept), self.program.vocab_size)
 
     def final(self, hidden_SE: Tensor) -> Tensor:
-        """Return the residual behind the last norm [S, E], in memory that the next call overwrites."""
+        """Apply the final norm to [S, E]; the next call overwrites the result."""
         self.model.final.run_rows({"x": hidden_SE})
         return self.model.final.buffer("h", hidden_SE.size(0))
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return float32 logits [S, V], in memory that the next call overwrites."""
+        """Return float32 logits [S, V]; the next call overwrites the result."""
         self.model.logits.run_rows({"x": hidden_SE})
         return self.model.logits.buffer("logits", hidden_SE.size(0), self.program.vocab_size)
 
     def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
-        """Return float32 logits [T, V] of every token, over a `KernelStore` of the caller's."""
+        """Return float32 logits [T, V] of every token, using the caller's `KernelStore`."""
         assert isinstance(cache, KernelStore)
         assert max(span.end for span in inputs.spans) <= self._max_len
         spans = [(span.num_tokens, span.start, span.blocks) for span in inputs.spans]
@@ -141,14 +139,12 @@ class CpuExecutor:
         return body.buffer("x", len(layout.keep_K))
 
     def _layout(self, rows: Rows, kept: Sequence[int]) -> Layout:
-        """Return a step as the kernels want it."""
         assert max(row.start + len(row.tokens) for row in rows) <= self._max_len
         spans = [(len(row.tokens), row.start, row.blocks) for row in rows]
         return layout_of(chain.from_iterable(row.tokens for row in rows), previous_tokens(rows), spans, kept)
 
     @property
     def model(self) -> CpuModel:
-        """The program over the weights in force."""
         assert self._model is not None, "there are no weights"
         return self._model
 
@@ -156,20 +152,17 @@ class CpuExecutor:
 
     @property
     def store(self) -> KernelStore:
-        """The KV cache's memory."""
         assert self._store is not None, "there is no cache"
         return self._store
 
     def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
-        """Return float32, or bfloat16 where that is wanted."""
+        """Return float32 for "auto"."""
         return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 
     def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
-        """Return the bytes of a block in all layers."""
         return self.program.kv_bytes_per_token(self.cache_dtype(dtype).itemsize) * block_size
 
     def new_cache(self, size: CacheSize) -> None:
-        """Take memory for a cache."""
         self._store = new_store(
             self.program,
             size.num_blocks,
@@ -180,28 +173,24 @@ class CpuExecutor:
         )
 
     def free_cache(self) -> None:
-        """Give the cache's memory back."""
         self.store.free()
 
     def restore_cache(self) -> None:
-        """Take it again, empty."""
         self.store.restore()
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that there is room for."""
         return 0 if self._store is None else self._store.num_bytes
 
     # ---- weights ----
 
     def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> CpuStaged:
-        """Start the next weights, in the memory of replaced ones as far as there is any."""
+        """Start filling new weights, reusing the memory of replaced ones first."""
         live = None if self._model is None else self._model.weights
         spare, self._spare = self._spare, {}
         return CpuStaged(self.library, self._rounding, live, self._bound, spare, pace, check_finite=check_finite)
 
     def _bound(self, weights: CpuWeights) -> CpuModel:
-        """Lower the program onto packed weights."""
         program, x = self.program, {"x": self.program.hidden_size}
 
         def native(of: Program, part: str, given: Mapping[str, int], result: str) -> NativeProgram:
@@ -219,34 +208,32 @@ class CpuExecutor:
         )
 
     def commit(self, staged: CpuModel) -> None:
-        """Compute with these weights from the next step on."""
         if self._model is staged:
             return
         old, new = {} if self._model is None else self._model.weights.matrices, staged.weights.matrices
         replaced = {name: matrix for name, matrix in old.items() if matrix is not new[name]}
         spare = {name: matrix for name, matrix in replaced.items() if name not in self._shared}
-        # In this order, an interruption never makes memory look free that something computes with.
+        # In this order, an interruption never marks memory as spare that the model still uses.
         self._model = staged
         self._spare = spare
         self._shared = self._shared - replaced.keys()
 
     def drop_spare(self) -> None:
-        """Give back the memory kept for the next update."""
         self._spare = {}
 
     def discard_weights(self) -> None:
-        """Give the memory of the weights back, unless a copy shares it."""
+        """Free the memory of the weights, unless a copy shares it."""
         self._model, self._spare = None, {}
 
     def move_weights(self, device: torch.device) -> None:
-        """Stay in main memory."""
+        """Do nothing: the weights are always in main memory."""
 
     def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights under their names, widened one after another."""
+        """Yield (name, weight), each unpacked when it is yielded."""
         yield from self._values(self.model.weights, names)
 
     def staged_values(self, staged: CpuModel) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights that were staged, widened one after another."""
+        """Yield (name, weight) of staged weights, each unpacked when it is yielded."""
         yield from self._values(staged.weights, None)
 
     def _values(self, weights: CpuWeights, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
@@ -256,16 +243,14 @@ class CpuExecutor:
 
     @property
     def weight_dtype(self) -> str:
-        """The precision that updates are kept in."""
         return "float32" if self._rounding == "own" else self._rounding
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the packed weights in force."""
         return 0 if self._model is None else self._model.weights.num_bytes
 
     def copy(self) -> CpuExecutor:
-        """Return a second executor on the same packed weights."""
+        """Return a second executor that shares the packed weights."""
         other = CpuExecutor(
             self.config, self.program, self.library, self._max_len, self._rounding, self.sampler, self._lowerings
         )
@@ -277,14 +262,14 @@ class CpuExecutor:
 def new_store(
     program: Program, num_blocks: int, block_size: int, library: Library, dtype: torch.dtype, *, eager: bool = False
 ) -> KernelStore:
-    """Return memory for keys and values; `eager` has all of its pages brought in from the start."""
+    """Return a cache for a program's layers; `eager` faults in all of its pages in the background."""
     _, num_kv_heads, head_dim = head_sizes(program)
     num_layers = len(program.caches)
     return KernelStore(num_layers, num_blocks, block_size, num_kv_heads, head_dim, library, dtype=dtype, eager=eager)
 
 
 def rope_tables(program: Program, max_len: int) -> Ropes:
-    """Return cosines and signed sines [P, R] of every position, a pair for each rotary embedding."""
+    """Return, for each rotary embedding, cosines and signed sines [P, R] of every position."""
     position_P = torch.arange(max_len)
     tables = (RotaryTable(rope, torch.device("cpu")) for rope in program.ropes)
     pairs = (table.at(position_P, torch.float32) for table in tables)
@@ -297,7 +282,7 @@ def layout_of(
     spans: Sequence[tuple[int, int, tuple[int, ...]]],
     kept: Iterable[int],
 ) -> Layout:
-    """Return a step as the kernels want it; a span is its number of tokens, its first position, and its blocks."""
+    """Return a step's `Layout`; each span is (number of tokens, first position, block table)."""
     lengths = [len(blocks) for _, _, blocks in spans]
     return Layout(
         token_T=array("i", tokens),

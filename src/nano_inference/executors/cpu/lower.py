@@ -1,10 +1,10 @@
-"""From a decoder's program to the C kernels' operations, which do more at once and work in place.
+"""Lowers a decoder's program to the C kernels' operations, which are fused and work in place.
 
-Fused are `Linear` or `Norm` with the `Add` behind it, and `HeadNorm`, `Rotate` and `Store` of one layer's queries, keys
-and values. `Keep` moves in front of the last `Attend`, so that only the queries of kept rows attend.
+`Linear` and `Norm` absorb a following `Add`; one `Heads` replaces `HeadNorm`, `Rotate` and `Store` of a layer's
+queries, keys and values. `Keep` moves before the last `Attend`, so that only queries of kept rows attend.
 
-A buffer of a program becomes a range of columns of one of the kernels' buffers: the outputs of one `Linear` share one.
-Raises `ValueError` naming the operation if the kernels cannot compute a program.
+A buffer of a program becomes a range of columns of a kernel buffer; the outputs of one `Linear` share a kernel buffer.
+Raises `ValueError` naming an operation that the kernels cannot compute.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from nano_inference.models.program import Program, live_after
 
 @dataclass(frozen=True, slots=True)
 class CpuWeights:
-    """Packed matrices, and float32 vectors and numbers, under the names of their specs."""
+    """Packed matrices, and float32 vectors and numbers, by weight name."""
 
     matrices: Mapping[str, Matrix]
     vectors: Mapping[str, Tensor]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Return the bytes of all weights."""
         matrices = sum(matrix.num_bytes for matrix in self.matrices.values())
         return matrices + sum(vector.nbytes for vector in self.vectors.values())
 
     def vector(self, specs: Sequence[WeightSpec]) -> Tensor | None:
-        """Return vectors one after another; None for none."""
+        """Concatenate vectors; None if `specs` is empty."""
         found = [self.vectors[spec.name] for spec in specs]
         return torch.cat(found) if len(found) > 1 else found[0] if found else None
 
 
 class Place(NamedTuple):
-    """Where a buffer of the program is: columns [start, start + width) of a kernels' buffer."""
+    """Location of a program's buffer: columns [start, start + width) of a kernel buffer."""
 
     buffer: str
     start: int
@@ -52,12 +52,12 @@ class Place(NamedTuple):
 
 
 Lowerings = Mapping[type[Any], Callable[[Any, Any], None]]
-"""Operation -> the function that appends what the kernels compute for it to a `Lowering`."""
+"""Maps an operation's class to the function that appends its kernel operations to a `Lowering`."""
 
 
 @dataclass
 class Lowering:
-    """What is known while operations are lowered, in order."""
+    """State while the operations of one part are lowered in order."""
 
     program: Program
     part: tuple[Op, ...]
@@ -70,7 +70,7 @@ class Lowering:
     ops: list[kernel.Op] = field(default_factory=list)
 
     def place(self, names: Sequence[str], widths: Sequence[int], *, other_than: str = "") -> str:
-        """Place buffers side by side in one of the kernels' buffers; return its name."""
+        """Assign buffers to adjacent columns of one kernel buffer, not `other_than`; return its name."""
         buffer = "+".join(names)
         while buffer == other_than or self.widths.get(buffer, sum(widths)) != sum(widths):
             buffer += "'"
@@ -82,21 +82,23 @@ class Lowering:
         return buffer
 
     def first(self, op: Op, name: str) -> str:
-        """Return the kernels' buffer that a buffer begins. Raises `ValueError` if it lies behind another."""
+        """Return the kernel buffer that starts with a buffer. Raises `ValueError` if the buffer starts later."""
         place = self.places[name]
         if place.start:
-            raise ValueError(f"{type(op).__name__} of {name}: the CPU kernels read it only where it comes first")
+            raise ValueError(
+                f"{type(op).__name__} of {name}: the CPU kernels read only the first output of a Linear here"
+            )
         return place.buffer
 
     def whole(self, op: Op, name: str) -> str:
-        """Return the kernels' buffer that a buffer is. Raises `ValueError` if it shares it with others."""
+        """Return the kernel buffer that holds only this buffer. Raises `ValueError` if it holds others, too."""
         place = self.places[name]
         if place != Place(place.buffer, 0, self.widths[place.buffer]):
-            raise ValueError(f"{type(op).__name__} of {name}: the CPU kernels compute it only of a whole Linear")
+            raise ValueError(f"{type(op).__name__} of {name}: the CPU kernels need all outputs of a Linear here")
         return place.buffer
 
     def number(self, number: Number | None) -> Tensor | None:
-        """Return one number, [1]."""
+        """Return a number as a tensor [1]."""
         if number is None:
             return None
         return self.weights.vectors[number.weight.name][number.index : number.index + 1]
@@ -110,9 +112,9 @@ def lowered(
     result: str,
     lowerings: Lowerings,
 ) -> kernel.Program:
-    """Return one part of a program for the kernels; `given` are the buffers that a run brings, with their widths.
+    """Lower one part of a program; the result is in the kernel buffer named `result`.
 
-    Its result is in the kernels' buffer of the same name.
+    `given` maps the input buffers of a run to their widths.
     """
     state = Lowering(program, tuple(part), live_after(part, result), weights, lowerings)
     for name, width in given.items():
@@ -121,7 +123,7 @@ def lowered(
     while index < len(part):
         index += _lower(state, index)
     if state.places[result] != Place(result, 0, state.widths[result]):
-        raise ValueError(f"{result} must be written as a whole")
+        raise ValueError(f"{result} must be written by one operation of its own")
     num_heads, num_kv_heads, head_dim = head_sizes(program)
     return kernel.Program(
         ops=tuple(state.ops), widths=state.widths, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
@@ -129,7 +131,7 @@ def lowered(
 
 
 def head_sizes(program: Program) -> tuple[int, int, int]:
-    """Return query heads, kv heads and head size. Raises `ValueError` for layers that differ in them."""
+    """Return (query heads, kv heads, head size). Raises `ValueError` if layers differ in them."""
     sizes = {(op.num_heads, op.num_kv_heads, op.head_dim) for op in program.body if isinstance(op, ops.Attend)}
     if len(sizes) != 1:
         raise ValueError(f"Attend: the CPU kernels need layers with the same heads, not {sorted(sizes)}")
@@ -137,11 +139,11 @@ def head_sizes(program: Program) -> tuple[int, int, int]:
 
 
 def _lower(state: Lowering, index: int) -> int:
-    """Lower the operation at an index; return how many operations were lowered with it."""
+    """Lower the operation at an index and those fused with it; return how many were lowered."""
     op, after = state.part[index], state.part[index + 1] if index + 1 < len(state.part) else None
     onto = None if after is None else _residual(op, after, state.live[index + 1])
     if isinstance(op, ops.Linear) and onto is not None and state.places[onto].buffer == state.places[op.x].buffer:
-        onto = None  # a product cannot be added to the rows that it reads
+        onto = None  # a product cannot be added in place to its own input
     if isinstance(op, ops.Linear | ops.Norm):
         _linear_or_norm(state, op, onto)
         return 1 if onto is None else 2
@@ -161,7 +163,7 @@ def _lower(state: Lowering, index: int) -> int:
 
 
 def _residual(op: Op, add: Op, live: frozenset[str]) -> str | None:
-    """Return the buffer that an operation's result is only added to by the next; None if there is none such."""
+    """Return the buffer to which `add` adds the result of `op`; None unless that is the result's only use."""
     if not isinstance(add, ops.Add) or len(op.writes) != 1:
         return None
     is_only_added = add.y == op.writes[0] and add.x == add.out != add.y and add.y not in live
@@ -169,7 +171,7 @@ def _residual(op: Op, add: Op, live: frozenset[str]) -> str | None:
 
 
 def _linear_or_norm(state: Lowering, op: ops.Linear | ops.Norm, onto: str | None) -> None:
-    """Lower a projection or a norm; `onto` names the buffer that its result is added to."""
+    """Lower a projection or a norm; if `onto` is given, its result is added to that buffer."""
     weights, is_added = state.weights, onto is not None
     if isinstance(op, ops.Norm):
         x = state.whole(op, op.x)
@@ -185,7 +187,7 @@ def _linear_or_norm(state: Lowering, op: ops.Linear | ops.Norm, onto: str | None
 
 
 def _heads(state: Lowering, part: tuple[Op, ...], index: int) -> int:
-    """Lower head norms, a rotation and the store that follow one another; return how many."""
+    """Lower consecutive head norm, rotation and store as one operation; return how many were lowered."""
     taken: list[ops.HeadNorm | ops.Rotate | ops.Store] = []
     order = {ops.HeadNorm: 0, ops.Rotate: 1, ops.Store: 3}
     rank = -1
@@ -218,7 +220,7 @@ def _heads(state: Lowering, part: tuple[Op, ...], index: int) -> int:
 
 
 def _qkv(state: Lowering, taken: Sequence[ops.HeadNorm | ops.Rotate | ops.Store]) -> str:
-    """Return the buffer of queries, keys and values. Raises `ValueError` if they do not lie there side by side."""
+    """Return the kernel buffer of queries, keys and values. Raises `ValueError` if they are not adjacent there."""
     num_heads, num_kv, dim = head_sizes(state.program)
     buffer = state.places[taken[0].reads[0]].buffer
     ends = {0: num_heads * dim, num_heads * dim: num_kv * dim, (num_heads + num_kv) * dim: num_kv * dim}
@@ -239,7 +241,7 @@ def _attend(state: Lowering, op: ops.Attend) -> None:
 
 
 def _keep(state: Lowering, names: frozenset[str]) -> None:
-    """Move the kept rows of some buffers to the front, three of the kernels' buffers at a time."""
+    """Append operations that move the kept rows of buffers to the front, up to three kernel buffers each."""
     buffers = sorted({state.places[name].buffer for name in names if name in state.places})
     for start in range(0, len(buffers), 3):
         state.ops.append(kernel.Keep(buffers=tuple(buffers[start : start + 3])))
@@ -253,7 +255,7 @@ def _embed(state: Lowering, op: ops.Embed) -> None:
 
 
 def _widen(state: Lowering, op: ops.Widen) -> None:
-    if op.out != op.x:  # else nothing is to be done: all values are float32
+    if op.out != op.x:  # in place it is a no-op: all values are float32
         _mix(state, ops.Copy(x=op.x, out=op.out))
 
 
@@ -307,12 +309,13 @@ LOWERINGS: Lowerings = MappingProxyType(
         ops.Softcap: _softcap,
     }
 )
-"""How operations are lowered that are never fused with others; `_FUSED` are those that `lowered` looks at together."""
+"""Operations that are never fused."""
 _FUSED = (ops.Linear, ops.Norm, ops.HeadNorm, ops.Rotate, ops.Store, ops.Attend, ops.Keep)
+"""Operations that `_lower` handles, because they may be fused with the next one."""
 
 
 def check_operations(program: Program, lowerings: Lowerings) -> None:
-    """Raise `ValueError` naming the operations of a program that the kernels cannot compute."""
+    """Raise `ValueError` naming the operations of a program that the kernels do not support."""
     unknown = {type(op) for op in program.ops} - {*lowerings, *_FUSED}
     if unknown:
         names = ", ".join(sorted(one.__name__ for one in unknown))

@@ -1,4 +1,4 @@
-"""Gives memory its pages ahead of use, in a thread: the first write to a page would else wait for the system."""
+"""Faults in memory pages in a background thread ahead of use, so that first writes do not wait for the kernel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import suppress
 _PIECE_BYTES = 4 << 20
 
 Populate = Callable[[int, int], None]
-"""Told a range of bytes [start, stop) to bring in; may fail in silence, for it is only about time."""
+"""Faults in the bytes [start, stop). Failures are ignored: they only cost time."""
 
 
 class Populator:
-    """Owns a thread that keeps some bytes ahead of the highest one in use. It holds nothing when nothing is asked."""
+    """Owns a thread that faults in pages up to `ahead` bytes after the highest byte in use; started on demand."""
 
     def __init__(self, num_bytes: int, ahead: int, populate: Populate) -> None:
         self._num_bytes = num_bytes
@@ -28,7 +28,7 @@ class Populator:
         self._thread: threading.Thread | None = None
 
     def reach(self, end: int) -> None:
-        """Say that bytes up to `end` are in use from now on."""
+        """Report that bytes up to `end` are in use; starts faulting in the pages after them."""
         wanted = min(end + self._ahead, self._num_bytes)
         if wanted <= self._wanted:
             return
@@ -40,12 +40,12 @@ class Populator:
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Wait until everything asked for is there, for `timeout` seconds; whether it is."""
+        """Wait until all requested pages are present, at most `timeout` seconds; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: self._brought_in >= self._wanted, timeout)
 
     def close(self) -> None:
-        """End the thread, after the piece it is at: one that is cut off by the interpreter's end aborts the process."""
+        """End the thread after its current piece: killing it at interpreter exit would abort the process."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -59,7 +59,7 @@ class Populator:
                 self._lock.release()
 
     def _is_running(self) -> bool:
-        """Whether the thread was started and has not ended; an interruption may have kept it from its start."""
+        """Return True if the thread is alive; an interruption may have prevented its start."""
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
@@ -70,7 +70,7 @@ class Populator:
                 self._changed.notify_all()
 
     def _next(self) -> tuple[int, int] | None:
-        """Wait for a piece to bring in; None when there will be none."""
+        """Wait for the next range to fault in; None after `close`."""
         with self._changed:
             while self._done >= self._wanted and not self._is_closed:
                 self._changed.wait()

@@ -1,6 +1,6 @@
-"""The bytes of the KV cache as the CPU kernels read them; `executors.torch.store` has torch's layout.
+"""KV cache memory in the layout of the CPU kernels.
 
-Shapes: L layers, N blocks, K kv heads, D head size, Z slots of a block.
+Shapes: L layers, N blocks, K kv heads, D head size, Z slots per block.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from nano_inference.memory import lazy_zeros
 from nano_inference.runner import BlockCopy
 
 _AHEAD_BYTES = 96 << 20
-"""Of keys, and of values, whose pages are there before they are needed."""
+"""Bytes of keys, and of values, whose pages are faulted in before they are needed."""
 _SLACK = 64
-"""Values behind the last block: vectors of keys are loaded whole."""
+"""Values after the last block, because the kernels load whole vectors."""
 
 
 class KernelStore:
@@ -38,7 +38,7 @@ class KernelStore:
         dtype: torch.dtype = torch.float32,
         eager: bool = False,
     ) -> None:
-        """`eager` has all the memory's pages brought in from the start, not only those of the next blocks."""
+        """Allocate; `eager` faults in all pages in the background, not only those of the next blocks."""
         self._library = library
         self._dtype = dtype
         self._is_eager = eager
@@ -50,21 +50,21 @@ class KernelStore:
         self.restore()
 
     def restore(self) -> None:
-        """Take the memory, every slot zero."""
+        """Allocate the memory, zeroed."""
         self._make(self.num_blocks)
 
     def free(self) -> None:
-        """Give the memory back; nothing can be written or read before `restore`."""
+        """Free the memory; the store is unusable until `restore`."""
         self._make(0)
 
     def recover(self) -> None:
-        """Undo what an interruption of the calling thread left behind."""
+        """Release locks that an interruption of the calling thread left held."""
         if self._populator is not None:
             self._populator.recover()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values that it has room for."""
+        """Return the allocated bytes of keys and values."""
         return self._k_NLKDZ.nbytes + self._v_NLKZD.nbytes
 
     def _make(self, num_blocks: int) -> None:
@@ -79,11 +79,11 @@ class KernelStore:
         self._v_NLKZD = v[:total].view(num_blocks, num_layers, num_kv_heads, size, head_dim)
 
     def wait_for_pages(self, timeout: float) -> bool:
-        """Wait until the pages that were asked for are there, for `timeout` seconds; whether they are."""
+        """Wait until all requested pages are present, at most `timeout` seconds; return whether they are."""
         return self._populator is None or self._populator.wait(timeout)
 
     def _bring_in(self, k: Tensor, v: Tensor, num_bytes: int) -> None:
-        """Begin to look after the pages of this memory, and no longer after those of the last."""
+        """Replace the populator by one for this memory."""
         code = self._library.code
 
         def populate(start: int, stop: int) -> None:
@@ -91,17 +91,17 @@ class KernelStore:
                 code.nano_populate(cache.data_ptr() + start, stop - start)
 
         if self._closing is not None:
-            self._closing()  # also drops the finalizer, which refers to the previous memory through its populator
+            self._closing()  # also drops the finalizer, which keeps the previous memory alive through its populator
         self._populator = Populator(num_bytes, num_bytes if self._is_eager else _AHEAD_BYTES, populate)
         self._closing = weakref.finalize(self, self._populator.close)
         if self._is_eager and num_bytes:
             self._populator.reach(0)
 
     def prepare(self, fresh: Sequence[int], copies: Sequence[BlockCopy]) -> None:
-        """Copy the first slots of blocks into others. Fresh blocks stay as they are: the kernels read no slot before it
-        was written. Their pages, and those of blocks that come next, are brought in meanwhile.
+        """Copy the first slots of blocks into others, and fault in the pages of `fresh` blocks and the next ones.
 
-        Every source is read before anything is written: a source may have been evicted and taken in this very step.
+        Fresh blocks are not cleared: the kernels never read a slot that was not written. All sources are read before
+        any write, because a source block may be the target of another copy in this step.
         """
         if fresh and self._populator is not None:
             self._populator.reach(self._block_bytes * (max(fresh) + 1))

@@ -1,4 +1,4 @@
-"""The CPU kernels' weights while they are filled: each is packed straight from its source.
+"""Packs new weights for the CPU kernels, each directly from its source.
 
 Shapes: N outputs and K inputs of a matrix.
 """
@@ -15,17 +15,7 @@ from torch import Tensor
 from nano_inference.executors.cpu.lower import CpuWeights
 from nano_inference.executors.staging import SMALL_PIECE, NotFinite, Pace, pieces_of, rows_of
 from nano_inference.kernels.library import BF16, F32, INT8, Library
-from nano_inference.kernels.matrix import (
-    PLAIN,
-    Matrix,
-    Packer,
-    can_keep,
-    can_round,
-    pack_blocks,
-    pack_int8,
-    scan,
-    unpack,
-)
+from nano_inference.kernels.matrix import PLAIN, Matrix, Packer, can_keep, can_round, pack_blocks, scan, unpack
 from nano_inference.loader.gguf import PackedTensor
 from nano_inference.loader.pieces import DTYPES
 from nano_inference.loader.sources import TensorSource, WeightSource
@@ -33,15 +23,15 @@ from nano_inference.memory import Slabs
 from nano_inference.models.ops import WeightSpec
 
 _LARGE_PIECE = 1 << 18
-"""Elements packed at once where nothing waits for the end of a piece: they fit the second-level cache."""
+"""Elements packed at a time when no steps run: they fit the second-level cache."""
 
 Rounding = Literal["own", "bfloat16", "int8"]
-"""How weights are kept: as they come, or rounded."""
+"""Storage precision of weights: "own" keeps that of the source."""
 Model = TypeVar("Model")
 
 
 class CpuStaged:
-    """Owns the next weights while they are packed; a weight that does not come stays as it is packed now."""
+    """Owns new weights while they are packed; `finish` takes missing weights from the current ones."""
 
     def __init__(
         self,
@@ -54,9 +44,9 @@ class CpuStaged:
         *,
         check_finite: bool,
     ) -> None:
-        """`finish` makes what the executor commits of complete weights.
+        """Start without weights; `finish` turns complete weights into the argument of `commit`.
 
-        `spare` are matrices that nothing computes with; their memory is used first.
+        `spare` holds unused matrices by weight name, whose memory is reused.
         """
         self._library, self._rounding, self._live = library, rounding, live
         self._finish, self._spare, self._pace, self._check_finite = finish, spare, pace, check_finite
@@ -65,7 +55,7 @@ class CpuStaged:
         self._slabs = Slabs()
 
     def put(self, spec: WeightSpec, source: WeightSource) -> int:
-        """Pack one weight; return the bytes kept. Raises `NotFinite` where values are checked."""
+        """Pack one weight; return the bytes stored. Raises `NotFinite` if values are checked."""
         if spec.kind == "matrix":
             matrix = self._matrices[spec.name] = self._matrix(source, self._slabs, self._spare.pop(spec.name, None))
             return matrix.num_bytes
@@ -73,24 +63,26 @@ class CpuStaged:
         return vector.nbytes
 
     def has_same(self, spec: WeightSpec, source: WeightSource) -> bool:
-        """Whether a weight that was put has, as it is kept, the values of another source."""
+        """Return True if a weight that was put equals another source once packed."""
         if spec.kind != "matrix":
             return torch.equal(self._vectors[spec.name], self._read_vector(spec, source).float())
         first = self._matrices[spec.name]
         values_NK = torch.empty(source.shape, dtype=torch.bfloat16 if self._rounding == "bfloat16" else torch.float32)
         source.read_into(values_NK)
         if first.format == INT8:
-            return torch.equal(first.packed, pack_int8(self._library, values_NK, Slabs()).packed)
+            packer = Packer(self._library, values_NK, Slabs(), INT8)
+            packer.put(0, values_NK.size(0))
+            return torch.equal(first.packed, packer.matrix.packed)
         return torch.equal(unpack(self._library, first), values_NK.float())
 
     def finish(self) -> object:
-        """Return what came and what is in force for the rest, ready to compute with."""
+        """Return the new weights, completed by the current ones, as `Executor.commit` takes them."""
         live = self._live or CpuWeights({}, {})
         matrices = MappingProxyType({**live.matrices, **self._matrices})
         return self._finish(CpuWeights(matrices, MappingProxyType({**live.vectors, **self._vectors})))
 
     def _matrix(self, source: WeightSource, slabs: Slabs, spare: Matrix | None = None) -> Matrix:
-        """Pack one matrix: ggml's blocks as they are where they can be, plain values, or rounded ones."""
+        """Pack one matrix: ggml blocks unchanged if a kernel supports them, otherwise plain or rounded values."""
         if isinstance(source, PackedTensor) and self._keeps_blocks(source):
             rows, order = source.read_blocks()
             name, num_in = source.tensor.type_name, source.shape[1]
@@ -105,9 +97,9 @@ class CpuStaged:
         return packed
 
     def _packed(self, weight_NK: Tensor, kind: int, slabs: Slabs, spare: Matrix | None) -> Matrix | None:
-        """Pack plain values in a format; None if it is not the narrowest that holds them.
+        """Pack plain values in format `kind`; None if another format is the narrowest exact one.
 
-        Each piece is looked through just before it is packed, while it is in the processor's cache.
+        Each piece is scanned just before it is packed, while it is in the CPU cache.
         """
         packer = Packer(self._library, weight_NK, slabs, kind, spare)
         must_fit = self._rounding == "own" and weight_NK.dtype == torch.float32
@@ -124,7 +116,7 @@ class CpuStaged:
         return None if kind == F32 and must_fit and fits else packer.matrix
 
     def _likely_format(self, weight_NK: Tensor, spare: Matrix | None) -> int:
-        """Return the format that values probably have: float32 fits into bfloat16 where the matrix before did."""
+        """Guess the narrowest exact format from the first row and the previous matrix; `_packed` verifies it."""
         if self._rounding == "int8":
             return INT8
         kind = PLAIN[weight_NK.dtype]
@@ -134,12 +126,12 @@ class CpuStaged:
         return BF16 if first.fits_bfloat16 and (spare is None or spare.format != F32) else F32
 
     def _keeps_blocks(self, source: PackedTensor) -> bool:
-        """Whether a tensor of ggml's blocks stays as the file has it."""
+        """Return True if a tensor's ggml blocks are packed without dequantising them."""
         can = {"own": can_keep, "int8": can_round}.get(self._rounding)
         return can is not None and not source.shift and can(source.tensor.type_name, source.shape[1])
 
     def _vector(self, spec: WeightSpec, source: WeightSource) -> Tensor:
-        """Read a norm, a bias or numbers as float32, rounded to bfloat16 first where weights are."""
+        """Read a norm, a bias or numbers as float32; `rounding="bfloat16"` rounds norms and biases first."""
         values = self._read_vector(spec, source)
         if self._check_finite and not scan(self._library, values).is_finite:
             raise NotFinite(self._name)
@@ -152,7 +144,7 @@ class CpuStaged:
         return values
 
     def _values(self, source: WeightSource) -> Tensor:
-        """Return a matrix as contiguous plain values: the source's own memory where that serves."""
+        """Return a matrix as contiguous plain values, without a copy if the source already has that form."""
         dtype = torch.bfloat16 if self._rounding == "bfloat16" else own_dtype(source)
         if isinstance(source, TensorSource):
             tensor = source.tensor
@@ -176,16 +168,16 @@ class CpuStaged:
 
 
 def _at_once(num_bytes: int) -> None:
-    """Wait for nothing."""
+    """Do not wait; a `Pace` for updates while no steps run."""
 
 
 def own_dtype(source: WeightSource) -> torch.dtype:
-    """Return the narrowest precision that holds a source's values."""
+    """Return the narrowest kernel precision that holds a source's values."""
     dtype = DTYPES.get(source.dtype, torch.float32)
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 def values_of(library: Library, weights: CpuWeights, spec: WeightSpec, rounding: Rounding) -> Tensor:
-    """Widen one weight to the precision that updates are kept in; numbers stay float32."""
+    """Return one weight unpacked to the precision in which updates are stored; numbers stay float32."""
     values = unpack(library, weights.matrices[spec.name]) if spec.kind == "matrix" else weights.vectors[spec.name]
     return values.bfloat16() if rounding == "bfloat16" and spec.kind != "number" else values

@@ -1,10 +1,10 @@
-"""A program's operations bound to weights: a list of functions that a step goes through.
+"""Compiles a program's operations, with weights, to a list of Python functions.
 
-What an operation writes is a new value, a tensor of a row a token; the outputs of one `Linear` are one value, and so
-are queries and keys that are normalised and rotated together. A buffer is a range of columns of a value. Nothing is
-changed in place, and a value is dropped behind its last use.
+Each operation creates a new value (a tensor with one row per token); nothing is changed in place, and a value is
+dropped after its last use. A buffer is a range of columns of a value: the outputs of one `Linear` share one value, as
+do queries and keys that are normalised or rotated together.
 
-Shapes: T rows of the step (K of them behind `Keep`), W width of a buffer, Y heads, D head size, N and K of a matrix.
+Shapes: T tokens of the step (K after `Keep`), W width of a buffer, Y heads, D head size.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from nano_inference.models.program import live_after
 
 @dataclass(slots=True)
 class Step:
-    """What one run knows: its values, and the step's context where the part has tokens."""
+    """State of one run of a part."""
 
     values: list[Tensor | None]
     context: StepContext | None
+    """None for parts that read neither tokens nor the cache."""
     kept_K: Tensor | None
-    """The rows that `Keep` leaves; None leaves all."""
+    """Rows selected by `Keep`; None selects all."""
 
     @property
     def tokens(self) -> StepContext:
@@ -42,7 +43,7 @@ class Step:
 
 
 class Columns(NamedTuple):
-    """Where a buffer is: columns [start, start + width) of a value."""
+    """Location of a buffer: columns [start, start + width) of a value."""
 
     value: int
     start: int
@@ -54,7 +55,7 @@ Run = Callable[[Step], None]
 
 
 class Value(NamedTuple):
-    """What an operation computes: a tensor of a row a token, in which buffers lie side by side."""
+    """A tensor that an operation computes, and the buffers in its columns, in order."""
 
     compute: Read
     names: tuple[str, ...]
@@ -63,7 +64,7 @@ class Value(NamedTuple):
 
 @dataclass
 class Scope:
-    """What is known of buffers while operations are bound, in order."""
+    """Locations of buffers while operations are bound, in order."""
 
     weights: TorchWeights
     places: dict[str, Columns] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class Scope:
     """Width of every value."""
 
     def place(self, names: Sequence[str], widths: Sequence[int]) -> int:
-        """Make a value of buffers side by side; return its number."""
+        """Add a value with buffers in adjacent columns; return its number."""
         number = len(self.widths)
         self.widths.append(sum(widths))
         for name, start, width in zip(names, accumulate(widths, initial=0), widths, strict=False):
@@ -79,20 +80,19 @@ class Scope:
         return number
 
     def width(self, name: str) -> int:
-        """Return how many values a row of a buffer has."""
         return self.places[name].width
 
     def like(self, x: str, out: str, compute: Read) -> Value:
-        """Return the value of an operation whose result `out` is as wide as buffer `x`."""
+        """Return the value of an operation whose output `out` is as wide as buffer `x`."""
         return Value(compute, (out,), (self.width(x),))
 
     def read(self, name: str) -> Read:
-        """Return a function that gives a buffer, [T, W]."""
+        """Return a function that returns a buffer [T, W]."""
         at = self.places[name]
         return _slice_of(at, self.widths[at.value])
 
     def read_heads(self, names: Sequence[str], head_dim: int) -> Read:
-        """Return a function that gives buffers as heads, [T, Y, D]: a view where they lie side by side."""
+        """Return a function that returns buffers as heads [T, Y, D]; a view if they are adjacent."""
         found = [self.places[name] for name in names]
         first = found[0]
         ends = accumulate((one.width for one in found), initial=first.start)
@@ -103,7 +103,7 @@ class Scope:
         return lambda step: torch.cat([part(step) for part in parts], dim=1)
 
     def number(self, number: Number | None) -> Tensor | None:
-        """Return one entry as a tensor without dimensions, which does not widen what it is multiplied with."""
+        """Return a number as a 0-d tensor, which does not promote the dtype of a product."""
         return None if number is None else self.weights.tensors[number.weight.name][number.index]
 
 
@@ -137,11 +137,11 @@ def _heads_of(at: Columns, value_width: int, head_dim: int) -> Read:
 
 
 Operations = Mapping[type[Any], Callable[[Any, Scope], Value]]
-"""Operation -> the function that binds it to a scope's weights and buffers."""
+"""Maps an operation's class to the function that binds it to a scope's weights and buffers."""
 
 
 class CompiledPart:
-    """One part of a program over certain weights, ready to run on any device."""
+    """One part of a program, bound to weights; runs on the device of the weights."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class CompiledPart:
         result: str,
         operations: Operations,
     ) -> None:
-        """`given` are the buffers that a run brings, with their widths; `result` is the one it returns."""
+        """Bind all operations. `given` maps input buffers to widths; `result` names the buffer that `run` returns."""
         scope = Scope(weights)
         for name, width in given.items():
             scope.place([name], [width])
@@ -168,7 +168,7 @@ class CompiledPart:
         self._num_values = len(scope.widths)
 
     def run(self, given: Sequence[Tensor], context: StepContext | None = None, kept_K: Tensor | None = None) -> Tensor:
-        """Go through the part; return its result, a row for every row of the step, or for those that are kept."""
+        """Run all operations on the `given` buffers; return the result, [T, W] or [K, W] after `Keep`."""
         values = [*given, *[None] * (self._num_values - len(given))]
         step = Step(values, context, kept_K)
         for run in self._runs:
@@ -185,7 +185,7 @@ def _dropping(numbers: tuple[int, ...]) -> Run:
 
 
 def _bound(op: Op, scope: Scope, operations: Operations) -> Run:
-    """Return an operation as a function of the step; the scope learns what it writes."""
+    """Return an operation as a function of the step, and add its outputs to the scope."""
     if isinstance(op, ops.Keep):
         return _keep
     if isinstance(op, ops.Store):
@@ -343,4 +343,4 @@ OPERATIONS: Operations = MappingProxyType(
         ops.Softcap: _softcap,
     }
 )
-"""How each operation is bound; `Store`, `Keep` and `Copy` have no value of their own."""
+"""Operations that compute a value; `_bound` handles `Store`, `Keep` and `Copy`."""

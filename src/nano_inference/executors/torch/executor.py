@@ -1,6 +1,6 @@
-"""`TorchExecutor`: runs any program on any device torch has; what all other executors are compared with.
+"""`TorchExecutor`: runs any program on any torch device; the reference for all other executors.
 
-Shapes: T tokens of a step, K those that are kept, S rows, E hidden size, V vocabulary.
+Shapes: T tokens of a step, K kept tokens, S rows, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TorchModel:
     body: CompiledPart
     final: CompiledPart
     logits: CompiledPart
-    """Last norm and head."""
+    """Final norm and head."""
 
 
 def bound(program: Program, operations: Operations, weights: TorchWeights) -> TorchModel:
@@ -54,7 +54,7 @@ def bound(program: Program, operations: Operations, weights: TorchWeights) -> To
 
 
 class TorchExecutor:
-    """Owns a model's weights and the memory of its KV cache; satisfies `executors.Executor`."""
+    """Owns a model's weights and the memory of its KV cache; satisfies `protocol.Executor`, which documents it."""
 
     code = "torch"
 
@@ -68,14 +68,14 @@ class TorchExecutor:
         sampler: Sampler = draw,
         operations: Operations = OPERATIONS,
     ) -> None:
-        """It has no weights and no cache yet. `dtype` is the precision P of the program (`models.ops`).
+        """Create an executor without weights and cache. `dtype` is the precision P of the program (`models.ops`).
 
-        Raises `ValueError` naming an operation of the program that is not among the `operations`.
+        Raises `ValueError` naming an operation of the program that is not in `operations`.
         """
         check_operations(program, operations)
         self.config = config
         self.program = program
-        self.device = torch.empty(0, device=device).device  # with an index, as tensors have it
+        self.device = torch.empty(0, device=device).device  # with an index, to compare equal to tensors' devices
         self.dtype = dtype
         self._backend = backend
         self.sampler = sampler
@@ -85,15 +85,14 @@ class TorchExecutor:
         self._mode = InferenceMode()
         self._model: TorchModel | None = None
         self._borrowed: frozenset[str] = frozenset()
-        """Stacks in another executor's memory, which no update writes."""
+        """Names of stacks in another executor's memory, which is never reused for updates."""
         self._spare: dict[str, Tensor] = {}
-        """Memory of replaced stacks, for the next update: filling fresh memory takes several times as long."""
+        """Replaced stacks; the next update reuses their memory, because filling new pages is several times slower."""
         self._store: KVStore | None = None
 
     # ---- steps ----
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
-        """Compute the rows; see `Executor.run`."""
         return self._mode.run(lambda: self._run(rows, copies, fresh))
 
     def _run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
@@ -101,29 +100,26 @@ class TorchExecutor:
         return run_step(self, rows, self.sampler, normalise)
 
     def recover(self) -> None:
-        """Leave inference mode, if an interruption left it on."""
+        """Leave inference mode if an interruption left it on."""
         self._mode.recover()
 
     def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
-        """Return the residual [K, E]; see `Forward.hidden`."""
         step = build(rows, self.store.block_size, self.device)
         return self._hidden(step, self.store, kept, windows=windows)
 
     def step_logits(self, rows: Rows, kept: Sequence[int]) -> Tensor:
-        """Return float32 logits [K, V]."""
         return self.logits(self.hidden(rows, kept))
 
     def final(self, hidden_SE: Tensor) -> Tensor:
-        """Return the residual behind the last norm, [S, E]."""
         return self.model.final.run([hidden_SE])
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return float32 logits [S, V]; of Apple's GPUs, which have no float64, in main memory."""
+        """Return float32 logits [S, V]; in main memory for Apple's GPUs, which lack float64."""
         logits_SV = self.model.logits.run([hidden_SE])
         return logits_SV.cpu() if self.device.type == "mps" else logits_SV
 
     def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
-        """Return float32 logits [T, V] of every token, over a `KVStore` of the caller's."""
+        """Return float32 logits [T, V] of every token, using the caller's `KVStore`."""
         assert isinstance(cache, KVStore)
         return self._mode.run(lambda: self.logits(self._hidden(inputs, cache, range(len(inputs.token_T)))))
 
@@ -140,7 +136,7 @@ class TorchExecutor:
         return self.model.body.run([], context, kept_K)
 
     def _plans(self, step: ForwardInput, block_size: int, *, windows: bool) -> dict[int | None, Any]:
-        """Return the backend's plan for each of the program's windows; one that nothing in the step exceeds is none."""
+        """Return the backend's plan for each window of the program; a window that no row exceeds counts as None."""
         longest = max(span.end for span in step.spans)
         sizes = self.program.windows
         effective = {size: size if windows and size is not None and size < longest else None for size in sizes}
@@ -149,7 +145,6 @@ class TorchExecutor:
 
     @property
     def model(self) -> TorchModel:
-        """The program over the weights in force."""
         assert self._model is not None, "there are no weights"
         return self._model
 
@@ -157,94 +152,84 @@ class TorchExecutor:
 
     @property
     def store(self) -> KVStore:
-        """The KV cache's memory."""
         assert self._store is not None, "there is no cache"
         return self._store
 
     def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
-        """Return the program's own precision. Raises `ValueError` for another one."""
+        """Return the program's precision. Raises `ValueError` for another one."""
         if wanted == "bfloat16" and self.dtype != torch.bfloat16:
-            raise ValueError("kv_cache_dtype=bfloat16: beside other weights only the CPU kernels have it")
+            raise ValueError("kv_cache_dtype=bfloat16 needs the CPU kernels, or weights in bfloat16")
         return self.dtype
 
     def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
-        """Return the bytes of a block in all layers."""
         return self.program.kv_bytes_per_token(self.cache_dtype(dtype).itemsize) * block_size
 
     def new_cache(self, size: CacheSize) -> None:
-        """Take memory for a cache; page by page as it is written, whatever `eager` says."""
+        """Allocate the KV cache; `eager` has no effect."""
         self._store = new_store(
             self.program, size.num_blocks, size.block_size, self.cache_dtype(size.dtype), self.device
         )
 
     def free_cache(self) -> None:
-        """Give the cache's memory back."""
         self.store.free()
 
     def restore_cache(self) -> None:
-        """Take it again, empty."""
         self.store.restore()
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that there is room for."""
         return 0 if self._store is None else self._store.num_bytes
 
     # ---- weights ----
 
     def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> TorchStaged:
-        """Start the next weights, in the memory of replaced ones as far as there is any."""
+        """Start filling new weights, reusing the memory of replaced ones first."""
         live = None if self._model is None else self._model.weights
         spare, self._spare = self._spare, {}
         finish = self._bound
         return TorchStaged(self._layout, live, finish, spare, self.device, self.dtype, pace, check_finite=check_finite)
 
     def commit(self, staged: TorchModel) -> None:
-        """Compute with these weights from the next step on."""
         if self._model is staged:
             return
         old, new = {} if self._model is None else self._model.weights.stacks, staged.weights.stacks
         replaced = {name: stack for name, stack in old.items() if stack is not new[name]}
         is_kept = self.device.type == "cpu"
         spare = {name: stack for name, stack in replaced.items() if is_kept and name not in self._borrowed}
-        # In this order, an interruption never makes memory look free that something computes with.
+        # In this order, an interruption never marks memory as spare that the model still uses.
         self._model = staged
         self._spare = spare
         self._borrowed = self._borrowed - replaced.keys()
 
     def drop_spare(self) -> None:
-        """Give back the memory kept for the next update."""
         self._spare = {}
 
     def discard_weights(self) -> None:
-        """Give the memory of the weights back."""
         self._model, self._spare = None, {}
 
     def move_weights(self, device: torch.device) -> None:
-        """Move the weights to a device, such as main memory while the engine sleeps."""
+        """Move the weights to a device, for example to main memory while the engine sleeps."""
         if self._model is not None and any(s.device != device for s in self._model.weights.stacks.values()):
             self._model = self._bound(self._model.weights.moved(device))
 
     def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights' own memory under their names."""
+        """Yield (name, weight) without copying."""
         return values_of(self.model, names)
 
     def staged_values(self, staged: TorchModel) -> Iterator[tuple[str, Tensor]]:
-        """Yield the memory of weights that were staged."""
+        """Yield (name, weight) of staged weights without copying."""
         return values_of(staged, None)
 
     @property
     def weight_dtype(self) -> str:
-        """The program's precision."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in force."""
         return 0 if self._model is None else self._model.weights.num_bytes
 
     def copy(self) -> TorchExecutor:
-        """Return a second executor whose weights are copies."""
+        """Return a second executor with copies of the weights."""
         other = self._other(self.sampler)
         other.commit(self._bound(self.model.weights.copied()))
         return other
@@ -258,15 +243,15 @@ class TorchExecutor:
         return bound(self.program, self._operations, weights)
 
     def on_same_weights(self, sampler: Sampler) -> TorchExecutor:
-        """Return a second executor that computes with the same memory and draws by another sampler; see `lend_to`."""
+        """Return a second executor that shares the weights' memory and uses another sampler; see `lend_to`."""
         other = self._other(sampler)
         self.lend_to(other)
         return other
 
     def lend_to(self, other: Executor) -> None:
-        """Let a second torch executor compute with this one's memory, between two of its steps.
+        """Share this executor's weights with another torch executor, between two of its steps.
 
-        What writes that memory changes both. Updates of the second go to memory of its own.
+        Writes to that memory change both. Updates of `other` allocate new memory.
         """
         assert isinstance(other, TorchExecutor)
         other._borrowed = frozenset(self._layout)
@@ -275,19 +260,19 @@ class TorchExecutor:
 
 
 def check_operations(program: Program, operations: Operations) -> None:
-    """Raise `ValueError` naming the operations of a program that are not in a table."""
+    """Raise `ValueError` naming the operations of a program that are not in `operations`."""
     unknown = {type(op) for op in program.ops} - {*operations, Store, Keep, Copy}
     if unknown:
         raise ValueError(f"torch has no operation {', '.join(sorted(one.__name__ for one in unknown))}")
 
 
 def values_of(model: TorchModel, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's weights under their names, all or those named."""
+    """Yield (name, weight) of a model, all or those in `names`."""
     yield from ((name, t) for name, t in model.weights.tensors.items() if names is None or name in names)
 
 
 def new_store(program: Program, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVStore:
-    """Return memory for keys and values. Raises `ValueError` for layers of different sizes, which it does not have."""
+    """Return a cache for a program's layers. Raises `ValueError` if layers differ in kv heads or head size."""
     sizes = {(layer.num_kv_heads, layer.head_dim) for layer in program.caches}
     if len(sizes) != 1:
         raise ValueError(f"layers with different sizes of keys and values are not supported: {sorted(sizes)}")

@@ -1,7 +1,7 @@
-"""Each operation in torch, on any device: the reference that every other executor must equal.
+"""The operations of `models.ops` in torch, on any device: the reference for every other executor.
 
-Shapes: T rows of the step (K of them behind `Keep`), W width of a buffer, N outputs and K inputs of a matrix, H query
-heads, J kv heads, Y heads of one or several buffers, D head size, R rotary size.
+Shapes: T tokens of the step, W width of a buffer, N outputs and K inputs of a matrix, J kv heads, Y heads of one or
+several buffers, D head size, R rotary size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _PAIR_FACTORS = (36313, 27191)
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """Return x W^T + b, [T, N]; in column-major order where that is the faster product.
+    """Return x W^T + b, [T, N]; in column-major layout if that product is faster.
 
     On a CPU, MKL's float32 product of a few dozen rows is about twice as fast with the weights as its left factor
-    (measured in docs/decisions/0003-linear-layers.md); with one or two rows, and with many, the plain order is.
+    (measured in docs/decisions/0003-linear-layers.md), unlike with one or two rows or with many.
     """
     if x_TK.device.type != "cpu" or x_TK.size(0) not in _SWAPPED_ROWS:
         return functional.linear(x_TK, weight_NK, bias_N)
@@ -31,7 +31,7 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
 def embed(
     table_NW: Tensor, token_T: Tensor, previous_T: Tensor, rows: TableRows = "token", scale: Tensor | None = None
 ) -> Tensor:
-    """Return rows of a table, times a scale of the table's precision where there is one."""
+    """Return rows of a table, multiplied by `scale` (in the table's precision) if it is given."""
     row_T = token_T
     if rows == "previous":
         row_T = previous_T.clamp(min=0)
@@ -42,7 +42,7 @@ def embed(
 
 
 def pair_rows(token_T: Tensor, previous_T: Tensor, num_rows: int) -> Tensor:
-    """Return each token's row in the table of hashed pairs, [T]; the last row is that of a text's first token."""
+    """Return each token's row in the table of hashed token pairs, [T]; the last row if there is no previous token."""
     ours, theirs = _PAIR_FACTORS
     row_T = torch.bitwise_xor(token_T * ours, previous_T * theirs) % max(1, num_rows - 1)
     return torch.where(previous_T < 0, num_rows - 1, row_T)
@@ -61,9 +61,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Ten
 
 
 def rotate(x_TYD: Tensor, cos_T1R: Tensor, signed_sin_T1R: Tensor) -> Tensor:
-    """Turn the first R of D dimensions by the position, halves paired (GPT-NeoX's layout, Hugging Face's files).
+    """Rotate the first R of D dimensions (RoPE); dimension i is paired with i + R/2 (GPT-NeoX layout).
 
-    The sine of the first half comes with its minus sign, so that swapping the halves is all that is left to do.
+    The first half of `signed_sin` is negated.
     """
     rotary_dim = cos_T1R.size(-1)
     x_TYR = x_TYD[..., :rotary_dim]
@@ -74,7 +74,7 @@ def rotate(x_TYD: Tensor, cos_T1R: Tensor, signed_sin_T1R: Tensor) -> Tensor:
 
 
 def activate(kind: Activation, gate_TW: Tensor, up_TW: Tensor | None) -> Tensor:
-    """Return act(gate) · up; relu² has no up."""
+    """Return act(gate) · up, or relu(gate)² without `up`."""
     if up_TW is None:
         return functional.relu(gate_TW).square()
     act_TW = functional.silu(gate_TW) if kind == "silu" else functional.gelu(gate_TW, approximate="tanh")
@@ -87,7 +87,7 @@ def gate_values(v_TJD: Tensor, gate_TJ: Tensor, more_TW: Tensor, scale: float) -
 
 
 def smear(x_TW: Tensor, gate_T1: Tensor, before_TW: Tensor, share: Tensor, previous_T: Tensor) -> Tensor:
-    """Return x + share · sigmoid(gate) · before; x where there is no previous token. `share` has no dimension."""
+    """Return x + share · sigmoid(gate) · before; x where there is no previous token. `share` is a 0-d tensor."""
     smeared_TW = x_TW + share * torch.sigmoid(gate_T1) * before_TW
     return torch.where((previous_T < 0).unsqueeze(-1), x_TW, smeared_TW)
 

@@ -1,7 +1,7 @@
-"""The bytes of the KV cache: one tensor for keys, one for values, all layers. Which block holds what, it never knows.
+"""KV cache memory: one tensor for keys and one for values of all layers.
 
-Shapes: L layers, S slots (blocks x block_size), T tokens of a step, K kv heads, D head size, N blocks, C slots a block,
-X elements of a block.
+Shapes: L layers, S slots (blocks x block_size), T tokens of a step, K kv heads, D head size, N blocks, C slots per
+block, X elements per block.
 """
 
 from __future__ import annotations
@@ -37,26 +37,25 @@ class KVStore:
         self.restore()
 
     def restore(self) -> None:
-        """Take the memory, every slot zero."""
+        """Allocate the memory, zeroed."""
         self._make(self._shape)
 
     def free(self) -> None:
-        """Give the memory back; nothing can be written or read before `restore`."""
+        """Free the memory; the store is unusable until `restore`."""
         num_layers, _, block_elements = self._shape
         self._make((num_layers, 0, block_elements))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of keys and values."""
         return self._dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values that it has room for."""
+        """Return the allocated bytes of keys and values."""
         return self.k_LSKD.nbytes + self.v_LSKD.nbytes
 
     def _make(self, shape: tuple[int, int, int]) -> None:
-        """Make both tensors and their views; `shape` is [L, N, C*K*D]."""
+        """Allocate both tensors and their views; `shape` is (L, N, C * K * D)."""
         slots = (shape[0], shape[1] * self.block_size, *self._heads)
         k_LNX, v_LNX = (lazy_zeros(shape, self._dtype, self._device) for _ in range(2))
         self.k_LSKD, self.v_LSKD = k_LNX.view(slots), v_LNX.view(slots)
@@ -64,19 +63,19 @@ class KVStore:
         self._k_blocks, self._v_blocks = tuple(k_LNX.unbind(0)), tuple(v_LNX.unbind(0))
 
     def write(self, layer: int, slot_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Put a step's keys and values into their slots."""
+        """Write a step's keys and values to their slots."""
         self.k_layers[layer].index_copy_(0, slot_T, k_TKD)
         self.v_layers[layer].index_copy_(0, slot_T, v_TKD)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values as [N, C*K*D], a block a row."""
+        """Return a layer's keys and values as [N, C * K * D], one block per row."""
         return self._k_blocks[layer], self._v_blocks[layer]
 
     def prepare(self, fresh: Sequence[int], copies: Sequence[BlockCopy]) -> None:
         """Clear fresh blocks, then copy the first slots of blocks into others.
 
-        Every source is read before anything is written: a source may have been evicted and taken in this very step.
-        Clearing matters because slots not yet written are read under a mask, and 0 · NaN would be NaN.
+        All sources are read before any write, because an evicted source may be among the fresh blocks. Fresh blocks
+        are cleared because unwritten slots are read with weight 0, and 0 · NaN is NaN.
         """
         device = self.k_LSKD.device
         fresh_S = self._slots([(block, self.block_size) for block in fresh], device)
@@ -90,6 +89,6 @@ class KVStore:
                 cache_LSKD.index_copy_(1, target_S, copied_LSKD)
 
     def _slots(self, parts: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-        """Return the first slots of blocks, given (block, how many) pairs."""
+        """Return the indices of the first slots of blocks, given (block, number of slots) pairs."""
         slots = [block * self.block_size + i for block, count in parts for i in range(count)]
         return torch.tensor(slots, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Weights in torch: a tensor for each, those that are multiplied with one input stacked in one piece of memory."""
+"""Torch weights: matrices that share an input are stacked in one tensor, with a view for each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from nano_inference.models.ops import Linear, WeightSpec
 from nano_inference.models.program import Program
 
 Layout = Mapping[str, tuple[WeightSpec, ...]]
-"""The weights of every stack, in order, under the name of its first."""
+"""The weights of every stack, in order; the key is the name of the first."""
 
 
 def layout_of(program: Program) -> Layout:
-    """Return a stack for the matrices, and one for the biases, of every `Linear`, and one for every other weight."""
+    """Return a stack for the matrices of each `Linear`, one for its biases, and one for each other weight."""
     stacks: dict[str, tuple[WeightSpec, ...]] = {}
     for op in program.ops:
         groups = (op.matrices, op.biases) if isinstance(op, Linear) else tuple((spec,) for spec in op.weights)
@@ -32,12 +32,12 @@ def layout_of(program: Program) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class TorchWeights:
-    """The weights of one version. Never written once a program computes with them."""
+    """A complete set of weights. Not written after it is bound to a program."""
 
     layout: Layout
     stacks: Mapping[str, Tensor]
     tensors: Mapping[str, Tensor] = field(init=False)
-    """A view for every weight, under its name."""
+    """A view of each weight, by name."""
 
     def __post_init__(self) -> None:
         named: dict[str, Tensor] = {}
@@ -51,7 +51,7 @@ class TorchWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Return the bytes of all stacks."""
         return sum(stack.nbytes for stack in self.stacks.values())
 
     def moved(self, device: torch.device) -> TorchWeights:
@@ -59,19 +59,19 @@ class TorchWeights:
         return TorchWeights(self.layout, {name: stack.to(device) for name, stack in self.stacks.items()})
 
     def copied(self) -> TorchWeights:
-        """Return the same weights in memory of their own."""
+        """Return a deep copy of the weights."""
         copies = {name: huge_empty(tuple(s.shape), s.dtype, s.device).copy_(s) for name, s in self.stacks.items()}
         return TorchWeights(self.layout, copies)
 
 
 def views_of(specs: Sequence[WeightSpec], stack: Tensor) -> dict[str, Tensor]:
-    """Return a view of a stack for each of its weights."""
+    """Return a view of each weight of a stack, by name."""
     parts = torch.split(stack, [spec.shape[0] for spec in specs])
     return {spec.name: part for spec, part in zip(specs, parts, strict=True)}
 
 
 class TorchStaged:
-    """Owns the next weights while they are filled; a stack of which nothing comes is that of the weights in force."""
+    """Owns new weights while they are filled; `finish` takes missing weights from the current ones."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class TorchStaged:
         *,
         check_finite: bool,
     ) -> None:
-        """`finish` makes what the executor commits of complete weights.
+        """Start without weights; `finish` turns complete weights into the argument of `commit`.
 
-        `spare` is memory of stacks that nothing computes with; it is used first.
+        `spare` holds unused stacks by name, whose memory is reused.
         """
         self._layout, self._live, self._finish, self._spare = layout, live, finish, spare
         self._device, self._dtype, self._pace, self._check_finite = device, dtype, pace, check_finite
@@ -97,7 +97,7 @@ class TorchStaged:
         self._taken: set[str] = set()
 
     def put(self, spec: WeightSpec, source: WeightSource) -> int:
-        """Fill one weight; return its bytes. Raises `NotFinite` where values are checked."""
+        """Fill one weight; return its bytes. Raises `NotFinite` if values are checked."""
         if spec.name not in self._views:
             self._open(self._home[spec.name])
         view = self._views[spec.name]
@@ -109,13 +109,13 @@ class TorchStaged:
         return view.nbytes
 
     def has_same(self, spec: WeightSpec, source: WeightSource) -> bool:
-        """Whether a weight that was put has the values of another source."""
+        """Return True if a weight that was put equals another source."""
         again = torch.empty_like(self._views[spec.name])
         source.read_into(again)
         return torch.equal(again, self._views[spec.name])
 
     def finish(self) -> Any:
-        """Return what came and what is in force for the rest, ready to compute with."""
+        """Return the new weights, completed by the current ones, as `Executor.commit` takes them."""
         for name in self._fresh:
             for spec in self._layout[name]:
                 if spec.name not in self._taken:
@@ -128,7 +128,7 @@ class TorchStaged:
         return self._finish(TorchWeights(self._layout, MappingProxyType({**live, **self._fresh})))
 
     def _open(self, name: str) -> None:
-        """Take memory for a stack."""
+        """Allocate a stack, or reuse a spare one."""
         specs = self._layout[name]
         shape = (sum(spec.shape[0] for spec in specs), *specs[0].shape[1:])
         dtype = torch.float32 if specs[0].kind == "number" else self._dtype
@@ -138,7 +138,7 @@ class TorchStaged:
 
 
 def _pieces(source: WeightSource, view: Tensor, pace: Pace | None) -> Iterator[tuple[WeightSource, Tensor]]:
-    """Yield the whole tensor, or, at a pace, a few rows after the other."""
+    """Yield (source, target) of the whole tensor, or of a few rows at a time if there is a pace."""
     if pace is None or not view.numel():
         yield source, view
         return

@@ -1,80 +1,80 @@
-/* Attention over a paged cache, with one order of sums for every query: whether its row decodes alone, stands in a
- * chunk or shares its first blocks with others.
+/* Attention over a paged cache. The order of additions for a query is the same whether its row decodes alone, is part
+ * of a chunk, or shares its first blocks with other rows.
  *
- * Keys are gone through in splits of about 256 positions, counted from 0. Inside a split come all scores, their maximum,
- * their exponentials and the sum of these, then the weighted values, key after key. Splits are then merged in order.
- * What is shared is only the reading: a crew of tokens goes once through the blocks that its tables have in common.
+ * Keys are processed in splits of about 256 positions, counted from 0: all scores of a split, their maximum, their
+ * exponentials and the sum of these, then the weighted values, key after key. Splits are merged in order. Tokens are
+ * grouped into crews, which read the blocks common to their block tables once; all else is computed per token.
  *
- * The cache is k[block][layer][kv head][D][size] (a vector holds one dimension of neighbouring keys, so that scores need
- * no sum across lanes) and v[block][layer][kv head][size][D], in float32 or, widened as it is read, in bfloat16. Loads
- * may go up to a vector beyond the last block. */
+ * The cache is k[block][layer][kv head][D][size] (a vector holds one dimension of adjacent keys, so that scores need
+ * no sum across lanes) and v[block][layer][kv head][size][D], in float32 or in bfloat16, which is widened on loading.
+ * Loads may exceed the last block by up to a vector. */
 #ifndef NANO_ATTENTION_H
 #define NANO_ATTENTION_H
 
 #include "pool.h"
 
 #define SPLIT 256
-#define CREW 32                              /* tokens that a piece of work takes at most */
+#define CREW 32                              /* most tokens of a crew */
 #define HIDDEN (-1e30f)
-#define AHEAD 8                              /* blocks from the one that is read to the one fetched meanwhile */
+#define AHEAD 8                              /* prefetch distance in blocks */
 
 typedef struct {
     int32_t num_tokens, block_size, num_crews;
     const int32_t *position;                 /* [T] */
-    const int32_t *table_of;                 /* [T]: where the token's block table begins in `tables` */
+    const int32_t *table_of;                 /* [T]: start of the token's block table in `tables` */
     const int32_t *tables;
-    const int32_t *order;                    /* [T]: tokens, those that share blocks together */
-    const int32_t *crews;                    /* [C + 1]: where each crew begins in `order` */
+    const int32_t *order;                    /* [T]: tokens, sorted so that those that share blocks are adjacent */
+    const int32_t *crews;                    /* [C + 1]: start of each crew in `order` */
 } Tokens;
 
 typedef struct {
-    const char *k, *v;                       /* this layer's, in the first block */
-    int64_t block_bytes;                     /* from one block to the next */
-    int32_t is_short;                        /* whether they are bfloat16 */
+    const char *k, *v;                       /* this layer's part of the first block */
+    int64_t block_bytes;                     /* distance between blocks */
+    int32_t is_short;                        /* 1: bfloat16, 0: float32 */
     int32_t num_heads, num_kv_heads, head_dim;
-    int32_t window;                          /* keys that a query sees, itself included; 0: all */
+    int32_t window;                          /* latest keys visible to a query, its own included; 0: all */
     float scale, softcap;                    /* softcap 0: none */
 } Attention;
 
 typedef struct {
     const Tokens *t;
     const Attention *a;
-    const float *q;                          /* [T, ldq], heads side by side */
+    const float *q;                          /* [T, ldq], heads in adjacent columns */
     long ldq;
     float *out;                              /* [T, ldo] */
     long ldo;
-    const Worker *worker;                    /* who does a piece of it */
-    long num_pieces, num_splits;             /* crews x kv heads x splits; 1 split: a crew goes through all of its */
+    const Worker *worker;
+    long num_pieces, num_splits;             /* crews x kv heads x splits; 1 split: all splits of a crew */
 } AttentionJob;
 
 typedef struct { long crew, head, split; } Piece;
 
-/* The last crews first: those of chunks, which have most to do. */
+/* The last crews first: those of chunks, which take longest. */
 INLINE Piece piece_at(const AttentionJob *job, long number) {
     const long back = job->num_pieces - 1 - number, splits = job->num_splits, heads = job->a->num_kv_heads;
     return (Piece){.crew = back / splits / heads, .head = back / splits % heads, .split = back % splits};
 }
 
-/* Blocks [block, block + num_blocks) of the tables of the tokens [from, to), which have them in common. */
+/* Blocks [block, block + num_blocks), common to the block tables of the tokens [from, to). */
 typedef struct {
     int from, to;
     long block, num_blocks;
 } Stretch;
 
-/* One crew and kv head at work. */
+/* State of the computation of one crew and kv head. */
 typedef struct {
     const AttentionJob *job;
     const int32_t *token;                    /* the crew's tokens */
     int num_tokens, group, crew, head;       /* group: query heads of a kv head */
     int num_blocks[CREW];                    /* of each token; equal for tokens of one table */
     long split_size, first;                  /* the split's size and first position */
-    long lds;                                /* a row of scores */
+    long lds;                                /* stride of a row of scores */
     float *queries, *scores, *part, *tops, *sums, *whole, *best, *total;
-    Stretch stretches[2 * CREW];             /* of the split, in the order in which they are read */
+    Stretch stretches[2 * CREW];             /* of the split, in reading order */
     int num_stretches;
-    const char **places;                     /* of their keys, then of their values, then of the AHEAD keys read next */
-    long num_places;                         /* of keys; of values there are as many */
-    long ahead;                              /* AHEAD, or the number of places, which may be fewer */
+    const char **places;                     /* addresses of keys, of values, and of the AHEAD next keys */
+    long num_places;                         /* of keys; the same number of values */
+    long ahead;                              /* min(AHEAD, num_places) */
 } Crew;
 
 INLINE long lowest_key(const Attention *a, long position) {
@@ -88,12 +88,12 @@ INLINE vf load_kv(const int is_short, const char *p) {
     return is_short ? load_bf16((const uint16_t *)p) : load_f((const float *)p);
 }
 
-/* Blocks lie anywhere in memory, so no prefetcher of the processor's finds the next one: while a block is read, a later
- * one is fetched, line for line, as evenly as the sums go on. */
+/* Blocks are scattered in memory, so hardware prefetchers do not find the next one: while a block is read, a later one
+ * is prefetched line by line. */
 INLINE void fetch_line(const char *p) { __builtin_prefetch(p, 0, 2); }
 INLINE int begins_line(int vector, long stride) { return vector * LANES % 16 == 0 || stride <= LANES; }
 
-/* V vectors of keys, each with its own place, against R query rows. */
+/* Scores of V vectors of keys, each at its own address, and R query rows. */
 INLINE void score_tile(const int S, const int R, const int V, const float *q, long dim, const char *const *k,
                        const char *const *next, long stride, float *const *out, long lds) {
     vf acc[12][4];
@@ -114,7 +114,7 @@ INLINE void score_tile(const int S, const int R, const int V, const float *q, lo
         _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) store_f(out[v] + r * lds, acc[r][v]);
 }
 
-/* part[r][d..] += sum over keys of p[r][key] v[key][d..], V vectors of dimensions, through several blocks. */
+/* part[r][d..] += sum over keys of p[r][key] v[key][d..], for V vectors of dimensions, over several blocks. */
 INLINE void value_tile(const int S, const int R, const int V, const float *p, long lds, const char *const *v,
                        const char *const *next, long d, long size, long num_keys, long dim, float *part) {
     vf acc[12][4];
@@ -147,7 +147,7 @@ INLINE void value_tile(const int S, const int R, const int V, const float *p, lo
 #define SHORT 3
 #endif
 
-/* The number of rows that the next tile takes: many with two vectors, few with four. */
+/* Number of rows of the next tile: many with two vectors, few with four. */
 INLINE int tile_rows(long rows) { return rows >= TALL ? TALL : rows >= SHORT ? SHORT : rows >= 3 ? 3 : (int)rows; }
 
 #define TILE(rows, wide, call)                                                                                         \
@@ -189,7 +189,7 @@ INLINE void value_blocks(const int S, const float *p, long rows, long lds, const
         for (; d + LANES <= dim; d += LANES) {
             TILE(step, 1, value_tile(S, R, V, p, lds, v, next, d, size, num_keys, dim, part))
         }
-        for (; d < dim; d++)                 /* head sizes that are no multiple of a vector */
+        for (; d < dim; d++)                 /* remainder of a head size that is not a multiple of a vector */
             for (int r = 0; r < step; r++) {
                 vf sum = all_f(part[r * dim + d]);
                 for (long key = 0; key < num_keys; key++) {
@@ -209,15 +209,15 @@ INLINE long block_at(const Crew *c, int index, long block) {
     return t->tables[t->table_of[c->token[index]] + block];
 }
 
-/* Where one kv head's keys, or values, of a block lie. */
+/* Address of one kv head's keys, or values, in a block. */
 INLINE const char *place_of(const AttentionJob *job, const char *cache, long block, long head) {
     const long bytes = (long)job->t->block_size * job->a->head_dim * value_bytes(job->a->is_short);
     return cache + block * job->a->block_bytes + head * bytes;
 }
 
-#define AT_ONCE 8                            /* vectors of keys, or blocks of values, gone through together */
+#define AT_ONCE 8                            /* vectors of keys, or blocks of values, processed together */
 
-/* Score a stretch whose keys lie at `k`. */
+/* Compute the scores of a stretch with keys at `k`. */
 INLINE void score_stretch(const int S, const Crew *c, const Stretch *s, const char *const *k) {
     const long size = c->job->t->block_size, dim = c->job->a->head_dim, rows = (long)(s->to - s->from) * c->group;
     const float *q = c->queries + (long)s->from * c->group * dim;
@@ -235,7 +235,7 @@ INLINE void score_stretch(const int S, const Crew *c, const Stretch *s, const ch
         }
 }
 
-/* Add the weighted values of a stretch; what lies behind the last token's position was never written. */
+/* Add the weighted values of a stretch up to the last token's position; later slots are uninitialised. */
 INLINE void weigh_stretch(const int S, const Crew *c, const Stretch *s, const char *const *v) {
     const Tokens *t = c->job->t;
     const long size = t->block_size, dim = c->job->a->head_dim, row = (long)s->from * c->group;
@@ -250,7 +250,7 @@ INLINE void weigh_stretch(const int S, const Crew *c, const Stretch *s, const ch
     }
 }
 
-/* The same for float32 and for bfloat16, each compiled apart. */
+/* Separate functions for float32 and bfloat16. */
 #define STRETCHES(of, s)                                                                                               \
     static void score_##of(const Crew *c) {                                                                            \
         const char *const *k = c->places;                                                                              \
@@ -265,8 +265,8 @@ INLINE void weigh_stretch(const int S, const Crew *c, const Stretch *s, const ch
 STRETCHES(floats, 0) STRETCHES(shorts, 1)
 #undef STRETCHES
 
-/* Find the stretches of the blocks [block, stop) of the tokens [from, to): those that follow one another and have the
- * same block go together as far as their tables agree, then part. */
+/* Append the stretches of the blocks [block, stop) of the tokens [from, to): adjacent tokens share a stretch while
+ * their block tables agree. */
 static void find_stretches(Crew *c, int from, int to, long block, long stop) {
     while (from < to) {
         if (c->num_blocks[from] <= block) { from++; continue; }
@@ -282,12 +282,12 @@ static void find_stretches(Crew *c, int from, int to, long block, long stop) {
             common = agree;
         }
         c->stretches[c->num_stretches++] = (Stretch){from, until, block, common - block};
-        if (common < stop) find_stretches(c, from, until, common, stop);       /* which leaves those that end here */
+        if (common < stop) find_stretches(c, from, until, common, stop);       /* skips tokens that end here */
         from = until;
     }
 }
 
-/* List where the stretches' keys and values lie. */
+/* List the addresses of the stretches' keys and values. */
 static void list_places(Crew *c) {
     const char **place = c->places, *caches[2] = {c->job->a->k, c->job->a->v};
     for (int cache = 0; cache < 2; cache++)
@@ -301,7 +301,7 @@ static void list_places(Crew *c) {
     for (int i = 0; i < AHEAD; i++) *place++ = c->places[0];
 }
 
-/* List behind them the keys that a piece of work begins with: those of its first token from a block on. */
+/* List, after them, the first keys of another piece, for prefetching: those of its first token from `block` on. */
 static void list_next(Crew *c, long crew, long head, long block) {
     const Tokens *t = c->job->t;
     const int32_t token = t->order[t->crews[crew]], *table = t->tables + t->table_of[token];
@@ -311,7 +311,7 @@ static void list_next(Crew *c, long crew, long head, long block) {
         place[i] = place_of(c->job, c->job->a->k, table[block + i], head);
 }
 
-/* Cap one row's scores [begin, end), which this scales, too. */
+/* Scale and soft-cap one row's scores [begin, end). */
 static void cap_scores(const Attention *a, float *row, int begin, int end) {
     for (int key = begin; key < end; key += LANES) {
         const vf x = load_f(row + key) * all_f(a->scale) / all_f(a->softcap);
@@ -319,7 +319,7 @@ static void cap_scores(const Attention *a, float *row, int begin, int end) {
     }
 }
 
-/* The largest of a row's scores [begin, end), which are multiples of 16; -infinity where all are that. */
+/* Maximum of a row's scores [begin, end), both multiples of 16; -infinity if all are. */
 INLINE float largest(const float *row, int begin, int end) {
     vf best[16 / LANES];
     for (int u = 0; u < 16; u += LANES) best[u / LANES] = all_f(-__builtin_inff());
@@ -331,8 +331,8 @@ INLINE float largest(const float *row, int begin, int end) {
     return top;
 }
 
-/* Scale, cap and hide one row's scores and turn them into exponentials; a hidden key weighs exactly nothing. Only the
- * part between the first and the last key that is seen is looked at; what lies outside becomes 0. */
+/* Scale, cap and mask one row's scores and replace them by exponentials; exactly 0 for masked keys. Scores outside the
+ * visible range are set to 0 without being read. */
 static void soften(const Crew *c, long position, float *row, float *top, float *sum) {
     const Attention *a = c->job->a;
     const int low = (int)(lowest_key(a, position) - c->first);
@@ -342,7 +342,7 @@ static void soften(const Crew *c, long position, float *row, float *top, float *
     if (a->softcap > 0) cap_scores(a, row, begin, end);
     for (int key = begin; key < low; key++) row[key] = -__builtin_inff();
     for (int key = high + 1; key < end; key++) row[key] = -__builtin_inff();
-    *top = largest(row, begin, end) * scale;             /* rounded as the largest product is: the scale is above 0 */
+    *top = largest(row, begin, end) * scale;             /* equals the largest product: the scale is positive */
     if (*top < HIDDEN) *top = HIDDEN;
     float sums[16] = {0};
     for (int key = begin; key < end; key += 16)
@@ -356,7 +356,7 @@ static void soften(const Crew *c, long position, float *row, float *top, float *
     *sum = sum16(sums);
 }
 
-/* Add one split's part of a row to what came before it; a sum of 0 says that nothing did. */
+/* Merge one split's part of a row into the result of earlier splits (total 0: none). */
 static void merge(float *best, float *total, float *whole, float top, float sum, const float *part, long dim) {
     if (*total == 0) {
         *best = top;
@@ -371,7 +371,7 @@ static void merge(float *best, float *total, float *whole, float top, float sum,
     for (long d = 0; d < dim; d++) whole[d] = whole[d] * kept + part[d] * added;
 }
 
-/* List the keys of the piece that this thread is likely to take next. */
+/* List the keys of the piece that this thread will probably take next, for prefetching. */
 static void list_next_piece(Crew *c) {
     const AttentionJob *job = c->job;
     const long piece = likely_piece(job->worker);
@@ -382,7 +382,7 @@ static void list_next_piece(Crew *c) {
     list_next(c, next.crew, next.head, (begin > first ? begin : first) / job->t->block_size);
 }
 
-/* One split: scores, exponentials, weighted values. A row that sees nothing of it has the sum 0. */
+/* One split: scores, exponentials, weighted values. The sum is 0 for a row without visible keys in it. */
 static void attend_split(Crew *c, long split, int is_last) {
     const Attention *a = c->job->a;
     const Tokens *t = c->job->t;
@@ -414,7 +414,7 @@ static void attend_split(Crew *c, long split, int is_last) {
 
 /* ---- crews ------------------------------------------------------------------------------------------------------ */
 
-/* Keys of a split: whole blocks. */
+/* Number of keys of a split: whole blocks. */
 int64_t nano_split_size(int64_t size) { return size >= SPLIT ? size : SPLIT / size * size; }
 static size_t crew_bytes(const Attention *a, long block_size) {
     const size_t rows = (size_t)CREW * (a->num_heads / a->num_kv_heads), split = nano_split_size(block_size);
@@ -433,7 +433,7 @@ static void crew_begin(Crew *c, const AttentionJob *job, int crew, int head, voi
     c->num_tokens = t->crews[crew + 1] - t->crews[crew];
     c->group = a->num_heads / a->num_kv_heads;
     c->split_size = nano_split_size(t->block_size);
-    c->lds = (c->split_size + 15) / 16 * 16 + 16;        /* a block's last vector may reach beyond the split */
+    c->lds = (c->split_size + 15) / 16 * 16 + 16;        /* a block's last vector may exceed the split */
     const long rows = (long)c->num_tokens * c->group;
     c->places = scratch;
     c->queries = (float *)(c->places + 2 * CREW * (c->split_size / t->block_size) + AHEAD);
@@ -444,7 +444,7 @@ static void crew_begin(Crew *c, const AttentionJob *job, int crew, int head, voi
     c->best = c->sums + rows;
     c->total = c->best + rows;
     c->scores = c->total + rows;
-    for (int i = c->num_tokens - 1; i >= 0; i--) {       /* of a chunk the last token stands behind the others */
+    for (int i = c->num_tokens - 1; i >= 0; i--) {       /* the last token of a chunk has the highest position */
         const int is_last = i + 1 == c->num_tokens || t->table_of[c->token[i]] != t->table_of[c->token[i + 1]];
         c->num_blocks[i] = is_last ? t->position[c->token[i]] / t->block_size + 1 : c->num_blocks[i + 1];
         memcpy(c->queries + (long)i * c->group * dim, job->q + c->token[i] * job->ldq + (long)head * c->group * dim,
@@ -472,7 +472,7 @@ static long first_key(const AttentionJob *job, int crew) {
     return first;
 }
 
-/* A crew and kv head from the first split to the last. */
+/* All splits of a crew and kv head. */
 static void attend_crew(const AttentionJob *job, const Piece *piece, void *scratch) {
     Crew c;
     crew_begin(&c, job, piece->crew, piece->head, scratch);
@@ -489,7 +489,7 @@ static void attend_crew(const AttentionJob *job, const Piece *piece, void *scrat
         write_row(job, c.token[r / c.group], (long)c.head * c.group + r % c.group, c.whole + r * dim, c.total[r]);
 }
 
-/* One split alone: its parts go to `parts` [T, H, num_splits, D + 2], for `merge_parts`. */
+/* One split of a crew and kv head; writes to `parts` [T, H, num_splits, D + 2], for `merge_parts`. */
 static void attend_part(const AttentionJob *job, const Piece *piece, float *parts, void *scratch) {
     Crew c;
     crew_begin(&c, job, piece->crew, piece->head, scratch);

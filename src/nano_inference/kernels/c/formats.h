@@ -1,23 +1,23 @@
-/* How weights lie in memory, and how they are widened to float32.
+/* Layout of packed weights, and their conversion to float32.
  *
- * A matrix [N, K] (N outputs, K inputs) is cut into panels of 64 outputs; the last is filled up with zeros. Inside a
- * panel the inputs follow one another, all 64 outputs of an input together, so that a panel is read as one stream and a
- * vector holds neighbouring outputs. Blocks of 32 or 256 inputs keep ggml's scales (docs/gguf.md and ggml-common.h name
- * the types; the values are those that the `gguf` package computes in float32):
+ * A matrix [N, K] (N outputs, K inputs) is divided into panels of 64 outputs; the last is padded with zeros. A panel
+ * stores input after input, each with all 64 outputs, so that a panel is read sequentially and a vector holds adjacent
+ * outputs. Blocks of 32 or 256 inputs have ggml's scales (types: docs/gguf.md and ggml-common.h; the values equal
+ * those of the `gguf` package in float32):
  *
  *   F32   per input 64 floats                     F16   per input 64 half floats
  *   BF16  per two inputs 64 words: the even one in the low half
  *   Q4_0  per 32: 64 half scales d; per 8: 64 words of 8 nibbles q (`nibble_at`)          (q - 8) d
- *   Q4_1  per 32: 64 half d, 64 half m; nibbles as before                                 q d + m
+ *   Q4_1  per 32: 64 half d, 64 half m; nibbles as in Q4_0                                q d + m
  *   Q8_0  per 32: 64 half d; per input 64 signed bytes q                                  q d
  *   Q4_K  per 256: 64 half d, 64 half e; per 32: 64 bytes s, 64 bytes t, nibbles          q (d s) - e t
  *   Q6_K  per 256: 64 half d; per 16: 64 signed bytes s, 64 words of 16 two-bit high parts, nibbles   (q - 32)(d s)
- *   INT8  per four inputs 64 x 4 signed bytes q; its scales stand behind all panels (int8.h)
+ *   INT8  per four inputs 64 x 4 signed bytes q; the scales follow all panels (int8.h)
  *
- * Every product q d is exact in float32 except Q6_K's last, which is rounded once, as there.
+ * Every product q d is exact in float32, except the last one of Q6_K, which is rounded once, as in `gguf`.
  *
- * A byte of a word has input j low and input j + 4 high: its low halves are four neighbouring inputs, its high halves the
- * next four, as products with eight-bit activations want them. */
+ * A byte of a word has input j in the low half and input j + 4 in the high half: the low halves are four adjacent
+ * inputs, the high halves the next four, as products with eight-bit activations need them. */
 #ifndef NANO_FORMATS_H
 #define NANO_FORMATS_H
 
@@ -30,12 +30,12 @@ typedef struct {
     int32_t format;
     int32_t num_out;         /* N */
     int32_t num_in;          /* K */
-    int32_t column;          /* where its outputs begin in a row of the result */
-    int32_t rounds;          /* whether activations are rounded to eight bits before (int8.h) */
+    int32_t column;          /* first column of its outputs in the result */
+    int32_t rounds;          /* 1: activations are rounded to eight bits (int8.h) */
     const char *data;
 } Matrix;
 
-typedef struct { int from, to; } Lanes;      /* of a panel's outputs: all, or a half */
+typedef struct { int from, to; } Lanes;      /* range of a panel's outputs: all, or a half */
 
 INLINE long block_inputs(int format) {
     switch (format) {
@@ -71,12 +71,12 @@ long nano_packed_bytes(int format, long num_out, long num_in) {
 
 /* ---- widening, U vectors of outputs at a time ------------------------------------------------------------------- */
 
-/* Which nibble of a word, the lowest first, input j of eight is. */
+/* Index of input j (of eight) among the nibbles of a word, lowest first. */
 INLINE int nibble_at(int j) { return j < 4 ? 2 * j : 2 * j - 7; }
 INLINE int nibble_of(uint32_t word, int j) { return word >> (4 * nibble_at(j)) & 15; }
 
-/* Input j of each word times 16^raised(j), as a float. Left where they stand, most nibbles need no shift; dividing a scale
- * by a power of 16 is exact, so their products with it are the same. */
+/* Input j of each word times 16^raised(j), as a float: this avoids most shifts. Dividing the scale by a power of 16 is
+ * exact, so the products are the same. */
 #if LANES == 16
 #define RAISED 1
 #else
@@ -93,8 +93,8 @@ INLINE vf raised_nibble(vu words, int j) {
 #endif
 }
 
-/* What turns the nibbles of block `block` into values, q a + b, for the vector of outputs that begins at `lane`;
- * returns the words of its first eight inputs. */
+/* Set a and b such that the values of block `block` are q a + b, for the vector of outputs that starts at `lane`;
+ * return the words of its first eight inputs. */
 INLINE const char *nibble_block(const int format, const char *panel, long block, int lane, vf *a, vf *b) {
     if (format == Q4_0) {
         const char *p = panel + block * 1152;
@@ -117,8 +117,8 @@ INLINE const char *nibble_block(const int format, const char *panel, long block,
 INLINE int is_plain(const int format) { return format <= F16; }
 INLINE int has_nibbles(const int format) { return format == Q4_0 || format == Q4_1 || format == Q4_K; }
 
-/* What a pass over the weights reads in a while. A panel that is gone through twice, half of its outputs at a time, is
- * read from memory as evenly as possible when each half of the next panel is fetched during the same half of this. */
+/* Prefetch the weights that follow. A panel that is read twice, half of its outputs at a time, is loaded from memory
+ * most evenly if each half of the next panel is prefetched during the same half of this one. */
 #define FARTHEST 65536
 INLINE long fetch_distance(int format, long num_in) {
     const long bytes = panel_bytes(format, num_in);
@@ -126,9 +126,9 @@ INLINE long fetch_distance(int format, long num_in) {
 }
 INLINE void fetch_ahead(const char *p, long distance) { __builtin_prefetch(p + distance, 0, 2); }
 
-/* Call `take(k, u, w)`, fetching what lies `ahead` bytes behind, for every input k of [start, stop) and each of U
- * vectors of outputs from `lane` on; start and stop are whole blocks (stop may be the end). A macro because what is done
- * with w must keep its registers. */
+/* Call `take(k, u, w)` for every input k of [start, stop) and each of U vectors of outputs from `lane` on, prefetching
+ * `ahead` bytes further; start and stop are block boundaries (or the end). A macro, so that `take` can use the caller's
+ * registers. */
 #define WIDEN(format, panel, start, stop, lane, U, ahead, take)                                                        \
     do {                                                                                                               \
         if (has_nibbles(format)) {                                                                                     \

@@ -1,18 +1,18 @@
-/* out[m, n] = sum over k of x[m, k] w[n, k], k ascending, every step one fused multiply-add in float32.
+/* out[m, n] = sum over k of x[m, k] w[n, k], k ascending, one fused multiply-add in float32 per step.
  *
- * Up to DIRECT rows the weights are widened in registers and used at once; for more rows a panel is widened into this
- * thread's scratch and a register tile of ROWS x WIDE outputs goes over it. Both add the same numbers in the same order,
- * so a row's result has the same bits however many rows there are. */
+ * Up to DIRECT rows, weights are widened in registers; for more rows, a panel is widened into the thread's scratch
+ * memory and multiplied in register tiles of ROWS x WIDE outputs. Both add the same numbers in the same order, so a
+ * row's result has the same bits for any number of rows. */
 #ifndef NANO_GEMM_H
 #define NANO_GEMM_H
 
 #include "formats.h"
 #include "pool.h"
 
-#define VECS 4                               /* vectors of outputs that the direct product keeps at a time */
+#define VECS 4                               /* vectors of outputs of the direct product */
 #if LANES == 16
 #define DIRECT 10
-#define NARROW 4                             /* rows for which the direct product goes over VECS vectors at a time */
+#define NARROW 4                             /* most rows for which the direct product uses VECS vectors */
 #define ROWS 12
 #define WIDE 32
 #define DEPTH 1024                           /* inputs widened at a time, a multiple of every block: with as much of 64
@@ -24,8 +24,8 @@
 #define WIDE (2 * LANES)
 #define DEPTH 512
 #endif
-#define TILE_FLOATS (96 * 1024)              /* of x that a job's rows take: they stay in the second-level cache */
-#define WIDEN_AHEAD 8192                     /* bytes from the weights that are widened to those fetched meanwhile */
+#define TILE_FLOATS (96 * 1024)              /* most floats of x in a job: they fit the second-level cache */
+#define WIDEN_AHEAD 8192                     /* prefetch distance in bytes while weights are widened */
 
 /* ---- few rows --------------------------------------------------------------------------------------------------- */
 
@@ -42,7 +42,7 @@ INLINE void direct_slice(const int format, const int M, const int U, const char 
         for (int u = 0; u < U; u++) store_f(tile + m * PANEL + lane + u * LANES, acc[m][u]);
 }
 
-/* One row against weights that need next to no registers: all of a panel's outputs in one pass. */
+/* One row, for formats that need few registers: all of a panel's outputs in one pass. */
 INLINE void direct_row(const int format, const char *panel, const float *x, long K, float *tile) {
     const long ahead = fetch_distance(format, K);
     vf acc[PANEL / LANES];
@@ -54,7 +54,7 @@ INLINE void direct_row(const int format, const char *panel, const float *x, long
 INLINE void direct(const int format, const char *panel, Lanes part, const float *x, long ldx, long M, long K,
                    float *tile) {
     if (M == 1 && LANES == 8 && is_plain(format)) { direct_row(format, panel, x, K, tile); return; }
-    const int wide = M <= NARROW ? VECS : 2;     /* as many sums as there are registers for */
+    const int wide = M <= NARROW ? VECS : 2;     /* limited by the number of registers */
     for (int lane = part.from; lane < part.to; lane += wide * LANES) {
         switch (M) {
 #define CASE(n, u) case n: direct_slice(format, n, u, panel, x, ldx, K, lane, tile); break;
@@ -71,7 +71,7 @@ INLINE void direct(const int format, const char *panel, Lanes part, const float 
 
 /* ---- many rows -------------------------------------------------------------------------------------------------- */
 
-/* wide[s][k - start][WIDE]: inputs [start, stop) of a part's outputs, in strips of WIDE. */
+/* Fill wide[s][k - start][WIDE]: inputs [start, stop) of a part's outputs, in strips of WIDE. */
 INLINE void widen(const int format, const char *panel, Lanes part, long start, long stop, float *wide) {
     const long depth = stop - start;
     for (int lane = part.from; lane < part.to; lane += WIDE) {
@@ -122,7 +122,7 @@ INLINE void tiled(const int format, const char *panel, Lanes part, const float *
         const long stop = start + DEPTH < K ? start + DEPTH : K;
         widen(format, panel, part, start, stop, wide);
         for (int lane = part.from; lane < part.to; lane += WIDE)
-            for (long m = 0, i = 0; i < tiles; i++) {    /* tiles of about one height: a low one keeps no unit busy */
+            for (long m = 0, i = 0; i < tiles; i++) {    /* tiles of similar height: a low tile underuses the units */
                 const long rows = (M - m + tiles - i - 1) / (tiles - i);
                 micro_rows(rows, x + m * ldx + start, ldx, wide + lane * (stop - start), stop - start,
                            tile + m * PANEL + lane, start == 0);
@@ -131,7 +131,7 @@ INLINE void tiled(const int format, const char *panel, Lanes part, const float *
     }
 }
 
-/* A function for each format: all in one, GCC 12 keeps fewer values in registers, and a row takes twice as long. */
+/* One function per format: in a single function GCC 12 spills registers, which doubles the time of a row. */
 #define PRODUCT(f)                                                                                                     \
     static __attribute__((noinline)) void direct_##f(const char *panel, Lanes part, const float *x, long ldx, long M,  \
                                                      long K, float *tile) {                                            \
@@ -144,7 +144,7 @@ INLINE void tiled(const int format, const char *panel, Lanes part, const float *
 PRODUCT(F32) PRODUCT(BF16) PRODUCT(F16) PRODUCT(Q4_0) PRODUCT(Q4_1) PRODUCT(Q8_0) PRODUCT(Q4_K) PRODUCT(Q6_K)
 #undef PRODUCT
 
-/* A part of one panel's outputs for M rows: of tile [M, 64] its columns. */
+/* Compute a part of one panel's outputs for M rows: its columns of tile [M, 64]. */
 static void panel_product(int format, const char *panel, Lanes part, const float *x, long ldx, long M, long K,
                           float *tile, float *wide) {
 #define BOTH(f)                                                                                                        \
@@ -156,8 +156,9 @@ static void panel_product(int format, const char *panel, Lanes part, const float
 #undef BOTH
 }
 
-/* Whether half a panel can be multiplied alone with so many rows. With few, time goes into reading, and a half is no run
- * of memory: bfloat16 took an eighth longer. With vectors of 16, tiles of eight-bit sums (int8.h) are as wide as a panel. */
+/* True if half panels can be separate pieces of work for this number of rows. With few rows, reading dominates and a
+ * half panel is not contiguous: bfloat16 took an eighth longer. With 16 lanes, eight-bit tiles (int8.h) span a whole
+ * panel. */
 INLINE int can_halve(const Matrix *m, long M) { return M > DIRECT && (LANES <= 8 || !m->rounds); }
 
 #endif

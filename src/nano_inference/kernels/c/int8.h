@@ -1,11 +1,12 @@
-/* Weights of eight bits or fewer times eight-bit activations, opt-in. Activations have a scale for every GROUP inputs of
- * each token (largest magnitude / 127, ties to even): a model's few large ones would else leave nothing of the others.
- * Weights that files have in four bits stay as they are (the second half of this file); others are rounded to eight, with
- * a scale for each output. Sums inside a group or block are exact integers; these are added in ascending order.
+/* Products of weights of eight bits or fewer with eight-bit activations, opt-in. Activations have a scale for every
+ * GROUP inputs of each token (largest magnitude / 127, ties to even), because a model's few large activations would
+ * otherwise round the others to 0. Four-bit weights are not converted (second half of this file); others are rounded
+ * to eight bits, with a scale per output. Sums within a group or block are exact integers, and are added in ascending
+ * order.
  *
- * Behind the panels stand 64 float scales for each. Processors multiply unsigned by signed bytes. With VNNI weights are
- * shifted by 128 as they are read, and 128 times the sum of a group's activations is taken off again; without it two
- * products are added in 16 bits, which have no room for that: there the weight's sign goes to the activation. */
+ * The panels are followed by 64 float scales for each. CPUs multiply unsigned by signed bytes. With VNNI, 128 is added
+ * to the weights on loading, and 128 times the sum of a group's activations is subtracted; without VNNI, two products
+ * are added in 16 bits, which would overflow, so the weight's sign is moved to the activation. */
 #ifndef NANO_INT8_H
 #define NANO_INT8_H
 
@@ -21,14 +22,13 @@ INLINE float round_even(float x) { return (x + 12582912.0f) - 12582912.0f; }
 #define GROUP 64                             /* inputs that share an activation scale */
 #define HALF (GROUP / 2)                     /* inputs of a block of nibbles */
 
-/* A row of activations: for each group its scale, then for each group 128 times the sum of its bytes, then for each half
- * of a group the sum of its bytes times the scale, then, from a multiple of 64 on, the bytes themselves, filled up with
- * zeros to whole groups. */
+/* A row of activations: each group's scale; 128 times the sum of each group's bytes; for each half group, the sum of
+ * its bytes times the scale; then, aligned to 64, the bytes, padded with zeros to whole groups. */
 INLINE long num_groups(long num_in) { return (num_in + GROUP - 1) / GROUP; }
 INLINE long bytes_before(long num_in) { return (num_groups(num_in) * 16 + 63) / 64 * 64; }
 int64_t nano_int8_row_bytes(int64_t num_in) { return bytes_before(num_in) + num_groups(num_in) * GROUP; }
 
-/* What is no number makes its group's scale none. */
+/* NaN or infinity makes its group's scale NaN. */
 static void quantise_group(const float *x, int8_t *q, float *scale, int32_t *sum, float *shifts) {
     vf best = all_f(0), odd = all_f(0);
     for (int i = 0; i < GROUP; i += LANES) {
@@ -72,8 +72,8 @@ static void quantise_row(const float *x, long n, uint8_t *row) {
     quantise_group(rest, q + g * GROUP, &scales[g], &sums[g], &shifts[2 * g]);
 }
 
-/* From the float rows [first, first + count): each output's scale is its largest magnitude / 127. Memory must be zero
- * before. */
+/* Pack the float rows [first, first + count); each output's scale is its largest magnitude / 127. The packed memory
+ * must be zero before. */
 void nano_pack_int8(const float *values, long first, long count, long num_out, long num_in, char *packed) {
     const long bytes = panel_bytes(INT8, num_in);
     for (long n = first; n < first + count; n++) {
@@ -105,10 +105,10 @@ static void read_int8_row(const Matrix *m, long row, float *out) {
 #define HAS_VNNI 0
 #endif
 
-/* What a group's sums begin with, from 128 times the sum of its activations. */
+/* Initial value of a group's sums, from 128 times the sum of its activations. */
 INLINE vi start_sum(int32_t sum) { return HAS_VNNI ? -(sum - (vi){0}) : (vi){0}; }
 
-/* acc + four products of weights and activations, signed bytes from -127 to 127 all of them. */
+/* acc + four products of weights and activations, all of them signed bytes from -127 to 127. */
 INLINE vi dot4(vi acc, vu w, vi x) {
 #if LANES == 16 && HAS_VNNI
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)(w ^ 0x80808080u), (__m512i)x);
@@ -177,7 +177,7 @@ INLINE void int8_tile(const int R, const int V, const uint8_t *x, long ldx, cons
             store_f(tile + r * PANEL + v * LANES, total[r][v] * load_f(scales + v * LANES));
 }
 
-/* A part of one panel's outputs for M rows of bytes: of tile [M, 64] its columns. */
+/* Compute a part of one panel's outputs for M rows of bytes: its columns of tile [M, 64]. */
 static void int8_panel(const Matrix *m, long panel, Lanes part, const uint8_t *x, long ldx, long M, float *tile) {
     const char *data = m->data + panel * panel_bytes(m->format, m->num_in);
     const float *scales = int8_scales(m, panel);
@@ -207,8 +207,8 @@ static void int8_panel(const Matrix *m, long panel, Lanes part, const uint8_t *x
 
 /* ---- nibbles ---------------------------------------------------------------------------------------------------- */
 
-/* sum + products of bytes below 16 and signed ones: in 32 bits, or without VNNI in 16, which have room for a block of 32
- * inputs: 8 additions of 2 products of at most 15 * 127 are 30480. */
+/* sum + products of bytes below 16 and signed bytes: in 32 bits, or without VNNI in 16, which do not overflow for a
+ * block of 32 inputs: 8 additions of 2 products of at most 15 * 127 are 30480. */
 INLINE vi add_products(vi sum, vu q, vi x) {
 #if LANES == 16 && HAS_VNNI
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)q, (__m512i)x);
@@ -232,7 +232,7 @@ INLINE vi whole_sums(vi sum) {
 #endif
 }
 
-/* The whole-number products of one block: R rows by V vectors of outputs. */
+/* Integer products of one block: R rows by V vectors of outputs. */
 INLINE void block_products(const int R, const int V, const uint8_t *x, long ldx, const char *words, long ahead,
                            vi sum[MOST][MOST]) {
     _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
@@ -284,7 +284,7 @@ INLINE void nibble_rows(const int format, const char *panel, Lanes part, const u
                         float *tile) {
     for (long r = 0; r < M;) {
         const long left = M - r, rows = left >= MOST ? MOST : left;
-        const int wide = rows == 1 ? MOST : 2;           /* as many sums as there are registers for */
+        const int wide = rows == 1 ? MOST : 2;           /* limited by the number of registers */
         for (int lane = part.from; lane < part.to; lane += wide * LANES) {
             float *out = tile + r * PANEL + lane;
             switch (rows) {
@@ -297,7 +297,7 @@ INLINE void nibble_rows(const int format, const char *panel, Lanes part, const u
     }
 }
 
-/* The same of four bits. A function for each format, as in gemm.h. */
+/* One function per format, as in gemm.h. */
 #define NIBBLES(f)                                                                                                     \
     static __attribute__((noinline)) void nibbles_##f(const char *panel, Lanes part, const uint8_t *x, long ldx,       \
                                                       long M, long K, float *tile) {                                   \

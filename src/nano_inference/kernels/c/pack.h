@@ -1,5 +1,5 @@
-/* From rows as files have them to panels, and back. `rows[n]` says which row of the source output n is (NULL: the same).
- * A source row is plain values (float, bfloat16, half) or ggml's blocks, whose layouts ggml-common.h gives. */
+/* Converts rows as files have them to panels, and back. `rows[n]` is the source row of output n (NULL: n). A source row
+ * has plain values (float, bfloat16, half) or ggml blocks (layouts: ggml-common.h). */
 #ifndef NANO_PACK_H
 #define NANO_PACK_H
 
@@ -8,7 +8,7 @@
 INLINE void put16(char *base, int lane, uint16_t value) { memcpy(base + 2 * lane, &value, 2); }
 INLINE uint16_t get16(const char *base, long index) { uint16_t v; memcpy(&v, base + 2 * index, 2); return v; }
 
-/* Eight values below 16 as a word. */
+/* Pack eight values below 16 into a word. */
 INLINE uint32_t word_of(const uint8_t *q) {
     uint32_t word = 0;
     for (int j = 0; j < 8; j++) word |= (uint32_t)(q[j] & 15) << (4 * nibble_at(j));
@@ -20,8 +20,7 @@ INLINE void put_words(char *base, int lane, const uint8_t *q, int num_words) {
         memcpy(base + g * 256 + 4 * lane, &word, 4);
     }
 }
-/* The same for ggml's 16 bytes of 32 nibbles, the first half of the values low, the second high: eight bytes hold two
- * words, whose halves have to be put together the other way round. */
+/* Convert ggml's 16 bytes of 32 nibbles, with the first 16 values in the low halves: eight bytes become two words. */
 INLINE void put_halves(char *base, int lane, const uint8_t *bytes) {
     for (int g = 0; g < 2; g++) {
         uint32_t first, second;
@@ -103,8 +102,8 @@ static void pack_row(int format, const uint8_t *row, long num_in, char *panel, i
         for (long b = 0; b < num_in / 256; b++) pack_q6_k(row + b * 210, panel + b * 13440, lane);
 }
 
-/* Plain values: `count` rows from lane `lane` of one panel on, some inputs of all rows at a time, so that what is
- * written stays in the first cache. */
+/* Pack plain values: `count` rows to the lanes of one panel from `lane` on, a few inputs of all rows at a time, so that
+ * written lines stay in the first-level cache. */
 #define PACK_PLAIN(type, from_k, to_k, place)                                                                          \
     for (long start = (from_k); start < (to_k); start += 16)                                                           \
         for (long n = 0; n < count; n++) {                                                                             \
@@ -118,8 +117,8 @@ static void pack_row(int format, const uint8_t *row, long num_in, char *panel, i
 #define TURN 8
 typedef uint32_t words __attribute__((vector_size(4 * TURN)));
 
-/* Store a tile's words past the caches where the machine can: packed weights are larger than these, and reading a line
- * only to write over it would take a third of the time. `flush_stores` ends it. */
+/* Store a tile's words with non-temporal stores if available: packed weights exceed the caches, and reading lines
+ * before overwriting them would take a third of the time. Call `flush_stores` afterwards. */
 #if defined(__AVX__)
 INLINE void put_words_past(char *at, words v) {
     if ((uintptr_t)at % sizeof v) memcpy(at, &v, sizeof v);
@@ -131,7 +130,7 @@ INLINE void put_words_past(char *at, words v) { memcpy(at, &v, sizeof v); }
 static void flush_stores(void) {}
 #endif
 
-/* Eight words of each of eight rows, turned: word w of all rows goes to panel + 256 w. */
+/* Transpose eight words of each of eight rows: word w of all rows goes to panel + 256 w. */
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define TURNS_TILES 1
@@ -165,11 +164,11 @@ INLINE words halves_of(const uint8_t *from) {
 #endif
 #endif
 
-/* As many of some rows as make whole tiles; all, where there is none. */
+/* Number of rows that form whole tiles; all rows if there is no whole tile. */
 INLINE long whole_tiles(long rows) { return rows > TURN ? rows - rows % TURN : rows; }
 
-/* Pack words of whole tiles; the words of `is_halved` rows are the upper halves of two floats each. Returns how many words
- * of each row are done: none if rows are left over. */
+/* Pack words of whole tiles; a word of `is_halved` rows is the upper halves of two floats. Returns the number of words
+ * packed per row: 0 if the rows do not form whole tiles. */
 static long pack_tiles(const uint8_t *rows, long row_bytes, long count, long num_words, int is_halved, char *panel,
                        long lane) {
 #ifdef TURNS_TILES
@@ -205,7 +204,7 @@ static void pack_plain(int format, const uint8_t *rows, long count, long num_in,
     }
 }
 
-/* bfloat16 from float32 values of which only the upper halves are kept. */
+/* Truncate float32 values to bfloat16. */
 static void pack_short(const uint8_t *rows, long count, long num_in, char *panel, long lane) {
     const long row_bytes = 4 * num_in, done = 2 * pack_tiles(rows, row_bytes, count, num_in / 2, 1, panel, lane);
     for (long n = 0; n < count; n++)
@@ -213,7 +212,7 @@ static void pack_short(const uint8_t *rows, long count, long num_in, char *panel
             memcpy(panel + k / 2 * 256 + 4 * (lane + n) + k % 2 * 2, rows + n * row_bytes + 4 * k + 2, 2);
 }
 
-/* Pack float32 outputs [first, first + count) that fit into bfloat16 as that. */
+/* Pack float32 outputs [first, first + count), whose values are exact in bfloat16, as bfloat16. */
 void nano_pack_short(const void *source, long first, long count, long num_in, char *packed) {
     const long bytes = panel_bytes(BF16, num_in);
     for (long n = first, step; n < first + count; n += step) {
@@ -225,8 +224,8 @@ void nano_pack_short(const void *source, long first, long count, long num_in, ch
     flush_stores();
 }
 
-/* Pack outputs [first, first + count) of a matrix. The whole memory must be zero before: that is the padding. `rows` is
- * for ggml's blocks only. */
+/* Pack outputs [first, first + count) of a matrix. The packed memory must be zero before, for the padding. `rows` is
+ * supported for ggml blocks only. */
 void nano_pack(int format, const void *source, const int32_t *rows, long first, long count, long num_in, char *packed) {
     const long row_bytes = source_row_bytes(format, num_in), bytes = panel_bytes(format, num_in);
     const int is_plain = format == F32 || format == BF16 || format == F16;
@@ -242,8 +241,8 @@ void nano_pack(int format, const void *source, const int32_t *rows, long first, 
 
 enum { NOT_FINITE = 1, NOT_SHORT = 2 };
 
-/* Look through plain values once. NOT_FINITE: there is NaN or infinity. NOT_SHORT: a float32 has bits that bfloat16 has
- * not. */
+/* Check plain values in one pass. NOT_FINITE: there is NaN or infinity. NOT_SHORT: a float32 value is not exact in
+ * bfloat16. */
 int nano_scan(int format, const void *values, int64_t count) {
     if (format == F32) {
         const uint32_t *bits = values;
@@ -264,7 +263,7 @@ int nano_scan(int format, const void *values, int64_t count) {
     return top >= limit ? NOT_FINITE : 0;
 }
 
-/* One value of a nibble format or of a plain one, as widening gives it. */
+/* One value of a nibble format or a plain format, as converted by formats.h. */
 static float value_at(int format, const char *panel, long k, int lane) {
     uint32_t word;
     float f;
@@ -289,7 +288,7 @@ static float value_at(int format, const char *panel, long k, int lane) {
         return (float)(q - 32) * (half_scalar(get16(super, lane)) * (float)(int8_t)p[lane]);
     }
     const char *p;
-    double a, b;                                        /* exact: the one rounding is that to float */
+    double a, b;                                        /* exact: only the conversion to float rounds */
     if (format == Q4_K) {
         const char *super = panel + k / 256 * 9472;
         p = super + 256 + block % 8 * 1152;
@@ -306,7 +305,7 @@ static float value_at(int format, const char *panel, long k, int lane) {
     return (float)(nibble_of(word, j % 8) * a + b);
 }
 
-/* Outputs [first, first + count) as float rows. */
+/* Unpack outputs [first, first + count) to float rows. */
 void nano_unpack(int format, const char *packed, long first, long count, long num_in, float *values) {
     const long bytes = panel_bytes(format, num_in);
     for (long n = first; n < first + count; n++)

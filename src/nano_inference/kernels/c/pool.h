@@ -1,9 +1,8 @@
-/* A team of threads that goes through a list of jobs together. The caller is one of them.
+/* A pool of threads that executes a list of jobs together; the caller is one of the threads.
  *
- * A job is a number of pieces, handed out by a counter; it has ended when all its pieces are done, whoever did them.
- * Nobody has to arrive anywhere between two jobs, so a thread that the system has put aside holds up only the piece it
- * is in: it finds the later jobs done and catches up. The end of a run waits for those inside only; who wakes up later
- * finds the door shut. */
+ * A job is a number of pieces, assigned by an atomic counter; it ends when all its pieces are done. There is no
+ * barrier between jobs, so a descheduled thread delays only its current piece: it then skips the jobs that are
+ * finished. The end of a run waits only for threads inside it; a thread that wakes up later does not enter. */
 #ifndef NANO_POOL_H
 #define NANO_POOL_H
 
@@ -20,7 +19,7 @@
 typedef struct Pool Pool;
 typedef struct {
     Pool *pool;
-    int job;             /* the job it is in, of this run's */
+    int job;             /* index of its current job in this run */
     char *scratch;
     size_t scratch_bytes;
 } Worker;
@@ -31,15 +30,15 @@ struct Pool {
     int is_ending;
     Worker workers[MAX_THREADS];
     pthread_t threads[MAX_THREADS];
-    pthread_mutex_t turn;    /* held during a run: callers from several threads come one after another */
+    pthread_mutex_t turn;    /* held during a run: serialises callers from several threads */
     pthread_mutex_t mutex;
     pthread_cond_t wake;
     int num_sleeping;
     Body body;
     void *argument;
-    long spin_ns;                                    /* how long a thread looks for work before it sleeps */
+    long spin_ns;                                    /* how long a thread polls for work before it sleeps */
     _Atomic long generation __attribute__((aligned(64)));
-    _Atomic int is_open __attribute__((aligned(64)));   /* whether a thread may still come into the run */
+    _Atomic int is_open __attribute__((aligned(64)));   /* 1: threads may still enter the run */
     _Atomic int num_inside __attribute__((aligned(64)));
     struct { _Atomic int next, done; } jobs[MAX_JOBS] __attribute__((aligned(64)));
 };
@@ -50,20 +49,20 @@ INLINE void relax(void) {
 #endif
 }
 
-/* Look again and again; after a while let others have the processor: there may be fewer of them than threads. */
+/* Busy-wait; yield the CPU after a while, because there may be fewer cores than threads. */
 #define WAIT_UNTIL(condition)                                                                                          \
     for (long i_ = 0; !(condition); i_++) {                                                                            \
         if (i_ < 2000) relax();                                                                                        \
         else sched_yield();                                                                                            \
     }
 
-/* The next piece of the job this thread is in, or -1 when there is none left. */
+/* The next piece of this thread's current job, or -1 if none is left. */
 INLINE long next_piece(Worker *w, long num_pieces) {
     if (atomic_load_explicit(&w->pool->jobs[w->job].next, memory_order_relaxed) >= num_pieces) return -1;
     const long piece = atomic_fetch_add_explicit(&w->pool->jobs[w->job].next, 1, memory_order_relaxed);
     return piece < num_pieces ? piece : -1;
 }
-/* The piece that it would get if it asked now. */
+/* The piece that the next call of `next_piece` would return now. */
 INLINE long likely_piece(const Worker *w) {
     return atomic_load_explicit(&w->pool->jobs[w->job].next, memory_order_relaxed);
 }
@@ -75,11 +74,11 @@ INLINE void finish_job(Worker *w, long num_pieces) {
     WAIT_UNTIL(atomic_load_explicit(&w->pool->jobs[w->job].done, memory_order_acquire) >= num_pieces)
 }
 
-/* Do the pieces of a job, as many as this thread gets. */
+/* Process pieces of a job until none is left. */
 #define FOR_PIECES(w, piece, count)                                                                                    \
     for (long piece; (piece = next_piece(w, count)) >= 0; piece_done(w))
 
-/* Memory of this thread's own, aligned to 64 bytes; what was in it may be lost when it grows. NULL: there is none. */
+/* Scratch memory of this thread, aligned to 64 bytes; growing may discard its contents. NULL: out of memory. */
 static void *scratch_of(Worker *w, size_t bytes) {
     if (bytes > w->scratch_bytes) {
         free(w->scratch);
@@ -97,7 +96,7 @@ static long nanoseconds(void) {
 }
 INLINE int has_news(Pool *p, long seen) { return atomic_load_explicit(&p->generation, memory_order_acquire) != seen; }
 
-/* Wait for the next run: steps follow one another closely, so look for a while before sleeping. */
+/* Wait for the next run; poll for a while before sleeping, because steps follow each other closely. */
 static void wait_for_news(Pool *p, long seen) {
     const long deadline = nanoseconds() + p->spin_ns;
     while (!has_news(p, seen) && nanoseconds() < deadline)
@@ -117,7 +116,7 @@ static void *thread_main(void *argument) {
         wait_for_news(p, seen);
         seen = atomic_load_explicit(&p->generation, memory_order_acquire);
         if (p->is_ending) return NULL;
-        atomic_fetch_add(&p->num_inside, 1);         /* first in, then look: the run's end does it the other way round */
+        atomic_fetch_add(&p->num_inside, 1);         /* increment, then check is_open: the run's end does the reverse */
         if (atomic_load(&p->is_open)) {
             w->job = -1;
             p->body(w, p->argument);
@@ -133,7 +132,7 @@ static void pool_announce(Pool *p) {
     pthread_mutex_unlock(&p->mutex);
 }
 
-/* Run `body` in every thread and return when all have left it; at most `num_jobs` jobs are begun in it. */
+/* Run `body` in every thread; return when all have left it. It may start at most `num_jobs` jobs. */
 static void pool_run(Pool *p, int num_jobs, Body body, void *argument) {
     pthread_mutex_lock(&p->turn);
     for (int i = 0; i < num_jobs; i++) {

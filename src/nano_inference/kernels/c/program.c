@@ -1,4 +1,4 @@
-/* A model as a list of operations on named buffers, gone through by all threads together: one call a step. */
+/* Runs a list of operations on numbered buffers with all threads: one call per step. */
 #include "attention.h"
 #include "gemm.h"
 #include "int8.h"
@@ -12,16 +12,16 @@
 
 enum { EMBED, NORM, MATMUL, HEADS, ATTEND, GLU, MIX, CAP, VALUES, SMEAR, KEEP, NUM_KINDS };
 enum { ADD = 1, NORM_FIRST = 2, NORM_LAST = 4 };          /* flags */
-enum { FROM_TOKEN, FROM_PREVIOUS, FROM_PAIR };            /* which rows EMBED takes */
+enum { FROM_TOKEN, FROM_PREVIOUS, FROM_PAIR };            /* rows selected by EMBED */
 
 typedef struct {
     int32_t kind, flags;
     int32_t in, in2, out;                /* buffers */
-    int32_t matrix, num_matrices;        /* among the program's matrices */
+    int32_t matrix, num_matrices;        /* range of the program's matrices */
     int32_t layer;                       /* of the cache */
     int32_t rope;                        /* -1: none */
-    int32_t choice;                      /* which activation; which rows; the window */
-    int64_t count;                       /* of elements; modulus of hashed pairs */
+    int32_t choice;                      /* GLU: activation; EMBED: rows; ATTEND: window */
+    int64_t count;                       /* EMBED: rows of the table */
     float eps, offset, scale, cap;
     const float *weight, *weight2;       /* of norms, biases and mixtures */
 } Op;
@@ -36,28 +36,28 @@ typedef struct {
     int64_t num_ops;
     const Matrix *matrices;
     const Rope *ropes;
-    const int32_t *widths;               /* floats a row of each buffer has */
-    const int32_t *strides;              /* and from one row to the next */
+    const int32_t *widths;               /* floats per row of each buffer */
+    const int32_t *strides;              /* floats between rows of each buffer */
     int32_t num_heads, num_kv_heads, head_dim;
 } Program;
 
 typedef struct {
     Tokens tokens;
-    int64_t num_splits;                  /* above 0: threads take a row's keys split by split */
+    int64_t num_splits;                  /* above 0: each split of a row's keys is a separate piece of work */
 } Rows;
 
 typedef struct {
-    Rows all, kept;                      /* the step's tokens; those of them that KEEP goes on with */
-    const int32_t *keep;                 /* which these are, ascending */
+    Rows all, kept;                      /* all tokens of the step; those that KEEP selects */
+    const int32_t *keep;                 /* indices of the kept tokens, ascending */
     const int32_t *token, *previous;     /* [T]; previous -1: none */
     float *const *buffers;               /* [T, width] each */
-    char *k, *v;                         /* the cache, block after block, in each all layers */
+    char *k, *v;                         /* the cache: blocks, each with all layers */
     int64_t block_bytes;
-    int64_t is_short;                    /* whether it is bfloat16, else float32 */
-    float *parts;                        /* [T, H, num_splits, D + 2] where there are splits */
-    uint8_t *bytes;                      /* [T, byte_stride]: rows rounded to eight bits, scales in front (int8.h) */
+    int64_t is_short;                    /* 1: bfloat16, 0: float32 */
+    float *parts;                        /* [T, H, num_splits, D + 2] if num_splits is above 0 */
+    uint8_t *bytes;                      /* [T, byte_stride]: rows rounded to eight bits, after their scales (int8.h) */
     int64_t byte_stride;
-    _Atomic int failed;                  /* memory ran out */
+    _Atomic int failed;                  /* 1: out of memory */
 } Step;
 
 typedef struct { const Program *program; Step *step; const Rows *rows; } Run;
@@ -94,7 +94,7 @@ static void do_norm(const Run *r, const Op *op, long t) {
     norm_row(row_of(r, op->in, t), width, op->weight, op->offset, op->eps, row_of(r, op->out, t), op->flags & ADD);
 }
 
-/* Put one kv head's key and value of a token into the cache. */
+/* Write one kv head's key and value of a token to the cache. */
 static void write_kv(const Run *r, long layer, long head, long t, const float *key, const float *value) {
     const Tokens *tokens = &r->rows->tokens;
     const long dim = r->program->head_dim, size = tokens->block_size, position = tokens->position[t];
@@ -113,8 +113,8 @@ static void write_kv(const Run *r, long layer, long head, long t, const float *k
     }
 }
 
-/* Queries, keys and values of one token, side by side in a buffer: norms and rotation in place, then into the cache
- * of a layer (-1: of none). */
+/* Queries, keys and values of one token, adjacent in a buffer: norms and rotation in place; then keys and values are
+ * written to a layer's cache (-1: none). */
 static void do_heads(const Run *r, const Op *op, long t) {
     const Program *p = r->program;
     const Tokens *tokens = &r->rows->tokens;
@@ -142,7 +142,7 @@ static void do_glu(const Run *r, const Op *op, long t) {
     glu_row(op->choice, in, op->choice == RELU_SQUARED ? NULL : in + width, width, row_of(r, op->out, t));
 }
 
-/* out = weight in + weight2 in2; either may be absent. */
+/* out = weight in + weight2 in2; weights may be NULL (1). */
 static void do_mix(const Run *r, const Op *op, long t) {
     const long width = r->program->widths[op->out];
     const float *a = row_of(r, op->in, t), *b = row_of(r, op->in2, t);
@@ -153,7 +153,7 @@ static void do_mix(const Run *r, const Op *op, long t) {
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + vexp(all_f(-x))[0]); }
 
-/* nanochat: each kv head's values get a table's values, gated by a sigmoid of the gate's buffer. */
+/* nanochat: v += scale sigmoid(gate) more, for each kv head. */
 static void do_values(const Run *r, const Op *op, long t) {
     const Program *p = r->program;
     float *row = row_of(r, op->in, t) + (long)(p->num_heads + p->num_kv_heads) * p->head_dim;
@@ -164,7 +164,7 @@ static void do_values(const Run *r, const Op *op, long t) {
     }
 }
 
-/* nanochat: a part of the predecessor's embedding, gated by a sigmoid of the gate's buffer; the first has none. */
+/* nanochat: x += weight sigmoid(gate) before, unless the token has no previous one. */
 static void do_smear(const Run *r, const Op *op, long t) {
     if (r->step->previous[t] < 0) return;
     const long width = r->program->widths[op->out];
@@ -223,8 +223,7 @@ static long rows_of_piece(long num_rows, long num_in) {
     return rows < num_rows ? rows : num_rows > 0 ? num_rows : 1;
 }
 
-/* A part of one panel of a piece's rows, whatever its format. The scratch is for a tile and, behind it, for widened
- * weights. */
+/* Multiply a part of one panel, of any format, with a piece's rows. `tile` and `wide` are scratch memory. */
 static void product_piece(const Product *p, const Step *s, const Matrix *m, long panel, Lanes part, long first,
                           long rows, float *tile, float *wide) {
     if (m->rounds)
@@ -247,8 +246,8 @@ static void quantise(Worker *w, const Product *p, const Step *s) {
 
 #define LONGEST_RUN 16
 
-/* Into how many runs of neighbouring panels a product is cut. With few rows time goes into reading, best in long runs, of
- * which each thread gets as many. */
+/* Number of runs of adjacent panels that a product is divided into. With few rows reading dominates, which is fastest
+ * in long runs; every thread then gets the same number. */
 static long runs_of_panels(const Pool *pool, long num_rows, long panels) {
     if (num_rows > DIRECT || panels < pool->num_threads) return panels;
     const long few = pool->num_threads * 6, many = panels / LONGEST_RUN > few ? panels / LONGEST_RUN : few;
@@ -256,14 +255,14 @@ static long runs_of_panels(const Pool *pool, long num_rows, long panels) {
     return runs / pool->num_threads * pool->num_threads;
 }
 
-/* Which run the n-th that is handed out is. With few rows threads that take turns each go on where they were, so that
- * what one fetches ahead is its own. */
+/* Index of the n-th run to process. With few rows, threads that alternate get consecutive runs each, so that a thread
+ * prefetches its own next run. */
 static long run_at(const Pool *pool, long num_rows, long runs, long n) {
     if (num_rows > DIRECT || runs < pool->num_threads) return n;
     return n % pool->num_threads * (runs / pool->num_threads) + n / pool->num_threads;
 }
 
-/* Into how many parts panels are cut: two where few pieces would leave a thread without work at the end. */
+/* Number of parts per panel: two if there are so few pieces that a thread would be idle at the end. */
 static long parts_of_panel(const Pool *pool, const Product *p, long fewest_rows, long num_pieces) {
     if (num_pieces % pool->num_threads == 0 || num_pieces >= 16 * pool->num_threads) return 1;
     for (int i = 0; i < p->num_matrices; i++) if (!can_halve(&p->matrices[i], fewest_rows)) return 1;
@@ -334,7 +333,7 @@ static void attend(Worker *w, const Run *r, const Op *op) {
 
 /* ---- running ---------------------------------------------------------------------------------------------------- */
 
-/* Move the rows that are kept to the front of up to three buffers. */
+/* Move the kept rows to the front of up to three buffers. */
 static void keep(Worker *w, const Run *r, const Op *op) {
     const Step *s = r->step;
     const int buffers[3] = {op->in, op->in2, op->out};
@@ -386,8 +385,7 @@ static void run_body(Worker *w, void *argument) {
     for (int i = 0; i < parts->num_parts; i++) run_part(w, &parts->parts[i]);
 }
 
-/* Go through a program, and then through another where there is one; 0, or -1 when memory ran out, or when they are too
- * long. */
+/* Run a program, then `then` unless NULL. Returns 0, or -1 if memory ran out or there are too many operations. */
 int nano_run(Pool *pool, const Program *program, Step *step, const Program *then, Step *then_step) {
     Parts parts = {{{program, step}, {then, then_step}}, then ? 2 : 1};
     const int64_t num_ops = program->num_ops + (then ? then->num_ops : 0);
@@ -446,7 +444,7 @@ static int by_table(const void *a_, const void *b_) {
     return a->token < b->token ? -1 : 1;
 }
 
-/* Tokens that follow one another in one sequence: how many from `first` on. */
+/* Number of tokens from `first` on that are consecutive in one sequence. */
 static int32_t run_length(const Tokens *t, int32_t first) {
     int32_t n = 1;
     while (first + n < t->num_tokens && t->table_of[first + n] == t->table_of[first] &&
@@ -454,8 +452,8 @@ static int32_t run_length(const Tokens *t, int32_t first) {
     return n;
 }
 
-/* Form the crews: tokens that decode are put together while their tables begin with the same block, those of a chunk in
- * order. -1 without memory. */
+/* Form the crews: decode tokens whose block tables start with the same block, and the tokens of a chunk in order.
+ * Returns 0, or -1 if memory ran out. */
 static int form_crews(Tokens *t, int32_t *order, int32_t *crews) {
     Decoding *rows = malloc(sizeof(Decoding) * (t->num_tokens + 1));
     if (!rows) return -1;
@@ -485,8 +483,8 @@ static int form_crews(Tokens *t, int32_t *order, int32_t *crews) {
     return 0;
 }
 
-/* Say whether the keys of few long rows, `few` at most, are cut into splits that threads take separately; the sums are
- * the same. Returns the floats that their parts take. */
+/* Decide whether splits are separate pieces of work: for at most `few` long rows, too few to occupy all threads. Sums
+ * are the same either way. Returns the number of floats of `parts`. */
 static int64_t choose_splits(Rows *rows, const Program *p, int num_threads, int32_t few) {
     const Tokens *t = &rows->tokens;
     int32_t longest = 0;
@@ -498,10 +496,9 @@ static int64_t choose_splits(Rows *rows, const Program *p, int num_threads, int3
     return is_cut ? t->num_tokens * p->num_heads * num_splits * (p->head_dim + 2) : 0;
 }
 
-/* Say where the tokens of a step stand, and who reads the cache together; the same of those that are kept. Spans come
- * one after another in the step, each with its number of tokens, its first position and where its table begins. `room`
- * is for 4 (all + kept) + 2 numbers; `few` is `choose_splits`'. Returns the floats that the step's `parts` need, -1
- * without memory. */
+/* Compute the positions, block tables and crews of a step's tokens and of the kept ones. A step is a sequence of spans,
+ * each with its number of tokens, first position and start of its block table. `room` has space for 4 (all + kept) + 2
+ * numbers; `few`: see `choose_splits`. Returns the number of floats of the step's `parts`, or -1 if memory ran out. */
 int64_t nano_plan(const Program *program, Step *step, int32_t num_threads, int64_t num_spans,
                   const int32_t *num_tokens, const int32_t *start, const int32_t *table_begin, const int32_t *tables,
                   int32_t block_size, const int32_t *keep, int32_t num_kept, int32_t few, int32_t *room) {
@@ -532,8 +529,7 @@ int64_t nano_plan(const Program *program, Step *step, int32_t num_threads, int64
     return floats > more ? floats : more;
 }
 
-/* Let the system give memory its pages now, not when it is first written: [begin, begin + bytes), whole pages inside.
- * 0, or -1 where the system cannot. */
+/* Fault in the whole pages within [begin, begin + bytes). Returns 0, or -1 if the system does not support it. */
 int nano_populate(char *begin, int64_t bytes) {
 #if defined(MADV_POPULATE_WRITE)
     const uintptr_t page = 4096, at = (uintptr_t)begin;
@@ -547,7 +543,7 @@ int nano_populate(char *begin, int64_t bytes) {
 
 const char *nano_isa(void) { return ISA_NAME; }
 int nano_has_vnni(void) { return HAS_VNNI; }
-int64_t nano_sizes(int which) {          /* for the Python side to check its own picture of the structures */
+int64_t nano_sizes(int which) {          /* checked against the ctypes structures (library.py) */
     switch (which) {
     case 0: return sizeof(Op);
     case 1: return sizeof(Program);

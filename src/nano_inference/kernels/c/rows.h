@@ -1,5 +1,5 @@
-/* What is done to one token's row at a time: norms, rotations, activations. Sums run over 16 lanes and then a tree,
- * whatever the machine's width, so they depend on the row alone. */
+/* Operations on one token's row: norms, rotations, activations. Sums use 16 lanes and then a tree for any vector width,
+ * so a result depends on the row only. */
 #ifndef NANO_ROWS_H
 #define NANO_ROWS_H
 
@@ -18,7 +18,7 @@ INLINE float sum_of_squares(const float *x, long n) {
     return sum16(lanes);
 }
 
-/* out (+)= x / rms(x) (offset + weight); weight NULL stands for 1 and offset 0 (arXiv 1910.07467). */
+/* out (+)= x / rms(x) (offset + weight); weight NULL means a factor of 1 (arXiv 1910.07467). */
 static void norm_row(const float *x, long n, const float *weight, float offset, float eps, float *out, int add) {
     const float inverse = 1.0f / sqrtf(sum_of_squares(x, n) / (float)n + eps);
     for (long i = 0; i < n; i++) {
@@ -28,8 +28,8 @@ static void norm_row(const float *x, long n, const float *weight, float offset, 
     }
 }
 
-/* Turn the first `turning` of a head's dimensions, halves paired (GPT-NeoX's layout); `sine` has the first half's minus
- * sign already. */
+/* Rotate the first `turning` dimensions of a head; dimension i is paired with i + turning / 2 (GPT-NeoX layout). The
+ * first half of `sine` is negated. */
 static void rotate_head(float *x, long turning, const float *cosine, const float *sine) {
     const long half = turning / 2;
     for (long i = 0; i < half; i++) {
@@ -58,7 +58,7 @@ INLINE void activate_row(const int kind, const float *gate, const float *up, lon
     }
     for (; i < n; i++) out[i] = activate(kind, all_f(gate[i]))[0] * (up ? up[i] : 1.0f);
 }
-/* out = act(gate) up; up NULL stands for 1. */
+/* out = act(gate) up; up NULL means 1. */
 static void glu_row(int kind, const float *gate, const float *up, long n, float *out) {
     if (kind == SILU) activate_row(SILU, gate, up, n, out);
     else if (kind == GELU_TANH) activate_row(GELU_TANH, gate, up, n, out);

@@ -1,9 +1,9 @@
-/* One token a row from its logits: the likeliest, or the one at which the cumulated probability passes the row's number
- * in [0, 1), tokens in the order of their ids; and its log-probability. The distribution is softmax((x - max x) / t).
- * Blocks of the vocabulary are summed first, so that only one is searched.
+/* Samples one token per row from its logits, and computes its log-probability: the most probable token (greedy), or the
+ * first one at which the cumulative probability, in order of token ids, exceeds the row's number in [0, 1). The
+ * distribution is softmax((x - max x) / t). Blocks of the vocabulary are summed first, so that only one is searched.
  *
- * There are two sums of a row: the weights that decide the token, whose bits are fixed, and the mass that normalises
- * log-probabilities, which is accurate. */
+ * A row has two sums: float32 weights, which determine the token with reproducible bits, and a float64 mass, which
+ * normalises log-probabilities accurately. */
 #ifndef NANO_SAMPLE_H
 #define NANO_SAMPLE_H
 
@@ -22,7 +22,7 @@ static float best_of(const float *x, long n) {
     return top;
 }
 
-/* The first place of the best. A block is compared whole: a loop that may end at any value is not vectorised. */
+/* Index of the first maximum. Whole blocks are compared, because a loop with an early exit is not vectorised. */
 static int32_t place_of_best(const float *x, long n, float top) {
     for (long begin = 0; begin < n; begin += BLOCK) {
         const long end = begin + BLOCK < n ? begin + BLOCK : n;
@@ -34,8 +34,8 @@ static int32_t place_of_best(const float *x, long n, float top) {
     return 0;
 }
 
-/* The sum of e (1 + (x - top) / t - v) in float64, in an order that does not depend on the vector width. Where v is so low
- * that e is 0, or is not finite, nothing is corrected. */
+/* Sum of e (1 + (x - top) / t - v) in float64, in an order that does not depend on the vector width. There is no
+ * correction if v is so low that e is 0, or is not finite. */
 static double corrected_sum(const float *x, const float *v, const float *e, long n, float top, float t) {
     const double coldness = 1.0 / t;
     double lanes[16] = {0};
@@ -56,13 +56,13 @@ static double corrected_sum(const float *x, const float *v, const float *e, long
     return sum;
 }
 
-/* Two sums of e^((x - top) / t) over at most BLOCK values.
+/* Two sums of e^((x - top) / t) over at most BLOCK values; `top` is the largest logit except NaN, so no argument is
+ * above 0.
  *
- * Returned: float32 exponentials of float32 arguments, added in float32. These are the weights of a draw.
- * Added to `mass`, unless it is NULL: the same exponentials e^v, each times 1 + (u - v), where v is the argument as
- * rounded to float32 and u as computed in float64, added in float64. What remains is the rounding of `vexp_down` itself,
- * at most an ulp of a term and without a sign; the rounding of v alone would be 5e-7 in a flat row with one peak, the
- * same for every term. No argument is above 0: `top` is the largest logit that is a number. */
+ * Returned: float32 exponentials of float32 arguments, added in float32: the weights for sampling. Added to `mass`,
+ * unless it is NULL, in float64: the same exponentials e^v, each times 1 + (u - v), where v is the argument rounded to
+ * float32 and u is computed in float64. The remaining error is that of `vexp_down`: at most an ulp of a term,
+ * unbiased. Without the correction, the rounding of v would be a bias of 5e-7 for a flat row with one peak. */
 static double block_mass(const float *x, long n, float top, float t, double *mass) {
     float v[BLOCK], e[BLOCK], lanes[16] = {0};
     long i = 0;
@@ -97,28 +97,28 @@ static long find_token(const float *x, long n, float top, float t, const double 
         before += p;
         if (before > target && token >= 0) return token;
     }
-    return token;                                        /* rounding hid it: the last that has any probability */
+    return token;                                        /* not reached due to rounding: last token with a weight */
 }
 
 typedef struct {
     const float *logits;
     int64_t stride;
     int64_t vocab_size;
-    const float *temperature;                /* [B], 0 is greedy */
+    const float *temperature;                /* [B], 0: greedy */
     const double *uniform;                   /* [B] */
-    const int32_t *is_raw;                   /* [B]: the log-probability is that of temperature 1 */
+    const int32_t *is_raw;                   /* [B]: 1: log-probability at temperature 1 */
     int32_t *token;                          /* [B] */
-    float *logprob;                          /* [B]: not a number where the logits are none */
+    float *logprob;                          /* [B]: NaN if the logits contain NaN or +inf, or are all -inf */
 } Draws;
 
-/* A row's largest logit, and the logarithm of the sum of e^((x - best) / t) over it: unbiased, within 2e-7. */
+/* A row's largest logit, and the logarithm of the sum of e^((x - best) / t): unbiased, within 2e-7. */
 typedef struct {
     const float *logits;
     int64_t stride;
     int64_t vocab_size;
-    const float *temperature;                /* [B], 0 as 1 */
+    const float *temperature;                /* [B], 0 counts as 1 */
     float *best;                             /* [B] */
-    double *log_mass;                        /* [B]: not a number where the logits are none */
+    double *log_mass;                        /* [B]: NaN if the logits contain NaN or +inf, or are all -inf */
 } Sums;
 
 static float divisor_of(float temperature) {

@@ -1,9 +1,8 @@
-/* One vector width a build: 16 floats with AVX-512, 8 with AVX2 and FMA, 4 otherwise. GCC's vector extensions carry
- * the arithmetic; intrinsics stand only where they have no word for it.
+/* One vector width per build: 16 floats with AVX-512, 8 with AVX2 and FMA, 4 otherwise. Arithmetic uses GCC's vector
+ * extensions, and intrinsics only for operations that they lack.
  *
- * Every sum in these files adds in an order that depends on positions alone, never on how many rows are computed or by
- * which thread: that is what makes a row's result the same alone and in any batch. Contraction is off; where a product
- * and a sum are rounded once, `vfma` says so. */
+ * The order of every sum in these files depends on positions only, not on the number of rows or on threads: this makes
+ * a row's result the same alone and in any batch. Contraction is off; `vfma` is the only fused operation. */
 #ifndef NANO_VEC_H
 #define NANO_VEC_H
 
@@ -33,7 +32,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef uint8_t vub __attribute__((vector_size(LANES)));
 
-/* float64: half as many lanes, which one half of a vector of float32 fills. */
+/* float64: half as many lanes; one half of a float32 vector. */
 #define DOUBLES (LANES / 2)
 typedef double vd __attribute__((vector_size(4 * LANES)));
 typedef int64_t vl __attribute__((vector_size(4 * LANES)));
@@ -46,7 +45,7 @@ INLINE vf all_f(float x) { return x - (vf){0}; }
 INLINE vd load_d(const double *p) { vd v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_d(double *p, vd v) { memcpy(p, &v, sizeof v); }
 INLINE vd all_d(double x) { return x - (vd){0}; }
-/* By intrinsics: GCC 12 converts a quarter of a vector at a time. */
+/* With intrinsics: GCC 12 converts a quarter of a vector at a time. */
 INLINE vd widened(const float *p) {
 #if LANES == 16
     return (vd)_mm512_cvtps_pd(_mm256_loadu_ps(p));
@@ -81,14 +80,14 @@ INLINE vf vmax(vf a, vf b) {
 
 INLINE vf select_f(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
-/* The lanes' numbers, 0 first. */
+/* Lane indices, from 0. */
 INLINE vi lane_numbers(void) {
     vi v;
     for (int i = 0; i < LANES; i++) v[i] = i;
     return v;
 }
 
-/* Sums and maxima over 16 neighbouring floats, whatever the width: always in the order of the same binary tree. */
+/* Sums and maxima of 16 adjacent floats, in the order of the same binary tree for any vector width. */
 INLINE float sum16(const float *p) {
     float a[8];
     for (int i = 0; i < 8; i++) a[i] = p[i] + p[i + 8];
@@ -96,8 +95,8 @@ INLINE float sum16(const float *p) {
     return (a[0] + a[2]) + (a[1] + a[3]);
 }
 
-/* Half precision to float, exactly, by integer arithmetic: the exponent is moved, then scaled; subnormals come right
- * because the scaling is exact, and what was infinite or no number stays so. */
+/* Half precision to float, exactly, by integer arithmetic: the exponent is shifted, then scaled. The scaling is exact,
+ * so subnormals are correct, and infinities and NaN are preserved. */
 INLINE vf half_to_f(vh h) {
 #if LANES == 16
     return (vf)_mm512_cvtph_ps((__m256i)h);
@@ -138,7 +137,7 @@ INLINE float bf16_scalar(uint16_t h) {
     memcpy(&f, &bits, 4);
     return f;
 }
-/* To the nearest bfloat16, ties to even; what is no number stays none. */
+/* Round to the nearest bfloat16, ties to even; NaN stays NaN. */
 INLINE uint16_t round_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -158,8 +157,8 @@ INLINE float half_scalar(uint16_t h) {
     return f;
 }
 
-/* e^x for x from -87 to 88: x = n ln 2 + r with |r| <= ln 2 / 2, Taylor's series of e^r to the seventh power (its rest
- * is below a tenth of an ulp), n into the exponent. */
+/* e^x for x from -87 to 88: x = n ln 2 + r with |r| <= ln 2 / 2; Taylor series of e^r to the seventh power (remainder
+ * below a tenth of an ulp); n is added to the exponent. */
 INLINE vi exp_bits(vf x) {
     const vf magic = all_f(12582912.0f);
     const vf n = vfma(x, all_f(1.44269504088896341f), magic) - magic;
@@ -173,24 +172,24 @@ INLINE vi exp_bits(vf x) {
     y = vfma(y, r, all_f(0.5f));
     y = vfma(y, r, all_f(1.0f));
     y = vfma(y, r, all_f(1.0f));
-    return (vi)y + (__builtin_convertvector(n, vi) << 23);      /* of what is no number nothing is added: it stays so */
+    return (vi)y + (__builtin_convertvector(n, vi) << 23);      /* n << 23 is 0 for NaN, which is preserved */
 }
 
-/* e^x. Below the smallest normal number it is 0, above e^88 infinite; what is no number stays none. */
+/* e^x: 0 below the smallest normal number, infinite above e^88; NaN stays NaN. */
 INLINE vf vexp(vf x) {
     const vi tiny = x < all_f(-87.33654f), huge = x > all_f(88.0f);
-    x = vmax(all_f(-87.33654f), x);          /* in this order what is no number stays so */
+    x = vmax(all_f(-87.33654f), x);          /* this order of arguments preserves NaN */
     x = -vmax(all_f(-88.0f), -x);
     return (vf)((exp_bits(x) & ~(tiny | huge)) | (huge & 0x7f800000));
 }
 
-/* The same for what is not above 0. */
+/* e^x for x not above 0. */
 INLINE vf vexp_down(vf x) {
     const vi tiny = x < all_f(-87.33654f);
     return (vf)(exp_bits(vmax(all_f(-87.33654f), x)) & ~tiny);
 }
 
-INLINE vf vtanh(vf x) {  /* 1 - 2 / (e^2x + 1), symmetric: near 0 its absolute error is half an ulp of 1 */
+INLINE vf vtanh(vf x) {  /* 1 - 2 / (e^2x + 1), symmetric: near 0 the absolute error is half an ulp of 1 */
     vf e = vexp(x + x);
     return all_f(1.0f) - all_f(2.0f) / (e + all_f(1.0f));
 }

@@ -1,4 +1,4 @@
-"""Attention over paged K/V: backends of one Protocol, of which `pick` returns one by name."""
+"""Attention over paged K/V: backends that satisfy `Backend`; `pick` returns one by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def pick(name: AttentionName, device: torch.device) -> Backend:
-    """Return the backend of that name; "auto" is SDPA."""
+    """Return the backend called `name`; "auto" is SDPA."""
     if name == "flex":
         return FlexAttentionBackend(compile_kernel=device.type == "cuda")
     return SdpaBackend()

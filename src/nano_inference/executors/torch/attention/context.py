@@ -1,6 +1,6 @@
-"""What every layer may know of a step: built once a step, passed down as an argument, never stored.
+"""`Backend`, and `StepContext`, the per-step arguments of every layer.
 
-Shapes: T tokens of the step (all rows one after another), R rows, H heads, K kv heads, D head size.
+Shapes: T tokens of the step (rows concatenated), H heads, K kv heads, D head size.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from nano_inference.executors.torch.store import KVStore
 
 
 class AttentionSpec(NamedTuple):
-    """How one layer attends."""
+    """One layer's attention parameters."""
 
     scale: float
     window: int | None = None
-    """Keys a query sees, itself included."""
+    """Number of latest keys that a query attends to, its own included; None: all."""
     softcap: float | None = None
 
 
 class Backend(Protocol):
-    """One way of reading paged K/V. Stateless: what it works out for a step is the plan."""
+    """An implementation of attention over paged K/V. Stateless: per-step data is in the plan."""
 
     def plan(self, step: ForwardInput, block_size: int, window: int | None) -> Any:
-        """Work out a step's indices and masks for the layers of one window."""
+        """Compute a step's indices and masks for the layers with one window size."""
 
     def attend(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, store: KVStore, layer: int, spec: AttentionSpec, plan: Any
     ) -> Tensor:
-        """Return softmax(scale q·k) v over what each token may see, [T, H, D]; the step's K/V is in the store."""
+        """Return softmax(scale q·k) v over the keys visible to each token, [T, H, D]; the step's K/V is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,6 @@ class StepContext:
     store: KVStore
     backend: Backend
     plans: Mapping[int | None, Any]
-    """The backend's plan for each window that the model has."""
+    """The backend's plan for each window size of the model."""
     ropes: tuple[tuple[Tensor, Tensor], ...]
-    """cos and signed sin [T, 1, rotary size] of the step's positions, a pair for each of the model's embeddings."""
+    """For each rotary embedding of the model: cos and signed sin of the step's positions, [T, 1, rotary size]."""

@@ -1,7 +1,7 @@
-"""FlexAttention over gathered pages: an option on CUDA, and a second witness of the windows everywhere.
+"""FlexAttention over gathered blocks: an option on CUDA, and an independent check of the window masks on a CPU.
 
-The keys of all rows are laid one after another; a query sees a key when both are of one row and the window allows it.
-On CUDA the kernel is compiled; on a CPU torch's own unfused path runs, which is slow and needs no compiler.
+The keys of all rows are concatenated; a block mask restricts each query to its own row and window. On CUDA the kernel
+is compiled; on a CPU torch's unfused implementation runs, which is slow and needs no compiler.
 
 Shapes: T tokens of the step, S gathered keys of all rows, H heads, K kv heads, D head size.
 """
@@ -24,21 +24,21 @@ from nano_inference.executors.torch.store import KVStore
 
 @dataclass(frozen=True, slots=True)
 class FlexPlan:
-    """Where the step's keys lie and which of them each query sees."""
+    """The slots of all rows' keys, and the mask of visible keys."""
 
     slot_S: Tensor
     block_mask: BlockMask
 
 
 class FlexAttentionBackend:
-    """Attention through torch's flex_attention; satisfies `Backend`. Owns the compiled kernel, if there is one."""
+    """Attention with torch's flex_attention; satisfies `Backend`. Owns the compiled kernel, if any."""
 
     def __init__(self, *, compile_kernel: bool = False) -> None:
         plain: Callable[..., Any] = cast(Any, flex_attention)
         self._flex = torch.compile(plain, dynamic=True) if compile_kernel else plain
 
     def plan(self, step: ForwardInput, block_size: int, window: int | None) -> FlexPlan:
-        """Lay out all rows' keys and say which row and position each query and key has."""
+        """Concatenate all rows' keys and build the block mask."""
         device = step.token_T.device
         slots: list[int] = []
         key_rows: list[int] = []
@@ -80,7 +80,7 @@ class FlexAttentionBackend:
             assert spec.softcap is not None
             return torch.tanh(score / spec.softcap) * spec.softcap
 
-        with warnings.catch_warnings():  # the unfused path warns that it is slow; here it is a choice
+        with warnings.catch_warnings():  # torch warns that the unfused implementation is slow
             warnings.simplefilter("ignore")
             out_HTD: Tensor = self._flex(
                 q_THD.transpose(0, 1)[None],

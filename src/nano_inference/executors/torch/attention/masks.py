@@ -1,4 +1,4 @@
-"""Who sees whom, written out: the oracle that every backend's windows are compared with.
+"""Explicit causal and sliding-window masks: the reference for every backend.
 
 Shapes: Q queries, K keys.
 """
@@ -12,9 +12,9 @@ from nano_inference.checks import check_int
 
 
 def create_attention_mask(query_position_Q: Tensor, key_position_K: Tensor, window: int | None = None) -> Tensor:
-    """Return [Q, K] bool: True where the key is not after the query and among its last `window` keys.
+    """Return [Q, K] bool: True where the key is at or before the query, and among its latest `window` keys.
 
-    A window counts visible keys, the query's own included: 1 sees itself only.
+    The window includes the query's own key. Raises `ValueError` if it is less than 1.
     """
     distance_QK = query_position_Q.unsqueeze(-1) - key_position_K.unsqueeze(0)
     mask_QK = distance_QK >= 0
@@ -27,7 +27,7 @@ def create_attention_mask(query_position_Q: Tensor, key_position_K: Tensor, wind
 def create_sliding_window_causal_mask(
     num_queries: int, window: int, *, num_keys: int | None = None, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return [num_queries, num_keys] bool for queries that are the last of `num_keys` positions (default: all)."""
+    """Return [num_queries, num_keys] bool; the queries are the last of `num_keys` positions (default: all)."""
     num_keys = num_queries if num_keys is None else num_keys
     if num_keys < num_queries:
         raise ValueError(f"num_keys must be at least num_queries ({num_queries}), got {num_keys}")

@@ -1,10 +1,10 @@
-"""The reference backend: gather pages, then torch's scaled dot product attention. Runs on every device.
+"""The reference backend: gathers blocks, then calls torch's scaled dot product attention. Runs on every device.
 
-Rows that compute one token are gathered together with others of about their length; rows that compute a chunk go one
-by one. Query heads of one kv head are folded into the query dimension, so that a decode step reads K/V once a kv head.
+Decode rows (one token) are gathered in groups of similar length; prefill chunks are computed one by one. In decode, the
+query heads of one kv head take the query dimension, so that K/V is read once per kv head.
 
-Shapes: T tokens of the step, H heads, K kv heads, D head size, G rows of a group, M blocks a row, S keys a row,
-P query heads of a kv head, Q queries of a chunk.
+Shapes: T tokens of the step, H heads, K kv heads, D head size, G rows of a group, M blocks per row, S keys per row,
+P query heads per kv head, Q queries of a chunk.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from nano_inference.executors.torch.store import KVStore
 
 _GROUP_ROWS = 16
 _GROUP_SLACK = 1.25
-"""Rows share a gather while the longest is at most this much longer than the shortest (or fits its last block)."""
+"""Largest ratio between the longest and the shortest row of a group; a difference of one block is always allowed."""
 _SCORE_ELEMENTS = 1 << 24
-"""Soft-capped scores are computed for as many queries at a time as give this many elements."""
+"""Largest number of soft-capped scores in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows of one token each that are gathered together."""
+    """Decode rows that are gathered together."""
 
     tokens: slice
-    """Their places among the step's tokens."""
+    """Their range among the step's tokens."""
     block_GM: Tensor
     hidden_G11S: Tensor | None
-    """0 where a key is seen, -inf where not; None when every row sees every gathered key."""
+    """Additive mask: 0 for visible keys, -inf for others; None if every row sees every gathered key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One row of several tokens."""
+    """A row of several tokens."""
 
     span: Span
     block_M: Tensor
     skip: int
-    """Gathered keys before the first one that any query sees."""
+    """Number of gathered keys before the first visible one."""
     mask_QS: Tensor | None
-    """None when the chunk starts its sequence and no window cuts it: then it is plainly causal."""
+    """None if the chunk starts its sequence and fits the window: plain causal attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
-    """One window's rows, sorted into groups and chunks."""
+    """A step's rows as decode groups and chunks, for one window size."""
 
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
 
 
 class SdpaBackend:
-    """Attention over gathered pages; satisfies `Backend`."""
+    """Attention over gathered blocks; satisfies `Backend`."""
 
     def plan(self, step: ForwardInput, block_size: int, window: int | None) -> SdpaPlan:
-        """Sort the rows and build their block indices and masks."""
+        """Group the rows and build their block indices and masks."""
         device = step.token_T.device
         singles = [span for span in step.spans if span.num_tokens == 1]
-        assert all(span.offset == i for i, span in enumerate(singles)), "rows of one token stand first"
+        assert all(span.offset == i for i, span in enumerate(singles)), "rows of one token must come first"
         return SdpaPlan(
             tuple(_decode_group(g, block_size, window, device) for g in _similar(singles, block_size, window)),
             tuple(_chunk(s, block_size, window, device) for s in step.spans if s.num_tokens > 1),
@@ -82,7 +82,7 @@ class SdpaBackend:
         spec: AttentionSpec,
         plan: SdpaPlan,
     ) -> Tensor:
-        """Attend group by group, chunk by chunk."""
+        """Compute each group and each chunk; see `Backend.attend`."""
         if len(plan.groups) == 1 and not plan.chunks:
             return _attend_group(q_THD, store, layer, spec, plan.groups[0])
         out_THD = q_THD.new_empty(q_THD.shape)
@@ -98,12 +98,12 @@ class SdpaBackend:
 
 
 def _num_visible(span: Span, window: int | None) -> int:
-    """Keys that a row's last token sees."""
+    """Return the number of keys visible to a row's last token."""
     return span.end if window is None else min(span.end, window)
 
 
 def _similar(spans: Sequence[Span], block_size: int, window: int | None) -> list[list[Span]]:
-    """Cut rows sorted by length into runs of about one length."""
+    """Split rows sorted by length into groups of similar length."""
     groups: list[list[Span]] = []
     for span in spans:
         if groups and len(groups[-1]) < _GROUP_ROWS:
@@ -116,7 +116,7 @@ def _similar(spans: Sequence[Span], block_size: int, window: int | None) -> list
 
 
 def _decode_group(spans: Sequence[Span], block_size: int, window: int | None, device: torch.device) -> DecodeGroup:
-    """Pad the block tables of rows to one width and hide what no row may see."""
+    """Pad the rows' block tables to equal width and mask the keys outside each row's range."""
     firsts = [span.end - _num_visible(span, window) for span in spans]
     tables = [
         span.blocks[first // block_size : -(-span.end // block_size)] for span, first in zip(spans, firsts, strict=True)
@@ -137,7 +137,7 @@ def _decode_group(spans: Sequence[Span], block_size: int, window: int | None, de
 
 
 def _chunk(span: Span, block_size: int, window: int | None, device: torch.device) -> Chunk:
-    """Find the keys that a chunk's queries see and, unless it is plainly causal, mask them."""
+    """Return a chunk's visible blocks, with a mask unless attention is plainly causal."""
     first = 0 if window is None else max(0, span.start + 1 - window)
     first_block = first // block_size
     block_M = torch.tensor(span.blocks[first_block : -(-span.end // block_size)], device=device)
@@ -159,13 +159,13 @@ def _gather(store: KVStore, layer: int, block_GM: Tensor) -> tuple[Tensor, Tenso
 
 
 def _gather_chunk(store: KVStore, layer: int, block_M: Tensor, skip: int, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return `num_keys` keys and values of one block table behind the first `skip`, [S, K, D] each."""
+    """Return `num_keys` keys and values of a block table, after the first `skip`, [S, K, D] each."""
     k_1SKD, v_1SKD = _gather(store, layer, block_M[None])
     return k_1SKD[0, skip : skip + num_keys], v_1SKD[0, skip : skip + num_keys]
 
 
 def _attend_group(q_GHD: Tensor, store: KVStore, layer: int, spec: AttentionSpec, group: DecodeGroup) -> Tensor:
-    """Attend for rows of one token: the query heads of a kv head stand where queries do."""
+    """Attend for decode rows; the query heads of a kv head take the query dimension."""
     k_GSKD, v_GSKD = _gather(store, layer, group.block_GM)
     q_GKPD = q_GHD.reshape(q_GHD.size(0), k_GSKD.size(2), -1, q_GHD.size(2))
     out_GKPD = _attend(q_GKPD, k_GSKD.transpose(1, 2), v_GSKD.transpose(1, 2), spec, group.hidden_G11S)
@@ -196,7 +196,7 @@ def _attend_chunk(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, spec: AttentionSp
 
 
 def _attend(q_GKPD: Tensor, k_GKSD: Tensor, v_GKSD: Tensor, spec: AttentionSpec, hidden_G11S: Tensor | None) -> Tensor:
-    """Attend without causality among the queries."""
+    """Attend without a causal mask."""
     if spec.softcap is not None:
         return _attend_softcapped(q_GKPD, k_GKSD, v_GKSD, spec, hidden_G11S)
     if hidden_G11S is not None:
@@ -205,7 +205,7 @@ def _attend(q_GKPD: Tensor, k_GKSD: Tensor, v_GKSD: Tensor, spec: AttentionSpec,
 
 
 def _attend_softcapped(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, hidden: Tensor | None) -> Tensor:
-    """Attend with cap·tanh(score/cap), which SDPA does not have: [..., Q, D] x [..., S, D] -> [..., Q, D]."""
+    """Attend with scores cap·tanh(score/cap), which SDPA does not support: [..., Q, D] x [..., S, D] -> [..., Q, D]."""
     assert spec.softcap is not None
     score = (q.float() @ k.float().transpose(-1, -2)) * spec.scale
     score = torch.tanh(score / spec.softcap) * spec.softcap
