@@ -64,7 +64,7 @@ def test_a_file_brings_its_meta(base: Path) -> None:
     [
         ({"source": "base"}, "no checkpoint of the source base; there is sft"),
         ({"model_tag": "d34"}, "no model tag 'd34'; there is d20"),
-        ({"step": 700}, "is step 650, step 700 was asked for"),
+        ({"step": 700}, "is step 650, but step 700 was requested"),
     ],
 )
 def test_what_is_named_beside_a_file_must_agree_with_it(base: Path, named: dict[str, str], message: str) -> None:
@@ -177,7 +177,7 @@ def test_an_absent_source_is_refused_with_what_is_there(tmp_path: Path) -> None:
 def test_a_missing_meta_is_refused(base: Path) -> None:
     directory = base / "chatsft_checkpoints" / "d20"
     (directory / "meta_000700.json").unlink()
-    with pytest.raises(ModelError, match=r"model_000700\.pt: the file meta_000700\.json that belongs to it is missing"):
+    with pytest.raises(ModelError, match=r"model_000700\.pt: its meta file meta_000700\.json is missing"):
         found(base)
     assert found(base, step=650).step == 650
 

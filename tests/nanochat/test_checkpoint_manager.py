@@ -130,7 +130,7 @@ def test_what_is_not_there_is_named(base: Path, source: str, options: dict[str, 
 
 def test_nothing_there(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ModelError, match="holds no nanochat checkpoints"):
+        with pytest.raises(ModelError, match="contains no nanochat checkpoints"):
             load_model("sft", "cpu", "eval", base_dir=place)
     put(tmp_path, "base", "d4", 1)
     with pytest.raises(ModelError, match="has no checkpoint of the source sft; there is base"):

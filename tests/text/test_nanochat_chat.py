@@ -104,14 +104,14 @@ def test_both_are_cut_to_a_length() -> None:
     [
         ([], r"messages\[0\] is missing"),
         ([system("x")], r"messages\[1\] is missing"),
-        ([assistant("x")], r"messages\[0\].role must be user in its turn, got 'assistant'"),
+        ([assistant("x")], r"messages\[0\].role must be user, got 'assistant'"),
         ([user("x"), user("y")], r"messages\[1\].role must be assistant"),
         ([system("s"), assistant("y")], r"messages\[1\].role must be user"),
         ([system("s"), user("x"), user("y")], r"messages\[2\].role must be assistant"),
         ([user("x"), system("y")], r"messages\[1\].role must be assistant"),
         (
             [user("x"), {"role": "tool", "content": "y"}],
-            r"messages\[1\].role must be assistant in its turn, got 'tool'",
+            r"messages\[1\].role must be assistant, got 'tool'",
         ),
         ([user([{"type": "text", "text": "x"}])], r"messages\[0\].content must be a string, not list"),
         ([user(None)], r"messages\[0\].content must be a string, not NoneType"),
@@ -149,7 +149,7 @@ def test_what_nanochat_calls_wrong_values(turns: Any, message: str) -> None:
 
 @pytest.mark.parametrize("turns", [[], [user("x")], [user("x"), assistant("y"), user("z")]])
 def test_the_message_to_write_is_the_assistants(turns: list[Any]) -> None:
-    with pytest.raises(OutOfTurn, match=r"must be assistant: that message is the one to write"):
+    with pytest.raises(OutOfTurn, match=r"must be assistant: that message is replaced by the completion"):
         render_for_completion(tokenizer(), turns)
 
 
