@@ -34,7 +34,7 @@ from nano_inference.types import BadRequest
 HEADING = "nanochat"
 """Heading of the options in --help."""
 BASE = "(nanochat's base directory)"
-"""Value of --model that stands for nanochat's base directory."""
+"""Value of --model that means nanochat's base directory."""
 _SHORT: Mapping[str, str] = MappingProxyType({"source": "-i", "model_tag": "-g", "step": "-s"})
 NANOCHATS_OWN: Mapping[str, str] = MappingProxyType(
     {"temperature": "0.6", "top_k": "50", "max_tokens": "256", "seed": "42"}
