@@ -151,7 +151,7 @@ def test_model_names_the_base_directory(
     assert Path(calls.pop().config.model_path).parent == CALCULATOR.directory
     assert {call.config.model_path for call in calls} == {str(base / "chatsft_checkpoints/d4/model_000030.pt")}
     monkeypatch.delenv("NANO_INFERENCE_MODEL")
-    assert "/no/such/base: no such directory; NANOCHAT_BASE_DIR or --model" in refused(capsys, "chat", "--nanochat")
+    assert "/no/such/base: no such directory; set NANOCHAT_BASE_DIR or --model" in refused(capsys, "chat", "--nanochat")
 
 
 def test_a_directory_called_nanochat_is_what_it_holds(
@@ -210,7 +210,7 @@ def test_environment_twins_win_over_the_defaults_and_lose_to_flags(
         (["--nanochat", "-g", "../d4"], "the model tag must be a plain directory name"),
         (["--nanochat", "-s", "9"], "has no step 9; there is 20, 30"),
         (["--nanochat", "-s", "last"], "-s"),
-        (["--nanochat", "--device-type", "mps"], "Apple's GPUs are not supported"),
+        (["--nanochat", "--device-type", "mps"], "Apple GPUs are not supported"),
         (["--nanochat", "--device-type", "tpu"], "--device-type"),
         (["-i", "sft"], "require --nanochat"),
         (["-g", "d4"], "require --nanochat"),
@@ -445,7 +445,7 @@ def test_info_says_what_was_filled_in(tmp_path: Path, capsys: Capture) -> None:
     write_checkpoint(tmp_path, "G1", config=config, state=state)
     write_tokenizer(tmp_path)
     pattern, lambdas = facts_of(capsys, str(tmp_path))["warnings"]
-    assert "model_config has no window_pattern: L is assumed" in pattern and "no x0_lambdas: 0 is taken" in lambdas
+    assert "model_config has no window_pattern: L is assumed" in pattern and "no x0_lambdas: 0 is used" in lambdas
     page, _ = run(capsys, "models", "info", str(tmp_path))
     assert pattern in page and lambdas in page
 

@@ -396,12 +396,12 @@ def with_gap(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed(normalizer={"type": "NFC"}), "has no normalizer"),
+        (changed(normalizer={"type": "NFC"}), "have no normalizer"),
         (changed(pre_tokenizer=None), "one pattern"),
         (changed(pre_tokenizer={"type": "Whitespace"}), "one pattern"),
         (lambda state: state["pre_tokenizer"]["pretokenizers"].pop(), "one pattern"),
-        (lambda state: state["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "adds spaces"),
-        (lambda state: state["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True), "adds spaces"),
+        (lambda state: state["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "must not add spaces"),
+        (lambda state: state["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True), "must not add spaces"),
         (lambda state: state["model"].update(merges=state["model"]["merges"][:-9][::-1]), "different ids"),
         (without_byte, "not every byte"),
         (with_gap, "must be 0 to"),
@@ -486,7 +486,7 @@ def test_a_model_of_another_family_is_refused(tmp_path: Path) -> None:
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "a")
     for export in (export_hf, export_safetensors, export_nanochat):
-        with pytest.raises(ModelError, match="is LlamaForCausalLM, only nanochat models can be exported"):
+        with pytest.raises(ModelError, match="is LlamaForCausalLM; only nanochat models can be exported"):
             export(open_checkpoint(tmp_path / "a"), None, tmp_path / "b")
 
 

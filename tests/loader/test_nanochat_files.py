@@ -229,7 +229,7 @@ def test_the_experiments_layout_from_each_level(experiments: Path, tmp_path: Pat
 
 def test_several_experiments_need_a_name_and_one_does_not(experiments: Path) -> None:
     (experiments / "default").rename(experiments / "mine")
-    with pytest.raises(ModelError, match="several experiments, name the directory of one: another, mine, other"):
+    with pytest.raises(ModelError, match="several experiments; name the directory of one: another, mine, other"):
         found(experiments)
     for name in ("mine", "another"):
         (experiments / name).rename(experiments.parent / f"away-{name}")
@@ -238,7 +238,7 @@ def test_several_experiments_need_a_name_and_one_does_not(experiments: Path) -> 
 
 def test_both_layouts_at_once_are_ambiguous(experiments: Path, tmp_path: Path) -> None:
     checkpoint(tmp_path / "base_checkpoints" / "d4")
-    with pytest.raises(ModelError, match="holds both experiments/ and base_checkpoints/"):
+    with pytest.raises(ModelError, match="contains both experiments/ and base_checkpoints/"):
         found(tmp_path)
 
 

@@ -87,7 +87,7 @@ def test_base_directory_source_tag_and_step(tmp_path: Path, capsys: Capture, mon
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["/no/such/place"], "/no/such/place: holds no nanochat checkpoint"),
+        (["/no/such/place"], "/no/such/place: contains no nanochat checkpoint"),
         (["--max-tokens", "0"], "--max-tokens must be in [1, "),
         (["--max-tokens", "100000"], "--max-tokens must be in [1, "),
         (["--device", "tpu"], "device must be auto, cpu, cuda, cuda:N or mps"),
@@ -139,7 +139,7 @@ def test_a_prompt_that_fills_the_model_is_named(tmp_path: Path, capsys: Capture)
     write_tokenizer(tmp_path)
     for size in (300, 255):
         _, err = run(capsys, str(tmp_path), "--prompt", "x" * size, code=2)
-        assert err == f"nano_inference.nanochat: --prompt has {size + 1} tokens, and the model's length is 256\n"
+        assert err == f"nano_inference.nanochat: --prompt has {size + 1} tokens; it must be shorter than the model's length of 256\n"
 
 
 def test_chat_renders_the_prompt_as_a_question(capsys: Capture) -> None:

@@ -210,7 +210,7 @@ def test_too_large_files_and_what_is_no_file_are_refused(tmp_path: Path) -> None
     path = tmp_path / "tokenizer.pkl"
     with path.open("wb") as file:
         file.truncate(nanochat_pickle.MAX_FILE + 1)
-    with pytest.raises(ModelError, match=f"at most {nanochat_pickle.MAX_FILE} bytes"):
+    with pytest.raises(ModelError, match=f"more than {nanochat_pickle.MAX_FILE} bytes"):
         read_fields(path)
     path.unlink()
     os.mkfifo(path)
