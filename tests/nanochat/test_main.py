@@ -139,10 +139,8 @@ def test_error_names_prompt_that_is_too_long(tmp_path: Path, capsys: Capture) ->
     write_tokenizer(tmp_path)
     for size in (300, 255):
         _, err = run(capsys, str(tmp_path), "--prompt", "x" * size, code=2)
-        assert (
-            err
-            == f"nano_inference.nanochat: --prompt has {size + 1} tokens; it must be shorter than the model's length of 256\n"
-        )
+        wanted = f"--prompt has {size + 1} tokens; it must be shorter than the model's length of 256"
+        assert err == f"nano_inference.nanochat: {wanted}\n"
 
 
 def test_chat_renders_the_prompt_as_a_question(capsys: Capture) -> None:
