@@ -1,19 +1,18 @@
-"""Compares this tree with another commit, token by token, on this machine and in this run.
+"""Compare this tree with another commit, token by token, on this machine and in this run.
 
     python benchmarks/ab.py [--against REV] [--only llama,nanochat-G4] [--kernels avx2]
     python benchmarks/ab.py --golden     # this tree against benchmarks/golden, without another commit
     python benchmarks/ab.py --record     # writes the entries that --golden compares with
 
 REV (default: HEAD~1 in a clean tree, else HEAD) is checked out into a temporary worktree. The same recording program
-runs in both trees, each in a process of its own, on the same random checkpoints: every family, every generation of
+runs in both trees, each in its own process, on the same random checkpoints: every family, every generation of
 nanochat, every kind of quantised block, and the default model where the cache has it. Requests are ragged, share
 prefixes, use every sampling parameter; engines prefill in chunks, preempt, speculate.
 
 C path: tokens and all numbers have the same bits. Torch path: the same bits in the scenario "all rows", within 1e-5 (of
 the list's largest number, at least 1) in "mixed", which is run in float32 only: one rounding in half precision is more.
-In "all rows" every request asks for the log-probabilities of its prompt, its row is sampled afterwards and nothing is
-preempted or read from the cache, so that something is asked of every row of a step: `Keep`, which leaves out the rows
-of the last layer that nothing is asked of, has nothing to leave out. No setting switches it off.
+In "all rows" every request scores its prompt and then samples, and nothing is preempted or read from the cache. So
+every row of a step is needed, and `Keep`, which drops rows of the last layer that are not needed, drops none.
 
 The exit status is 1 if anything differs, 2 if nothing could be compared.
 """

@@ -1,8 +1,8 @@
-"""Time and memory of refusing attacks: expressions for the calculator, tokenizer.pkl and .pt files that run code.
+"""Measure time and memory of refused attacks: calculator expressions, tokenizer.pkl and .pt files that run code.
 
     python benchmarks/attacks.py
 
-Prints one line for each attack: what came of it, the least time of seven tries in milliseconds, the largest memory of
+Prints one line for each attack: the outcome, the least time of seven tries in milliseconds, the largest memory of
 Python's own objects (tracemalloc) and of the process (VmHWM, reset before each try). The last line is one JSON object.
 Exit status 1 when an attack is not refused, runs code, takes over 5 ms or over 1 MB. Linux only. The attacks on the
 calculator and on tokenizer.pkl are those of tests/text/nanochat_attacks.py.

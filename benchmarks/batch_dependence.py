@@ -1,7 +1,7 @@
-"""How far a row's result depends on its batch, with torch's own float32 operators: per operator and batch size.
+"""Measure how a row's result depends on its batch with torch's float32 operators, per operator and batch size.
 
-For each batch size the same row is computed alone (or in the smallest batch) and among random mates; printed are
-whether the bits agree and the largest difference. The last table is the model's own logits. The last line is JSON.
+For each batch size the same row is computed alone (or in the smallest batch) and with random other rows. Prints whether
+the bits agree, and the largest difference. The last table is the model's own logits. The last line is JSON.
 """
 
 from __future__ import annotations

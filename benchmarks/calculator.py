@@ -1,9 +1,9 @@
-"""How often the package's small nanochat model is right on questions that its training never asked.
+"""Measure the accuracy of the packaged nanochat model on questions outside its training set.
 
     python benchmarks/calculator.py [--questions 500] [--model DIR]
 
-Once with its tool, once without: then it has to write the result itself, which it was never taught. Greedy; an answer
-is right when its last number (or the refusal) is exactly the calculator's. The last line is JSON.
+Runs with the tool and without; without it the model must write the result itself, for which it was not trained. Greedy.
+An answer is right if its last number (or the refusal) equals the calculator's. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def answers(engine: InferenceEngine, questions: list[str], *, with_tool: bool) -
     tokenizer = load_tokenizer(source)
     dialogue = require(load_dialogue(source, tokenizer))
     prompts = [dialogue.encode([{"role": "user", "content": question}]) for question in questions]
-    begun = time.perf_counter()
+    started = time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=96)
     samples = engine.generate(prompts, params, program=dialogue.tool if with_tool else None)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     texts = [tokenizer.decode(sample.completion_tokens, skip_special=False) for sample in samples]
     replies = [text.rpartition("<|output_end|>")[2].replace("<|assistant_end|>", "") for text in texts]
     forced = sum(mask == 0 for sample in samples for mask in sample.mask)

@@ -1,18 +1,17 @@
-"""This engine and its peers on the same workloads, side by side in one run.
+"""Compare this engine with its peers on the same workloads, in one run.
 
     python benchmarks/compare.py                               # this engine and Transformers
     python benchmarks/compare.py --vllm-python VENV/bin/python --openvino-python VENV/bin/python \\
         --llama-server BUILD/bin/llama-server --llama-models DIRECTORY --repeat 3 --chart peers.png
     python benchmarks/compare.py --workloads rollout,serve --engines nano,openvino --json result.json --markdown
 
-Each engine is a process of its own, in an environment of its own. They take turns, repetition by repetition, and all
-but the one whose turn it is are stopped, so that a machine whose speed drifts is unfair to nobody. Everybody runs every
-workload once; then this engine and the fastest peers (in floating point, and of any precision) run it until each has
-`--repeat` turns, and so does whoever is the fastest then. A peer that does less than is asked (no log-probabilities in
-`rollout`) is shown and not compared with. `serve` is 32 streaming chats of 64 tokens over HTTP; `serve ready` is from
-the start of the process to the first 200 of /health, and a server that is ready within 15 s starts anew for each turn.
-A peer that ends, or hangs for `--limit` seconds, gets an error for its figure; what it wrote is in the file named.
-Prints rows, ratios and, last, one line of JSON.
+Each engine is a process with its own environment. Engines take turns, and all others are stopped meanwhile, so a drift
+of the machine's speed affects all equally. Each engine runs every workload once; then this engine and the fastest peers
+(in floating point, and of any precision) repeat it `--repeat` times, as does a peer that becomes the fastest. A peer
+with fewer results (no log-probabilities in `rollout`) is shown but not compared. `serve` is 32 streaming chats of 64
+tokens over HTTP; `serve ready` is the time from the start of the process to the first 200 of /health, and a server that
+is ready within 15 s is restarted for each turn. A peer that ends, or hangs for `--limit` seconds, has an error instead
+of a figure; its output is in the file named. Prints rows, ratios and one line of JSON.
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ class Servers:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure what was asked for; return everything that the last line tells."""
+    """Run the measurements; return the values of the last line."""
     names, wanted = arguments.workloads.split(","), [name for name in arguments.engines.split(",") if name]
     plans = [plan for plan in plan_all(arguments) if not wanted or any(part in plan.name for part in wanted)]
     logs = Logs()
@@ -244,10 +243,10 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print a table for a page")
     add_flags(parser)
     arguments = parser.parse_args()
-    told = json.dumps(run(arguments))
+    output = json.dumps(run(arguments))
     if arguments.json:
-        arguments.json.write_text(told + "\n")
-    print(told)
+        arguments.json.write_text(output + "\n")
+    print(output)
 
 
 if __name__ == "__main__":

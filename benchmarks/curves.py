@@ -1,12 +1,12 @@
-"""Cost curves: decoded tokens a second against rows in a step, context, and requests that wait.
+"""Measure decoded tokens per second against rows in a step, context, and waiting requests.
 
     python benchmarks/curves.py [--dtype auto,int8] [--chart curves.png]
     python benchmarks/curves.py --quick
 
-`batch`: so many rows with short texts. `context`: one row behind a text of so many tokens; each text begins with the
-one before, so the cache computes every token once. `waiting`: 8 rows run, so many requests wait for a seat. A figure
-is the median over decode steps, with the tenth and the ninetieth percentile; a point takes --steps steps, or fewer when
---seconds are over. The last line is JSON; the chart needs matplotlib.
+`batch`: number of rows with short texts. `context`: one row after a text of that many tokens; each text starts with the
+previous one, so every token is computed once. `waiting`: 8 rows run, that many requests wait for a seat. A figure is
+the median over decode steps, with the tenth and the ninetieth percentile; a point takes --steps steps, or fewer if they
+exceed --seconds. The last line is JSON; the chart needs matplotlib.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def decode(engine: InferenceEngine, plan: Plan, x: int, rows: int) -> Point:
     while (stats := engine.tick().stats).num_running < rows or stats.num_sampled < rows:
         pass
     rates: list[float] = []
-    begun = time.perf_counter()
-    while len(rates) < plan.steps and (len(rates) < FEWEST_STEPS or time.perf_counter() - begun < plan.seconds):
+    started = time.perf_counter()
+    while len(rates) < plan.steps and (len(rates) < FEWEST_STEPS or time.perf_counter() - started < plan.seconds):
         start = time.perf_counter()
         num_drawn = engine.tick().stats.num_sampled
         rates.append(num_drawn / (time.perf_counter() - start))
@@ -209,11 +209,11 @@ def main() -> None:
         curves[dtype] = measure(plan)
     if arguments.chart:
         draw(curves, arguments.chart)
-    told = {
+    curves = {
         dtype: {name: [asdict(point) for point in points] for name, points in found.items()}
         for dtype, found in curves.items()
     }
-    print(json.dumps({"processor": processor(), "threads": arguments.threads, "curves": told}))
+    print(json.dumps({"processor": processor(), "threads": arguments.threads, "curves": curves}))
 
 
 if __name__ == "__main__":

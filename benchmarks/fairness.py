@@ -1,11 +1,11 @@
-"""Time to first token and gaps between tokens while another request's long prompt is computed.
+"""Measure time to first token and gaps between tokens while another request's long prompt is computed.
 
     python benchmarks/fairness.py [--budget 256] [--scenarios long,medium,mixed] [--repeat 1] [--threads N]
 
 `long`: requests of 3 tokens that arrive while one prompt of 6,903 tokens is computed. `medium`: the same beside 1,921
 tokens. `mixed`: random prompts (most of 3 to 60 tokens, some of 200 to 600, few of 1,500 to 2,500), each with 4 to 24
-new tokens. In all of them a request arrives when the engine has computed a given number of tokens, which may be in the
-middle of a step, so that a slower machine or another scheduler gets the same load.
+new tokens. A request arrives when the engine has computed a given number of tokens, possibly in the middle of a step,
+so a slower machine or another scheduler gets the same load.
 
 Legend: tok/s computed tokens a second; per CPU s the same over the CPU time of all threads; TTFT time to first token
 and gap time between two tokens of one request, in milliseconds; `work` the tokens that the engine computed between a

@@ -1,6 +1,6 @@
-"""How long `--help` takes, for every command: `python benchmarks/help_time.py [--repeat 7]`.
+"""Measure the time of `--help` for every command: `python benchmarks/help_time.py [--repeat 7]`.
 
-Each is a process of its own, as it is for whoever types it; the limit is 0.3 s. The last line is JSON.
+Each runs in a new process; the limit is 0.3 s. The last line is JSON.
 """
 
 from __future__ import annotations

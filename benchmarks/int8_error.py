@@ -1,4 +1,4 @@
-"""How far rounding moves the default model: log-probabilities with dtype int8 and bfloat16 against the exact ones.
+"""Compare the default model's log-probabilities with dtype int8 and bfloat16 to the exact ones.
 
     python benchmarks/int8_error.py
 

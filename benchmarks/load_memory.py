@@ -4,7 +4,7 @@
 
 MODEL is a directory or a .gguf file. Prints a table and, as the last line, one JSON object. The ratio is the peak of
 resident memory while opening and loading, less what was resident after `import torch`, over the parameters' bytes in
-the target precision; the promise is at most 1.3 (exit status 1 when it is broken). Linux only.
+the target precision; the limit is 1.3 (exit status 1 above it). Linux only.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""nanochat's own algorithm and the core engine on one model, in one run, side by side.
+"""Compare nanochat's own algorithm with the core engine on one model, in one run.
 
-nanochat's algorithm is its loop written out (`nanochat/loop.py`): a dense cache, the whole history read anew at every
-turn, every row computed until the last one ends, logits of all prompt positions. Both sides draw by the same numbers;
-`equal_rows` is the share of rollouts with the same tokens (a random model's 50 best logits lie so close that a last bit
-exchanges two of them now and then). The naive forward pass without any cache shows how its cost grows with the length.
+nanochat's algorithm is in `nanochat/loop.py`: a dense cache, the whole history recomputed at every turn, every row
+computed until the last one ends, logits of all prompt positions. Both sides use the same random numbers; `equal_rows`
+is the share of rollouts with the same tokens (a random model's 50 best logits are so close that rounding can exchange
+two of them). The naive forward pass without a cache shows how its cost grows with the length.
 
-Legend: s seconds; ratio = nanochat's seconds / ours. The last line is JSON.
+Legend: s seconds; ratio = nanochat's seconds / the core engine's. The last line is JSON.
 """
 
 from __future__ import annotations

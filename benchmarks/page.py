@@ -1,6 +1,6 @@
-"""How fast the chat page is: its size, first paint on loopback, frames while 10,000 tokens come and in long histories.
+"""Measure the chat page: size, first paint on loopback, frame rate while 10,000 tokens arrive and in long histories.
 
-The page is the server's own; the answers come from a script at the given speed, so that no model takes the time.
+The server serves the page, and a script the answers at a given speed, without a model.
 Needs Chromium and `pip install playwright`. Prints a table and, last, a line of JSON.
 """
 

@@ -1,10 +1,10 @@
-"""What the server costs: many streams over HTTP against the same work on an engine in this process, in one run.
+"""Measure the server's overhead: many streams over HTTP against the same work on an engine in this process.
 
     python benchmarks/serve.py [--streams 64] [--prompt 64] [--tokens 64] [--repeat 3]
 
-Every round gives both sides the same prompts of token ids and lets every answer run to its full length; no prefix is
-shared and none is reused; both compute 256 tokens a step at most, as `serve` does on a CPU. The rounds take turns. The
-client's own work is on the server's side of the bill: it runs on the same cores. Legend: tok/s answer tokens a second
+Every round gives both sides the same prompts of token ids, with answers of full length; prefixes are not shared or
+reused; both compute at most 256 tokens a step, as `serve` on a CPU. The rounds alternate. The client's work counts as
+the server's, because it runs on the same cores. Legend: tok/s answer tokens a second
 over the whole round; TTFT time to first token and ITL time between two tokens of one stream, milliseconds, over all
 streams of all rounds. The last line is JSON.
 """
@@ -35,11 +35,11 @@ class Measured:
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
-    def add_round(self, begun: float, stamps: list[list[float]]) -> None:
+    def add_round(self, started: float, stamps: list[list[float]]) -> None:
         """Take the arrival times of every stream's tokens."""
         ended = max(times[-1] for times in stamps)
-        self.rates.append(sum(map(len, stamps)) / (ended - begun))
-        self.first += [times[0] - begun for times in stamps]
+        self.rates.append(sum(map(len, stamps)) / (ended - started))
+        self.first += [times[0] - started for times in stamps]
         self.gaps += [after - before for times in stamps for before, after in pairwise(times)]
 
 
@@ -58,7 +58,7 @@ def make_prompts(count: int, length: int, seed: int) -> list[list[int]]:
 def in_process(engine: InferenceEngine, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[float]]]:
     """Run a round on the engine itself; return when it began and when every token came."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1, logprobs_mode="raw")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     place = {engine.add_request(prompt, params, claim=True): i for i, prompt in enumerate(prompts)}
     stamps: list[list[float]] = [[] for _ in prompts]
     while engine.has_pending():
@@ -68,7 +68,7 @@ def in_process(engine: InferenceEngine, prompts: list[list[int]], num_tokens: in
             stamps[place[delta.request_id]] += [now] * len(delta.token_ids)
     for request_id in place:
         engine.collect(request_id)
-    return begun, stamps
+    return started, stamps
 
 
 async def one_stream(port: int, prompt: list[int], num_tokens: int) -> list[float]:
@@ -95,14 +95,14 @@ async def one_stream(port: int, prompt: list[int], num_tokens: int) -> list[floa
 
 async def over_http(port: int, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[float]]]:
     """Run a round of concurrent streams."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     stamps = await asyncio.gather(*(one_stream(port, prompt, num_tokens) for prompt in prompts))
-    return begun, stamps
+    return started, stamps
 
 
 def start_server(model: str, options: list[str]) -> tuple[subprocess.Popen[str], int, float]:
     """Start `serve`; return it, its port, and the seconds until it took requests."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     arguments = [
         sys.executable,
         "-P",
@@ -122,7 +122,7 @@ def start_server(model: str, options: list[str]) -> tuple[subprocess.Popen[str],
         found = re.search(r"listening on http://127.0.0.1:(\d+)", line)
         port = int(found[1]) if found else port
         if line.startswith("ready:"):
-            return process, port, time.perf_counter() - begun
+            return process, port, time.perf_counter() - started
     raise SystemExit("the server did not start")
 
 

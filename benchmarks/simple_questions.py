@@ -1,4 +1,4 @@
-"""Share of right answers to 50 simple questions, by how the answers are sampled.
+"""Measure the share of right answers to 50 simple questions for sampling settings.
 
     python benchmarks/simple_questions.py [--model default] [--half report] [--samples 8] [SETTING …]
 

@@ -1,9 +1,9 @@
-"""What n-gram speculation brings where text repeats, and what it costs where it does not: off and on, taking turns.
+"""Measure n-gram speculation on repetitive and other text, off and on, in turns.
 
     python benchmarks/speculation.py [--rounds 5] [--dtype auto] [--threads N] [--draft 5]
 
-The default model answers with two engines in one process, one of which guesses: a text to be copied with corrections
-and a table to be written out (greedy, batch 1), random tokens (temperature 1, batch 1 and 8), and a rollout of 8
+The default model runs in two engines in one process, one of them with drafts: a text to copy with corrections and a
+table to write (greedy, batch 1), random tokens (temperature 1, batch 1 and 8), and a rollout of 8
 samples of one prompt (temperature 1). Every round runs each case on both, the order changing; figures are medians.
 Tokens and log-probabilities of the two are compared, bit for bit. The last line is JSON.
 """
@@ -89,11 +89,11 @@ def run(engine: InferenceEngine, case: Case) -> Run:
     """Run a case on an empty cache."""
     engine.flush_cache()
     stats: list[StepStats] = []
-    begun = time.perf_counter()
+    started = time.perf_counter()
     samples = engine.generate(
         case.prompts, case.params, case.num_samples, progress=lambda result: stats.append(result.stats)
     )
-    return Run(time.perf_counter() - begun, samples, stats)
+    return Run(time.perf_counter() - started, samples, stats)
 
 
 def are_equal(one: Run, other: Run) -> bool:

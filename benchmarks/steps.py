@@ -1,14 +1,14 @@
-"""Host cost of a step: what planning, bookkeeping and telling cost beside the model, and whether that grows.
+"""Measure the host's cost of a step (planning, bookkeeping, results) beside the model, and whether it grows.
 
     python benchmarks/steps.py [--cached 0,10000,100000] [--waiting 0,1000,10000] [--running 1,8,64]
     python benchmarks/steps.py --model [--batch 1,64] [--steps 48]
 
-The first form drives the real core, scheduler and caches with a model that computes nothing, and counts this thread's
-CPU time, so that other work on the machine does not show. Every row of the table is one situation; `x` is its cost over
+The first form runs core, scheduler and caches with a model that computes nothing, and measures this thread's CPU time,
+which other work on the machine hardly affects. Every row of the table is one situation; `x` is its cost over
 that of the same rows with nothing waiting and nothing cached (flat is about 1.0), `worst` the dearest single step
 (garbage collection included), `gc` one full collection. Below it: steps while a pause drains, steps of `generate` with
 that many prompts, steps with a long prompt at the head of the queue that finds no room, and single operations.
-The second form runs the default model on the CPU kernels and tells the share of a step's wall time outside the calls
+The second form runs the default model on the CPU kernels and prints the share of a step's wall time outside the calls
 in C. The last line is JSON.
 """
 
@@ -52,12 +52,12 @@ class IdleRunner:
 
     def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
         """Draw the same token for every row."""
-        begun = time.thread_time()
+        started = time.thread_time()
         results = {
             row.id: RowResult(id=row.id, tokens=(DRAWN,) * row.num_sampled, logprobs=(-1.0,) * row.num_sampled)
             for row in rows
         }
-        self.seconds += time.thread_time() - begun
+        self.seconds += time.thread_time() - started
         return results
 
     def free_cache(self) -> None:
@@ -103,9 +103,9 @@ class Stage:
 
     def timed_tick(self) -> float:
         """Run a step; return its CPU microseconds without the runner's."""
-        idle, begun = self.runner.seconds, time.thread_time()
+        idle, started = self.runner.seconds, time.thread_time()
         self.engine.tick()
-        return 1e6 * (time.thread_time() - begun - (self.runner.seconds - idle))
+        return 1e6 * (time.thread_time() - started - (self.runner.seconds - idle))
 
     def add(self, count: int, new_tokens: int, size: int = PROMPT_TOKENS) -> list[int]:
         """Queue requests; return their ids."""
@@ -152,9 +152,9 @@ def us_of(call: Callable[[], object], times: int) -> float:
     """Return the median CPU microseconds of a call."""
     taken = []
     for _ in range(times):
-        begun = time.thread_time()
+        started = time.thread_time()
         call()
-        taken.append(time.thread_time() - begun)
+        taken.append(time.thread_time() - started)
     return 1e6 * statistics.median(taken)
 
 
@@ -219,10 +219,10 @@ def blocked(head_tokens: int) -> Stage:
 def time_growth(name: str, counts: Sequence[int], make: Callable[[int], Stage]) -> list[dict[str, Any]]:
     """Print what a step costs for rising numbers of one kind, over that of the first; return the rows."""
     rounds = time_rounds([make(count) for count in counts])
-    return told(name, counts, [cost_of(one) for one in rounds], [over(one, rounds[0]) for one in rounds])
+    return rows_of(name, counts, [cost_of(one) for one in rounds], [over(one, rounds[0]) for one in rounds])
 
 
-def told(name: str, counts: Sequence[int], costs: Sequence[float], ratios: Sequence[float]) -> list[dict[str, Any]]:
+def rows_of(name: str, counts: Sequence[int], costs: Sequence[float], ratios: Sequence[float]) -> list[dict[str, Any]]:
     """Print a line and return its figures."""
     found = list(zip(counts, costs, ratios, strict=True))
     print(f"{name:46} " + ", ".join(f"{count}: {us:.1f} us ({x:.2f}x)" for count, us, x in found), flush=True)
@@ -230,7 +230,7 @@ def told(name: str, counts: Sequence[int], costs: Sequence[float], ratios: Seque
 
 
 def generate_cost(waiting: int) -> float:
-    """Microseconds of a step of `generate` with so many prompts besides the 8 that run."""
+    """Microseconds of a step of `generate` with that many prompts in addition to 8 running ones."""
     stage = Stage(Scene(cache="radix", running=8), begin=False)
     prompts = [text_of(stage.rng, PROMPT_TOKENS) for _ in range(waiting + 8)]
     stamps: list[float] = []
@@ -247,9 +247,9 @@ def generate_cost(waiting: int) -> float:
 
 
 def time_generate(waiting: Sequence[int]) -> list[dict[str, Any]]:
-    """Print what a step of `generate` costs with so many prompts besides the 8 that run; return the rows."""
+    """Print the cost of a step of `generate` with prompts in addition to 8 running ones; return the rows."""
     costs = [generate_cost(count) for count in waiting]
-    return told("8 rows of generate, further prompts", waiting, costs, [cost / costs[0] for cost in costs])
+    return rows_of("8 rows of generate, further prompts", waiting, costs, [cost / costs[0] for cost in costs])
 
 
 def time_queue(waiting: int) -> dict[str, float]:
@@ -294,7 +294,7 @@ def time_operations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class TimedCode:
-    """Stands before the compiled code and adds up the wall seconds spent in each of its functions."""
+    """Wraps the compiled code and sums the wall seconds spent in each of its functions."""
 
     def __init__(self, code: Any) -> None:
         self._code = code
@@ -305,11 +305,11 @@ class TimedCode:
         seconds[name] = 0.0
 
         def timed(*arguments: Any) -> Any:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             try:
                 return function(*arguments)
             finally:
-                seconds[name] += time.perf_counter() - begun
+                seconds[name] += time.perf_counter() - started
 
         setattr(self, name, timed)
         return timed
@@ -349,10 +349,10 @@ def time_batch(engine: InferenceEngine, code: TimedCode, batch: int, num_steps: 
         pass
     engine.tick()
     code.seconds |= dict.fromkeys(code.seconds, 0.0)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(num_steps):
         engine.tick()
-    total = time.perf_counter() - begun
+    total = time.perf_counter() - started
     host = total - sum(code.seconds.values())
     parts = {f"{name} ms": 1e3 * seconds / num_steps for name, seconds in code.seconds.items() if seconds}
     return (

@@ -1,4 +1,4 @@
-"""What one `generate()` executes, and which records it makes: files counted whole, assembly included, on each path.
+"""Count the files, functions and records that one `generate()` uses, including assembly, on each path.
 
     python benchmarks/structure.py [--model NAME]
 

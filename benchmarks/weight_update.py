@@ -1,4 +1,4 @@
-"""What new weights cost on each path: a blocking update against a plain copy, and the steps around one in flight.
+"""Measure weight updates on each path: a blocking update against a plain copy, and steps beside one in flight.
 
     python benchmarks/weight_update.py [--rows 32] [--updates 5] [--threads N]
 
@@ -82,9 +82,9 @@ def steps_around_updates(
             engine.update_weights(named)
             num_updates, num_quiet = num_updates + 1, 0
         is_busy = engine.weight_info().update != "idle"
-        begun = time.perf_counter()
+        started = time.perf_counter()
         engine.step()
-        (busy if is_busy else quiet).append(time.perf_counter() - begun)
+        (busy if is_busy else quiet).append(time.perf_counter() - started)
         num_quiet += not is_busy
         if not engine.has_pending():
             raise RuntimeError(f"{count} updates took more than {MAX_STEPS} steps")

@@ -1,6 +1,6 @@
 """The `serve` workload: concurrent streaming chats over HTTP against a server of each engine.
 
-Standard library alone: a client that costs little, since it runs on the server's cores.
+Uses the standard library only: a cheap client, because it runs on the server's cores.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class ChatServer:
     """From the start of the process to the first 200 of /health."""
     model: str = ""
 
-    def wait(self, begun: float) -> None:
+    def wait(self, started: float) -> None:
         """Wait until /health says 200, and ask for the model's name. Raises `RuntimeError` when it ends or hangs."""
         while self._get("/health") is None:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended before it was ready; it wrote to {self.log}")
-            if time.perf_counter() - begun > self.limit:
+            if time.perf_counter() - started > self.limit:
                 raise RuntimeError(f"the server was not ready after {self.limit:.0f} s; it wrote to {self.log}")
             time.sleep(0.02)
-        self.ready_seconds = time.perf_counter() - begun
-        told = self._get("/v1/models")
-        if told is None:
+        self.ready_seconds = time.perf_counter() - started
+        reply = self._get("/v1/models")
+        if reply is None:
             raise RuntimeError(f"the server lists no model; it wrote to {self.log}")
-        self.model = json.loads(told)["data"][0]["id"]
+        self.model = json.loads(reply)["data"][0]["id"]
 
     def _get(self, path: str) -> bytes | None:
         """Return what the server answers with status 200, or None."""
@@ -94,9 +94,9 @@ class ChatServer:
 
     def measure(self, repetition: int) -> tuple[float, float]:
         """Run the chats; return output tokens a second, and the median seconds to first words."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         done = self.chats(chat_prompts(repetition), TOKENS)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         total = sum(count for _, count in done)
         if total != CHATS * TOKENS:
             raise RuntimeError(f"{total} tokens came, {CHATS * TOKENS} were asked for; it wrote to {self.log}")
@@ -121,7 +121,7 @@ def start(plan: Plan, log: Path, limit: float) -> ChatServer:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     command = [part.replace("{port}", str(port)) for part in plan.server]
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with log.open("ab") as file:
         process = subprocess.Popen(
             command,
@@ -133,7 +133,7 @@ def start(plan: Plan, log: Path, limit: float) -> ChatServer:
         )
     server = ChatServer(plan, process, port, log, limit)
     try:
-        server.wait(begun)
+        server.wait(started)
     except BaseException:
         server.end()
         raise
@@ -153,19 +153,19 @@ async def _chat(server: ChatServer, prompt: str, tokens: int) -> tuple[float, in
     }
     body = json.dumps(asked).encode()
     headers = ("host: 127.0.0.1", "content-type: application/json", f"content-length: {len(body)}", "connection: close")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         writer.write("\r\n".join(("POST /v1/chat/completions HTTP/1.1", *headers, "", "")).encode() + body)
         status = await reader.readline()
         if b" 200 " not in status:
             raise RuntimeError(f"the server answered {status!r}; it wrote to {server.log}")
-        return await _read_words(server, reader, begun)
+        return await _read_words(server, reader, started)
     finally:
         writer.close()
 
 
-async def _read_words(server: ChatServer, reader: asyncio.StreamReader, begun: float) -> tuple[float, int]:
+async def _read_words(server: ChatServer, reader: asyncio.StreamReader, started: float) -> tuple[float, int]:
     """Read a stream to its end; return the seconds to its first words, and how many tokens it says that it had."""
     first, count = 0.0, 0
     while line := await reader.readline():
@@ -173,7 +173,7 @@ async def _read_words(server: ChatServer, reader: asyncio.StreamReader, begun: f
             continue
         event = json.loads(line[6:])
         if not first and any(choice["delta"].get("content") for choice in event["choices"]):
-            first = time.perf_counter() - begun
+            first = time.perf_counter() - started
         count = (event.get("usage") or {}).get("completion_tokens", count)
     if not first:
         raise RuntimeError(f"no words came; the server wrote to {server.log}")

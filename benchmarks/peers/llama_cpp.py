@@ -1,7 +1,7 @@
 """llama.cpp's server as a worker, over loopback HTTP: llama_cpp.py MODEL.gguf THREADS LLAMA-SERVER [plain].
 
 One server has one slot, another 64; samples of one prompt are asked for together (`n_cmpl`), so that their prompt is
-computed once. `plain` leaves log-probabilities out, which tells what they cost.
+computed once. `plain` omits log-probabilities, to measure their cost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLOT_TOKENS = 640
 
 
 def free_port() -> int:
-    """Return a port nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -49,8 +49,8 @@ def start(slots: int, context: int) -> tuple[subprocess.Popen[bytes], int]:
 
 def version() -> str:
     """Return what llama-server says of itself."""
-    told = subprocess.run([sys.argv[3], "--version"], capture_output=True, text=True)
-    lines = [line for line in (told.stdout + told.stderr).splitlines() if line.startswith("version:")]
+    output = subprocess.run([sys.argv[3], "--version"], capture_output=True, text=True)
+    lines = [line for line in (output.stdout + output.stderr).splitlines() if line.startswith("version:")]
     return lines[0].removeprefix("version:").strip() if lines else "unknown"
 
 

@@ -1,6 +1,6 @@
-"""OpenVINO GenAI's continuous batching as a worker, in an environment of its own: openvino_cb.py MODEL.gguf THREADS.
+"""OpenVINO GenAI's continuous batching as a worker, in its own environment: openvino_cb.py MODEL.gguf THREADS.
 
-Activations are float32, and weights stay as the file has them; the KV cache is its default, 8 bits.
+Activations are float32, and weights keep the file's types; the KV cache is its default, 8 bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cache that is there before the first request."""
+"""Allocate a cache before the first request."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How a peer is asked: one workload a line on stdin as JSON, one measurement a line on stdout.
+"""The protocol of peers' workers: a workload per line of JSON on stdin, a measurement per line on stdout.
 
-A worker is a process of its own, in whatever environment its engine needs; it imports nothing of this project.
+A worker is a process in its engine's environment; it imports nothing of this project.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a comparison is told: rows as they come, ratios, a table for a page, a chart."""
+"""Print a comparison: rows, ratios, a Markdown table, a chart."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def print_cells(workload: str, cells: Cells, plans: list[Plan]) -> None:
     for engine, one in cells.items():
         notes = ["not compared: does less than is asked"] if engine in lacking else []
         notes += [f"failed: {one['error']}"] if "error" in one else []
-        told = f"{spread(one):28} x{len(one['values'])} {one['unit']}" if "median" in one else ""
-        print(f"{workload:13} {engine:30} {told:45} {'; '.join(notes)}".rstrip(), flush=True)
+        shown = f"{spread(one):28} x{len(one['values'])} {one['unit']}" if "median" in one else ""
+        print(f"{workload:13} {engine:30} {shown:45} {'; '.join(notes)}".rstrip(), flush=True)
 
 
 def ratios(table: dict[str, Cells], plans: list[Plan]) -> list[dict[str, Any]]:
-    """Return, for each workload and row of ours, how it stands against the fastest peers.
+    """Return, for each workload and row of ours, its ratios to the fastest peers.
 
     A ratio's `low` is our worst against the peer's best, its `high` our best against the peer's worst.
     """
@@ -106,8 +106,8 @@ def print_ratios(rows: list[dict[str, Any]]) -> None:
         print(f"{row['workload']:13} {row['ours']:26} {spread(row)} x{row['runs']} {row['unit']}")
         for key in (key for key in KINDS if key in row):
             one = row[key]
-            told = f"{one['ratio']:.2f}x [{one['low']:.2f}-{one['high']:.2f}]"
-            print(f"{'':13}   {key:6} {told:20} {one['peer']}: {spread(one)} x{one['runs']}")
+            ratio = f"{one['ratio']:.2f}x [{one['low']:.2f}-{one['high']:.2f}]"
+            print(f"{'':13}   {key:6} {ratio:20} {one['peer']}: {spread(one)} x{one['runs']}")
 
 
 def markdown(table: dict[str, Cells], plans: list[Plan]) -> str:
@@ -121,8 +121,8 @@ def markdown(table: dict[str, Cells], plans: list[Plan]) -> str:
     ]
     for workload in table:
         rows = [row for plan in ours if (row := found.get((workload, plan.name)))]
-        told = [_amount(found.get((workload, plan.name))) for plan in ours]
-        lines.append(_line([f"`{workload}`: {ABOUT[workload]}", *told, *(_rival(rows, key) for key in KINDS)]))
+        shown = [_amount(found.get((workload, plan.name))) for plan in ours]
+        lines.append(_line([f"`{workload}`: {ABOUT[workload]}", *shown, *(_rival(rows, key) for key in KINDS)]))
     return "\n".join(lines)
 
 

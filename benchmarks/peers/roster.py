@@ -1,4 +1,4 @@
-"""Which engines are compared: how each one's worker is started, and in which precision it computes."""
+"""The engines compared: how each one's worker is started, and its precision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Plan:
     worker: tuple[str, ...] = ()
     """Command that answers workloads on stdin; the name of a script comes second."""
     server: tuple[str, ...] = ()
-    """Command that serves chats over HTTP; `{port}` stands for the port. Empty: the engine has no server of its own."""
+    """Command that serves chats over HTTP; `{port}` is replaced by the port. Empty if the engine has no server."""
     precision: str = FLOAT
     """float: floating-point arithmetic on the weights as they come; quantised: on weights and activations rounded to 8
     bits or fewer."""

@@ -1,4 +1,4 @@
-"""vLLM on a CPU (float32) as a worker, in an environment of its own: vllm_cpu.py MODEL THREADS."""
+"""vLLM on a CPU (float32) as a worker, in its own environment: vllm_cpu.py MODEL THREADS."""
 
 from __future__ import annotations
 

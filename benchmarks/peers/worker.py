@@ -1,4 +1,4 @@
-"""Peers' workers: processes that are stopped but for their turns, and whose complaints go to files."""
+"""Peers' workers: processes that are stopped except during their turns; their stderr is written to files."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Worker:
             raise RuntimeError(f"the worker has ended; it wrote to {self.log}")
         assert self.process.stdin
         signal_group(self.process, signal.SIGCONT)
-        with suppress(BrokenPipeError):  # it has ended: the answer tells
+        with suppress(BrokenPipeError):  # it has ended, which `ask` detects
             self.process.stdin.write(json.dumps(asdict(workload)).encode() + b"\n")
             self.process.stdin.flush()
         answer = self.answer()
@@ -102,11 +102,11 @@ class Worker:
                 self.end()
                 raise RuntimeError(f"the worker ended; it wrote to {self.log}")
         try:
-            told: dict[str, Any] = json.loads(line)
+            body: dict[str, Any] = json.loads(line)
         except ValueError:
             self.end()
             raise RuntimeError(f"the worker said {line[:80]!r} where JSON was due; it wrote to {self.log}") from None
-        return told
+        return body
 
     def pause(self) -> None:
         """Stop every thread of the worker until it is asked again."""

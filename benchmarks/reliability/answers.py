@@ -1,4 +1,4 @@
-"""Checks of what answers say: the same tokens in any company, exact counts, nothing of other people's prompts."""
+"""Check answers: the same tokens in any batch, exact counts, no text of other clients' prompts."""
 
 from __future__ import annotations
 

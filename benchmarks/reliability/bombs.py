@@ -1,4 +1,4 @@
-"""Checks of models that mean harm: chat templates and tokenizers that take time or memory without end."""
+"""Check hostile models: chat templates and tokenizers that use unbounded time or memory."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Is a server reliable? Checks R1–R57, Q1–Q5 and some of T1–T36 of this project's list of incidents, on real processes.
+"""Check a server's reliability on real processes: R1–R57, Q1–Q5 and some of T1–T36 of this project's list of incidents.
 
     python benchmarks/reliability/checks.py [--only R2,R3] [--slow] [--minutes 30]
 
 Starts `nano-inference serve` on 127.0.0.1 (2048 tokens of context, 8 samples at once, a KV cache of 8192 tokens) and
-does to it what clients, clocks and signals do. One line for each check: what was done, the figures, the bar, and
-whether it was met; the last line is one JSON object. Exit status 1 when a check misses. Without --slow the counts are
-small and the checks that take minutes are left out, unless --only names them. Linux only.
+subjects it to clients, clocks and signals. Prints one line per check: the action, the figures, the limit, and whether
+it was met; the last line is one JSON object. Exit status 1 if a check fails. Without --slow the counts are small and
+checks that take minutes are omitted, unless named by --only. Linux only.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def elsewhere() -> list[Row]:
             where.removeprefix("elsewhere: ").split(", ") if where.startswith("elsewhere: ") and "/" in where else []
         )
         is_there = all((root / path).exists() for path in paths)
-        verdict, _, told = (where if is_there else f"not yet: {', '.join(paths)}").partition(": ")
-        rows.append(Row(name, told, Finding(figures={}, is_ok=None), "", verdict))
+        verdict, _, what = (where if is_there else f"not yet: {', '.join(paths)}").partition(": ")
+        rows.append(Row(name, what, Finding(figures={}, is_ok=None), "", verdict))
     return rows
 
 

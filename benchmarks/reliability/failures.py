@@ -1,4 +1,4 @@
-"""Checks of what a failure inside harms: everybody when the engine is lost, else one request."""
+"""Check the effect of internal failures: on all requests if the engine fails, else on one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def marked(lab: Lab) -> JSON:
     return greedy(lab.prompt(12), MARK)
 
 
-def tells_of_end(stream: Stream) -> bool:
+def has_error_event(stream: Stream) -> bool:
     """Whether a stream ended with an error object and [DONE]."""
     return stream.error is not None and stream.is_done and not stream.is_cut
 
@@ -34,7 +34,7 @@ async def code_after_term(server: Server) -> int:
 
 
 async def lost_engine(lab: Lab, fault: str, options: dict[str, str]) -> tuple[JSON, bool]:
-    """Let the engine fail amid four streams and a whole answer; return what was seen, and if all were told."""
+    """Let the engine fail amid four streams and a whole answer; return what was seen, and if all got errors."""
     async with lab.server(options, fault=fault) as server:
         whole = asyncio.ensure_future(server.ask(COMPLETIONS, greedy(lab.prompt(12), 1000)))
         others = [asyncio.ensure_future(server.stream(greedy(lab.prompt(12), 1000))) for _ in range(OTHERS)]
@@ -49,9 +49,9 @@ async def lost_engine(lab: Lab, fault: str, options: dict[str, str]) -> tuple[JS
         dump = any(line.startswith(("Thread 0x", "Current thread 0x")) for line in server.lines)
     last = max((stream.times[-1] for stream in streams if stream.times), default=0.0)
     seconds = max(stream.ended for stream in streams) - last
-    told = sum(tells_of_end(stream) for stream in streams)
+    num_errors = sum(has_error_event(stream) for stream in streams)
     figures = {
-        "streams told of 4": told,
+        "streams with an error, of 4": num_errors,
         "whole answer": reply.status,
         "s after the last token": round(seconds, 2),
         "/health": health,
@@ -61,22 +61,22 @@ async def lost_engine(lab: Lab, fault: str, options: dict[str, str]) -> tuple[JS
         "stack dump": str(dump),
     }
     leaks = [text for text in (reply.body.decode(), str([one.error for one in streams])) if INNARDS.search(text)]
-    is_ok = told == 4 and reply.status == 500 and health == 503 and late.status == 503 and not leaks
+    is_ok = num_errors == 4 and reply.status == 500 and health == 503 and late.status == 503 and not leaks
     return figures, is_ok and up == 0 and code == 1
 
 
 async def r26(lab: Lab) -> Finding:
     """A step that raises."""
-    figures, is_told = await lost_engine(lab, "raise", {})
-    return Finding(figures=figures, is_ok=is_told and figures["s after the last token"] <= 1)
+    figures, has_errors = await lost_engine(lab, "raise", {})
+    return Finding(figures=figures, is_ok=has_errors and figures["s after the last token"] <= 1)
 
 
 async def r28(lab: Lab) -> Finding:
     """A step that never ends, and a thread that does."""
-    figures, is_told = await lost_engine(lab, "stuck", {"--step-timeout": "5"})
+    figures, has_errors = await lost_engine(lab, "stuck", {"--step-timeout": "5"})
     killed, is_noticed = await lost_engine(lab, "exit", {})
     figures |= {f"thread killed: {name}": killed[name] for name in ("s after the last token", "exit code")}
-    is_ok = is_told and is_noticed and figures["s after the last token"] <= 10 and figures["stack dump"] == "True"
+    is_ok = has_errors and is_noticed and figures["s after the last token"] <= 10 and figures["stack dump"] == "True"
     return Finding(figures=figures, is_ok=is_ok, note="--step-timeout 5")
 
 
@@ -98,7 +98,7 @@ async def one_victim(lab: Lab, fault: str, extra: JSON) -> tuple[JSON, Stream]:
     figures = {
         "others whole": sum(one.finish_reason == "length" and one.is_done for one in others),
         "their tokens differing": sum(x != y for a, b in pairs for x, y in zip(a.tokens, b.tokens, strict=False)),
-        "victim told": str(tells_of_end(struck)),
+        "victim has an error": str(has_error_event(struck)),
         "what": str((struck.error or {}).get("message", struck.finish_reason))[:60],
         "next request": following.status,
         "/health": health,
@@ -121,7 +121,7 @@ def harmed_one(figures: JSON) -> bool:
     """Whether one request failed and nothing else did."""
     return bool(
         figures["others whole"] == OTHERS
-        and figures["victim told"] == "True"
+        and figures["victim has an error"] == "True"
         and figures["next request"] == figures["/health"] == 200
         and figures["running, waiting, kv"] == "(0.0, 0.0, 0.0)"
         and figures["exit code"] == 0
@@ -180,7 +180,7 @@ async def r41(lab: Lab) -> Finding:
 CHECKS = (
     Check("R26", "a step raises amid streams", "error + [DONE] ≤ 1 s; 500; /health 503; exit 1", r26),
     Check("R27", "writing one answer raises", "only it fails; others' tokens the same", r27),
-    Check("R28", "a step hangs; the thread ends", "told ≤ step timeout + 5 s; stack dump; /health 503", r28),
+    Check("R28", "a step hangs; the thread ends", "errors ≤ step timeout + 5 s; stack dump; /health 503", r28),
     Check("R29", "MemoryError in a step", "one 503 without innards, server alive", r29),
     Check("R30", "NaN logits of one sample", "one error, counted, no crash", r30),
     Check("R41", "time.time goes back by an hour", "no negative times, no timeouts", r41),

@@ -1,4 +1,4 @@
-"""Checks that long prompts do not hold up short requests, and that short requests do not starve long prompts."""
+"""Check that long prompts do not delay short requests, and that short requests do not starve long prompts."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""`nano-inference` with a fault put in; for the checks of what a failure harms.
+"""Run `nano-inference` with an injected fault.
 
     python faulty.py FAULT serve …
 
-The fault strikes once, when a sample whose max_tokens is `MARK` is about to draw its token number `STEP`:
+The fault occurs once, before a sample with max_tokens `MARK` samples its token number `STEP`:
 
     raise    the step raises                      stuck    the step never ends
-    memory   the step raises MemoryError          nan      the sample's logits are no numbers
+    memory   the step raises MemoryError          nan      the sample's logits are NaN
     exit     the step raises SystemExit           detok    writing the sample's text raises
     clock    nothing; SIGUSR1 sets time.time back by an hour
 """

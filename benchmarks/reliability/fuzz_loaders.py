@@ -122,7 +122,7 @@ def open_one(seed: Seed, path: Path, run: int, index: int) -> Outcome:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a panic of Rust code is no `Exception`
-        failure = told(error)
+        failure = described(error)
     seconds, num_bytes = time.thread_time() - start, max(0, status_bytes("VmHWM") - before)
     if failure is None and seconds > MAX_SECONDS:
         failure = f"took {seconds:.1f} s"
@@ -131,7 +131,7 @@ def open_one(seed: Seed, path: Path, run: int, index: int) -> Outcome:
     return Outcome(index, is_refused, seconds, num_bytes, failure)
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Return what came out, and the last line of the package's that it came through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "nano_inference" in f.filename]
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "the test"

@@ -156,7 +156,7 @@ class Round:
 
 
 class Compiler(threading.Thread):
-    """Compiles one grammar again and again, as if clients kept sending new ones, until it is told to leave."""
+    """Compiles one grammar repeatedly, as if clients sent new ones, until `leave` is called."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, grammar: Grammar) -> None:
         super().__init__()
@@ -171,12 +171,12 @@ class Compiler(threading.Thread):
     def run(self) -> None:
         for _ in range(100_000):
             self._grammars._compiled.clear()  # as if every client sent another one
-            begun = time.perf_counter()
+            started = time.perf_counter()
             try:
                 self.make = self._grammars.matcher(self._grammar)
             except BadRequest as error:
                 self.refusal = str(error)
-            self.longest = max(self.longest, time.perf_counter() - begun)
+            self.longest = max(self.longest, time.perf_counter() - started)
             if self._leaving.wait(0.02):
                 return
 

@@ -26,12 +26,14 @@ FAULTY = HERE / "faulty.py"
 POLLER = HERE / "poller.py"
 JSON = dict[str, Any]
 INNARDS = re.compile(r"0x[0-9a-fA-F]{4,}|/(?:usr|home|root)/|site-packages|\.py\b|Traceback")
-"""What no error may tell."""
+"""What errors must not reveal."""
 PROSE = (
-    "The lighthouse stood at the end of the island, and nobody had climbed its {} steps since the keeper left for the "
+    "The lighthouse stood at the end of the island, and nobody had climbed "  # quoted
+    "its {} steps since the keeper left for the "
     "mainland. When the storm came in the autumn, the people of the village gathered in the small church on the hill "
     "and waited for the boats. One after another they came home, with torn sails and tired crews, until only one was "
-    "missing. Then somebody looked out of the window and saw a light where there had been none for {} years. They took "
+    "missing. Then somebody looked out of the window and saw a light where "  # quoted
+    "there had been none for {} years. They took "
     "their lamps and went down to the shore together, and at the foot of the tower they found an old man who"
 )
 WAIT_S = 600.0

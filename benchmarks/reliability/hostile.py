@@ -91,7 +91,7 @@ async def exchange(server: Server, data: bytes) -> Reply:
 async def flood(server: Server, head: bytes, most: int, *, is_chunked: bool) -> tuple[int, int, float]:
     """Send a body without end; return the status, the bytes that were taken, and how late the answer came.
 
-    Late is counted from the moment when the limit of a body (4 MiB) was passed, or from the head when that tells.
+    The delay is measured from the byte that exceeds the limit of a body (4 MiB), or from a head that announces more.
     """
     wire = await Wire.open(server.port)
     block = b"x" * 65536
@@ -299,7 +299,7 @@ async def r23(lab: Lab) -> Finding:
 
 
 async def r24(lab: Lab) -> Finding:
-    """A text of 3.9 MB to tokenise while somebody asks whether the server lives."""
+    """Tokenise a text of 3.9 MB while a client polls /health."""
     server = await lab.shared()
     words = "The quick brown fox, número 42, jumps over the lazy dög; naïve 世界! "
     body = json.dumps({"prompt": words * (3_900_000 // len(json.dumps(words)))}).encode()
@@ -521,9 +521,9 @@ async def t24(lab: Lab) -> Finding:
         text = reply.body.decode()
         if reply.status < 400 or reply.status >= 500 or "error" not in json.loads(text):
             wrong.append(f"{path[:30]} {json.dumps(body)[:60]}: {reply.status}")
-        told = INNARDS.search(text)
-        if told and told[0] not in json.dumps(body) + path:
-            wrong.append(f"{path[:30]} tells {told[0]}")
+        revealed = INNARDS.search(text)
+        if revealed and revealed[0] not in json.dumps(body) + path:
+            wrong.append(f"{path[:30]} reveals {revealed[0]}")
     figures = {"errors": count, "largest B": largest, "wrong": len(wrong)}
     return Finding(figures=figures, is_ok=not wrong and largest <= 8192, note="; ".join(wrong[:4]))
 

@@ -153,7 +153,7 @@ def test_model_option_names_base_directory(
     assert Path(calls.pop().config.model_path).parent == CALCULATOR.directory
     assert {call.config.model_path for call in calls} == {str(base / "chatsft_checkpoints/d4/model_000030.pt")}
     monkeypatch.delenv("NANO_INFERENCE_MODEL")
-    assert "/no/such/base: no such directory; NANOCHAT_BASE_DIR or --model" in refused(capsys, "chat", "--nanochat")
+    assert "/no/such/base: no such directory; set NANOCHAT_BASE_DIR or --model" in refused(capsys, "chat", "--nanochat")
 
 
 def test_directory_named_nanochat_is_opened_as_model(
@@ -212,13 +212,13 @@ def test_environment_overrides_defaults_and_flags_override_environment(
         (["--nanochat", "-g", "../d4"], "the model tag must be a plain directory name"),
         (["--nanochat", "-s", "9"], "has no step 9; there is 20, 30"),
         (["--nanochat", "-s", "last"], "-s"),
-        (["--nanochat", "--device-type", "mps"], "Apple's GPUs are not supported"),
+        (["--nanochat", "--device-type", "mps"], "Apple GPUs are not supported"),
         (["--nanochat", "--device-type", "tpu"], "--device-type"),
-        (["-i", "sft"], "belong to --nanochat"),
-        (["-g", "d4"], "belong to --nanochat"),
-        (["-s", "30"], "belong to --nanochat"),
-        (["--device-type", "cpu"], "belong to --nanochat"),
-        (["--no-nanochat", "-i", "sft"], "belong to --nanochat"),
+        (["-i", "sft"], "require --nanochat"),
+        (["-g", "d4"], "require --nanochat"),
+        (["-s", "30"], "require --nanochat"),
+        (["--device-type", "cpu"], "require --nanochat"),
+        (["--no-nanochat", "-i", "sft"], "require --nanochat"),
         (["--nanochat", "-t", "-1"], "temperature must be in [0, 100], got -1.0"),
     ],
 )
@@ -228,7 +228,7 @@ def test_invalid_nanochat_options_are_one_line(home: Path, capsys: Capture, argv
 
 def test_missing_checkpoint_is_one_line(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    assert f"{tmp_path}: holds no nanochat checkpoint" in refused(capsys, "chat", "--nanochat", "-p", "hello")
+    assert f"{tmp_path}: contains no nanochat checkpoint" in refused(capsys, "chat", "--nanochat", "-p", "hello")
     (tmp_path / "chatsft_checkpoints").mkdir()
     assert "there is no <tag>/model_*.pt in chatsft_checkpoints/" in refused(capsys, "chat", "--nanochat", "-p", "x")
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "missing"))
@@ -445,7 +445,7 @@ def test_info_lists_assumed_constants(tmp_path: Path, capsys: Capture) -> None:
     write_checkpoint(tmp_path, "G1", config=config, state=state)
     write_tokenizer(tmp_path)
     pattern, lambdas = facts_of(capsys, str(tmp_path))["warnings"]
-    assert "model_config has no window_pattern: L is assumed" in pattern and "no x0_lambdas: 0 is taken" in lambdas
+    assert "model_config has no window_pattern: L is assumed" in pattern and "no x0_lambdas: 0 is used" in lambdas
     page, _ = run(capsys, "models", "info", str(tmp_path))
     assert pattern in page and lambdas in page
 
@@ -531,7 +531,7 @@ def test_export_stores_overrides(base: Path, tmp_path: Path, capsys: Capture) ->
     line = refused(
         capsys, "models", "export", source, str(tmp_path / "own"), "--to", "nanochat", "--override", "softcap=20"
     )
-    assert "cannot be exported so" in line and not (tmp_path / "own").exists()
+    assert "cannot be exported in this format" in line and not (tmp_path / "own").exists()
 
 
 @pytest.mark.parametrize("generation", [name for name in GENERATIONS if name != "G0"])
@@ -539,20 +539,20 @@ def test_hf_export_rejects_later_generations(generation: str, tmp_path: Path, ca
     write_checkpoint(tmp_path / "source", generation, meta=base_meta(generation))
     write_tokenizer(tmp_path / "source")
     line = refused(capsys, "models", "export", str(tmp_path / "source"), str(tmp_path / "hf"), "--to", "hf")
-    assert f"is of generation {generation}, and Transformers computes G0 only" in line
+    assert f"is of generation {generation}, and Transformers supports G0 only" in line
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_export_overwrites_nothing(base: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "mine").write_text("keep")
-    assert "is there already" in refused(capsys, "models", "export", str(base), str(tmp_path))
+    assert "exists and is not an empty directory" in refused(capsys, "models", "export", str(base), str(tmp_path))
     assert (tmp_path / "mine").read_text() == "keep"
     assert "--to" in refused(capsys, "models", "export", str(base), str(tmp_path / "new"), "--to", "gguf")
 
 
 def test_only_nanochat_models_are_exported(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     line = refused(capsys, "models", "export", str(tiny), str(tmp_path / "new"))
-    assert "only nanochat models are exported" in line and list(tmp_path.iterdir()) == []
+    assert "only nanochat models can be exported" in line and list(tmp_path.iterdir()) == []
 
 
 def test_exported_calculator_calculates(tmp_path: Path, capsys: Capture) -> None:
@@ -599,4 +599,4 @@ def test_exported_directory_has_no_model_tags(tmp_path: Path, capsys: Capture) -
     run(capsys, "models", "export", "calculator", str(tmp_path / "own"))
     argv = ("chat", "--nanochat", "--model", str(tmp_path / "own"), "-p", "What is 12+34?", "--quiet")
     assert "[12+34 → 46]" in run(capsys, *argv, "-t", "0")[0]
-    assert "holds no nanochat checkpoint" in refused(capsys, *argv, "-g", "d20")
+    assert "contains no nanochat checkpoint" in refused(capsys, *argv, "-g", "d20")

@@ -1,4 +1,4 @@
-"""What several tests of the documentation share: a directory for each page, and servers for what a page asks them."""
+"""Fixtures of the documentation tests: a directory for each page, and servers for its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages that are written for readers: their headings, links and code, read as a Markdown reader reads them."""
+"""Parse headings, links and code of the documentation's Markdown pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that take minutes: their own parsers read the options that a page gives them, and they end there."""
+"""Check the options of scripts that take minutes with the scripts' own parsers, without running them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Command lines of the documentation: how they are read, and how each kind of them is executed.
+"""Parse the command lines of the documentation, and execute each by the rule for its kind.
 
-`RULES` is the whole list. A command that fits none of them fails its test: nothing stands on a page that was not tried.
+A command that matches none of `RULES` fails its test, so every command on a page is executed or parsed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Command:
     target: str | None = None
     """The file that its output goes to."""
     fed: str = "Hello\n"
-    """What its standard input has: what `echo` says, or a line for whoever reads one."""
+    """Its standard input: the output of `echo`, or one line."""
     typed: tuple[str, ...] = ()
     """What is typed while it runs, in a session: the lines behind `> `."""
     output: str | None = None
@@ -137,7 +137,7 @@ def command_of(line: str) -> Command | None:
 def differs(shown: str, seen: str) -> str | None:
     """Return how an output differs from the one on the page, None when it does not.
 
-    `...` on the page stands for whatever is there in a line; on a line of its own for any number of lines.
+    `...` on the page matches any text in a line; alone on a line it matches any number of lines.
     """
     pattern = ""
     for line in shown.rstrip().splitlines():
@@ -303,7 +303,7 @@ def ours(*words: str) -> Callable[[Command], bool]:
 RULES: Sequence[Rule] = (
     Rule(
         name="options printed",
-        reason="the command runs as it stands",
+        reason="the command runs unchanged",
         fits=lambda command: command.begins("nano-inference") and command.has("--print-config"),
         run=run_main,
     ),
@@ -339,13 +339,13 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         name="a chat, in a session",
-        reason="the command runs as it stands, in a terminal, where the page's lines are typed at its prompt",
+        reason="the command runs unchanged, in a terminal, where the page's lines are typed at its prompt",
         fits=lambda command: command.begins("nano-inference") and bool(command.typed),
         run=type_along,
     ),
     Rule(
         name="nano-inference",
-        reason="the command runs as it stands, its server another; a chat without a prompt reads one line, Hello",
+        reason="the command runs unchanged, with another server; a chat without a prompt reads one line, Hello",
         fits=ours(),
         run=run_main,
     ),
@@ -381,7 +381,7 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         name="a module of the package",
-        reason="the command runs as it stands, as a process",
+        reason="the command runs unchanged, as a process",
         fits=lambda command: command.begins("python", "-m") and command.words[2].startswith("nano_inference"),
         run=run_module,
     ),

@@ -1,4 +1,4 @@
-"""The worked example of docs/adding-a-dialect.md: a package that is installed beside ours, served with a tiny model."""
+"""The worked example of docs/adding-a-dialect.md: an installed package, served with a tiny model."""
 
 from __future__ import annotations
 

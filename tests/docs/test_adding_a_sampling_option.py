@@ -1,4 +1,4 @@
-"""The worked example of docs/adding-a-sampling-option.md: its diff, on a copy of the package, does what it says."""
+"""The worked example of docs/adding-a-sampling-option.md: its diff, applied to a copy of the package, works."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(changed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(changed)}, capture_output=True, text=True)
 
 
-def test_it_touches_five_files() -> None:
+def test_option_touches_five_files() -> None:
     assert len({name for name, _, _ in hunks()}) == 5
 
 

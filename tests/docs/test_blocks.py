@@ -193,13 +193,13 @@ def test_a_command_within_a_sentence_has_these_options(text: str, place_of: Plac
         ("toml", "[kitchen]\nport = 1\n", "kitchen"),
     ],
 )
-def test_what_is_wrong_on_a_page_is_seen(language: str, text: str, complaint: str, place_of: PlaceOf) -> None:
+def test_wrong_output_on_page_is_detected(language: str, text: str, complaint: str, place_of: PlaceOf) -> None:
     (block,) = blocks_in(f"```{language}\n{text}\n```\n", "docs/index.md")
     with pytest.raises(AssertionError, match=complaint.replace("[", r"\[")):
         check(block, place_of(block.page))
 
 
-def test_wrong_json_and_python_are_seen(place_of: PlaceOf) -> None:
+def test_wrong_json_and_python_are_detected(place_of: PlaceOf) -> None:
     with pytest.raises(json.JSONDecodeError):
         check(Block(page="docs/index.md", line=1, language="json", text="{...}"), place_of("docs/index.md"))
     first = Block(page="docs/index.md", line=3, language="python", text="a = 1\n")
@@ -217,7 +217,7 @@ def test_every_rule_has_a_reason_and_is_used() -> None:
     assert used == {rule.name for rule in RULES} and all(len(rule.reason) > 10 for rule in RULES)
 
 
-def test_a_session_is_read_as_it_stands() -> None:
+def test_session_is_parsed_verbatim() -> None:
     text = "$ A=1 nano-inference chat \\\n    -t 0 > f\n> Hello\nHi.\n"
     text += "$ curl -s http://127.0.0.1:8000/info | python -m json.tool\n"
     (block,) = blocks_in(f"x\n```console\n{text}```\n", "docs/index.md")

@@ -1,8 +1,11 @@
-"""What the pages say of the code's own places: every room is in the house, every file that is named is there."""
+"""docs/house.md names every package with its level, and only files, functions and classes that exist."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,26 +16,30 @@ from tests.test_rooms import HOME, LEVEL
 HOUSE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
 ROOTS = (ROOT, HOME, HOME / "kernels", HOME / "nanochat", ROOT / "docs", ROOT / "benchmarks" / "reliability")
 _FILE = re.compile(r"(?<![\w$/.~-])(?:[\w.-]+/)*[\w-]+\.(?:py|pyi|js|h|c|md|toml|html|css)\b")
-NOT_OURS = {"config.toml", "my.toml", "serve.toml", "typo.toml", "generation_config.json"}
-"""Files of a reader, not of the repository."""
+_REFERENCE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|js))` · (`\w+`(?:, `\w+`(?!\.))*)")
+"""`file.py` · `name`, `name`."""
+_DEFINITION = re.compile(r"\b(?:class|function|const) (\w+)")
+"""In JavaScript."""
+USER_FILES = {"config.toml", "my.toml", "serve.toml", "typo.toml", "generation_config.json"}
+"""Files of the reader, not of the repository."""
 
 
 def rooms_in(text: str) -> dict[str, int]:
-    """Return the rooms of the house's table with their levels."""
-    table = text.partition("## Rooms, bottom up")[2].partition("\n## ")[0]
+    """Return the packages of the architecture page's table with their levels."""
+    table = text.partition("## Packages, bottom up")[2].partition("\n## ")[0]
     rooms: dict[str, int] = {}
     for level, named in re.findall(r"^\| (\d+) \| (.+?) \|", table, re.MULTILINE):
-        plain = re.sub(r"\([^()]*\)", "", named)  # what stands in brackets explains
+        plain = re.sub(r"\([^()]*\)", "", named)
         rooms |= {name: int(level) for name in re.findall(r"`([a-z_]+)`", plain)}
     return rooms
 
 
-def test_the_house_has_every_room_and_no_other() -> None:
+def test_table_lists_every_package() -> None:
     code = {path.stem for path in HOME.glob("*.py")} | {path.parent.name for path in HOME.glob("*/__init__.py")}
     assert set(rooms_in(HOUSE)) == code - {"__init__", "__main__"}
 
 
-def test_its_levels_are_those_that_the_imports_are_held_to() -> None:
+def test_levels_agree_with_import_test() -> None:
     rooms = rooms_in(HOUSE)
     for lower in rooms:
         for higher in rooms:
@@ -40,23 +47,64 @@ def test_its_levels_are_those_that_the_imports_are_held_to() -> None:
                 assert LEVEL[lower] < LEVEL[higher], f"{lower} below {higher}"
 
 
-def missing(text: str) -> list[str]:
-    """Return the files that a page names and that are not there."""
+def missing_files(text: str) -> list[str]:
+    """Return the files that a page names and that do not exist."""
     named = {name for span in spans_in(text) for name in _FILE.findall(span)}
-    return [name for name in sorted(named - NOT_OURS) if not is_there(name)]
+    return [name for name in sorted(named - USER_FILES) if not exists(name)]
 
 
-def is_there(name: str) -> bool:
+def exists(name: str) -> bool:
     if any((root / name).exists() for root in ROOTS):
         return True
     return "/" not in name and any(next(root.rglob(name), None) for root in (HOME, ROOT / "docs", ROOT / "tests"))
 
 
+def missing_definitions(text: str) -> list[str]:
+    """Return "file · name" for each reference of a page whose file does not define the name."""
+    return [
+        f"{file} · {name}"
+        for file, names in _REFERENCE.findall(" ".join(text.split()))
+        for name in re.findall(r"\w+", names)
+        if name not in definitions(path_of(file))
+    ]
+
+
+def path_of(name: str) -> Path:
+    """Return the source file of a reference; a JavaScript file may be named without its folder."""
+    return HOME / name if (HOME / name).exists() else next(HOME.rglob(name))
+
+
+@cache
+def definitions(path: Path) -> frozenset[str]:
+    """Return the functions, methods, classes and assigned names of a source file."""
+    text = path.read_text(encoding="utf-8")
+    return frozenset(_DEFINITION.findall(text) if path.suffix == ".js" else defined_names(ast.parse(text)))
+
+
+def defined_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+
+
 @pytest.mark.parametrize("page", LINKING, ids=name_of)
-def test_files_that_are_named_are_there(page: Path) -> None:
-    assert missing(page.read_text(encoding="utf-8")) == []
+def test_named_files_exist(page: Path) -> None:
+    assert missing_files(page.read_text(encoding="utf-8")) == []
 
 
-def test_the_check_sees_a_file_that_is_gone() -> None:
+@pytest.mark.parametrize("page", LINKING, ids=name_of)
+def test_named_functions_and_classes_exist(page: Path) -> None:
+    assert missing_definitions(page.read_text(encoding="utf-8")) == []
+
+
+def test_missing_file_is_found() -> None:
     text = "`cli/app.py` and `cli/gone.py`, `tests/no.py`, `python benchmarks/none.py --x`, `rl.md`, `my.toml`"
-    assert missing(text) == ["benchmarks/none.py", "cli/gone.py", "tests/no.py"]
+    assert missing_files(text) == ["benchmarks/none.py", "cli/gone.py", "tests/no.py"]
+
+
+def test_missing_definition_is_found() -> None:
+    text = "`engine.py` · `tick`, `gone`; `core.py` ·\n`Core`, and `chat.js` · `Chat`, `nanochat/format.py` · `FORMAT`"
+    assert missing_definitions(text) == ["engine.py · gone"]

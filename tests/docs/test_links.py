@@ -1,4 +1,4 @@
-"""Every relative link, anchor and image of README and docs leads somewhere."""
+"""Every relative link, anchor and image of README and docs exists."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def leads(link: str, text: str, page: Path) -> bool:
 
 
 @pytest.mark.parametrize("page", LINKING, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     assert broken_links(page.read_text(encoding="utf-8"), page) == []
 
 
@@ -50,7 +50,7 @@ def test_every_image_is_shown_somewhere() -> None:
     assert kept <= shown, f"no page shows {sorted(path.name for path in kept - shown)}"
 
 
-def test_the_check_sees_what_is_broken() -> None:
+def test_broken_links_are_detected() -> None:
     page = ROOT / "docs" / "one.md"
     text = "# A title, it is\n[a](#a-title-it-is) [b](#b) [c](rl.md) [d](no.md) [e](rl.md#over-http) [f](rl.md#no)\n"
     text += "![g](images/curves.png) ![h](images/no.png) [i](https://x.y/z) [j](ftp://x.y) `[k](no.md)`\n"

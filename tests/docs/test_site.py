@@ -1,4 +1,4 @@
-"""The site: it is built without a warning, has every page in its navigation, and asks no other host for anything."""
+"""The site builds without warnings, has every page in its navigation, and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_warning_ends_the_build(tmp_path: Path) -> None:
     assert done.returncode != 0 and "page does not exist" in done.stderr and "anchor does not exist" in done.stderr
 
 
-def test_no_page_asks_another_host(site: Path) -> None:
+def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     sheets = sorted(site.rglob("*.css"))
     assert len(pages) > len(DOCS) and sheets
@@ -112,7 +112,7 @@ def test_no_page_asks_another_host(site: Path) -> None:
         assert not [one for one in styles_ask_for(sheet.read_text(encoding="utf-8")) if is_elsewhere(one)], sheet.name
 
 
-def test_the_reader_sees_what_a_page_asks_for() -> None:
+def test_loaded_addresses_are_found() -> None:
     html = (
         '<a href="https://a.b"></a><link href="https://c.d/x.css"><script src="//e.f/g.js"></script><img src="h.png">'
     )
@@ -161,7 +161,7 @@ def test_no_code_block_is_cut_off(width: int, own_host: str, context: BrowserCon
         assert page.evaluate(CUT_OFF) == [], path
 
 
-def test_a_browser_that_reads_every_page_asks_no_other_host(own_host: str, context: BrowserContext) -> None:
+def test_browser_requests_no_other_host(own_host: str, context: BrowserContext) -> None:
     own = own_host
     asked: list[str] = []
     refused: list[str] = []

@@ -1,4 +1,4 @@
-"""The script that trains the package's nanochat model: what it writes, nanochat's loaders read."""
+"""The training script of the packaged model writes files that nanochat's loaders read."""
 
 from __future__ import annotations
 

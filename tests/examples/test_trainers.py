@@ -1,4 +1,4 @@
-"""The example trainers, run as a user runs them, only shorter."""
+"""The example trainers run, with fewer steps."""
 
 from __future__ import annotations
 

@@ -318,8 +318,8 @@ REFUSED: dict[str, tuple[str, dict[str, Tensor | None], dict[str, Any], str]] = 
     "a gap": ("G0", {f"transformer.h.2.{part}.weight": None for part in (
         "attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}, {}, "weights of 3 layers"),
     "a larger vocabulary": ("G4", {}, {"vocab_size": 321}, "vocab_size is 321, but the embedding has 320 rows"),
-    "more kv heads": ("G4", {}, {"n_kv_head": 4}, "attn.c_k.weight of 64 rows, the file has 32"),
-    "fewer kv heads": ("G0", {}, {"n_kv_head": 1}, "attn.c_k.weight of 16 rows, the file has 32"),
+    "more kv heads": ("G4", {}, {"n_kv_head": 4}, "attn.c_k.weight must have 64 rows"),
+    "fewer kv heads": ("G0", {}, {"n_kv_head": 1}, "attn.c_k.weight must have 16 rows"),
     "kv heads that do not share out": ("G0", {}, {"n_kv_head": 3}, "n_kv_head"),
     "heads that do not share out": ("G0", {}, {"n_head": 7}, "n_embd (64) must be a multiple of n_head (7)"),
     "another width": ("G0", {}, {"n_embd": 128, "n_head": 8}, "n_embd is 128, but the embedding has 64 columns"),
@@ -561,8 +561,8 @@ def test_transformers_port_is_read(tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"hidden_act": "silu"}, "relu2"),
-        ({"attention_bias": True}, "biases"),
-        ({"tie_word_embeddings": True}, "untied"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope type"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2, "head_dim": 16}, "num_heads (3)"),
         ({"hidden_size": "64"}, "hidden_size"),

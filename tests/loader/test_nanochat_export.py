@@ -394,15 +394,15 @@ def with_gap(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed(normalizer={"type": "NFC"}), "has no normalizer"),
+        (changed(normalizer={"type": "NFC"}), "have no normalizer"),
         (changed(pre_tokenizer=None), "one pattern"),
         (changed(pre_tokenizer={"type": "Whitespace"}), "one pattern"),
         (lambda state: state["pre_tokenizer"]["pretokenizers"].pop(), "one pattern"),
-        (lambda state: state["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "adds spaces"),
-        (lambda state: state["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True), "adds spaces"),
+        (lambda state: state["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "must not add spaces"),
+        (lambda state: state["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True), "must not add spaces"),
         (lambda state: state["model"].update(merges=state["model"]["merges"][:-9][::-1]), "different ids"),
         (without_byte, "not every byte"),
-        (with_gap, "leave no gap"),
+        (with_gap, "must be 0 to"),
         (changed(added_tokens=[]), "neither of the special tokens"),
         (lambda state: state["added_tokens"].pop(), "has 699 tokens, the model 700"),
         (lambda state: state["added_tokens"][4].update(special=False), "is not special"),
@@ -424,30 +424,32 @@ def test_other_tokenizer_json_is_rejected(
 
 def test_damaged_tokenizer_json_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer\.json that can be read"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json: cannot be read as a tokenizer\.json"):
         from_hf(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("generation", [name for name in GENERATIONS if name not in ("G0", "G2s")])
 def test_later_generations_cannot_be_exported_to_transformers(tmp_path: Path, generation: str) -> None:
     source = write(tmp_path / "a", generation)
-    with pytest.raises(ModelError, match=f"of generation {generation}, and Transformers computes G0 only"):
+    with pytest.raises(ModelError, match=f"of generation {generation}, and Transformers supports G0 only"):
         export_hf(open_checkpoint(source), source, tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
 def test_constants_not_supported_by_a_format_are_rejected(tmp_path: Path) -> None:
     source = write(tmp_path / "a", "G0")
-    with pytest.raises(ModelError, match="Transformers has no qk_scale"):
+    with pytest.raises(ModelError, match="Transformers does not support qk_scale"):
         export_hf(open_checkpoint(source, ("qk_scale=1.2",)), source, tmp_path / "b")
-    with pytest.raises(ModelError, match="Transformers has no long_window, windows"):
+    with pytest.raises(ModelError, match="Transformers does not support long_window, windows"):
         export_hf(open_checkpoint(source, ("window_pattern=SL", "short_window=9")), source, tmp_path / "b")
-    with pytest.raises(ModelError, match=r"cannot be exported so: logits_softcap 20\.0 would be read as 15\.0"):
+    with pytest.raises(
+        ModelError, match=r"cannot be exported in this format: logits_softcap 20\.0 would be read as 15\.0"
+    ):
         export_nanochat(open_checkpoint(source, ("softcap=20",)), source, tmp_path / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
-    with pytest.raises(ModelError, match="cannot be exported so: ropes"):
+    with pytest.raises(ModelError, match="cannot be exported in this format: ropes"):
         export_nanochat(open_checkpoint(source, ("rope_dtype=float32",)), source, tmp_path / "c")
-    with pytest.raises(ModelError, match="Transformers has no has_full_decode"):
+    with pytest.raises(ModelError, match="Transformers does not support has_full_decode"):
         export_hf(open_checkpoint(source, ("decode_window=full",)), source, tmp_path / "c")
     other = open_checkpoint(source, ("softcap=20", "rope_base=500", "rope_dtype=float32"))
     for export in (export_hf, export_safetensors):
@@ -482,7 +484,7 @@ def test_model_of_other_family_is_rejected(tmp_path: Path) -> None:
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "a")
     for export in (export_hf, export_safetensors, export_nanochat):
-        with pytest.raises(ModelError, match="is LlamaForCausalLM, only nanochat models are exported"):
+        with pytest.raises(ModelError, match="is LlamaForCausalLM; only nanochat models can be exported"):
             export(open_checkpoint(tmp_path / "a"), None, tmp_path / "b")
 
 
@@ -519,10 +521,10 @@ def test_existing_target_is_rejected(tmp_path: Path, export: Exporter) -> None:
     target = tmp_path / "b"
     target.mkdir()
     (target / "mine").write_text("x")
-    with pytest.raises(ModelError, match="is there already and not an empty directory"):
+    with pytest.raises(ModelError, match="exists and is not an empty directory"):
         export(open_checkpoint(source), source, target)
     assert [path.name for path in target.iterdir()] == ["mine"]
-    with pytest.raises(ModelError, match="is there already"):
+    with pytest.raises(ModelError, match="exists and is not"):
         export(open_checkpoint(source), source, target / "mine")
     with pytest.raises(ModelError, match="cannot be written"):
         export(open_checkpoint(source), source, target / "mine" / "deeper")

@@ -64,7 +64,7 @@ def test_file_path_finds_its_meta_file(base: Path) -> None:
     [
         ({"source": "base"}, "no checkpoint of the source base; there is sft"),
         ({"model_tag": "d34"}, "no model tag 'd34'; there is d20"),
-        ({"step": 700}, "is step 650, step 700 was asked for"),
+        ({"step": 700}, "is step 650, but step 700 was requested"),
     ],
 )
 def test_options_must_agree_with_a_file_path(base: Path, named: dict[str, str], message: str) -> None:
@@ -177,7 +177,7 @@ def test_missing_source_error_lists_existing_ones(tmp_path: Path) -> None:
 def test_missing_meta_file_is_rejected(base: Path) -> None:
     directory = base / "chatsft_checkpoints" / "d20"
     (directory / "meta_000700.json").unlink()
-    with pytest.raises(ModelError, match=r"model_000700\.pt: the file meta_000700\.json that belongs to it is missing"):
+    with pytest.raises(ModelError, match=r"model_000700\.pt: its meta file meta_000700\.json is missing"):
         found(base)
     assert found(base, step=650).step == 650
 
@@ -229,7 +229,7 @@ def test_experiments_layout_from_each_level(experiments: Path, tmp_path: Path) -
 
 def test_several_experiments_require_a_name(experiments: Path) -> None:
     (experiments / "default").rename(experiments / "mine")
-    with pytest.raises(ModelError, match="several experiments, name the directory of one: another, mine, other"):
+    with pytest.raises(ModelError, match="several experiments; name the directory of one: another, mine, other"):
         found(experiments)
     for name in ("mine", "another"):
         (experiments / name).rename(experiments.parent / f"away-{name}")
@@ -238,7 +238,7 @@ def test_several_experiments_require_a_name(experiments: Path) -> None:
 
 def test_both_layouts_together_are_ambiguous(experiments: Path, tmp_path: Path) -> None:
     checkpoint(tmp_path / "base_checkpoints" / "d4")
-    with pytest.raises(ModelError, match="holds both experiments/ and base_checkpoints/"):
+    with pytest.raises(ModelError, match="contains both experiments/ and base_checkpoints/"):
         found(tmp_path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import json
 import os
 import pickle
 import random
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference.nanochat.pt_file import read_meta, read_pt
+from nano_inference.nanochat.pt_file import read_pt
 from nano_inference.types import ModelError
 
 MUTANTS = 500
@@ -138,20 +137,20 @@ def test_attacks_run_with_torch_load(tmp_path: Path) -> None:
 
 def test_error_names_the_rejected_global(tmp_path: Path) -> None:
     torch.save({"a": Call(eval, "1")}, tmp_path / "x.pt")
-    assert "the pickle asks for '__builtin__.eval'" in message(tmp_path / "x.pt")
+    assert "its pickle names '__builtin__.eval'" in message(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ([torch.ones(2)], "must hold a dict of tensors, got list"),
-        (torch.ones(2), "must hold a dict of tensors, got Tensor"),
-        ({}, "holds no tensors"),
+        ([torch.ones(2)], "must contain a dict of tensors, got list"),
+        (torch.ones(2), "must contain a dict of tensors, got Tensor"),
+        ({}, "contains no tensors"),
         ({"a": {"b": torch.ones(2)}}, "'a' must be a tensor, got dict"),
         ({"a": 1}, "'a' must be a tensor, got int"),
         ({1: torch.ones(2)}, "name must be a string, got int"),
         ({"a": torch.ones(2), "_orig_mod.a": torch.ones(2)}, "has 'a' twice"),
-        ({"a": torch.eye(3).to_sparse()}, "asks for 'torch._utils._rebuild_sparse_tensor'"),
+        ({"a": torch.eye(3).to_sparse()}, "names 'torch._utils._rebuild_sparse_tensor'"),
         ({"a": torch.empty(10**12, device="meta")}, "_rebuild_meta_tensor_no_storage'"),
         ({"a": torch.ones(1).expand(10**9)}, "not contiguous"),
         ({"a": torch.ones(2, 3).T}, "not contiguous"),
@@ -166,7 +165,7 @@ def test_only_flat_dicts_of_dense_tensors_are_accepted(tmp_path: Path, value: ob
 
 def test_unsupported_dtype_is_rejected(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "x.pt")
-    assert "no part of a plain tensor" in message(tmp_path / "x.pt")
+    assert "which plain tensors do not need" in message(tmp_path / "x.pt")
 
 
 def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
@@ -192,7 +191,7 @@ def test_newer_pickle_protocol_loads_or_is_rejected(tmp_path: Path, protocol: in
     try:
         assert torch.equal(read_pt(tmp_path / "x.pt")["a"], torch.ones(2))
     except ModelError as error:
-        assert "not of the kind that torch.save writes" in str(error)
+        assert "an opcode that torch.save does not write" in str(error)
 
 
 def test_format_before_torch_1_6_is_rejected_unread(tmp_path: Path) -> None:
@@ -208,7 +207,7 @@ def test_too_many_views_of_a_storage_are_rejected(tmp_path: Path) -> None:
     torch.save({"a": one, "b": one}, tmp_path / "x.pt")
     assert len(read_pt(tmp_path / "x.pt")) == 2
     torch.save({str(i): one for i in range(50)}, tmp_path / "x.pt")
-    assert "share their memory" in message(tmp_path / "x.pt")
+    assert "more than 4 times the bytes of the file" in message(tmp_path / "x.pt")
 
 
 def test_compressed_records_are_rejected(tmp_path: Path) -> None:
@@ -277,12 +276,3 @@ def test_damaged_file_loads_or_is_rejected(tmp_path: Path) -> None:
             assert path.name in str(error) and "\n" not in str(error)
             num_refused += 1
     assert MUTANTS // 20 < num_refused < MUTANTS
-
-
-def test_meta_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "meta_000001.json"
-    path.write_text(json.dumps({"step": 1}))
-    assert read_meta(path).integer("step") == 1
-    path.write_text("[]")
-    with pytest.raises(ModelError, match="must hold a JSON object"):
-        read_meta(path)

@@ -1,4 +1,4 @@
-"""The model of the package: it answers questions nobody trained it on, by calling its calculator."""
+"""The packaged model answers held-out questions by calling its calculator."""
 
 from __future__ import annotations
 
@@ -80,27 +80,25 @@ def forced(tokens: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def test_the_questions_are_as_it_was_trained_to_read_them(session: Session) -> None:
+def test_prompts_have_training_format(session: Session) -> None:
     assert prompts_of(session) == [[data.BOS, *data.question_ids(question)] for question, _ in ASKED]
     assert len({question for question, _ in ASKED}) == COUNT
     assert sum(".count(" not in question and any(c.isdigit() for c in question) for question, _ in ASKED) >= COUNT // 3
 
 
-def test_questions_that_were_held_out_are_answered_with_the_tool(
-    session: Session, answers: list[TrainingSample]
-) -> None:
+def test_held_out_questions_are_answered_with_tool(session: Session, answers: list[TrainingSample]) -> None:
     assert num_right(session, answers) >= 57
     assert sum(sample.finish_reason == "stop" for sample in answers) >= 57
     assert sum(OUTPUT_START in sample.completion_tokens for sample in answers) >= 57
 
 
-def test_without_the_tool_it_knows_next_to_nothing(session: Session) -> None:
+def test_answers_without_tool_are_wrong(session: Session) -> None:
     samples = session.engine.generate(prompts_of(session), GREEDY, program=None)
     assert num_right(session, samples) < 15
     assert all(all(sample.mask) for sample in samples)
 
 
-def test_masks_are_0_exactly_on_the_calculators_words(answers: list[TrainingSample]) -> None:
+def test_mask_is_0_exactly_on_forced_tokens(answers: list[TrainingSample]) -> None:
     for sample in answers:
         tokens = sample.completion_tokens
         places = forced(tokens)
@@ -131,7 +129,7 @@ def test_nanochats_engine_gives_the_same_rows(answers: list[TrainingSample]) -> 
     assert [(results[0], masks[0]) for results, masks in batches] == rows
 
 
-def test_it_is_small_and_of_the_newest_generation(session: Session) -> None:
+def test_model_is_small_and_g4(session: Session) -> None:
     checkpoint = session.engine.parts.checkpoint
     assert checkpoint is not None and checkpoint.inferred is not None
     assert checkpoint.inferred.constants.generation == "G4" and checkpoint.inferred.warnings == ()

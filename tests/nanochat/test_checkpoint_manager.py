@@ -1,4 +1,4 @@
-"""`checkpoint_manager.load_model` and `common`: which checkpoint is taken, what is said of it, what is refused."""
+"""`checkpoint_manager.load_model` and `common`: selection of checkpoints, printed lines, errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def where(*args: Any, **kwargs: Any) -> str:
     return str(load_model(*args, "cpu", "eval", **kwargs)[2]["lies"])
 
 
-def test_source_tag_and_step(base: Path) -> None:
+def test_load_model_selects_source_tag_and_step(base: Path) -> None:
     assert [where(source) for source in ("base", "mid", "rl")] == ["base d4 7", "mid d4 7", "rl d4 7"]
     assert where("sft") == "sft d12_wide 3", "the largest number, whatever comes behind it"
     assert where("sft", model_tag="d4") == "sft d4 12", "the last step"
@@ -65,7 +65,7 @@ def test_source_tag_and_step(base: Path) -> None:
     assert where("sft", base_dir=str(base / "chatsft_checkpoints" / "d4"), step=7) == "sft d4 7"
 
 
-def test_what_comes_back_is_the_checkpoint(base: Path, capsys: Capture) -> None:
+def test_load_model_returns_checkpoint(base: Path, capsys: Capture) -> None:
     model, tokenizer, meta = load_model("sft", torch.device("cpu"), "eval", model_tag="d4")
     assert meta == json.loads((base / "chatsft_checkpoints/d4/meta_000012.json").read_text())
     assert tokenizer.get_vocab_size() == meta["model_config"]["vocab_size"] == model.config.vocab_size
@@ -78,7 +78,7 @@ def test_what_comes_back_is_the_checkpoint(base: Path, capsys: Capture) -> None:
     assert out == "" and err == f"nanochat G4 (smear_gate): {base}/chatsft_checkpoints/d4/model_000012.pt\n"
 
 
-def test_warnings_and_the_commit_are_said(tmp_path: Path, capsys: Capture) -> None:
+def test_load_model_prints_warnings_and_commit(tmp_path: Path, capsys: Capture) -> None:
     experiment = tmp_path / "experiments" / "first"
     write_tokenizer(experiment / "tokenizer")
     (experiment / "meta.json").write_text(json.dumps({"name": "first", "git_commit": "0aaca56"}))
@@ -91,7 +91,7 @@ def test_warnings_and_the_commit_are_said(tmp_path: Path, capsys: Capture) -> No
     assert third.startswith("warning: soft cap 15 is assumed")
 
 
-def test_overrides_and_precision(base: Path, capsys: Capture) -> None:
+def test_load_model_applies_overrides_and_dtype(base: Path, capsys: Capture) -> None:
     ids = torch.tensor([[256, 104, 105]])
     plain = load_model("sft", "cpu", "eval")[0](ids)
     capped, _, _ = load_model("sft", "cpu", "eval", overrides=["softcap=2"])
@@ -122,15 +122,15 @@ def test_other_phases_are_refused(base: Path, phase: str, capsys: Capture) -> No
         ("rl", {"step": 8}, "has no step 8; there is 7"),
     ],
 )
-def test_what_is_not_there_is_named(base: Path, source: str, options: dict[str, Any], said: str) -> None:
+def test_error_names_missing_checkpoint(base: Path, source: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said) as refused:
         load_model(source, "cpu", "eval", **options)
     assert str(base) in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_load_model_rejects_directory_without_checkpoints(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ModelError, match="holds no nanochat checkpoints"):
+        with pytest.raises(ModelError, match="contains no nanochat checkpoints"):
             load_model("sft", "cpu", "eval", base_dir=place)
     put(tmp_path, "base", "d4", 1)
     with pytest.raises(ModelError, match="has no checkpoint of the source sft; there is base"):
@@ -139,7 +139,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         load_model("base", "cpu", "eval", base_dir=tmp_path)
 
 
-def test_another_models_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_load_model_rejects_tokenizer_of_other_size(tmp_path: Path) -> None:
     config = model_config("G4", vocab_size=300)
     directory = tmp_path / "chatsft_checkpoints" / "d4"
     write_checkpoint(directory, "G4", config=config, state=state_dict("G4", config))
@@ -169,13 +169,13 @@ def test_base_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert list(tmp_path.iterdir()) == [], "it is not created"
 
 
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_init_returns_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_there, name in ((False, "cpu"), (True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
         assert autodetect_device_type() == name
 
 
-def test_init_is_for_one_process(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_compute_init_describes_one_process(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     with torch.random.fork_rng(devices=[]):
         assert compute_init("cpu") == (False, 0, 0, 1, torch.device("cpu"))
         drawn = torch.rand(3)

@@ -1,4 +1,4 @@
-"""Models that compute in another precision than that of their weights."""
+"""Precision of the cache for models that compute in another precision than their weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def columns(model: object, dtype: torch.dtype | None = None) -> list[list[int]]:
 
 @pytest.mark.parametrize("inserts", [True, False])
 @pytest.mark.parametrize("dtype", MODELS)
-def test_the_cache_has_the_precision_of_the_computation(dtype: torch.dtype, inserts: bool) -> None:
+def test_cache_has_precision_of_computation(dtype: torch.dtype, inserts: bool) -> None:
     model = MODELS[dtype](inserts=inserts)
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     wanted = columns(model, dtype)
@@ -56,14 +56,14 @@ def test_the_cache_has_the_precision_of_the_computation(dtype: torch.dtype, inse
 
 
 @pytest.mark.parametrize("dtype", MODELS)
-def test_a_models_own_compute_dtype_is_taken(dtype: torch.dtype) -> None:
+def test_compute_dtype_of_model_is_used(dtype: torch.dtype) -> None:
     class Named(StandIn):
         COMPUTE_DTYPE = dtype
 
     assert len(columns(Named(dtype, inserts=False))) == 12
 
 
-def test_without_a_constant_the_embedding_decides_and_not_the_first_parameter() -> None:
+def test_embedding_dtype_is_used_without_compute_dtype() -> None:
     model = StandIn(torch.bfloat16, inserts=False)
     model.wte.to(torch.bfloat16)
     assert next(model.parameters()).dtype == torch.float32
@@ -71,7 +71,7 @@ def test_without_a_constant_the_embedding_decides_and_not_the_first_parameter() 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_plain_model_takes_a_cache_of_another_precision(dtype: str) -> None:
+def test_plain_model_accepts_cache_of_other_precision(dtype: str) -> None:
     config = model_config("G4")
     gpt = GPT.from_state_dict(state_dict("G4", config), config, device="cpu", dtype=dtype)  # type: ignore[arg-type]
     ids = torch.tensor([[1, 2, 3]])

@@ -1,4 +1,4 @@
-"""`python -m nano_inference.nanochat`: what it compares, prints and refuses."""
+"""`python -m nano_inference.nanochat`: comparison, output and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_page(out: str, generation: str, num_tokens: int) -> None:
     assert re.search(rf"^Match: True, \d+\.\dx as fast, {num_tokens} tokens$", out, re.M), out
 
 
-def test_the_packages_model_when_nothing_is_named(capsys: Capture) -> None:
+def test_packaged_model_is_default(capsys: Capture) -> None:
     out, err = run(capsys, *SHORT)
     check_page(out, "G4", 24)
     assert "data/calculator/model_" in out and err == ""
@@ -58,7 +58,7 @@ def test_every_generation_matches(generation: str, tmp_path: Path, capsys: Captu
     assert ("warning: soft cap 15 is assumed" in out) == (generation == "G2")
 
 
-def test_a_difference_is_told_and_fails(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatch_is_printed_and_returns_1(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = GPT.generate
 
     def lie(self: GPT, tokens: list[int], max_tokens: int, temperature: float = 1.0) -> list[int]:
@@ -87,14 +87,14 @@ def test_base_directory_source_tag_and_step(tmp_path: Path, capsys: Capture, mon
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["/no/such/place"], "/no/such/place: holds no nanochat checkpoint"),
+        (["/no/such/place"], "/no/such/place: contains no nanochat checkpoint"),
         (["--max-tokens", "0"], "--max-tokens must be in [1, "),
         (["--max-tokens", "100000"], "--max-tokens must be in [1, "),
         (["--device", "tpu"], "device must be auto, cpu, cuda, cuda:N or mps"),
         ([str(find_builtin("calculator").directory), "--step", "999999999"], "has no step 999999999"),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(capsys: Capture, argv: list[str], said: str) -> None:
+def test_errors_are_one_line_and_code_2(capsys: Capture, argv: list[str], said: str) -> None:
     _, err = run(capsys, *argv, code=2)
     assert err.startswith("nano_inference.nanochat: ") and err.count("\n") == 1 and said in err
 
@@ -108,7 +108,7 @@ def test_the_longest_answer_that_fits(tmp_path: Path, capsys: Capture) -> None:
     check_page(out, "G4", room)
 
 
-def test_neither_stops_at_an_end_token(tmp_path: Path, capsys: Capture) -> None:
+def test_end_tokens_do_not_end_answers(tmp_path: Path, capsys: Capture) -> None:
     state = state_dict("G4", model_config("G4"))
     state["transformer.wte.weight"][:, 0] += 12.0  # a direction that every token has, through which the head finds it
     state["lm_head.weight"][:, 0] = 0.0
@@ -126,7 +126,7 @@ def test_a_checkpoint_without_its_tokenizer_is_one_line(tmp_path: Path, capsys: 
     assert err.count("\n") == 1 and "tokenizer" in err
 
 
-def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_runs_as_module(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(sys, "argv", ["nanochat", "/no/such/place"])
     monkeypatch.delitem(sys.modules, "nano_inference.nanochat.__main__")
     with pytest.raises(SystemExit) as end:
@@ -134,12 +134,13 @@ def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     assert end.value.code == 2 and "/no/such/place" in capsys.readouterr().err
 
 
-def test_a_prompt_that_fills_the_model_is_named(tmp_path: Path, capsys: Capture) -> None:
+def test_error_names_prompt_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
     write_checkpoint(tmp_path, "G4")
     write_tokenizer(tmp_path)
     for size in (300, 255):
         _, err = run(capsys, str(tmp_path), "--prompt", "x" * size, code=2)
-        assert err == f"nano_inference.nanochat: --prompt has {size + 1} tokens, and the model's length is 256\n"
+        wanted = f"--prompt has {size + 1} tokens; it must be shorter than the model's length of 256"
+        assert err == f"nano_inference.nanochat: {wanted}\n"
 
 
 def test_chat_renders_the_prompt_as_a_question(capsys: Capture) -> None:

@@ -1,4 +1,4 @@
-"""nanochat's tokenizer interface, on a small tokenizer that is written, read and rendered."""
+"""nanochat's tokenizer interface, with a small tokenizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ours() -> RustBPETokenizer:
     return RustBPETokenizer(encoding(), "<|bos|>")
 
 
-def test_what_it_knows(ours: RustBPETokenizer) -> None:
+def test_tokenizer_properties(ours: RustBPETokenizer) -> None:
     assert ours.get_vocab_size() == FIRST + 9 and ours.get_special_tokens() == set(SPECIAL_TOKENS)
     assert ours.get_bos_token_id() == ours.bos_token_id == ours.encode_special("<|bos|>") == FIRST
     assert [ours.encode_special(text) for text in SPECIAL_TOKENS] == [*range(FIRST, FIRST + 9)]
@@ -68,7 +68,7 @@ def test_texts_and_lists_of_texts(ours: RustBPETokenizer) -> None:
             ours.encode(wrong)  # type: ignore[call-overload]
 
 
-def test_no_text_becomes_a_special_token(ours: RustBPETokenizer) -> None:
+def test_text_is_never_encoded_as_special_token(ours: RustBPETokenizer) -> None:
     for text in ("<|bos|>", "a<|python_start|>1<|python_end|>"):
         ids = ours.encode(text)
         assert max(ids) < FIRST and ours.decode(ids) == text
@@ -77,7 +77,9 @@ def test_no_text_becomes_a_special_token(ours: RustBPETokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", ["rustbpe", "gpt2"])
-def test_what_is_saved_is_read_here_and_by_nanochat(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_tokenizer_is_read_here_and_by_nanochat(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enc = encoding(name)
     monkeypatch.setitem(tiktoken.registry.ENCODINGS, name, enc)  # tiktoken would pickle it as its name
     saved = RustBPETokenizer(enc, "<|bos|>")
@@ -103,14 +105,14 @@ def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
             read(tmp_path)
 
 
-def test_the_bytes_of_tokens(tmp_path: Path, ours: RustBPETokenizer) -> None:
+def test_token_bytes(tmp_path: Path, ours: RustBPETokenizer) -> None:
     ours.save(tmp_path)
     sizes = get_token_bytes(directory=tmp_path)
     assert sizes.dtype == torch.int32 and sizes.shape == (FIRST + 9,)
     assert sizes.tolist() == [*(len(word) for word in WORDS), *[0] * 9]
 
 
-def test_the_engines_own_tokenizer_is_the_same(tmp_path: Path, ours: RustBPETokenizer) -> None:
+def test_text_tokenizer_is_equivalent(tmp_path: Path, ours: RustBPETokenizer) -> None:
     ours.save(tmp_path)
     text: Tokenizer = ours.text
     loaded = load_tokenizer(TokenizerSource(str(tmp_path)))
@@ -142,7 +144,7 @@ def test_conversations(ours: RustBPETokenizer) -> None:
         ([TURNS[0], {"role": "assistant", "content": [{"type": "image", "text": ""}]}], ValueError),
     ],
 )
-def test_errors_are_nanochats(ours: RustBPETokenizer, turns: list[Any], error: type[Exception]) -> None:
+def test_errors_equal_upstream(ours: RustBPETokenizer, turns: list[Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=r"messages\[\d\]") as caught:
         ours.render_conversation({"messages": turns})
     assert not (isinstance(caught.value, AssertionError) and isinstance(caught.value, ValueError))
@@ -153,14 +155,14 @@ def test_only_an_assistants_message_is_completed(ours: RustBPETokenizer) -> None
         ours.render_for_completion({"messages": TURNS[:1]})
 
 
-def test_colours(ours: RustBPETokenizer) -> None:
+def test_visualize_tokenization_colours(ours: RustBPETokenizer) -> None:
     red, green, grey, plain = "\033[91m", "\033[92m", "\033[90m", "\033[0m"
     assert ours.visualize_tokenization([FIRST, 104], [0, 1]) == f"{red}<|bos|>{plain}|{green}h{plain}"
     assert ours.visualize_tokenization([104], [1], with_token_id=True) == f"{green}h{plain}{grey}(104){plain}"
 
 
 class Trainer:
-    """Stands for rustbpe's trainer: merges nothing but what it is told to count."""
+    """A stand-in for rustbpe's trainer, which records its arguments."""
 
     def train_from_iterator(self, texts: Iterator[str], vocab_size: int, pattern: str) -> None:
         self.pattern, self.size, self.first = pattern, vocab_size, next(texts)
@@ -187,7 +189,7 @@ def test_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         RustBPETokenizer.train_from_iterator(["hello"], 264)
 
 
-def test_training_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_without_rustbpe_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rustbpe", None)
     with pytest.raises(MissingPackage, match="needs the package rustbpe") as error:
         RustBPETokenizer.train_from_iterator(["x"], 300)
@@ -210,6 +212,6 @@ def test_pretrained_ones_begin_with_their_own_token(monkeypatch: pytest.MonkeyPa
     assert ours.get_bos_token_id() == FIRST and ours.text.eos_ids == (FIRST,)
 
 
-def test_importing_it_imports_no_trainer() -> None:
+def test_import_does_not_import_rustbpe() -> None:
     code = "import sys, nano_inference.nanochat.tokenizer; assert 'rustbpe' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

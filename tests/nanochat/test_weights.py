@@ -1,4 +1,4 @@
-"""New weights for a nanochat model on the core engine: a trainer sends nanochat's own names."""
+"""Weight updates of a nanochat model on the core engine, with nanochat's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = [256, *range(40, 90)]
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("blocking", [True, False])
-def test_updates_arrive_whole(tmp_path: Path, generation: str, blocking: bool) -> None:
+def test_update_changes_all_weights(tmp_path: Path, generation: str, blocking: bool) -> None:
     path = write_checkpoint(write_tokenizer(tmp_path), generation)
     config = model_config(generation)
     new = state_dict(generation, config, seed=5)
@@ -33,7 +33,7 @@ def test_updates_arrive_whole(tmp_path: Path, generation: str, blocking: bool) -
         assert max(abs(a - b) for a, b in zip(after, before, strict=True)) > 0.1  # type: ignore[arg-type]
 
 
-def test_an_update_that_lacks_a_scalar_is_refused(tmp_path: Path) -> None:
+def test_update_without_scalar_is_refused(tmp_path: Path) -> None:
     path = write_checkpoint(write_tokenizer(tmp_path), "G4")
     new = state_dict("G4", model_config("G4"), seed=5)
     del new["backout_lambda"]
@@ -44,7 +44,7 @@ def test_an_update_that_lacks_a_scalar_is_refused(tmp_path: Path) -> None:
         assert engine.score(PROMPT) == before
 
 
-def test_a_twin_has_the_same_numbers(tmp_path: Path) -> None:
+def test_copy_has_same_results(tmp_path: Path) -> None:
     path = write_checkpoint(write_tokenizer(tmp_path), "G4")
     params = SamplingParams(temperature=1.0, max_tokens=20, seed=3)
     with InferenceEngine(EngineConfig(model_path=str(path), dtype="bfloat16")) as engine, engine.copy() as copy:

@@ -88,7 +88,7 @@ def state_dict(generation: str, config: dict[str, Any], *, seed: int = 0, pad: i
 
 
 def base_meta(generation: str) -> dict[str, Any]:
-    """What the meta file of a base run has besides, which alone tells G2s from G2."""
+    """Return further fields of a base run's meta file; they distinguish G2s from G2."""
     eval_tokens = 41_943_040 if generation in ("G2s", "G3", "G4") else 20_971_520
     settings = {"run": "dummy", "eval_tokens": eval_tokens}
     if generation not in ("G0", "G1"):

@@ -272,7 +272,7 @@ def safetensors(tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -> byte
 
 
 def with_header(header: bytes, data: bytes) -> bytes:
-    """Return a safetensors file of a header as it stands and the tensors' bytes."""
+    """Return a safetensors file with an unchanged header and the tensors' bytes."""
     return struct.pack("<Q", len(header)) + header + data
 
 

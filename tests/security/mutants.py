@@ -48,7 +48,7 @@ from tests.security.model_seeds import (
 
 NUMBERS = (0, 1, 2, 3, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 DEEP = "@deep@"
-"""Stands for nested lists, which `json.dumps` could not write."""
+"""Placeholder for nested lists, which `json.dumps` cannot write."""
 ODD_VALUES: tuple[Any, ...] = (
     *(
         None,

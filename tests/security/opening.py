@@ -1,4 +1,4 @@
-"""Opens a model in full, as nothing else does in one go: configuration, every weight, tokenizer, chat template."""
+"""Open all parts of a model: configuration, every weight, tokenizer, chat template."""
 
 from __future__ import annotations
 

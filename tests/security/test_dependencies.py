@@ -1,4 +1,4 @@
-"""What is installed with the package: few, bounded, and each with a reason."""
+"""The dependencies are few, bounded, and have documented reasons."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_one_has_a_reason() -> None:
         assert re.split(r"[>=<\[]", requirement)[0] in named, requirement
 
 
-def test_what_parses_the_network_is_new_enough() -> None:
+def test_network_parsers_are_recent() -> None:
     lowest = dict(requirement.split(",")[0].split(">=") for requirement in REQUIREMENTS)
     assert tuple(map(int, lowest["starlette"].split("."))) >= (1, 0, 1)  # CVE-2026-48710: paths out of the Host header
     assert tuple(map(int, lowest["h11"].split("."))) >= (0, 16)  # CVE-2025-43859: lenient chunks

@@ -1,4 +1,4 @@
-"""Modules, compilers and headers in the current directory are not run: by no child process and at no first use."""
+"""Modules, compilers and headers in the current directory are never used, also not by child processes."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def write(path: Path, parts: GgufParts) -> Path:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_no_number_of_a_gguf_file_is_trusted(number: int, gguf_path: Path) -> None:
+def test_gguf_numbers_are_checked(number: int, gguf_path: Path) -> None:
     """Every count, length, size, type and offset of the header in turn; the values themselves are others' to check."""
     parts = GgufParts(gemma_gguf().keys[:3], gemma_gguf().table[:4], gemma_gguf().data)
     whole = write_gguf(parts)
@@ -202,7 +202,7 @@ def entry(offsets: tuple[int, int], shape: tuple[int, ...] = (2,), dtype: str = 
         ({"a": entry((0, 8), dtype="F4")}, "dtype 'F4'"),
     ],
 )
-def test_a_lying_safetensors_header(header: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_wrong_safetensors_header_is_refused(header: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(with_header(json.dumps(header).encode(), bytes(20)))
     assert message in refusal(tmp_path / "x.safetensors", read_header)
 
@@ -271,7 +271,7 @@ def test_links_are_followed_because_hub_caches_are_made_of_them(tmp_path: Path) 
         {"hidden_size": 2**30, "vocab_size": 2**30},
     ],
 )
-def test_memory_is_not_taken_for_a_model_that_the_files_do_not_hold(changes: dict[str, int], tmp_path: Path) -> None:
+def test_memory_is_not_allocated_for_missing_weights(changes: dict[str, int], tmp_path: Path) -> None:
     path = lay_out(seeds()["config.json"], tmp_path)
     path.write_text(json.dumps({**configs()[0], **changes}))
     with pytest.raises(ModelError, match=r"makes a model of at least \d+ values, the files hold \d+"):
@@ -300,7 +300,7 @@ def test_lambdas_are_not_filled_in_for_layers_beyond_count(
         open_checkpoint(tmp_path)
 
 
-def test_a_pickle_that_python_would_warn_of_is_refused_in_silence(tmp_path: Path) -> None:
+def test_refused_pickle_gives_no_warning(tmp_path: Path) -> None:
     records = [(name, b"\x80\x02S'\\q'\n." if name.endswith("data.pkl") else data) for name, data in records_of(SAVED)]
     (tmp_path / "x.pt").write_bytes(zipped(records))
     refusal(tmp_path / "x.pt", read_pt)
@@ -385,6 +385,6 @@ def test_an_unusable_text_is_the_callers_fault(tmp_path: Path) -> None:
         tokenizer(tmp_path, {"tokenizer.json": json.dumps(whole).encode()}).encode("a" * 40 + "!")
 
 
-def test_safetensors_seeds_are_what_they_claim(tmp_path: Path) -> None:
+def test_safetensors_seeds_are_valid(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(safetensors({"a": ("F16", (2, 2), bytes(8)), "b": ("F32", (1,), bytes(4))}))
     assert {name: part.shape for name, part in read_header(tmp_path / "x").items()} == {"a": (2, 2), "b": (1,)}

@@ -171,8 +171,8 @@ def test_a_pattern_that_backtracks_without_end_is_a_refusal(pattern: str, tmp_pa
     assert tokenizer.encode("fox")
 
 
-def test_merges_by_the_ten_thousand_load(tmp_path: Path) -> None:
-    """A million take two seconds and half a gigabyte, thirteen times the file: hence the limit of the file's size."""
+def test_ten_thousand_merges_load(tmp_path: Path) -> None:
+    """A million take two seconds and half a gigabyte, thirteen times the file, so the file's size is limited."""
 
     def change(whole: dict[str, Any]) -> None:
         vocab, merges = whole["model"]["vocab"], whole["model"]["merges"]

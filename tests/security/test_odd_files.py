@@ -1,4 +1,4 @@
-"""Files that are no files, folders with the name of a model, and paths that cannot be: one clear line, and no wait."""
+"""Irregular files, folders with the name of a model, and invalid paths give a one-line error without waiting."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def write(directory: Path, files: Mapping[str, bytes]) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("model", "file"), FILES)
-def test_what_is_no_file_is_refused_by_name(tmp_path: Path, model: str, file: str, kind: str) -> None:
+def test_irregular_files_are_refused_by_name(tmp_path: Path, model: str, file: str, kind: str) -> None:
     directory = write(tmp_path / "model", DIRECTORIES[model])
     (directory / file).unlink()
     KINDS[kind](directory / file)
@@ -155,7 +155,7 @@ def test_a_folder_needs_a_separator(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert served_name("./mine", Path("mine")) == "mine"
 
 
-def test_what_has_a_separator_and_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_name_with_separator_is_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a hub id is spelled the same."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
@@ -186,7 +186,7 @@ TAKING: Mapping[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("name", TAKING)
 @pytest.mark.parametrize("path", BAD, ids=["long", "long part", "zero byte", "unknown home"])
-def test_a_path_that_cannot_be_is_one_line_with_the_limit(name: str, path: str) -> None:
+def test_too_long_path_error_states_limit(name: str, path: str) -> None:
     with pytest.raises(ValueError, match=f"^{name.partition(' ')[0]}: .*{BAD[path]}") as caught:
         TAKING[name](path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
@@ -215,7 +215,7 @@ def test_a_command_names_the_flag_of_a_path_too_long(
     assert named in message and "limit" in message and message.count("\n") == 1 and len(message) < 1000
 
 
-def test_a_client_learns_of_a_path_too_long(tmp_path: Path) -> None:
+def test_client_gets_error_for_too_long_path(tmp_path: Path) -> None:
     for path in (LONG, "y" * 300, NUL):
         with pytest.raises(ApiError) as caught:
             place_of(tmp_path, path, "weight_dir")

@@ -1,4 +1,4 @@
-"""What the package's own source may not do: run code that it finds, open doors, trust pickles or weak hashes."""
+"""The package's source does not run code of files, open ports, unpickle, or use weak hashes."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_tokens_with_equal_python_hashes_are_no_hit(cache_type: Literal["radix",
     assert cache.allocate(ours).cached_length == 8
 
 
-def test_the_gates_see_what_they_look_for() -> None:
+def test_checks_detect_violations() -> None:
     bad = {
         "a.py": "import dill\nfrom pickle import loads\nsock.recv_pyobj()\n",
         "b.py": "import pickle as p, pickle\npickle.loads(x)\nf = pickle.Unpickler\n",

@@ -90,7 +90,7 @@ def test_a_larger_request_has_more_time() -> None:
     assert max_cpu_s(0) == BASE_CPU_S and max_cpu_s(4 << 20) == BASE_CPU_S + 8
 
 
-def test_other_renderings_go_through_while_one_is_a_bomb(fused: ChatTemplate) -> None:
+def test_other_renderings_finish_beside_bomb(fused: ChatTemplate) -> None:
     with ThreadPoolExecutor(1) as thread:
         bomb = thread.submit(render, fused, message("bomb"))
         texts = [render(fused, message(str(number))) for number in range(20)]

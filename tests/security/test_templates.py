@@ -184,7 +184,7 @@ def test_deep_templates_render_or_are_refused(name: str) -> None:
     assert len(outcome(NESTED[name])) < 200_000
 
 
-def test_fuel_is_spent_anew_in_each_rendering() -> None:
+def test_each_rendering_has_full_fuel() -> None:
     loop = "{% for i in range(99999) %}{% endfor %}"
     template = chat_template(f"{loop}ok", where="m")
     assert [render(template, MESSAGES) for _ in range(6)] == ["ok"] * 6
@@ -211,7 +211,7 @@ def test_variables_of_the_caller_do_not_replace_ours(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(template_guard.OWN))
-def test_a_template_cannot_put_something_in_the_counters_place(name: str) -> None:
+def test_template_cannot_replace_counter(name: str) -> None:
     """`{% set __turn = range %}` let a template write 80 MB."""
     writes = "{% for i in range(90000) %}{{ messages[0].content }}" + "raw text " * 99 + "{% endfor %}"
     for taken in (
@@ -232,7 +232,7 @@ def test_a_template_cannot_put_something_in_the_counters_place(name: str) -> Non
 @pytest.mark.parametrize(
     "content", [*list(WALKS.values())[:6], "{% include '/etc/passwd' %}", "{{ 7 * 7 }}", "{#", "{%"]
 )
-def test_what_a_message_says_is_text(content: str) -> None:
+def test_message_content_is_not_interpreted(content: str) -> None:
     source = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
     messages = [{"role": content, "content": content}]
     assert outcome(source, messages) == f"[{content}|{content}]"

@@ -104,14 +104,14 @@ def test_renderings_are_truncated_to_max_tokens() -> None:
     [
         ([], r"messages\[0\] is missing"),
         ([system("x")], r"messages\[1\] is missing"),
-        ([assistant("x")], r"messages\[0\].role must be user in its turn, got 'assistant'"),
+        ([assistant("x")], r"messages\[0\].role must be user, got 'assistant'"),
         ([user("x"), user("y")], r"messages\[1\].role must be assistant"),
         ([system("s"), assistant("y")], r"messages\[1\].role must be user"),
         ([system("s"), user("x"), user("y")], r"messages\[2\].role must be assistant"),
         ([user("x"), system("y")], r"messages\[1\].role must be assistant"),
         (
             [user("x"), {"role": "tool", "content": "y"}],
-            r"messages\[1\].role must be assistant in its turn, got 'tool'",
+            r"messages\[1\].role must be assistant, got 'tool'",
         ),
         ([user([{"type": "text", "text": "x"}])], r"messages\[0\].content must be a string, not list"),
         ([user(None)], r"messages\[0\].content must be a string, not NoneType"),
@@ -149,7 +149,7 @@ def test_malformed_conversations_are_refused(turns: Any, message: str) -> None:
 
 @pytest.mark.parametrize("turns", [[], [user("x")], [user("x"), assistant("y"), user("z")]])
 def test_completion_needs_a_last_assistant_message(turns: list[Any]) -> None:
-    with pytest.raises(OutOfTurn, match=r"must be assistant: that message is the one to write"):
+    with pytest.raises(OutOfTurn, match=r"must be assistant: that message is replaced by the completion"):
         render_for_completion(tokenizer(), turns)
 
 

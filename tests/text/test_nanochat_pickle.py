@@ -70,7 +70,7 @@ def test_bos_of_an_openai_encoding(tmp_path: Path) -> None:
     ours = load(tmp_path)
     assert (ours.bos_id, ours.eos_ids, ours.vocab_size) == (len(RANKS) + 3, (len(RANKS) + 3,), len(RANKS) + 4)
     write_pickle(tmp_path, pickle_of(special_tokens={"<|start|>": len(RANKS)}))
-    with pytest.raises(ModelError, match=r"tokenizer.pkl: it has neither .*<\|bos\|> and <\|endoftext\|>"):
+    with pytest.raises(ModelError, match=r"tokenizer.pkl: has neither .*<\|bos\|> and <\|endoftext\|>"):
         load(tmp_path)
 
 
@@ -138,24 +138,24 @@ NAME = b"\x8c\x0dtiktoken.core\x8c\x08Encoding\x93"
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0rot13\x86R", "it calls something"),
-        (b"c_codecs\nencode\nX\x02\0\0\0\xc4\x80X\x06\0\0\0latin1\x86R", "bytes beyond 255"),
-        (b"c_codecs\nencode\n)R", "it calls something"),
-        (NAME + b")R", "it calls something"),
-        (NAME + b")\x81" + NAME + b")\x81", "not the one tiktoken.Encoding"),
-        (b"c_codecs\nencode\n)\x81", "not the one tiktoken.Encoding"),
-        (NAME + b"}\x81", "not the one tiktoken.Encoding"),
-        (NAME + b")\x81\x8c\x01ab\x8c\x01bb", "no new tiktoken.Encoding"),
-        (b"}\x8c\x01aK\x01s\x8c\x01aK\x02s", "the key 'a' twice"),
-        (b"}(\x8c\x01aK\x01\x8c\x01aK\x02u", "the key 'a' twice"),
-        (b"}K\x01K\x01s", "the key 'int' twice, or it is no text"),
-        (b"}(K\x01u", "no dict"),
-        (b")\x8c\x01aK\x01s", "no dict"),
-        (b"}(s", "takes a value where there is none"),
-        (b"h\x00", "recalls what it never remembered"),
+        (b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0rot13\x86R", "it calls a function"),
+        (b"c_codecs\nencode\nX\x02\0\0\0\xc4\x80X\x06\0\0\0latin1\x86R", "bytes above 255"),
+        (b"c_codecs\nencode\n)R", "it calls a function"),
+        (NAME + b")R", "it calls a function"),
+        (NAME + b")\x81" + NAME + b")\x81", "other than one tiktoken.Encoding"),
+        (b"c_codecs\nencode\n)\x81", "other than one tiktoken.Encoding"),
+        (NAME + b"}\x81", "other than one tiktoken.Encoding"),
+        (NAME + b")\x81\x8c\x01ab\x8c\x01bb", "other than a new tiktoken.Encoding"),
+        (b"}\x8c\x01aK\x01s\x8c\x01aK\x02s", "the key 'a' of a dict is a duplicate"),
+        (b"}(\x8c\x01aK\x01\x8c\x01aK\x02u", "the key 'a' of a dict is a duplicate"),
+        (b"}K\x01K\x01s", "the key 'int' of a dict is a duplicate or not text"),
+        (b"}(K\x01u", "other than a dict"),
+        (b")\x8c\x01aK\x01s", "other than a dict"),
+        (b"}(s", "pops from an empty stack"),
+        (b"h\x00", "gets a value that was not memoized"),
         (b"\x8c\x01a\x94)r\x05\0\0\0", "out of order"),
-        (b"\x8c\x02\xff\xff", "no UTF-8"),
-        (b"))\x93", "with what is no text"),
+        (b"\x8c\x02\xff\xff", "not UTF-8"),
+        (b"))\x93", "name of a global is not text"),
         (b"\x80\x04", r"opcode b'\\x80' at byte 2"),
     ],
 )
@@ -210,7 +210,7 @@ def test_too_large_and_non_regular_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.pkl"
     with path.open("wb") as file:
         file.truncate(nanochat_pickle.MAX_FILE + 1)
-    with pytest.raises(ModelError, match=f"at most {nanochat_pickle.MAX_FILE} bytes"):
+    with pytest.raises(ModelError, match=f"more than {nanochat_pickle.MAX_FILE} bytes"):
         read_fields(path)
     path.unlink()
     os.mkfifo(path)

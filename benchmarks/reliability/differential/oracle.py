@@ -59,7 +59,7 @@ class Oracle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawContext:
-    """What a draw depends on besides the logits."""
+    """What a draw depends on in addition to the logits."""
 
     params: SamplingParams
     mode: LogprobsMode

@@ -224,7 +224,7 @@ def generate(world: World, ask: PlannedRequest) -> None:
     ask = replace(ask, version=world.engine.get_weight_version())
     try:
         samples = world.engine.generate([ask.prompt], ask.params, ask.count, program=ask.tool)
-    except EnginePaused:  # a pause that waited for what had begun came first
+    except EnginePaused:  # a pause that waited for running requests came first
         return
     require(len(samples) == ask.count, "generate lost samples")
     world.asked[samples[0].request_id] = ask

@@ -1,7 +1,7 @@
-"""A drop-in for karpathy/nanochat: its `Engine`, its model in every generation, its tokenizer, its checkpoints.
+"""Replacement for karpathy/nanochat's inference: `Engine`, the model in every generation, tokenizer, checkpoints.
 
-The modules have upstream's names: `engine`, `gpt`, `tokenizer`, `checkpoint_manager`, `common`. Names are imported when
-first asked for, so that what the entry points of this package need is found without torch.
+Modules have upstream's names: `engine`, `gpt`, `tokenizer`, `checkpoint_manager`, `common`. Names are imported at first
+use, so that entry points can be loaded without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name at its first use. Raises `MissingPackage` if its module needs one that is not installed."""
+    """Import a public name at its first use. Raises `MissingPackage` if its module needs a package not installed."""
     if name not in _HOMES:
         raise AttributeError(f"module 'nano_inference.nanochat' has no attribute {name!r}")
     with needed("nano_inference.nanochat"):

@@ -1,4 +1,4 @@
-"""What type checkers see of the package: the same names as `__init__.py`."""
+"""The public names of the package for type checkers, as in `__init__.py`."""
 
 from nano_inference.nanochat.checkpoint_manager import load_model as load_model
 from nano_inference.nanochat.engine import Engine as Engine

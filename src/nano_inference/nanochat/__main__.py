@@ -1,6 +1,6 @@
-"""`python -m nano_inference.nanochat`: the cached engine against the naive forward pass, token by token.
+"""`python -m nano_inference.nanochat`: compare the cached engine with the naive forward pass, token by token.
 
-Upstream's `python -m nanochat.engine` does the same; this one needs neither CUDA nor a checkpoint.
+Like upstream's `python -m nanochat.engine`, but without CUDA or a checkpoint of the user.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from nano_inference.nanochat.opening import open_nanochat
 from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from nano_inference.types import ModelError, SamplingParams
 
-_UNWRITTEN = {"role": "assistant", "content": ""}
+_EMPTY_ANSWER = {"role": "assistant", "content": ""}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, print both times and whether all tokens match; return 0 when they do."""
+    """Print both times and whether all tokens match; return 0 if they do, 1 if not, 2 for wrong arguments or files."""
     wish = _parser().parse_args(argv)
     try:
         checkpoint = _open(wish)
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"nano_inference.nanochat: {error}", file=sys.stderr)
         return 2
-    print(f"prompt  {tokenizer.decode(prompt)!r}; no tool is run, and the end of an answer ends nothing")
+    print(f"prompt  {tokenizer.decode(prompt)!r}; tools are off, and end tokens do not end the answer")
     start = time.perf_counter()
     naive = list(model.generate(prompt, wish.max_tokens, temperature=0.0))
     naive_seconds = time.perf_counter() - start
@@ -54,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prompt(wish: argparse.Namespace, model: GPT, tokenizer: RustBPETokenizer) -> list[int]:
-    """Return the prompt's tokens. Raises `ValueError` when there is no room for an answer behind them."""
+    """Return the prompt's tokens. Raises `ValueError` if the answer does not fit after them."""
     prompt = tokenizer.encode(wish.prompt, prepend=tokenizer.get_bos_token_id())
     if wish.chat:
-        prompt = tokenizer.render_for_completion([{"role": "user", "content": wish.prompt}, _UNWRITTEN])
+        prompt = tokenizer.render_for_completion([{"role": "user", "content": wish.prompt}, _EMPTY_ANSWER])
     length = model.config.sequence_len
     if len(prompt) >= length:
-        raise ValueError(f"--prompt has {len(prompt)} tokens, and the model's length is {length}")
+        raise ValueError(f"--prompt has {len(prompt)} tokens; it must be shorter than the model's length of {length}")
     if not 1 <= wish.max_tokens <= length - len(prompt):
         raise ValueError(f"--max-tokens must be in [1, {length - len(prompt)}] for this prompt, got {wish.max_tokens}")
     return prompt
@@ -68,24 +68,24 @@ def _prompt(wish: argparse.Namespace, model: GPT, tokenizer: RustBPETokenizer) -
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nano_inference.nanochat", description=__doc__)
-    parser.add_argument("path", nargs="?", help="a checkpoint; without it and --source, the model of the package")
-    parser.add_argument("-i", "--source", choices=SOURCES, help="a checkpoint of nanochat's base directory")
+    parser.add_argument("path", nargs="?", help="a checkpoint; the packaged model if no checkpoint option is given")
+    parser.add_argument("-i", "--source", choices=SOURCES, help="stage of a checkpoint in nanochat's base directory")
     parser.add_argument("-g", "--model-tag")
     parser.add_argument("-s", "--step", type=int)
     parser.add_argument("--prompt", default="The chemical formula of water is")
-    parser.add_argument("--chat", action="store_true", help="ask the prompt as a user's message")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--device", default="auto")
     return parser
 
 
 def _open(wish: argparse.Namespace) -> Checkpoint:
-    """Open the checkpoint that was asked for; say what was inferred."""
+    """Open the requested checkpoint and print what was inferred of it."""
     is_named = any(value is not None for value in (wish.path, wish.source, wish.model_tag, wish.step))
     root = base_path(wish.path) if is_named else CALCULATOR.directory
     files = find_files(root, source=wish.source, model_tag=wish.model_tag, step=wish.step)
     if files is None:
-        raise ModelError(f"{root}: holds no nanochat checkpoint")
+        raise ModelError(f"{root}: contains no nanochat checkpoint")
     checkpoint = open_nanochat(files)
     for line in describe(checkpoint, files):
         print(line)

@@ -1,4 +1,4 @@
-"""The model that comes with the package: an entry point of `nano_inference.models`. No torch."""
+"""The packaged model: an entry point of `nano_inference.models`. No torch."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ CALCULATOR = BuiltinModel(
     directory=Path(__file__).parents[1] / "data" / "calculator",
     sampling=MappingProxyType({"temperature": 0}),
 )
-"""A nanochat of 1.9 MB that calls its calculator (examples/train_calculator.py)."""
+"""A nanochat model of 1.9 MB that calls the calculator (examples/train_calculator.py)."""

@@ -1,7 +1,7 @@
-"""`KVCache`: the dense cache of nanochat's own loop, for models that bring their own forward pass.
+"""`KVCache`: the dense cache of nanochat's loop, for models with their own forward pass.
 
-It serves both calls that nanochat's models have made: today's `get_layer_cache`/`advance` on (B, T, H, D), and that of
-2025, `insert_kv` on (B, H, T, D). Where upstream's silently loses a token that does not fit, this one grows.
+It has both of upstream's interfaces: today's `get_layer_cache`/`advance` on (B, T, H, D), and `insert_kv` of 2025 on
+(B, H, T, D). It grows where upstream's drops a token that does not fit.
 
 Shapes: L layers, B rows, T positions, H kv heads, D head size, E embedding size.
 """
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 GROWTH = 1024
-"""Positions come in multiples of this when the cache grows."""
+"""Positions by which the cache grows, or a multiple."""
 
 
 class KVCache:
-    """Owns the keys and values of B rows that advance together. Made for one generation."""
+    """Owns the keys and values of B rows with a common position, for one call of `generate`."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Make room for `seq_len` positions; `num_heads` are kv heads. (2025's callers name no device and no dtype.)"""
+        """Allocate `seq_len` positions; `num_heads` counts kv heads. (Callers of 2025 pass no device and no dtype.)"""
         self.batch_size = batch_size
         self.max_seq_len = seq_len
         self.n_layers = num_layers
@@ -39,35 +39,35 @@ class KVCache:
         self.v_cache = torch.zeros(shape, device=device, dtype=dtype)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.prev_embedding: Tensor | None = None
-        """The last token's embedding (B, 1, E), for models that smear."""
+        """The last token's embedding (B, 1, E), for models with a smear gate."""
         self.prev_token: Tensor | None = None
-        """The last token's id (B, 1), for our own plain model."""
+        """The last token's id (B, 1), for `GPT.forward`."""
 
     def reset(self) -> None:
-        """Go back to position 0; what is stored stays and is written over."""
+        """Set the position to 0; stored keys and values are overwritten later."""
         self.cache_seqlens.zero_()
         self.prev_embedding = None
         self.prev_token = None
 
     def get_pos(self) -> int:
-        """Return how many positions are filled; all rows have as many."""
+        """Return the number of filled positions, equal for all rows."""
         return int(self.cache_seqlens[0])
 
     def advance(self, num_tokens: int) -> None:
-        """Count tokens whose keys and values were written to every layer. Raises `ValueError` past the cache's end."""
+        """Advance by tokens that were written to every layer. Raises `ValueError` past the end of the cache."""
         pos = self.get_pos()
         if pos + num_tokens > self.max_seq_len:
             raise ValueError(f"KV cache: {num_tokens} tokens at position {pos} exceed its {self.max_seq_len} positions")
         self.cache_seqlens += num_tokens
 
     def get_layer_cache(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return views (B, T, H, D) of a layer's keys and values, to be read and written; a full cache grows first."""
+        """Return writable views (B, T, H, D) of a layer's keys and values; grow first if the cache is full."""
         if self.get_pos() >= self.max_seq_len:
             self.grow(1)
         return self.k_cache[layer], self.v_cache[layer]
 
     def grow(self, num_tokens: int) -> None:
-        """Make room for that many tokens behind those that are there, and up to the next multiple of 1024."""
+        """Allocate room for `num_tokens` more tokens, rounded up to a multiple of 1024 positions."""
         wanted = self.get_pos() + num_tokens
         if wanted <= self.max_seq_len:
             return
@@ -80,14 +80,14 @@ class KVCache:
             setattr(self, name, new)
 
     def take_dtype(self, dtype: torch.dtype) -> None:
-        """Take the precision of the keys that come next, while the cache is empty; later ones are converted."""
+        """Set the precision if the cache is empty; otherwise later keys are converted to the present one."""
         if self.get_pos() == 0 and dtype != self.k_cache.dtype:
             self.k_cache, self.v_cache = self.k_cache.to(dtype), self.v_cache.to(dtype)
 
     def insert_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, H, T, D) of one layer; return all of the layer's so far, in the same order.
+        """Append keys and values (B, H, T, D) of one layer; return all of that layer in the same layout.
 
-        The position moves on after the last layer. The cache takes the precision of the first keys it is given.
+        Advances after the last layer. The first keys determine the precision.
         """
         num_tokens, pos = k.size(2), self.get_pos()
         self.take_dtype(k.dtype)
@@ -101,11 +101,11 @@ class KVCache:
         return k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2)
 
     def prefill(self, other: KVCache | None) -> None:
-        """Take over the filled positions of another cache, and its precision; one row of it may serve all of ours.
+        """Copy the filled positions and the precision of another cache; a single row is copied to all rows.
 
-        Raises `AssertionError`, as upstream's, when this one is not empty or too short, or when the two differ.
+        Raises `AssertionError`, as upstream, if this cache is not empty or too short, or if the shapes differ.
         """
-        assert other is not None, "KV cache: there is no cache to prefill from"
+        assert other is not None, "KV cache: the cache to prefill from is None"
         assert self.get_pos() == 0, "Cannot prefill a non-empty KV cache"
         for name in ("n_layers", "n_heads", "head_dim"):
             ours, theirs = getattr(self, name), getattr(other, name)
@@ -126,5 +126,4 @@ class KVCache:
 
 
 def _spread(state: Tensor | None, num_rows: int) -> Tensor | None:
-    """Return a copy with a row for each of ours."""
     return None if state is None else state.expand(num_rows, *state.shape[1:]).clone()

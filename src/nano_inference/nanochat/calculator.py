@@ -1,8 +1,8 @@
-"""nanochat's calculator without `eval`: arithmetic and a few methods of strings, walked as a syntax tree.
+"""nanochat's calculator without `eval`: arithmetic and a few string methods, evaluated on the syntax tree.
 
-The rules of what may be asked are nanochat's `use_calculator`, so ordinary answers are the same.
-The text is cut into known tokens before Python's parser sees it, the tree is walked without recursion, and every
-value is small: nothing here can run code, take long or take memory, in any thread.
+Accepts the expressions of nanochat's `use_calculator` and gives the same results. The text is matched against known
+tokens before it is parsed, the tree is evaluated without recursion, and the size of every value is bounded. So no code
+runs, time and memory are bounded, and any thread can call it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from types import EllipsisType, MappingProxyType
 from typing import Any
 
 MAX_EXPRESSION = 256
-"""Characters of an expression."""
+"""Most characters of an expression."""
 MAX_DEPTH = 64
-"""Parentheses inside one another. Python's parser recurses: 80 end the process in a thread with 128 KiB of stack;
-Python 3.12 needs 256 KiB for these 64."""
+"""Most nested parentheses. Python's parser recurses: 80 end the process in a thread with 128 KiB of stack, and Python
+3.12 needs 256 KiB for 64."""
 MAX_BITS = 4096
-"""Bits of an integer, tested before a product is computed."""
+"""Most bits of an integer, checked before a product is computed."""
 MAX_RESULT = 256
-"""Characters of a result's text."""
+"""Most characters of a result's text."""
 
 Value = int | float | str | bool | EllipsisType | tuple[()] | list[str]
-"""What an expression can come to; nanochat puts `str` of it into the model's context."""
+"""The value of an expression; nanochat inserts its `str` into the model's context."""
 
 _ARITHMETIC = frozenset("0123456789*+-/.() ")
 _COUNTING = re.compile(r"[A-Za-z0-9'\"()._ ]*")
@@ -46,7 +46,7 @@ _METHODS: Mapping[type, frozenset[str]] = MappingProxyType(
     }
 )
 _WORDS = "|".join({"and", "or", "not", "True", "False", "None"}.union(*_METHODS.values()))
-# Possessive, so that it is linear, and so that "1or" is not cut into "1" and "or": Python's parser would warn there.
+# Possessive quantifiers make matching linear, and keep "1or" from being split, for which Python's parser warns.
 _TOKENS = re.compile(
     rf"""(?: [ \t\n]
     | (?>[0-9][0-9_]*+\.?+[0-9_]*+(?:[eE][+-]?+[0-9]++)?+)(?!\w)
@@ -57,17 +57,17 @@ _TOKENS = re.compile(
     re.VERBOSE,
 )
 _FAILED = object()
-"""The value of a part that Python would raise for; it spreads, unless `and` or `or` never looks at it."""
+"""The value of a subexpression for which Python raises; it propagates unless `and` or `or` skips it."""
 
 _Operation = Callable[[list[Any]], Any]
 
 
 class _Refused(Exception):
-    """The expression asks for what is not supported."""
+    """The expression is not supported."""
 
 
 def calculate(expression: str) -> Value | None:
-    """Return what nanochat's calculator answers, or None: not allowed, not valid, too large. Raises nothing."""
+    """Return the result of nanochat's calculator, or None if not allowed, invalid or too large. Never raises."""
     if len(expression) > MAX_EXPRESSION:
         return None
     text = expression.replace(",", "")
@@ -75,11 +75,11 @@ def calculate(expression: str) -> Value | None:
 
 
 def evaluate(expression: str) -> Value | None:
-    """Return the value of any supported expression within the limits, else None. Raises nothing.
+    """Return the value of a supported expression within the limits, else None. Never raises.
 
-    Supported are numbers, strings, True, False, None, `()` and `...`, + - * / // and signs, and, or, not, the
-    methods count, upper, lower, strip, lstrip, rstrip, title, capitalize, swapcase, split (and count on its list) and
-    int's bit_length with one argument at most. None is no answer: it is also how the expression "None" comes out.
+    Supported: numbers, strings, True, False, None, `()` and `...`; + - * / // and signs; and, or, not; the methods
+    count, upper, lower, strip, lstrip, rstrip, title, capitalize, swapcase, split (and count on its list) and int's
+    bit_length, with at most one argument. The expression "None" also returns None.
     """
     if len(expression) > MAX_EXPRESSION or not _TOKENS.fullmatch(expression) or _depth(expression) > MAX_DEPTH:
         return None
@@ -91,13 +91,13 @@ def evaluate(expression: str) -> Value | None:
 
 
 def _depth(expression: str) -> int:
-    """Return how deep parentheses are nested, those in strings too."""
+    """Return the nesting depth of parentheses, including those in strings."""
     steps = ({"(": 1, ")": -1}.get(character, 0) for character in expression)
     return max(accumulate(steps), default=0)
 
 
 def result_text(value: Any) -> str | None:
-    """Return the text of a result as nanochat writes it, or None when there is none or it is too long."""
+    """Return the text of a result as nanochat writes it, or None if there is no result or it is too long."""
     if value is None or (isinstance(value, int) and value.bit_length() > MAX_BITS):
         return None
     text = str(value)
@@ -114,7 +114,7 @@ def _is_allowed(text: str) -> bool:
 
 
 def _walk(root: ast.expr) -> Any:
-    """Return the value of a tree. Raises `_Refused` for what is not supported and where Python would raise."""
+    """Return the value of a tree. Raises `_Refused` if it is not supported or if Python raises."""
     waiting: list[ast.expr] = [root]
     steps: list[tuple[int, _Operation]] = []
     while waiting:
@@ -122,7 +122,7 @@ def _walk(root: ast.expr) -> Any:
         steps.append((len(operands), operation))
         waiting += operands
     values: list[Any] = []
-    for count, operation in reversed(steps):  # operands before what they belong to, the first operand first
+    for count, operation in reversed(steps):  # operands before their operation, in order
         first = len(values) - count
         values[first:] = [operation(values[first:])]
     if values[0] is _FAILED:
@@ -131,7 +131,7 @@ def _walk(root: ast.expr) -> Any:
 
 
 def _plan(node: ast.expr) -> tuple[list[ast.expr], _Operation]:
-    """Return a node's operands and what is to be done with their values."""
+    """Return a node's operands and the operation on their values."""
     match node:
         case ast.Constant(value=value) if value is None or isinstance(value, int | float | str | EllipsisType):
             return [], lambda _: value
@@ -149,7 +149,7 @@ def _plan(node: ast.expr) -> tuple[list[ast.expr], _Operation]:
 
 
 def _strict(function: Callable[..., Any]) -> _Operation:
-    """Return an operation that fails when an operand did or when Python's own raises."""
+    """Return an operation whose value is `_FAILED` if an operand's is or if `function` raises."""
 
     def run(values: list[Any]) -> Any:
         if any(value is _FAILED for value in values):
@@ -163,13 +163,13 @@ def _strict(function: Callable[..., Any]) -> _Operation:
 
 
 def _choice(wanted: bool, values: list[Any]) -> Any:
-    """`or` takes the first true value, `and` the first false one, else the last: the rest is not looked at."""
+    """Return the first true value for `or`, the first false one for `and`, else the last; skip the rest."""
     found = (value for value in values[:-1] if value is _FAILED or bool(value) is wanted)
     return next(found, values[-1])
 
 
 def _arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> int | float | tuple[()]:
-    """Compute with numbers, and with `()`, which stays empty however often it is repeated."""
+    """Compute with numbers, and with `()`, which can be repeated and added."""
     if not all(isinstance(value, int | float) or value == () for value in (left, right)):
         raise _Refused
     value: int | float | tuple[()] = function(left, right)

@@ -1,6 +1,6 @@
-"""What nanochat adds to the command line: `chat --nanochat` and `models export`.
+"""nanochat's commands: `chat --nanochat` and `models export`.
 
-Read for every `--help`, so nothing heavy is imported here.
+Imported for every `--help`, so it imports no slow modules.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from nano_inference.config import helped
 from nano_inference.types import BadRequest
 
 HEADING = "nanochat"
-"""The heading of the options in --help."""
+"""Heading of the options in --help."""
 BASE = "(nanochat's base directory)"
-"""The value of --model that means it."""
+"""Value of --model that means nanochat's base directory."""
 _SHORT: Mapping[str, str] = MappingProxyType({"source": "-i", "model_tag": "-g", "step": "-s"})
 NANOCHATS_OWN: Mapping[str, str] = MappingProxyType(
     {"temperature": "0.6", "top_k": "50", "max_tokens": "256", "seed": "42"}
     | {"top_p": "1", "min_p": "0", "repetition_penalty": "1"}
 )
-"""How nanochat's chat draws when nothing is said: the same answer to the same words, whatever a model's files say."""
+"""Sampling defaults of nanochat's chat; they take precedence over the model's generation_config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NanochatOptions:
-    """nanochat's own chat: which checkpoint of its base directory."""
+    """Options of nanochat's chat: the checkpoint in its base directory."""
 
     nanochat: bool = helped(
         False,
-        "chat with a checkpoint of nanochat's base directory ($NANOCHAT_BASE_DIR, or --model DIR), its way: unless "
-        "given, temperature 0.6, top-k 50, 256 tokens, seed 42; quit, exit and clear need no slash",
+        "chat with a checkpoint of nanochat's base directory ($NANOCHAT_BASE_DIR, or --model DIR), with nanochat's "
+        "defaults: temperature 0.6, top-k 50, 256 tokens, seed 42; quit, exit and clear need no slash",
     )
-    source: Literal["base", "mid", "sft", "rl"] | None = helped(None, "kind of training; sft when there is one")
-    model_tag: str | None = helped(None, "directory such as d20; the largest when not given")
-    step: int | None = helped(None, "checkpoint; the last when not given")
-    device_type: Literal["cuda", "cpu", "mps", ""] = helped("", "the same as --device")
+    source: Literal["base", "mid", "sft", "rl"] | None = helped(None, "training stage; sft if there is one")
+    model_tag: str | None = helped(None, "directory such as d20; default: the largest")
+    step: int | None = helped(None, "step of the checkpoint; default: the last")
+    device_type: Literal["cuda", "cpu", "mps", ""] = helped("", "same as --device")
 
     def __post_init__(self) -> None:
         named = [self.source, self.model_tag, self.step, self.device_type or None]
         if not self.nanochat and any(value is not None for value in named):
-            raise BadRequest("--source, --model-tag, --step and --device-type belong to --nanochat")
+            raise BadRequest("--source, --model-tag, --step and --device-type require --nanochat")
         if self.device_type == "mps":
-            raise BadRequest("--device-type mps: Apple's GPUs are not supported; cpu works")
+            raise BadRequest("--device-type mps: Apple GPUs are not supported; use cpu")
 
 
 NanochatFlags = Annotated[NanochatOptions, flags(Group(HEADING), short=_SHORT)]
@@ -80,7 +80,7 @@ def chat(
     common: CommonFlags = COMMON,
     typed: TypedFields,
 ) -> int:
-    """Chat with a model in the terminal, as `cli.commands.chat` does.
+    """Chat with a model in the terminal, as `cli.commands.chat`.
 
     With --nanochat the options are those of nanochat's chat_cli, with its defaults: -i -g -s -p -t -k -d.
     """
@@ -109,7 +109,7 @@ def chat(
 
 def models_export(
     name: CachedName,
-    directory: Annotated[str, Parameter(help="a directory that is not there yet")],
+    directory: Annotated[str, Parameter(help="a directory that does not exist yet")],
     /,
     *,
     to: Annotated[
@@ -128,9 +128,9 @@ def models_export(
 
 
 def fill_options(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill in what the command line leaves out with --nanochat: the base directory, and how its chat samples.
+    """With --nanochat, fill in the base directory and the sampling defaults for options not given.
 
-    Without it, forget what the environment or a file says of its options; typed, they are a mistake.
+    Without it, ignore nanochat's options from the environment or a file; typed ones are an error.
     """
     by_name = {argument.field_info.name: argument for argument in arguments}
     switch, model = by_name.get("nanochat"), by_name.get("model_path")
@@ -155,7 +155,7 @@ CHAT_COMMAND = Command(
     headings=(HEADING,),
     fill=fill_options,
 )
-"""Takes the place of our own `chat`, which has no --nanochat."""
+"""Replaces the built-in `chat`, which has no --nanochat."""
 EXPORT_COMMAND = Command(
     words="models export",
     target="nano_inference.nanochat.cli:models_export",

@@ -1,12 +1,11 @@
-"""Sampling as nanochat does it: one `torch.multinomial` over all rows for each column of tokens.
+"""nanochat's sampling: one `torch.multinomial` over all rows for each column of tokens.
 
-Upstream's generator is shared by the rows of a call, so a row's token depends on how many rows there are and on which
-column it stands in, and on nothing else: multinomial of one sample is argmax(p / q) with q an exponential number for
-every entry of the matrix, whatever p is. `Columns` draws those matrices one after another and keeps each until every
-row has used its part; rows that run ahead (their tool's tokens were computed as one chunk) and rows that have ended
-then agree with upstream's loop, bit for bit.
+`torch.multinomial` of one sample is argmax(p / q), with q a matrix of exponential random numbers that does not depend
+on p. A row's random numbers therefore depend only on the number of rows and its column. `Columns` draws these matrices
+in order and keeps each until every row has used its line. So tokens equal those of upstream's loop, also for rows that
+are ahead (a tool's tokens are computed as one chunk) and after rows have ended.
 
-Shapes: B rows of a call, V vocabulary, K candidates of a row (V, or top-k), S the rows that draw now.
+Shapes: B rows of a call, V vocabulary, K candidates of a row (V, or top-k), S rows that are sampled now.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from nano_inference.runner import Row, RowResult
 from nano_inference.sampling import draw, results
 
 _KEPT_BYTES = 32 << 20
-"""Numbers of columns that are kept for one call."""
+"""Most bytes of random numbers kept per call; two columns are always kept."""
 
 
 def candidates(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the probabilities [B, K] that tokens are drawn from, and the candidates' ids [B, K]; None is all tokens.
+    """Return the candidates' probabilities [B, K] and ids [B, K], or None for all ids.
 
-    What top-p cuts has probability 0; the rest is not scaled up, which a draw does not need.
+    Candidates outside top-p have probability 0; the others are not renormalised, which sampling does not need.
     """
     ids_BK = None
     if top_k is not None and top_k > 0:
@@ -41,7 +40,7 @@ def candidates(
 
 
 def _outside(p_BK: Tensor, top_p: float) -> Tensor:
-    """Tell which candidates are not among the likeliest that together have `top_p`."""
+    """Return a mask [B, K] of the candidates outside top-p."""
     sorted_BK, order_BK = p_BK.sort(dim=-1, descending=True, stable=True)
     before_BK = sorted_BK.double().cumsum(-1) - sorted_BK
     return torch.zeros_like(p_BK, dtype=torch.bool).scatter_(-1, order_BK, before_BK >= top_p)
@@ -54,7 +53,7 @@ def sample_next_token(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Tensor:
-    """Draw one token a row from logits [B, V]; return [B, 1] int64. Temperature 0 is argmax; top_k 0 is no filter.
+    """Sample one token per row from logits [B, V]; return [B, 1] int64. Temperature 0 is argmax, top_k 0 no filter.
 
     Raises `AssertionError` for a negative temperature, as upstream does.
     """
@@ -67,10 +66,10 @@ def sample_next_token(
 
 
 class Columns:
-    """Owns the generator of one call, and the exponential numbers that some row may still need.
+    """Owns the generator of one call, and the random numbers that some row may still need.
 
-    A row whose tool wrote much runs far ahead of the others. What they still need is then not kept as numbers but as
-    the generator's state before them, a thousandth of the size, and drawn again.
+    If a row is far ahead of the others (its tool wrote a long result), only the generator's state before each column is
+    kept, a thousandth of the size, and the numbers are drawn again.
     """
 
     def __init__(
@@ -79,15 +78,15 @@ class Columns:
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self._rng = torch.Generator(device=device).manual_seed(seed)
         self._next = [0] * num_rows
-        """The first column that each row may still ask for; -1 for a row that has ended."""
+        """First column that each row may still need; -1 for a row that has ended."""
         self._states: dict[int, Tensor] = {}
-        """The generator's state before each column that may still be asked for."""
+        """Generator state before each column that may still be needed."""
         self._numbers: dict[int, Tensor] = {}
-        """The columns drawn last, oldest first."""
+        """Latest columns, in order of drawing."""
         self._num_drawn = 0
 
     def choose(self, logits_SV: Tensor, rows: Sequence[int], columns: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Draw for some rows, each at its column; return tokens [S] and their log-probabilities [S]."""
+        """Sample for `rows`, each at its column; return tokens [S] and log-probabilities [S]."""
         if self.temperature == 0.0:
             token_S1 = logits_SV.argmax(dim=-1, keepdim=True)
             normaliser = normalise(logits_SV, [1.0] * len(rows))
@@ -99,21 +98,21 @@ class Columns:
             q_SK[places] = self._column(column, p_SK)[[rows[place] for place in places]]
         choice_S1 = (p_SK / q_SK).argmax(dim=-1, keepdim=True)
         logit_SK = logits_SV if ids_SK is None else logits_SV.gather(-1, ids_SK)
-        logit_SK = logit_SK.masked_fill(p_SK == 0, -torch.inf)  # those that top-p cut, or that can never be drawn
+        logit_SK = logit_SK.masked_fill(p_SK == 0, -torch.inf)  # outside top-p, or of probability 0
         normaliser = normalise(logit_SK, [self.temperature] * len(rows))
         logprob_S = normaliser.logprobs(logit_SK.gather(-1, choice_S1))[:, 0]
         token_S1 = choice_S1 if ids_SK is None else ids_SK.gather(-1, choice_S1)
         for row, column in zip(rows, columns, strict=True):
-            self._next[row] = column  # not the one after it: a step that is interrupted asks again
+            self._next[row] = column  # not column + 1: an interrupted step is repeated
         self._forget()
         return token_S1[:, 0], logprob_S
 
     def end(self, row: int) -> None:
-        """Keep nothing more for a row that has ended."""
+        """Record that a row has ended and needs no more columns."""
         self._next[row] = -1
 
     def _column(self, column: int, like_SK: Tensor) -> Tensor:
-        """Return a column's numbers [B, K], of the kind of `like_SK`; those of the columns before it are passed."""
+        """Return a column's random numbers [B, K], in dtype and device of `like_SK`; draw earlier ones first."""
         while self._num_drawn <= column:
             self._states[self._num_drawn] = self._rng.get_state()
             self._keep(self._num_drawn, self._draw(like_SK))
@@ -129,13 +128,13 @@ class Columns:
         return like_SK.new_empty(len(self._next), like_SK.size(-1)).exponential_(1, generator=self._rng)
 
     def _keep(self, column: int, numbers_BK: Tensor) -> None:
-        """Keep a column's numbers, and of the others as many as there is room for."""
+        """Keep a column's numbers, and delete the oldest columns beyond the limit."""
         self._numbers[column] = numbers_BK
         while len(self._numbers) > max(2, _KEPT_BYTES // numbers_BK.nbytes):
             del self._numbers[next(iter(self._numbers))]
 
     def _forget(self) -> None:
-        """Drop the columns that no row will ask for again."""
+        """Delete the columns that no row needs any more."""
         first = min((column for column in self._next if column >= 0), default=self._num_drawn)
         for kept in (self._numbers, self._states):
             for column in [column for column in kept if column < first]:
@@ -143,21 +142,21 @@ class Columns:
 
 
 class ColumnSampler:
-    """Draws for the requests of an engine: by columns for those opened here, as spec 9 says for all others."""
+    """Samples for an engine: by `Columns` for registered requests, by `sampling.draw` for others."""
 
     def __init__(self) -> None:
         self._calls: dict[int, Columns] = {}
 
     def open(self, request_id: int, columns: Columns) -> None:
-        """Draw a request's tokens from these columns."""
+        """Register the columns of a request."""
         self._calls[request_id] = columns
 
     def close(self, request_id: int) -> None:
-        """Forget a request."""
+        """Unregister a request."""
         self._calls.pop(request_id, None)
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
-        """Draw one token a row; satisfies `executors.step.Sampler`."""
+        """Sample one token per row; implements `executors.step.Sampler`."""
         found: dict[int, RowResult] = {}
         for request_id in dict.fromkeys(row.request_id for row in rows):
             places = [i for i, row in enumerate(rows) if row.request_id == request_id]
@@ -165,7 +164,6 @@ class ColumnSampler:
         return [found[i] for i in range(len(rows))]
 
     def _draw(self, logits_SV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
-        """Draw for the rows of one request."""
         columns = self._calls.get(rows[0].request_id)
         if columns is None:
             return draw(logits_SV, rows)

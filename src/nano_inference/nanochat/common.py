@@ -1,4 +1,4 @@
-"""Upstream's `nanochat.common`, as far as inference has a use for it."""
+"""Upstream's `nanochat.common`: the functions that inference uses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def get_base_dir() -> str:
 
 
 def autodetect_device_type() -> str:
-    """Return "cuda" where torch sees such a device, else "cpu". (Apple's mps is not supported.)"""
+    """Return "cuda" if torch finds such a device, else "cpu". (Apple's mps is not supported.)"""
     return pick_device("auto").type
 
 
 def compute_init(device_type: str = "cuda") -> tuple[bool, int, int, int, torch.device]:
-    """Return (is distributed, rank, local rank, number of ranks, device), for one process.
+    """Return (is distributed, rank, local rank, number of ranks, device) of a single process.
 
-    The global seed is set to 42 as upstream does it. Raises `ValueError` for a device that is not there.
+    Sets the global seed to 42, as upstream. Raises `ValueError` for a missing device.
     """
     device = pick_device(device_type)
     torch.manual_seed(42)
@@ -31,11 +31,11 @@ def compute_init(device_type: str = "cuda") -> tuple[bool, int, int, int, torch.
 
 
 def compute_cleanup() -> None:
-    """Do nothing: one process has nothing to clean up."""
+    """Do nothing: there is no process group."""
 
 
 def print0(s: str = "", end: str = "\n") -> None:
-    """Print, as the only process."""
+    """Print `s` (the only process is rank 0)."""
     print(s, end=end)
 
 

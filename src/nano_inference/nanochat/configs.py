@@ -1,6 +1,6 @@
-"""nanochat's configurations to `ModelConfig`: of its own checkpoints, and of Transformers' port. No torch.
+"""Convert nanochat's configurations and those of Transformers' port to `ModelConfig` and back. No torch.
 
-A checkpoint's sizes stand in `model_config` and again in the shapes of its weights; where they disagree it is refused.
+Sizes in `model_config` are compared with the shapes of the weights; a contradiction is an error.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from nano_inference.nanochat.terms import NanochatTerms, terms_of
 from nano_inference.types import ModelError
 
 HF_TYPE = "nanochat"
-"""`model_type` of Transformers' port, which has G0 only."""
+"""`model_type` of Transformers' port, which implements G0 only."""
 OWN_TYPE = "nanochat_"
-"""How `model_type` begins in directories of ours that hold any generation: nanochat_g4."""
+"""Prefix of `model_type` in exported directories of any generation, such as nanochat_g4."""
 HF_ROPE_DTYPE = "nanochat_rope_dtype"
-"""Field of the port's config.json that `models export` writes for rounded rotary tables; Transformers ignores it."""
+"""Field of config.json with the precision of rotary tables; written by `models export`, ignored by Transformers."""
 MAX_LAYERS = 10_000
 _SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
 
 
 def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Constants) -> ModelConfig:
-    """Return what a checkpoint's weights, its `model_config` and the inferred constants describe.
+    """Return the configuration from the weights' shapes, `model_config` and the inferred constants.
 
-    End tokens are not known here: they are the tokenizer's. Raises `ModelError` where sizes contradict each other.
+    Without end tokens, which the tokenizer defines. Raises `ModelError` for sizes that contradict each other.
     """
     vocab_size, hidden = config.integer("vocab_size"), config.integer("n_embd")
     num_layers, num_heads = config.integer("n_layer", high=MAX_LAYERS), config.integer("n_head")
@@ -78,7 +78,7 @@ def _check_layers(origin: str, shapes: Shapes, num_layers: int) -> None:
 
 
 def _check_tables(origin: str, shapes: Shapes, vocab_size: int, hidden: int) -> None:
-    """Compare the sizes of the embeddings with those that the configuration names, before memory is taken for any."""
+    """Compare the embeddings' shapes with the configuration, before memory is allocated."""
     rows, columns = _matrix(origin, shapes, "transformer.wte.weight")
     if rows < vocab_size:
         raise ModelError(f"{origin}: vocab_size is {vocab_size}, but the embedding has {rows} rows")
@@ -91,7 +91,7 @@ def _check_tables(origin: str, shapes: Shapes, vocab_size: int, hidden: int) -> 
 def _check_rows(origin: str, shapes: Shapes, name: str, wanted: int, fields: str) -> None:
     rows, _ = _matrix(origin, shapes, name)
     if rows != wanted:
-        raise ModelError(f"{origin}: {fields} make {name} of {wanted} rows, the file has {rows}")
+        raise ModelError(f"{origin}: {name} must have {wanted} rows by {fields}, the file has {rows}")
 
 
 def _matrix(origin: str, shapes: Shapes, name: str) -> tuple[int, int]:
@@ -104,7 +104,7 @@ def _matrix(origin: str, shapes: Shapes, name: str) -> tuple[int, int]:
 
 
 def _layers(constants: Constants, num_layers: int) -> tuple[LayerConfig, ...]:
-    """Tile the pattern over the layers; the last one sees everything. N tokens before make N + 1 visible keys."""
+    """Tile the pattern over the layers; the last one has no window. N tokens before a query give N + 1 keys."""
     pattern = constants.window_pattern or "L"
     kinds = [pattern[i % len(pattern)] for i in range(num_layers - 1)]
     windows = [constants.short_window + 1 if kind == "S" else None for kind in kinds]
@@ -112,7 +112,7 @@ def _layers(constants: Constants, num_layers: int) -> tuple[LayerConfig, ...]:
 
 
 def _terms(shapes: Shapes, constants: Constants) -> NanochatTerms:
-    """Tell from the weights which terms the forward pass has."""
+    """Determine the terms of the forward pass from the names and shapes of the weights."""
     gates = [shape[-1] for name, shape in shapes.items() if name.endswith(".ve_gate.weight")]
     bigrams = shapes.get("bigram_embed.embed.weight")
     smear = shapes.get("smear_gate.weight")
@@ -132,7 +132,7 @@ def _terms(shapes: Shapes, constants: Constants) -> NanochatTerms:
 
 
 def model_config_of(config: ModelConfig) -> dict[str, Any]:
-    """Return meta's `model_config` of a model, as nanochat's own files have it."""
+    """Return `model_config` as in nanochat's meta files."""
     kinds = "".join("L" if layer.window is None else "S" for layer in config.layers)
     values = (config.max_positions, config.vocab_size, config.num_layers, config.num_heads, config.num_kv_heads)
     out: dict[str, Any] = dict(zip(_SIZES, (*values, config.hidden_size, kinds), strict=True))
@@ -142,9 +142,9 @@ def model_config_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def own_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the `config.json` of a directory of safetensors under nanochat's own names: any generation, all explicit.
+    """Return the `config.json` of an exported directory with nanochat's names: any generation, every constant.
 
-    Its `model_type` is none that Transformers knows: its port of G0 would load a later generation and compute nonsense.
+    Transformers does not know its `model_type`; as "nanochat" it would load a later generation as G0.
     """
     generation = terms_of(config).generation
     return {
@@ -156,7 +156,7 @@ def own_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def constants_of(config: ModelConfig) -> Constants:
-    """Return the constants that a model was made with."""
+    """Return the constants of a model."""
     terms = terms_of(config)
     windows = [layer.window for layer in config.layers if layer.window is not None]
     return Constants(
@@ -175,7 +175,7 @@ def constants_of(config: ModelConfig) -> Constants:
 
 
 def is_exported(directory: Path) -> bool:
-    """Whether a directory holds a nanochat model in another format: Transformers' port, or safetensors of ours."""
+    """Return whether a directory is an exported nanochat model: for Transformers' port, or with nanochat's names."""
     path = directory / "config.json"
     if not is_present(path):
         return False
@@ -184,21 +184,21 @@ def is_exported(directory: Path) -> bool:
 
 
 def own_overrides(config: Fields) -> dict[str, str]:
-    """Return the constants of `own_config` in the form of a user's overrides, those left out that say "none"."""
+    """Return the constants of `own_config` as overrides, without those that are zero or None."""
     found: Mapping[str, Any] = config.mapping("constants")
     return {name: str(value) for name, value in found.items() if value not in (0, 0.0, None)}
 
 
 def hf_nanochat_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
-    """Return what Transformers' `config.json` of a nanochat describes: G0, with the port's names and default values.
+    """Return the configuration in a `config.json` of Transformers' port: G0, with the port's default values.
 
-    Raises `ModelError` naming the field that is wrong.
+    Raises `ModelError` naming the wrong field.
     """
     hidden, num_heads = config.integer("hidden_size", 768), config.integer("num_attention_heads", 6)
     head_dim = config.integer("head_dim", hidden // num_heads)
     activation = config.text("hidden_act", "relu2")
     if activation != "relu2" or config.flag("attention_bias", False) or config.flag("tie_word_embeddings", False):
-        raise ModelError(f"{config.origin}: only relu2, without biases and with an untied head, is supported")
+        raise ModelError(f"{config.origin}: only relu2 without attention_bias or tie_word_embeddings is supported")
     vocab_size = config.integer("vocab_size", 50304)
     num_layers = config.integer("num_hidden_layers", 12, high=MAX_LAYERS)
     ends = [*_ids(config), *(_ids(generation) if generation else [])]
@@ -228,7 +228,7 @@ def hf_nanochat_config(config: Fields, generation: Fields | None = None) -> Mode
 
 
 def _ids(fields: Fields) -> list[int]:
-    """Return the end tokens, one or a list."""
+    """Return `eos_token_id`, an id or a list, as a list."""
     value = fields.get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     if value is not None and any(type(token) is not int or token < 0 for token in ids):
@@ -237,9 +237,9 @@ def _ids(fields: Fields) -> list[int]:
 
 
 def _hf_rope(config: Fields, head_dim: int) -> RopeConfig:
-    """Return the rotary embedding, from `rope_parameters` or the older `rope_theta`; other scalings are refused.
+    """Return the rotary embedding from `rope_parameters` or the older `rope_theta`. Raises for rope scalings.
 
-    The tables are float32, as the port computes them, unless the field that our export writes says otherwise.
+    Tables are float32, as in the port, unless `HF_ROPE_DTYPE` names another precision.
     """
     parameters = config.within("rope_parameters")
     kind = parameters.text("rope_type", "default")

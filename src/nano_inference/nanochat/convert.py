@@ -1,8 +1,8 @@
-"""nanochat's tokenizer in both its forms: tiktoken's ranks as in tokenizer.pkl, and Hugging Face's tokenizer.json.
+"""Convert nanochat's tokenizer between tiktoken's ranks (tokenizer.pkl) and Hugging Face's tokenizer.json.
 
-tiktoken joins any two pieces whose bytes together are a token, the lowest rank first; the library `tokenizers` joins
-listed pairs. Both agree when every way to cut a token in two known ones is listed, in the order of the ranks. That the
-results are equal is checked on texts each time, because the two also use different engines for regular expressions.
+tiktoken merges any two pieces whose concatenation is a token, lowest rank first; the library `tokenizers` merges listed
+pairs. Both agree if every split of a token into two tokens is listed, ordered by rank. Each conversion is verified on
+sample texts, because the libraries use different regular expression engines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nano_inference.text.tokenizer_limits import checked_growth
 from nano_inference.types import ModelError
 
 ENCODING_NAME = "rustbpe"
-"""What nanochat calls the encodings that it trains."""
+"""Name of the encodings that nanochat trains."""
 SAMPLES = (
     "Hello world! I'm fine, you're not; we'LL see what they'd've SAID. It's 'quoted'",
     "1 22 333 4444 55555 3.14159 1,000,000 ٣٤٥ ²³ Ⅷ x86_64 0xDEADBEEF 2026-07-03",
@@ -37,13 +37,13 @@ SAMPLES = (
     " ",
     "aaaaaaaaaaaaaaaaaaaaaaaa" * 3 + "\n" * 9 + "!" * 40,
 )
-"""Texts on which both forms must agree, besides the text of every token."""
+"""Texts on which both forms must agree, in addition to the text of every token."""
 
 
 def to_hf(fields: PickledEncoding, bos: str, where: str) -> tokenizers.Tokenizer:
-    """Return the tokenizer for a tokenizer.json; it puts `bos` before a text, which callers can turn off.
+    """Return the tokenizer for a tokenizer.json; by default it prepends `bos` to a text.
 
-    Raises `ModelError` naming `where` for what the format cannot say, and when the ids of any sample differ.
+    Raises `ModelError` naming `where` if the format cannot represent it or the ids of a sample differ.
     """
     pieces = {word: "".join(CHAR_OF_BYTE[byte] for byte in word) for word in fields.mergeable_ranks}
     vocabulary = {pieces[word]: rank for word, rank in fields.mergeable_ranks.items()}
@@ -51,7 +51,7 @@ def to_hf(fields: PickledEncoding, bos: str, where: str) -> tokenizers.Tokenizer
     core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     try:
         cut = pre_tokenizers.Split(Regex(fields.pat_str), "isolated")
-    except Exception as error:  # the library raises bare Exception for a pattern that it cannot read
+    except Exception as error:  # the library raises bare Exception for an invalid pattern
         raise ModelError(f"{where}: pat_str cannot be used in a tokenizer.json: {error}") from None
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
@@ -65,8 +65,8 @@ def to_hf(fields: PickledEncoding, bos: str, where: str) -> tokenizers.Tokenizer
 def from_hf(path: Path) -> PickledEncoding:
     """Return the four fields of a tokenizer.pkl from a tokenizer.json.
 
-    Raises `ModelError` naming the file unless it is a byte-level BPE that tiktoken can do: no normaliser, one pattern,
-    ids that are merge ranks, special tokens after them, and the same ids for every sample.
+    Raises `ModelError` naming the file unless it is a byte-level BPE with a tiktoken equivalent: no normaliser, one
+    pattern, ids equal to merge ranks followed by special tokens, and the same ids for every sample.
     """
     try:
         data = path.read_bytes()
@@ -75,7 +75,7 @@ def from_hf(path: Path) -> PickledEncoding:
     except ModelError:
         raise
     except Exception as error:  # the library raises bare Exception for every damaged file
-        raise ModelError(f"{path}: not a tokenizer.json that can be read: {error}") from None
+        raise ModelError(f"{path}: cannot be read as a tokenizer.json: {error}") from None
     special = _special(core, path)
     state = json.loads(core.to_str())
     fields = PickledEncoding(
@@ -89,14 +89,14 @@ def from_hf(path: Path) -> PickledEncoding:
 
 
 def check_same(core: tokenizers.Tokenizer, encoding: tiktoken.Encoding, where: str) -> None:
-    """Raise `ModelError` naming the first text of which the two make different ids."""
+    """Raise `ModelError` naming the first sample text for which the ids differ."""
     for text in (*SAMPLES, *_token_texts(encoding)):
         if core.encode(text, add_special_tokens=False).ids != encoding.encode_ordinary(text):
             raise ModelError(f"{where}: tokenizer.json and tiktoken would give different ids for {ascii(text)[:80]}")
 
 
 def _token_texts(encoding: tiktoken.Encoding) -> Iterator[str]:
-    """Yield the text of every ordinary token that is whole UTF-8 and does not hold a special token's."""
+    """Yield the text of every ordinary token that is valid UTF-8 and contains no special token."""
     special = encoding.special_tokens_set
     for data in encoding.token_byte_values():
         text = data.decode("utf-8", "ignore")
@@ -105,7 +105,7 @@ def _token_texts(encoding: tiktoken.Encoding) -> Iterator[str]:
 
 
 def _pairs(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield every way to make a token of two others, by rank."""
+    """Yield every split of a token into two tokens, by rank."""
     for word in sorted(ranks, key=lambda word: ranks[word]):
         cuts = ((word[:i], word[i:]) for i in range(1, len(word)))
         yield from ((left, right) for left, right in cuts if left in ranks and right in ranks)
@@ -122,43 +122,43 @@ def _add_special(core: tokenizers.Tokenizer, special: Mapping[str, int], where: 
 
 
 def _special(core: tokenizers.Tokenizer, path: Path) -> dict[str, int]:
-    """Return the special tokens by id, one of which begins a text."""
+    """Return the special tokens in the order of ids. Raises `ModelError` without a bos token."""
     added = sorted(core.get_added_tokens_decoder().items())
     plain = [entry.content for _, entry in added if not entry.special]
     if plain:
         raise ModelError(f"{path}: the added token {ascii(plain[0])[:80]} is not special; tiktoken has no such tokens")
     special = {entry.content: token for token, entry in added}
     if not any(text in special for text in BOS_TOKENS):
-        raise ModelError(f"{path}: it has neither of the special tokens {' and '.join(BOS_TOKENS)}")
+        raise ModelError(f"{path}: has neither of the special tokens {' and '.join(BOS_TOKENS)}")
     return special
 
 
 def _pattern(state: Mapping[str, Any], path: Path) -> str:
-    """Return the one regular expression that cuts a text into words."""
+    """Return the regular expression that splits a text into words."""
     parts = state["pre_tokenizer"] or {}
     first, *rest = parts.get("pretokenizers", [parts])
     is_cut = first.get("type") == "Split" and first["behavior"] == "Isolated" and not first["invert"]
     is_bytes = [part.get("type") for part in rest] == ["ByteLevel"]
     if state["normalizer"] is not None or not is_cut or not is_bytes or "Regex" not in first["pattern"]:
-        raise ModelError(f"{path}: nanochat's tokenizer cuts with one pattern and has no normalizer; this one differs")
+        raise ModelError(f"{path}: must split with one pattern and have no normalizer, as nanochat's tokenizer")
     if rest[0]["add_prefix_space"] or rest[0]["use_regex"]:
-        raise ModelError(f"{path}: its ByteLevel adds spaces or cuts again, which nanochat's tokenizer cannot")
+        raise ModelError(f"{path}: ByteLevel must not add spaces or split, as in nanochat's tokenizer")
     return str(first["pattern"]["Regex"])
 
 
 def _ranks(core: tokenizers.Tokenizer, special: Mapping[str, int], path: Path) -> dict[bytes, int]:
-    """Return the ordinary tokens' bytes and ids, which must be 0, 1, 2, … with every byte among them."""
+    """Return bytes and ids of the ordinary tokens: ids are 0, 1, 2, …, and every byte is a token."""
     if not isinstance(core.model, models.BPE):
-        raise ModelError(f"{path}: its model is {type(core.model).__name__}, nanochat's is BPE")
+        raise ModelError(f"{path}: the model must be BPE, got {type(core.model).__name__}")
     ranks: dict[bytes, int] = {}
     for piece, token in sorted(core.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]):
         if piece in special:
             continue
         if any(char not in BYTE_OF_CHAR for char in piece):
-            raise ModelError(f"{path}: the token {ascii(piece)[:80]} is not spelled in bytes")
+            raise ModelError(f"{path}: the token {ascii(piece)[:80]} has characters that represent no byte")
         ranks[bytes(BYTE_OF_CHAR[char] for char in piece)] = token
     if list(ranks.values()) != list(range(len(ranks))):
-        raise ModelError(f"{path}: the ids of its {len(ranks)} ordinary tokens must come first and leave no gap")
+        raise ModelError(f"{path}: the ids of its {len(ranks)} ordinary tokens must be 0 to {len(ranks) - 1}")
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise ModelError(f"{path}: not every byte has a token")
     return ranks

@@ -1,4 +1,4 @@
-"""`NanochatDialogue`: a conversation in nanochat's fixed layout, with its calculator."""
+"""`NanochatDialogue`: encodes conversations in nanochat's fixed layout, with calculator calls."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _NO_TEXT: Message = {"role": "assistant", "content": ""}
 
 @dataclass(frozen=True, slots=True)
 class NanochatDialogue:
-    """A nanochat model: calls of its calculator stay parts of the message, and have their real tokens next time."""
+    """Dialogue of a nanochat model: calculator calls are parts of messages, and are encoded as special tokens."""
 
     tokenizer: Tokenizer
     tool: PythonTool | None
 
     @property
     def tool_template(self) -> str | None:
-        """There is none."""
+        """None: nanochat has no template."""
         return None
 
     def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
-        """Return the ids of messages that take turns, in full length."""
+        """Return the ids of alternating messages, not truncated. Raises `BadRequest` for wrong messages or options."""
         if rendering.tools or rendering.extra:
             raise BadRequest("nanochat's layout has no tools and no chat template variables")
         if rendering.add_generation_prompt:
@@ -41,28 +41,28 @@ class NanochatDialogue:
                 raise BadRequest("continue_final_message and add_generation_prompt exclude each other")
             return render_for_completion(self.tokenizer, [*messages, _NO_TEXT], None)
         if rendering.continue_final and messages[-1].get("role") != "assistant":
-            raise BadRequest("continue_final_message needs a last message by the assistant")
+            raise BadRequest("continue_final_message requires a last message of the assistant")
         ids, _ = render_conversation(self.tokenizer, messages, None)
         return ids[:-1] if rendering.continue_final else ids
 
     def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
-        """Return the text of the ids, special tokens spelled out."""
+        """Return the text of the ids, with special tokens."""
         return self.tokenizer.decode(self.encode(messages, rendering), skip_special=False)
 
     def knows(self, name: str) -> bool:
-        """There are no variables."""
+        """Return False: there are no template variables."""
         return False
 
     def answer(self, tokens: Sequence[int], text: str) -> Message:
-        """Return the answer's text, or its parts when the calculator was called."""
+        """Return the answer as a message: text, or parts if the calculator was called."""
         return answer_message(self.tokenizer, tokens)
 
     def close(self) -> None:
-        """There are no processes."""
+        """Do nothing: there are no processes."""
 
 
 def nanochat_dialogue(tokenizer: Tokenizer) -> NanochatDialogue | None:
-    """Return the dialogue of a tokenizer with nanochat's tokens of users and assistants, None for any other."""
+    """Return the dialogue of a tokenizer with nanochat's user and assistant tokens, else None."""
     if not {USER_START, ASSISTANT_START} <= special_tokens(tokenizer).keys():
         return None
     return NanochatDialogue(tokenizer, python_tool(tokenizer))

@@ -1,8 +1,7 @@
-"""`Engine`: nanochat's generation interface, on the core engine when the model is ours.
+"""`Engine`: the interface of karpathy/nanochat's nanochat/engine.py, on the core engine for a `GPT`.
 
-The names and behaviour are karpathy/nanochat's nanochat/engine.py. Our own `GPT` runs on paged K/V with prefix reuse:
-rows that are done cost nothing, a tool's tokens are computed as one chunk, and a conversation's next turn starts where
-the last one ended. The columns that come out are the same.
+On the core engine, finished rows are not computed, a tool's tokens are computed as one chunk, and the prefix of a
+conversation is reused. The columns of tokens equal those of upstream's loop.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ __all__ = [
 ]
 
 _ROWS = 64
-"""Rows of the trained length that a GPU's cache has room for."""
+"""Rows of the trained length for which a GPU's cache is sized."""
 Batch = tuple[list[list[int]], list[list[int]]]
 """The tokens of each row, and masks of the same lengths: 1 where a token was sampled."""
 
 
 def use_calculator(expr: str) -> Value | None:
-    """Return what an expression comes to, None when it is refused: upstream's rules, without `eval` and signals."""
+    """Return the value of an expression, None if it is refused: upstream's rules, without `eval` and signals."""
     return calculate(expr)
 
 
 def eval_with_timeout(formula: str, max_time: float = 3) -> Value | None:
-    """Return what a formula comes to, None when it has no value; bounded by its size, so that no clock is needed."""
+    """Return the value of a formula, else None. `max_time` (seconds) is ignored: size limits bound the time."""
     return evaluate(formula)
 
 
 @contextmanager
 def timeout(duration: float, formula: str) -> Iterator[None]:
-    """Raise `TimeoutError` when the block took longer, once it has ended: nothing is interrupted, in any thread."""
+    """Raise `TimeoutError` after the block if it took longer than `duration` seconds; the block is not interrupted."""
     start = time.monotonic()
     yield
     if time.monotonic() - start > duration:
@@ -62,13 +61,12 @@ def timeout(duration: float, formula: str) -> Iterator[None]:
 
 
 class Engine:
-    """Generates columns of tokens for one prompt and several samples, with nanochat's tools.
+    """Generates columns of tokens for one prompt and several samples, with nanochat's calculator.
 
-    `model` is our `GPT`, or any object with `config`, `get_device()` and `forward(ids, kv_cache=…)`. With `exact`, a
-    seed gives upstream's tokens (one `torch.multinomial` a column); without, tokens depend on (seed, row, position)
-    alone, whatever the other rows are. `config` sizes the core engine and picks what computes (its model_path is not
-    read). `cache_dtype` is the precision of another model's cache, by default the one that it computes in: upstream's
-    COMPUTE_DTYPE, else that of its embedding. Several threads may use one.
+    `model` is a `GPT`, or any object with `config`, `get_device()` and `forward(ids, kv_cache=…)`. With `exact`, a seed
+    gives upstream's tokens (one `torch.multinomial` per column); otherwise tokens depend only on (seed, row, position).
+    `config` configures the core engine (its model_path is not read). `cache_dtype` is the precision of the cache of
+    other models; default: upstream's COMPUTE_DTYPE, else that of the embedding. Thread-safe.
     """
 
     def __init__(
@@ -87,10 +85,10 @@ class Engine:
         self._cache_dtype = cache_dtype
         self._sampler = ColumnSampler()
         self._lock = RLock()
-        """Held while the core engine is used, which one thread drives at a time; it runs everybody's rows."""
+        """Held while a thread uses the core engine, which then steps the rows of all calls."""
         self._core: InferenceEngine | None = None
         self._version = 0
-        """The weights that the core engine's cache was computed with."""
+        """`GPT.version` of the weights in the core engine."""
 
     def generate(
         self,
@@ -102,13 +100,13 @@ class Engine:
         seed: int = 42,
         top_p: float | None = None,
     ) -> Iterator[Column]:
-        """Yield (token_column, token_masks): a token for each sample, and 1 where it was sampled, 0 where forced.
+        """Yield (token_column, token_masks): one token per sample, and its mask, 1 if sampled, 0 if forced.
 
-        A generator: nothing is checked or computed before the first `next`. A row that samples a terminal token
-        (assistant_end, bos) yields it once with mask 1; what it yields after that, until all rows are done, means
-        nothing (on the core engine the same token with mask 0). `max_tokens` counts forced tokens too; without it a
-        row ends where the trained length is full. Raises `AssertionError` for tokens that are no list of integers, a
-        negative temperature, or a prompt longer than the trained length without `max_tokens`.
+        A generator: arguments are checked at the first `next`. A row that samples a terminal token (assistant_end, bos)
+        yields it once with mask 1. Ignore what it yields afterwards, until all rows end (on the core engine the same
+        token with mask 0). `max_tokens` counts forced tokens too; without it a row ends at the trained length. Raises
+        `AssertionError` if `tokens` is not a list of integers, for a negative temperature, and for a prompt longer than
+        the trained length without `max_tokens`.
         """
         call = self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
         specials = find_specials(self.tokenizer)
@@ -130,7 +128,7 @@ class Engine:
     ) -> Batch:
         """Return each sample's prompt and tokens without the terminal, and masks of the same length, 0 for the prompt.
 
-        Raises as `generate` does.
+        Raises as `generate`.
         """
         return self.generate_batches(
             [tokens],
@@ -153,10 +151,10 @@ class Engine:
         seeds: int | Sequence[int] = 42,
         top_p: float | None = None,
     ) -> list[Batch]:
-        """Return what `generate_batch` gives for each of several prompts, of any lengths.
+        """Return the result of `generate_batch` for each prompt; a `GPT` computes all prompts together.
 
-        Our own model runs all at once. One seed serves all prompts, or one for each. Raises as `generate` does, and
-        `ValueError` when the seeds are not as many as the prompts.
+        `seeds` is one seed for all prompts, or one for each. Raises as `generate`, and `ValueError` for another number
+        of seeds.
         """
         each = [seeds] * len(prompts) if isinstance(seeds, int) else list(seeds)
         if len(each) != len(prompts):
@@ -170,14 +168,14 @@ class Engine:
 
     @property
     def core(self) -> InferenceEngine:
-        """The core engine that our own model runs on; made at its first use, and anew after a step that failed."""
-        assert isinstance(self.model, GPT), "a model that is not ours runs in nanochat's own loop"
+        """The core engine of a `GPT`; created at first use, after a failed step, and updated after new weights."""
+        assert isinstance(self.model, GPT), "only a GPT of this package runs on the core engine"
         if self._core is None or not self._core.is_alive:
             config = self._config or _config_for(self.model)
             parts = parts_of(self.model.executor(config, self._sampler), config)
             self._core, self._version = InferenceEngine(config, parts=parts), self.model.version
         if self._version != self.model.version:
-            self._core.pause(clear_cache=True)  # what runs computes its K/V again
+            self._core.pause(clear_cache=True)  # running requests recompute their K/V
             assert self._core.parts.executor is not None
             self.model.refresh(self._core.parts.executor)
             self._core.resume()
@@ -194,16 +192,16 @@ class Engine:
         seed: int,
         top_p: float | None,
     ) -> Call:
-        """Check the arguments of a generation, and find how many columns it may have."""
-        _demand(isinstance(tokens, list) and isinstance(tokens[0], int), "expecting list of ints")
-        _demand(temperature >= 0.0, "temperature must be non-negative")
+        """Return the checked arguments with the maximal number of columns. Raises `AssertionError`."""
+        _require(isinstance(tokens, list) and isinstance(tokens[0], int), "expecting list of ints")
+        _require(temperature >= 0.0, "temperature must be non-negative")
         if max_tokens is None:
             length = int(self.model.config.sequence_len)  # type: ignore[attr-defined]
-            _demand(
+            _require(
                 len(tokens) <= length,
-                f"a prompt of {len(tokens)} tokens is longer than the model's {length}; name max_tokens",
+                f"a prompt of {len(tokens)} tokens is longer than the model's {length}; set max_tokens",
             )
-            # The last token is never computed, so it may stand one past the trained length.
+            # The last token is not computed, so its position may be one past the trained length.
             max_tokens = length - len(tokens) + 1
         return Call(
             tokens=[index(token) for token in tokens],
@@ -216,7 +214,6 @@ class Engine:
         )
 
     def _batches(self, calls: Sequence[Call]) -> list[Batch]:
-        """Return the finished rows of calls."""
         specials = find_specials(self.tokenizer)
         if not isinstance(self.model, GPT):
             each = [(call, plain_columns(self.model, specials, call, self._cache_dtype)) for call in calls]
@@ -226,7 +223,7 @@ class Engine:
         return [_rows_of(samples.get(place, []), call) for place, call in enumerate(calls)]
 
     def _samples(self, model: GPT, specials: Specials, calls: Sequence[Call]) -> dict[int, list[TrainingSample]]:
-        """Run calls to their end on the core engine; return each one's samples by its place."""
+        """Run calls on the core engine; return the samples of each by its index."""
         core, asked = self.core, dict[int, int]()
         try:
             for place, call in enumerate(calls):
@@ -242,7 +239,7 @@ class Engine:
         return samples
 
     def _ask(self, model: GPT, specials: Specials, call: Call) -> tuple[int, Columns]:
-        """Queue a call on the core engine; return its request and the numbers that it draws by."""
+        """Queue a call on the core engine; return its request id and its random numbers."""
         params = SamplingParams(
             temperature=call.temperature,
             max_tokens=call.limit,
@@ -260,7 +257,7 @@ class Engine:
         return request_id, columns
 
     def _core_columns(self, model: GPT, specials: Specials, call: Call) -> Iterator[Column]:
-        """Yield the columns of a call on the core engine."""
+        """Run one call on the core engine and yield its columns."""
         with self._lock:
             request_id, columns = self._ask(model, specials, call)
             deltas = self.core.deltas(request_id)
@@ -278,14 +275,14 @@ class Engine:
                 self._sampler.close(request_id)
 
 
-def _demand(holds: bool, text: str) -> None:
-    """Raise `AssertionError`, which upstream's callers expect, also where Python leaves out asserts."""
-    if not holds:
+def _require(condition: bool, text: str) -> None:
+    """Raise `AssertionError`, as upstream, also under `python -O`."""
+    if not condition:
         raise AssertionError(text)
 
 
 def _config_for(model: GPT) -> EngineConfig:
-    """Return the configuration of a core engine. On a GPU it takes half of what is free: a trainer has the rest."""
+    """Return the default configuration; on a GPU the cache takes at most half of the free memory."""
     num_bytes = None
     device = model.get_device()
     if device.type == "cuda":
@@ -295,7 +292,7 @@ def _config_for(model: GPT) -> EngineConfig:
 
 
 def _batch_of(columns: Iterator[Column], specials: Specials, call: Call) -> Batch:
-    """Gather columns into rows, each up to its terminal."""
+    """Collect columns into rows, each up to its terminal."""
     results, masks = _empty_batch(call)
     open_rows = set(range(call.num_samples))
     for token_column, token_masks in columns:
@@ -309,7 +306,7 @@ def _batch_of(columns: Iterator[Column], specials: Specials, call: Call) -> Batc
 
 
 def _rows_of(samples: Sequence[TrainingSample], call: Call) -> Batch:
-    """Return the core engine's samples as rows without their terminals."""
+    """Return samples as rows without their terminals. Raises `RuntimeError` for an aborted one."""
     results, masks = _empty_batch(call)
     for result, mask, sample in zip(results, masks, samples, strict=False):
         if sample.finish_reason == "abort":
@@ -321,13 +318,13 @@ def _rows_of(samples: Sequence[TrainingSample], call: Call) -> Batch:
 
 
 def _empty_batch(call: Call) -> Batch:
-    """Return a row for each sample that holds the prompt alone."""
+    """Return rows with the prompt, and their masks."""
     rows = range(call.num_samples)
     return [call.tokens.copy() for _ in rows], [[0] * len(call.tokens) for _ in rows]
 
 
 def _columns_of(deltas: Iterator[Delta], num_rows: int, columns: Columns) -> Iterator[Column]:
-    """Put what rows get at their own pace into columns; a row that is done repeats its last token with mask 0."""
+    """Collect deltas of rows into columns; a row that has ended repeats its last token with mask 0."""
     waiting: list[deque[tuple[int, int]]] = [deque() for _ in range(num_rows)]
     ended = [False] * num_rows
     last = [0] * num_rows
@@ -345,7 +342,7 @@ def _columns_of(deltas: Iterator[Delta], num_rows: int, columns: Columns) -> Ite
 
 
 def _take(delta: Delta, waiting: list[deque[tuple[int, int]]]) -> tuple[int, bool]:
-    """Append a delta's tokens to its row; return the row and whether it has ended. Raises what ended it wrongly."""
+    """Append a delta's tokens to its row; return the row and whether it ended. Raises `RuntimeError` if aborted."""
     waiting[delta.sample_index].extend(zip(delta.token_ids, delta.mask, strict=True))
     if delta.finish_reason == "abort" and delta.sample is not None:
         raise RuntimeError(f"generation was aborted: {delta.sample.stop_reason}")

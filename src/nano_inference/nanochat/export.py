@@ -1,7 +1,7 @@
-"""Writes nanochat checkpoints in other forms: for Transformers (G0), as safetensors (every generation), as nanochat's.
+"""Write nanochat checkpoints for Transformers (G0), as safetensors (every generation) or as nanochat's own files.
 
-Every form is written into a hidden sibling, opened again and compared, and only then takes its name: it appears whole
-or not at all. Weights keep their bits and their precision.
+Files are written into a hidden sibling directory, read back, compared and renamed, so an export is complete or absent.
+Weights keep their bits and precision.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 _CODES: Mapping[str, str] = MappingProxyType({"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"})
 _SHOWN = 80
 _ENDS = frozenset({"eos_token_ids", "bos_token_id"})
-"""What nanochat's own forms do not say: the tokenizer does, by the names of its special tokens."""
+"""Fields that nanochat's own files lack: the tokenizer's special tokens define them."""
 
 
 def export_hf(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path) -> Path:
     """Write a G0 checkpoint for `NanoChatForCausalLM` of Transformers 5, with its tokenizer and chat template.
 
-    Rows that pad the vocabulary are left out. Raises `ModelError`, with nothing written, for later generations or
-    other constants (the port would load them and compute nonsense), and when `out_dir` is there and not empty.
+    Omits rows that pad the vocabulary. Raises `ModelError`, with nothing written, for later generations or other
+    constants (which the port would load as G0), and if `out_dir` exists and is not empty.
     """
     config = _for_hf(checkpoint)
     sources = {hf_name(name): source for name, source in _own_names(checkpoint).items()}
@@ -73,9 +73,9 @@ def export_hf(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path)
 
 
 def export_safetensors(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path) -> Path:
-    """Write any generation as safetensors under nanochat's names, with a config.json that has every constant.
+    """Write any generation as safetensors with nanochat's names, with every constant in config.json.
 
-    The tokenizer's files are copied as they are. Raises `ModelError` as `export_hf` does.
+    Copies the tokenizer's files. Raises `ModelError` as `export_hf`.
     """
     config = _own_form(checkpoint)
     with _appearing(out_dir) as hidden:
@@ -90,11 +90,11 @@ def export_safetensors(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_d
 
 
 def export_nanochat(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path) -> Path:
-    """Write a flat directory of nanochat's own files: step 0's model and meta, tokenizer.pkl and token_bytes.pt.
+    """Write nanochat's own files into a flat directory: model and meta of step 0, tokenizer.pkl and token_bytes.pt.
 
-    The whole model passes through memory. Raises `ModelError` as `export_hf` does, also when the file would be read
-    with other constants than the checkpoint has, since it carries none. Of those, the norm's epsilon and, from
-    Transformers' form, the rounding of rotary tables may change: the port has defaults of its own.
+    Loads the whole model into memory. Raises `ModelError` as `export_hf`, and if the files, which have no constants,
+    would be read with other constants than the checkpoint's. The norm's epsilon and, for a checkpoint of Transformers'
+    port, the precision of rotary tables may differ.
     """
     config = _own_form(checkpoint)
     if _terms(checkpoint).has_hf_names:
@@ -116,9 +116,9 @@ def export_nanochat(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir:
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """Give a hidden directory that takes the name `target` at the end, or vanishes on an error."""
+    """Yield a hidden directory that is renamed to `target` at the end, or deleted after an error."""
     if exists(path_of(target, "directory")) and not (target.is_dir() and not any(target.iterdir())):
-        raise ModelError(f"{target}: is there already and not an empty directory")
+        raise ModelError(f"{target}: exists and is not an empty directory")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -139,7 +139,7 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 
 def _sync_to_disk(path: Path) -> None:
-    """Wait until a file's bytes are on the disk: a rename must not overtake them."""
+    """Write a file's bytes to disk, before the directory is renamed."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
@@ -147,16 +147,17 @@ def _sync_to_disk(path: Path) -> None:
 def _terms(checkpoint: Checkpoint) -> NanochatTerms:
     terms = checkpoint.config.terms
     if not isinstance(terms, NanochatTerms):
-        raise ModelError(f"{checkpoint.path}: is {checkpoint.config.architecture}, only nanochat models are exported")
+        found = checkpoint.config.architecture
+        raise ModelError(f"{checkpoint.path}: is {found}; only nanochat models can be exported")
     return terms
 
 
 def _for_hf(checkpoint: Checkpoint) -> ModelConfig:
-    """Return the configuration that the port must show when it is opened, or refuse what it cannot compute."""
+    """Return the configuration expected when the export is read. Raises `ModelError` if the port cannot compute it."""
     terms, config = _terms(checkpoint), checkpoint.config
     if terms.generation != "G0":
         raise ModelError(
-            f"{checkpoint.path}: is of generation {terms.generation}, and Transformers computes G0 only: "
+            f"{checkpoint.path}: is of generation {terms.generation}, and Transformers supports G0 only: "
             "export it as safetensors"
         )
     plain = NanochatTerms(generation="G0", padded_vocab_size=config.vocab_size, has_hf_names=True)
@@ -164,12 +165,12 @@ def _for_hf(checkpoint: Checkpoint) -> ModelConfig:
     names = [field.name for field in fields(plain) if getattr(plain, field.name) != getattr(changed, field.name)]
     names += ["windows"] if any(layer.window is not None for layer in config.layers) else []
     if names:
-        raise ModelError(f"{checkpoint.path}: Transformers has no {', '.join(names)}: export it as safetensors")
+        raise ModelError(f"{checkpoint.path}: Transformers does not support {', '.join(names)}: export as safetensors")
     return replace(config, architecture="NanoChatForCausalLM", terms=plain)
 
 
 def _own_form(checkpoint: Checkpoint) -> ModelConfig:
-    """Return the configuration that nanochat's names must show when they are opened."""
+    """Return the configuration expected when an export with nanochat's names is read."""
     terms = replace(_terms(checkpoint), has_hf_names=False)
     return replace(checkpoint.config, architecture=f"nanochat {terms.generation}", terms=terms)
 
@@ -187,13 +188,13 @@ def _own_names(checkpoint: Checkpoint) -> dict[str, WeightSource]:
 def _check_same(
     checkpoint: Checkpoint, wanted: ModelConfig, got: ModelConfig, unless: frozenset[str] | set[str] = frozenset()
 ) -> None:
-    """Compare what was exported with what is read again; a form that cannot say all is refused."""
+    """Raise `ModelError` if the configuration read back differs from the one exported."""
     names = [field.name for field in fields(wanted) if field.name not in unless]
     for name in names:
         mine, theirs = getattr(wanted, name), getattr(got, name)
         if mine != theirs:
             became = f"{str(mine)[:_SHOWN]} would be read as {str(theirs)[:_SHOWN]}"
-            raise ModelError(f"{checkpoint.path}: cannot be exported so: {name} {became}")
+            raise ModelError(f"{checkpoint.path}: cannot be exported in this format: {name} {became}")
 
 
 def _check_vocabulary(directory: Path, tokenizer_dir: Path, config: ModelConfig) -> None:
@@ -203,7 +204,7 @@ def _check_vocabulary(directory: Path, tokenizer_dir: Path, config: ModelConfig)
 
 
 def _hf_config(config: ModelConfig, sources: Mapping[str, WeightSource]) -> dict[str, Any]:
-    """Return the port's config.json: what its defaults get wrong for nanochat (widths, epsilon, ids) is all there."""
+    """Return the port's config.json, explicit where its defaults differ from nanochat (widths, epsilon, ids)."""
     widest = max({source.dtype for source in sources.values()}, key=lambda name: (DTYPES[name].itemsize, name))
     return {
         "architectures": ["NanoChatForCausalLM"],
@@ -241,7 +242,7 @@ def _hf_generation(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_hf_tokenizer(directory: Path, tokenizer_dir: Path | None, config: ModelConfig) -> None:
-    """Write the files of a Hugging Face tokenizer: converted from tokenizer.pkl, else copied."""
+    """Write the files of a Hugging Face tokenizer, converted from tokenizer.pkl if there is one, else copied."""
     if tokenizer_dir is None:
         return
     if not (tokenizer_dir / FILE_NAME).is_file():
@@ -268,9 +269,9 @@ def _hf_tokenizer_config(named: Mapping[str, str], config: ModelConfig) -> dict[
 
 
 def _write_own_tokenizer(directory: Path, tokenizer_dir: Path) -> None:
-    """Write tokenizer.pkl, copied or made from tokenizer.json, and token_bytes.pt: each token's bytes, 0 for specials.
+    """Write tokenizer.pkl, copied or converted from tokenizer.json, and token_bytes.pt (bytes per id, 0 if special).
 
-    Only a pickle that was read and found harmless is copied.
+    A pickle is copied only after `read_fields` has accepted it.
     """
     if (tokenizer_dir / FILE_NAME).is_file():
         found = read_fields(tokenizer_dir / FILE_NAME)
@@ -295,9 +296,9 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _write_safetensors(path: Path, sources: Mapping[str, WeightSource]) -> None:
-    """Write one file, one tensor after the other, so that no more than one is in memory; the widest come first.
+    """Write a file with one tensor in memory at a time, widest dtypes first.
 
-    (huggingface/safetensors sorts so, too: every tensor then begins at a multiple of its values' size.)
+    So every tensor starts at a multiple of its item size, as in huggingface/safetensors.
     """
     widths = {name: _dtype(name, source).itemsize for name, source in sources.items()}
     ordered = sorted(sources, key=lambda name: -widths[name])
@@ -324,12 +325,12 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 def _dtype(name: str, source: WeightSource) -> torch.dtype:
     if source.dtype not in DTYPES:
-        raise ModelError(f"{name}: values of the kind {source.dtype} cannot be exported")
+        raise ModelError(f"{name}: the dtype {source.dtype} cannot be exported")
     return DTYPES[source.dtype]
 
 
 def _tensor(name: str, source: WeightSource) -> Tensor:
-    """Return a weight in its own precision."""
+    """Return a weight as a tensor, in its own precision."""
     if isinstance(source, TensorSource):
         return source.tensor
     tensor = torch.empty(source.shape, dtype=_dtype(name, source))
@@ -338,7 +339,7 @@ def _tensor(name: str, source: WeightSource) -> Tensor:
 
 
 def _first_rows(source: WeightSource, num_rows: int) -> WeightSource:
-    """Return the weight without the rows that pad it."""
+    """Return the first `num_rows` rows, without padding."""
     if isinstance(source, TensorSource):
         return TensorSource(source.tensor[:num_rows])
     assert isinstance(source, FileRange)

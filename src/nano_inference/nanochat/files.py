@@ -1,8 +1,8 @@
-"""Finds a nanochat checkpoint in every layout it was ever kept in. No torch; nothing here opens a pickle.
+"""Find a nanochat checkpoint in any of its layouts. No torch; opens no pickle.
 
-Layouts (karpathy/nanochat, checkpoint_manager.py and its history): one `model_000650.pt` with `meta_000650.json` beside
-it, a flat directory as published on the Hub, the base directory with one directory of tags for each source, and the
-coming `experiments/<name>/<tag>/<source>`.
+Layouts (karpathy/nanochat, checkpoint_manager.py and its history): `model_000650.pt` beside `meta_000650.json`; a flat
+directory as published on the Hub; the base directory with a directory of tags per source; `experiments/<name>/<tag>/
+<source>`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nano_inference.loader.fields import read_json, shown
 from nano_inference.types import ModelError
 
 SOURCES = ("sft", "rl", "mid", "base")
-"""The stages of training that leave a checkpoint; the first is the one to chat with."""
+"""Stages of training, the preferred one for chats first."""
 TOKENIZER_FILES = ("tokenizer.pkl", "tokenizer.json")
 
 _DIRECTORIES: Mapping[str, str] = MappingProxyType(
@@ -37,9 +37,9 @@ _DEFAULT_EXPERIMENT = "default"
 _SHOWN_NAMES = 10
 
 _Tags = dict[str, Path]
-"""The directories that hold checkpoints, by their model tag."""
-_Shelves = dict[str | None, _Tags]
-"""The tags of each source; None where the layout does not say which source it is."""
+"""Model tag -> directory with checkpoints."""
+_TagsBySource = dict[str | None, _Tags]
+"""The tags of each source; the key None if the layout does not name the source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,11 @@ class NanochatFiles:
     """`…/meta_000650.json` beside it."""
     step: int
     tokenizer: Path | None
-    """The directory that holds tokenizer.pkl or tokenizer.json; None when there is none."""
+    """The directory of tokenizer.pkl or tokenizer.json; None if there is neither."""
     source: str | None
-    """One of `SOURCES` when the layout says so."""
+    """One of `SOURCES`, None if the layout does not name it."""
     git_commit: str | None
-    """The commit that trained it, which the experiments layout notes down."""
+    """nanochat's commit in training, recorded by the experiments layout."""
 
 
 def nanochat_home(environ: Mapping[str, str]) -> Path:
@@ -68,20 +68,20 @@ def nanochat_home(environ: Mapping[str, str]) -> Path:
 def find_files(
     path: Path, *, source: str | None = None, model_tag: str | None = None, step: int | None = None
 ) -> NanochatFiles | None:
-    """Return the checkpoint that `path` means, None when there is nothing of nanochat's.
+    """Return the checkpoint at `path`, None if there is none.
 
-    Unless named: the source is "sft" when there is one, else the only one; the tag is the directory with the largest
-    number after "d" ("d24_test" counts as 24; of equals the first by name), else the one changed last; the step is the
-    highest. Directories without a checkpoint do not count. Raises `ModelError` that names the path and what is there.
+    Defaults: the source "sft" if there is one, else the only one; the tag with the largest number after "d" ("d24_test"
+    counts as 24; of equals the first by name), else the directory modified last; the highest step. Ignores directories
+    without a checkpoint. Raises `ModelError` with the path and the choices if the selection fails or is ambiguous.
     """
     _check_names(path, source, model_tag)
     if _is_file(path):
         return _named_file(path, source, model_tag, step)
-    shelves = _shelves(path)
-    if not shelves:
+    sources = _tags_by_source(path)
+    if not sources:
         return None
-    found = _choose_source(path, shelves, source)
-    directory = shelves[found][_choose_tag(path, shelves[found], model_tag)]
+    found = _choose_source(path, sources, source)
+    directory = sources[found][_choose_tag(path, sources[found], model_tag)]
     return _files(found, _choose_step(directory, step))
 
 
@@ -93,25 +93,25 @@ def _check_names(path: Path, source: str | None, model_tag: str | None) -> None:
 
 
 def _named_file(path: Path, source: str | None, model_tag: str | None, step: int | None) -> NanochatFiles | None:
-    """Return the checkpoint of one file; what else is named must agree with it."""
+    """Return the checkpoint of a model file. Raises `ModelError` if source, tag or step disagree with its path."""
     match = _MODEL.fullmatch(path.name)
     if match is None:
         return None
-    shelves = _leaf(path.parent)
-    found = _choose_source(path, shelves, source)
-    _choose_tag(path, shelves[found], model_tag)
+    sources = _leaf(path.parent)
+    found = _choose_source(path, sources, source)
+    _choose_tag(path, sources[found], model_tag)
     if step not in (None, int(match[1])):
-        raise ModelError(f"{path}: is step {int(match[1])}, step {step} was asked for")
+        raise ModelError(f"{path}: is step {int(match[1])}, but step {step} was requested")
     return _files(found, path)
 
 
 def _files(source: str | None, weights: Path) -> NanochatFiles:
-    """Return a checkpoint with all that lies around it."""
+    """Return a checkpoint with its meta file, tokenizer and commit."""
     directory = weights.parent
     digits = weights.name.removeprefix("model_").removesuffix(".pt")
     meta = directory / f"meta_{digits}.json"
     if not is_present(meta):
-        raise ModelError(f"{weights}: the file {meta.name} that belongs to it is missing")
+        raise ModelError(f"{weights}: its meta file {meta.name} is missing")
     return NanochatFiles(
         weights=weights,
         meta=meta,
@@ -123,7 +123,7 @@ def _files(source: str | None, weights: Path) -> NanochatFiles:
 
 
 def _tokenizer(directory: Path) -> Path | None:
-    """Return where the tokenizer lies: beside the weights, else in `tokenizer/` there or up to three levels above."""
+    """Return the tokenizer's directory: that of the weights, else `tokenizer/` there or up to three levels above."""
     whole = _whole(directory)
     for place in (whole, *(parent / "tokenizer" for parent in (whole, *whole.parents[:3]))):
         if any(_is_file(place / name) for name in TOKENIZER_FILES):
@@ -132,7 +132,7 @@ def _tokenizer(directory: Path) -> Path | None:
 
 
 def _git_commit(directory: Path) -> str | None:
-    """Return the commit in an experiment's meta.json, None when there is none."""
+    """Return the commit in an experiment's meta.json, None if there is none."""
     whole = _whole(directory)
     meta = whole.parent.parent / "meta.json"
     if not _in_experiment(whole) or not _is_file(meta):
@@ -142,32 +142,32 @@ def _git_commit(directory: Path) -> str | None:
 
 
 def _whole(directory: Path) -> Path:
-    """Return the directory with all its parents, keeping symbolic links unless ".." makes that ambiguous."""
+    """Return the absolute path; resolve symbolic links only if the path contains ".."."""
     return directory.resolve() if ".." in directory.parts else directory.absolute()
 
 
 def _in_experiment(whole: Path) -> bool:
-    """Whether this is the `sft` of `<experiment>/<tag>/sft`: an experiment has a meta.json or its own tokenizer."""
+    """Return whether this is `<experiment>/<tag>/<source>`: an experiment has a meta.json or a tokenizer/."""
     above = whole.parent.parent
     return whole.name in SOURCES and (_is_file(above / "meta.json") or (above / "tokenizer").is_dir())
 
 
 def _source_and_tag(directory: Path) -> tuple[str | None, str]:
-    """Return what the names above a checkpoint's directory say about it."""
+    """Return source and tag from the names of a checkpoint's parent directories."""
     whole = _whole(directory)
     if _in_experiment(whole):
         return whole.name, whole.parent.name
     return _DIRECTORIES.get(whole.parent.name), whole.name
 
 
-def _shelves(path: Path) -> _Shelves:
-    """Return every tag of every source that lies here, whatever the layout; empty when there is no checkpoint."""
+def _tags_by_source(path: Path) -> _TagsBySource:
+    """Return all tags of all sources at a path, in any layout; empty if there is no checkpoint."""
     if _steps(path):
         return _leaf(path)
     base = _base_directory(path)
     experiment = _experiment(path / "experiments")
     if base and experiment:
-        raise ModelError(f"{path}: holds both experiments/ and {_DIRECTORIES_TEXT}: name the directory that is meant")
+        raise ModelError(f"{path}: contains both experiments/ and {_DIRECTORIES_TEXT}: name one of these directories")
     if base or experiment:
         return base or experiment
     tags = {child.name: child for child in _directories(path) if _steps(child)}
@@ -178,53 +178,53 @@ def _shelves(path: Path) -> _Shelves:
     return _by_source(path) or _experiment(path)
 
 
-def _leaf(directory: Path) -> _Shelves:
+def _leaf(directory: Path) -> _TagsBySource:
     source, tag = _source_and_tag(directory)
     return {source: {tag: directory}}
 
 
-def _base_directory(path: Path) -> _Shelves:
-    """Return what nanochat's base directory holds; directories of that name without any checkpoint are an error."""
+def _base_directory(path: Path) -> _TagsBySource:
+    """Return the contents of nanochat's base directory. Raises `ModelError` if its directories have no checkpoint."""
     names = {child.name for child in _directories(path)}
     present = {name: source for name, source in _DIRECTORIES.items() if name in names}
-    shelves: _Shelves = {}
+    sources: _TagsBySource = {}
     for name, source in present.items():
         tags = {child.name: child for child in _directories(path / name) if _steps(child)}
         if tags:
-            shelves[source] = tags
-    if present and not shelves:
+            sources[source] = tags
+    if present and not sources:
         raise ModelError(f"{path}: there is no <tag>/model_*.pt in {', '.join(f'{name}/' for name in present)}")
-    return shelves
+    return sources
 
 
-def _by_source(experiment: Path) -> _Shelves:
-    """Return what `<experiment>/<tag>/<source>` holds."""
-    shelves: _Shelves = {}
+def _by_source(experiment: Path) -> _TagsBySource:
+    """Return the contents of `<experiment>/<tag>/<source>`."""
+    sources: _TagsBySource = {}
     for tag in _directories(experiment):
         for source in SOURCES:
             if _steps(tag / source):
-                shelves.setdefault(source, {})[tag.name] = tag / source
-    return shelves
+                sources.setdefault(source, {})[tag.name] = tag / source
+    return sources
 
 
-def _experiment(path: Path) -> _Shelves:
-    """Return the only experiment below a directory, or the one called "default"."""
-    found = {child.name: shelves for child in _directories(path) if (shelves := _by_source(child))}
+def _experiment(path: Path) -> _TagsBySource:
+    """Return the contents of the only experiment in a directory, or of the one named "default"."""
+    found = {child.name: sources for child in _directories(path) if (sources := _by_source(child))}
     if len(found) > 1 and _DEFAULT_EXPERIMENT not in found:
-        raise ModelError(f"{path}: holds several experiments, name the directory of one: {_listed(found)}")
+        raise ModelError(f"{path}: contains several experiments; name the directory of one: {_listed(found)}")
     return found.get(_DEFAULT_EXPERIMENT) or next(iter(found.values()), {})
 
 
-def _choose_source(path: Path, shelves: _Shelves, wanted: str | None) -> str | None:
-    """Return a key of `shelves`; where the layout does not name the source, any is taken at its word."""
-    if wanted is None and len(shelves) == 1:
-        return next(iter(shelves))
-    if wanted is None and "sft" not in shelves:
-        raise ModelError(f"{path}: ambiguous: name the source, one of {_listed(shelves)}")
+def _choose_source(path: Path, sources: _TagsBySource, wanted: str | None) -> str | None:
+    """Return a key of `sources`; None, if the layout does not name the source, matches any `wanted`."""
+    if wanted is None and len(sources) == 1:
+        return next(iter(sources))
+    if wanted is None and "sft" not in sources:
+        raise ModelError(f"{path}: ambiguous: name the source, one of {_listed(sources)}")
     for source in (wanted or "sft", None):
-        if source in shelves:
+        if source in sources:
             return source
-    raise ModelError(f"{path}: has no checkpoint of the source {wanted}; there is {_listed(shelves)}")
+    raise ModelError(f"{path}: has no checkpoint of the source {wanted}; there is {_listed(sources)}")
 
 
 def _choose_tag(path: Path, tags: _Tags, wanted: str | None) -> str:
@@ -248,7 +248,7 @@ def _choose_step(directory: Path, wanted: int | None) -> Path:
 
 
 def _steps(directory: Path) -> dict[int, Path]:
-    """Return the model files of a directory by their step; of two spellings of a number the first by name."""
+    """Return the model files of a directory by step; of equal steps the first by name."""
     found: dict[int, Path] = {}
     for path in _entries(directory):
         match = _MODEL.fullmatch(path.name)
@@ -262,7 +262,7 @@ def _directories(path: Path) -> list[Path]:
 
 
 def _entries(directory: Path) -> list[Path]:
-    """Return what lies in a directory, sorted by name; nothing when it cannot be listed."""
+    """Return a directory's entries, sorted by name; empty if it cannot be listed."""
     try:
         return sorted(directory.iterdir())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The format of nanochat's checkpoints, as the entry point `nanochat` of `nano_inference.formats` names it."""
+"""nanochat's checkpoint format: the entry point `nanochat` of `nano_inference.formats`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TITLE = "a nanochat checkpoint"
 
 
 def open_path(path: Path, overrides: Iterable[str] = ()) -> Checkpoint:
-    """Open nanochat's own files in any layout, a directory that `models export` wrote, or Transformers' port.
+    """Open nanochat's own files in any layout, a directory written by `models export`, or one of Transformers' port.
 
-    All of a .pt file is mapped into memory. Raises `ModelError` for a path that holds none of them or a damaged one,
-    and `BadRequest` for overrides of the port, whose config.json names every constant.
+    Maps a .pt file into memory. Raises `ModelError` for a damaged path or one with none of these, and `BadRequest`
+    for overrides of the port, whose config.json has every constant.
     """
     by_hand = parse_overrides(overrides)
     if not is_exported(path):
@@ -34,7 +34,7 @@ def open_path(path: Path, overrides: Iterable[str] = ()) -> Checkpoint:
     if config.text("model_type", "").startswith(OWN_TYPE):
         return open_own(path, config, by_hand)
     if by_hand:
-        raise BadRequest(f"overrides: {path} is not {_TITLE}, whose constants could be set by hand")
+        raise BadRequest(f"overrides: {path} is not {_TITLE}; only its constants can be overridden")
     generation_path = path / "generation_config.json"
     return open_hf_nanochat(path, config, read_json(generation_path) if is_present(generation_path) else None)
 

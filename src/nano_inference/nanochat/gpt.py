@@ -1,8 +1,7 @@
-"""`GPT`: a nanochat model of any generation, with a plain forward pass written from the formulas.
+"""`GPT`: a nanochat model of any generation, with a plain forward pass.
 
-The forward pass here is the slow, obvious one: dense, one tensor after the other, with or without a `KVCache`. It is
-what `Engine` is compared with, and what a caller of nanochat's model gets; `Engine` itself runs the paged model of
-`program.py` on the same weights, in torch or in the CPU kernels.
+The forward pass here is slow and simple: dense tensors, with or without a `KVCache`. It is upstream's interface to the
+model, and the reference for `Engine`, which runs `program.py` on the same weights with an executor.
 
 Shapes: B rows, T tokens, S keys, E embedding size, H heads, K kv heads, D head size, V vocabulary.
 """
@@ -41,12 +40,12 @@ from nano_inference.nanochat.terms import NanochatTerms, terms_of
 from nano_inference.types import ModelError
 
 STRETCH = 10
-"""Rotary positions go to this many times the trained length, as upstream's tables do."""
+"""Rotary positions reach this many times the trained length, as upstream's tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """The sizes of a model, under nanochat's names."""
+    """Sizes of a model, with nanochat's names."""
 
     sequence_len: int
     vocab_size: int
@@ -58,29 +57,29 @@ class GPTConfig:
 
 
 class GPT:
-    """Owns a model's weights. For inference only: it has no gradients."""
+    """Owns a model's weights. For inference only."""
 
     def __init__(self, model: TorchExecutor, config: ModelConfig) -> None:
-        """Wrap a loaded model; `config` is the checkpoint's, whose length was not stretched."""
+        """Wrap a loaded model; `config` is the checkpoint's, before `stretch`."""
         self.model = model
         self.terms = terms_of(model.config)
         self.config = GPTConfig(**model_config_of(config))
         self.weights: Mapping[str, Tensor] = MappingProxyType(own_names(model))
-        """nanochat's name -> the tensor, in the model's own memory."""
+        """nanochat's name -> tensor in the model's memory."""
         self.version = 0
-        """How often new weights were loaded; engines forget their caches when it moves."""
+        """Number of `load_state_dict` calls; engines clear their caches when it changes."""
 
     @classmethod
     def from_checkpoint(
         cls, path: str | Path, *, device: str = "auto", dtype: Dtype = "auto", overrides: Iterable[str] = ()
     ) -> Self:
-        """Load a checkpoint: a model_*.pt file, a directory of nanochat's, or one of safetensors.
+        """Load a checkpoint: a model_*.pt file, one of nanochat's directories, or a directory of safetensors.
 
-        Raises `ModelError` when its files cannot be used, or hold another family's model.
+        Raises `ModelError` if the files cannot be used or contain another family's model.
         """
         checkpoint = open_checkpoint(path, overrides, {**OWN_FORMATS, "nanochat": FORMAT})
         if not isinstance(checkpoint.config.terms, NanochatTerms):
-            raise ModelError(f"{path}: a model of {checkpoint.config.architecture}, not of nanochat")
+            raise ModelError(f"{path}: contains {checkpoint.config.architecture}, not a nanochat model")
         return cls.of(checkpoint, device=device, dtype=dtype)
 
     @classmethod
@@ -93,9 +92,9 @@ class GPT:
         dtype: Dtype = "auto",
         overrides: Iterable[str] = (),
     ) -> Self:
-        """Copy the weights of a model in memory, such as one that is being trained.
+        """Create a model from a copy of weights in memory, such as those of a model in training.
 
-        `model_config` is as in meta files, or any object with those fields, such as the model's own `config`.
+        `model_config` has the fields of meta files, as a mapping or as an object (the model's `config`).
         """
         named = model_config if isinstance(model_config, Mapping) else _fields_of(model_config)
         return cls.of(open_tensors(weights, named, overrides), device=device, dtype=dtype)
@@ -110,39 +109,39 @@ class GPT:
         return cls(model, checkpoint.config)
 
     def get_device(self) -> torch.device:
-        """Return where the weights are."""
+        """Return the device of the weights."""
         return self.weights["transformer.wte.weight"].device
 
     def parameters(self) -> Iterator[Tensor]:
-        """Return the weights, projections of one input fused into one."""
+        """Iterate over the weights; projections of the same input are fused."""
         return iter(self.model.model.weights.stacks.values())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights under nanochat's names."""
+        """Iterate over (nanochat's name, weight)."""
         return iter(self.weights.items())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights under nanochat's names, in the model's own memory."""
+        """Return nanochat's names and the weights, not copied."""
         return dict(self.weights)
 
     def load_state_dict(self, weights: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
-        """Copy new values of all weights, such as those of a model in training, between two calls of `generate`.
+        """Copy new values of all weights. Not during a call of `generate`.
 
-        Always strict, a copy whatever `assign` says. Raises `ValueError` for `strict=False`, and `ModelError` naming
-        what is unknown, missing or of another shape, before anything is written.
+        Copies also with `assign`. Raises `ValueError` for `strict=False`, and `ModelError` naming an unknown or missing
+        weight or one of another shape, before anything is written.
         """
         if not strict:
-            raise ValueError("strict=False: a model with only some of its weights new is not supported")
+            raise ValueError("strict=False: loading only some of the weights is not supported")
         named = named_sources(weights)
         check_names({name: tuple(weight.shape) for name, weight in self.weights.items()}, named)
         load_into(self.weights, named.items())
         self.version += 1
 
     def executor(self, config: EngineConfig, sampler: Sampler) -> Executor:
-        """Return what an engine computes this model with: the CPU kernels where `config` picks them, else torch.
+        """Return an executor for this model: CPU kernels if `config` selects them, else torch.
 
-        Torch computes with this model's own memory. The kernels have a packed copy; see `refresh`. Raises `ValueError`
-        as `pick_kernels` does.
+        The torch executor shares this model's memory; the kernels have a packed copy (see `refresh`). Raises
+        `ValueError` as `pick_kernels`.
         """
         library = pick_kernels(config, self.get_device()) if self._can_pack(config) else None
         if library is None:
@@ -153,19 +152,19 @@ class GPT:
         return packed
 
     def _can_pack(self, config: EngineConfig) -> bool:
-        """Whether kernels compute as this model does: its precision is theirs, or they are asked for by name."""
+        """Return whether the kernels can be used: the model is float32, or `config` requests kernels or a dtype."""
         is_asked = config.kernels not in ("auto", "off") or config.dtype != "auto"
         return is_asked or self.model.dtype == torch.float32
 
     def refresh(self, executor: Executor) -> None:
-        """Give an executor of this model the values that its weights have now."""
+        """Update an executor of this model with the present weights."""
         if executor.code == self.model.code:
             self.model.lend_to(executor)
         else:
             load_weights(executor, {name: TensorSource(value) for name, value in self.model.weight_values()})
 
     def eval(self) -> Self:
-        """Do nothing: the model is always in this mode."""
+        """Return self: the model is always in evaluation mode."""
         return self
 
     def __call__(self, ids_BT: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
@@ -173,36 +172,36 @@ class GPT:
         return self.forward(ids_BT, targets, kv_cache)
 
     def estimate_decode_flops(self, ctx: int) -> int:
-        """Return the operations of one token behind `ctx` others: 2 for each weight, 4·D·H for each key it sees."""
+        """Return the operations of one token after `ctx` others: 2 per weight, 4·D·H per visible key."""
         config = self.model.config
         seen = sum(min(ctx + 1, layer.window or ctx + 1) for layer in config.layers)
         return 2 * self._num_streamed() + 4 * config.head_dim * config.num_heads * seen
 
     def estimate_prefill_flops(self, n: int) -> int:
-        """Return the operations of a prompt of `n` tokens, with logits of its last one alone."""
+        """Return the operations of a prompt of `n` tokens, with logits of the last one only."""
         head = 2 * self.config.vocab_size * self.config.n_embd
         return sum(self.estimate_decode_flops(ctx) for ctx in range(n)) - (n - 1) * head
 
     def kv_bytes_per_token(self) -> int:
-        """Return the bytes of keys and values that a token takes in all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         return self.model.config.kv_bytes_per_token(self.weights["transformer.wte.weight"].itemsize)
 
     def kv_read_bytes(self, ctx: int) -> int:
-        """Return the bytes of keys and values that one token behind `ctx` others reads."""
+        """Return the bytes of keys and values read by one token after `ctx` others."""
         layers = self.model.config.layers
         seen = sum(min(ctx + 1, layer.window or ctx + 1) for layer in layers)
         return seen * self.kv_bytes_per_token() // len(layers)
 
     def _num_streamed(self) -> int:
-        """Return how many weights a token is multiplied with: tables are only looked into."""
+        """Return the number of weights in matrix products, without embedding tables."""
         tables = ("wte", "value_embeds", "bigram_embed")
         return sum(w.numel() for name, w in self.weights.items() if w.dim() == 2 and not any(t in name for t in tables))
 
     @torch.inference_mode()
     def forward(self, ids_BT: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
-        """Return float32 logits (B, T, V) of every token; behind what is in `kv_cache`, where there is one.
+        """Return float32 logits (B, T, V) of every token, which follow those in `kv_cache` if given.
 
-        Raises `ValueError` for `targets` (this model does not train), and for an empty input.
+        Raises `ValueError` for `targets` (this model does not train) and for an empty input.
         """
         if targets is not None:
             raise ValueError("targets: this model has no loss; train with nanochat and load the checkpoint")
@@ -239,9 +238,9 @@ class GPT:
         top_p: float | None = None,
         stop_token: int | None = None,
     ) -> Iterator[int]:
-        """Yield one token after the other, computing everything anew for each: no cache, no tools.
+        """Yield tokens, recomputing the whole sequence for each: no cache, no tools.
 
-        It stops after `max_tokens`, and after `stop_token` when one is named.
+        Stops after `max_tokens` tokens or after `stop_token`.
         """
         assert isinstance(tokens, list), "expecting list of ints"
         device = self.get_device()
@@ -258,12 +257,12 @@ class GPT:
     # ---- the formulas -----------------------------------------------------------------------------------------------
 
     def _norm(self, x: Tensor) -> Tensor:
-        """x · rsqrt(mean(x²) + ε), without weights."""
+        """Return x · rsqrt(mean(x²) + ε)."""
         x32 = x.float()
         return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.model.config.norm_eps)).to(x.dtype)
 
     def _embed(self, ids_BT: Tensor, prev_BT: Tensor) -> Tensor:
-        """norm(wte[id]), with λ·σ(w·e[:24]) of the predecessor's added from the second token on (G4)."""
+        """Return norm(wte[id]), plus λ·σ(w·e[:24]) times that of the predecessor from the second token on (G4)."""
         table_VE = self.weights["transformer.wte.weight"]
         e_BTE = self._norm(table_VE[ids_BT])
         if not self.terms.smear_columns:
@@ -273,7 +272,7 @@ class GPT:
         return torch.where(prev_BT[..., None] < 0, e_BTE, smeared_BTE)
 
     def _mixed(self, x_BTE: Tensor, start_BTE: Tensor, ids_BT: Tensor, prev_BT: Tensor, index: int) -> Tensor:
-        """r·x + z·x0 (G1 on), and b times the hashed pair's embedding (G2e)."""
+        """Return r·x + z·x0 (from G1), plus b times the hashed pair's embedding (G2e)."""
         if not self.terms.has_lambdas:
             return x_BTE
         x_BTE = self.weights["resid_lambdas"][index] * x_BTE + self.weights["x0_lambdas"][index] * start_BTE
@@ -285,7 +284,7 @@ class GPT:
         return x_BTE + self.weights["bigram_lambdas"][index] * pair_BTE
 
     def _rotation(self, start: int, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin (1, T, 1, D/2) of position · base^(-2j/D), in float32, rounded where the generation's were."""
+        """Return cos and sin (1, T, 1, D/2) of position · base^(-2j/D), rounded to `rope.table_dtype`."""
         head_dim, rope = self.model.config.head_dim, self.model.config.ropes[0]
         device = self.get_device()
         theta_D = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
@@ -303,7 +302,7 @@ class GPT:
         rope: tuple[Tensor, Tensor],
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Attention of one layer: q and k rotated, normed and scaled; v mixed with the value embedding (G2 on)."""
+        """Return one layer's attention: q and k rotated, normed and scaled; v plus gated value embedding (from G2)."""
         q_BTHD, k_BTKD, v_BTKD = (self._heads(a_BTE, index, part) for part in ("c_q", "c_k", "c_v"))
         gate = self.weights.get(f"transformer.h.{index}.attn.ve_gate.weight")
         if gate is not None:
@@ -320,33 +319,33 @@ class GPT:
         return out_BTHD.flatten(2) @ self.weights[f"transformer.h.{index}.attn.c_proj.weight"].T
 
     def _heads(self, a_BTE: Tensor, index: int, part: str) -> Tensor:
-        """Project and cut into heads, (B, T, H or K, D)."""
+        """Return a projection split into heads, (B, T, H or K, D)."""
         x = a_BTE @ self.weights[f"transformer.h.{index}.attn.{part}.weight"].T
         return x.view(*x.shape[:-1], -1, self.model.config.head_dim)
 
     def _mlp(self, a_BTE: Tensor, index: int) -> Tensor:
-        """W2 · relu(W1 · a)²."""
+        """Return W2 · relu(W1 · a)²."""
         inner = functional.relu(a_BTE @ self.weights[f"transformer.h.{index}.mlp.c_fc.weight"].T).square()
         return inner @ self.weights[f"transformer.h.{index}.mlp.c_proj.weight"].T
 
 
 def own_names(model: TorchExecutor) -> dict[str, Tensor]:
-    """Return a model's weights under nanochat's names, whatever its checkpoint calls them."""
+    """Return a model's weights by nanochat's names, whatever names its checkpoint has."""
     own = program(replace(model.config, terms=replace(terms_of(model.config), has_hf_names=False)))
     tensors = dict(model.weight_values())
     return {one.name: tensors[spec.name] for one, spec in zip(own.weights, model.program.weights, strict=True)}
 
 
 def _fields_of(config: object) -> dict[str, Any]:
-    """Return the sizes that an object has, those that the files of its time did not have left out."""
+    """Return the fields of `GPTConfig` that an object has; old versions lack some."""
     names = (field.name for field in fields(GPTConfig))
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def stretch(config: ModelConfig) -> ModelConfig:
-    """Return the configuration for positions up to ten times the trained length, as upstream allows them.
+    """Return the configuration for positions up to `STRETCH` times the trained length, as upstream.
 
-    From G1's windows on, a layer without a short window sees `sequence_len` tokens before each, which matters there.
+    From G1 on, layers without a short window get one of `sequence_len` tokens, which matters beyond the trained length.
     """
     long = terms_of(config).long_window
     layers = tuple(LayerConfig(window=long if layer.window is None else layer.window) for layer in config.layers)
@@ -354,14 +353,14 @@ def stretch(config: ModelConfig) -> ModelConfig:
 
 
 def _rotated(x_BTHD: Tensor, cos_1T1D: Tensor, sin_1T1D: Tensor) -> Tensor:
-    """Turn the pairs (j, j + D/2) by minus the angle."""
+    """Rotate the pairs (j, j + D/2) by minus the angle."""
     first, second = x_BTHD.chunk(2, dim=-1)
     turned = (first * cos_1T1D + second * sin_1T1D, -first * sin_1T1D + second * cos_1T1D)
     return torch.cat(turned, dim=-1)
 
 
 def _cached(kv_cache: KVCache, index: int, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:
-    """Write a layer's new keys and values behind the cached ones; return all of them."""
+    """Append a layer's keys and values to the cache; return all of them."""
     num_tokens, start = k_BTKD.size(1), kv_cache.get_pos()
     kv_cache.take_dtype(k_BTKD.dtype)
     kv_cache.grow(num_tokens)
@@ -374,7 +373,7 @@ def _cached(kv_cache: KVCache, index: int, k_BTKD: Tensor, v_BTKD: Tensor) -> tu
 
 
 def _attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, start: int, window: int | None) -> Tensor:
-    """softmax(q·k / sqrt(D))·v over the keys up to each query, at most `window` of them, (B, T, H, D)."""
+    """Return causal softmax(q·k / sqrt(D))·v over at most `window` keys, (B, T, H, D)."""
     num_queries, num_keys = q_BTHD.size(1), k_BSKD.size(1)
     is_plain = start == 0 and (window is None or window >= num_keys)
     mask_TS = None

@@ -1,4 +1,4 @@
-"""The rows that nanochat adds to the tables of families and tokenizers, found by entry points. No torch."""
+"""nanochat's model family and tokenizer, registered by entry points. No torch."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ TOKENIZER = TokenizerKind(
     find=_find,
     dialogue=nanochat_dialogue,
 )
-"""It precedes a tokenizer.json in the same directory, as in nanochat itself."""
+"""Takes precedence over a tokenizer.json in the same directory, as in nanochat."""

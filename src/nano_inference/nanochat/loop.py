@@ -1,7 +1,7 @@
-"""nanochat's generation loop, written out: a dense cache, one column of tokens for all rows at a time.
+"""nanochat's generation loop: a dense cache, one column of tokens for all rows at a time.
 
-For model objects that are not ours, and the reference that the core engine's stream is compared with. What each row
-does with its tokens (tools, the end of an answer) is here too, as upstream's `RowState` has it.
+Used for models that are not `GPT`, and as the reference in tests. Also upstream's `RowState`: forced tokens and end of
+one row.
 
 Shapes: B rows, V vocabulary.
 """
@@ -23,11 +23,11 @@ from nano_inference.nanochat.names import ASSISTANT_END
 from nano_inference.nanochat.tool import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
 
 Column = tuple[list[int], list[int]]
-"""One token for each row, and 1 where it was sampled, 0 where it was forced."""
+"""One token per row, and its mask: 1 if sampled, 0 if forced."""
 
 
 class ChatTokenizer(Protocol):
-    """What the loop needs of a tokenizer; upstream's and ours have it."""
+    """The tokenizer's methods used by the loop; upstream's tokenizer has them too."""
 
     def encode_special(self, text: str) -> int:
         """Return the id of a special token."""
@@ -36,27 +36,27 @@ class ChatTokenizer(Protocol):
         """Return the id of <|bos|>."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, none of them special."""
+        """Return the ids of a text, without special tokens."""
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, special ones as their literal text."""
+        """Return the text of ids, including that of special tokens."""
 
 
 class Specials(NamedTuple):
-    """The tokens that mean something to the loop."""
+    """The special tokens of the loop."""
 
     tool: PythonTool
     terminals: frozenset[int]
-    """assistant_end and bos: a row that samples one is done."""
+    """assistant_end and bos, which end a row."""
 
 
 class Call(NamedTuple):
-    """The arguments of one `generate`."""
+    """Arguments of one `generate`."""
 
     tokens: list[int]
     num_samples: int
     limit: int
-    """Most columns."""
+    """Maximal number of columns."""
     temperature: float
     top_k: int | None
     seed: int
@@ -65,7 +65,7 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class RowState:
-    """What a row has of its own while it is generated, under upstream's names."""
+    """State of a row during generation, with upstream's names."""
 
     current_tokens: list[int] = field(default_factory=list)
     forced_tokens: deque[int] = field(default_factory=deque)
@@ -78,7 +78,7 @@ class RowState:
 
 
 def find_specials(tokenizer: ChatTokenizer) -> Specials:
-    """Look the special tokens up once."""
+    """Return the tokenizer's special tokens and its calculator."""
     ids = [tokenizer.encode_special(text) for text in (PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END)]
 
     def decode(tokens: Sequence[int]) -> str:
@@ -89,9 +89,9 @@ def find_specials(tokenizer: ChatTokenizer) -> Specials:
 
 
 def take_token(state: RowState, sampled: int, specials: Specials) -> tuple[int, int]:
-    """Let a row take its next token, a forced one when any is due; return the token and its mask.
+    """Append a row's next token, forced if any is pending, else `sampled`; return it and its mask.
 
-    A sampled token is dropped while forced ones are due. The tool looks at every token, forced ones too.
+    `sampled` is discarded while forced tokens are pending. The tool processes every token, including forced ones.
     """
     is_forced = bool(state.forced_tokens)
     token = state.forced_tokens.popleft() if is_forced else sampled
@@ -109,8 +109,8 @@ def take_token(state: RowState, sampled: int, specials: Specials) -> tuple[int, 
 def plain_columns(model: Any, specials: Specials, call: Call, dtype: torch.dtype | None = None) -> Iterator[Column]:
     """Yield the columns of nanochat's loop on any model with `config`, `get_device` and `forward(ids, kv_cache=…)`.
 
-    Rows that are done go on being sampled and computed until all are, as upstream's do: look at a row only up to its
-    first terminal token. `dtype` is the cache's; by default the precision that the model computes in.
+    As upstream, samples finished rows until all rows have finished: ignore a row's tokens after its first terminal.
+    `dtype` is the precision of the cache; default: that in which the model computes.
     """
     device = torch.device(model.get_device())
     rng = torch.Generator(device=device).manual_seed(call.seed)
@@ -129,7 +129,7 @@ def plain_columns(model: Any, specials: Specials, call: Call, dtype: torch.dtype
 
 
 def _prefill(model: Any, call: Call, device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, KVCache]:
-    """Compute the prompt once; return its last logits and a cache that holds it, for every row."""
+    """Compute the prompt once; return its last logits and a cache with the prompt, for all rows."""
     config = model.config
     dtype = dtype or _dtype_of(model, device)
 
@@ -147,9 +147,9 @@ def _prefill(model: Any, call: Call, device: torch.device, dtype: torch.dtype | 
 
 
 def _dtype_of(model: Any, device: torch.device) -> torch.dtype:
-    """Return the precision that a model computes in: its COMPUTE_DTYPE, its embedding's, or its first parameter's.
+    """Return the precision in which a model computes: COMPUTE_DTYPE, else that of the embedding or first parameter.
 
-    Upstream's weights may have another one (NANOCHAT_DTYPE). A model without any of these has upstream's old default.
+    Upstream's weights may have another one (NANOCHAT_DTYPE). Fallback: upstream's old default.
     """
     computed = _compute_dtype(model)
     if computed is not None:
@@ -163,9 +163,9 @@ def _dtype_of(model: Any, device: torch.device) -> torch.dtype:
 
 
 def _compute_dtype(model: Any) -> torch.dtype | None:
-    """Return COMPUTE_DTYPE of a model, of a part of it, or of a Python module that defines one of their classes.
+    """Return COMPUTE_DTYPE of a model, its submodules, or the Python modules that define their classes.
 
-    Upstream's nanochat/gpt.py has it as a global; parts are searched for models inside a wrapper (torch.compile).
+    It is a global in upstream's nanochat/gpt.py; submodules are searched for wrapped models (torch.compile).
     """
     for part in model.modules() if isinstance(model, nn.Module) else (model,):
         homes = (sys.modules.get(owner.__module__) for owner in type(part).__mro__)

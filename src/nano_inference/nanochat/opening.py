@@ -1,4 +1,4 @@
-"""Opens nanochat's own checkpoints, and directories of safetensors that hold one under nanochat's names."""
+"""Open nanochat's checkpoints, exported safetensors directories, and models in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nano_inference.loader.fields import Fields
+from nano_inference.loader.fields import Fields, read_json
 from nano_inference.loader.opened import Checkpoint, main_dtype
 from nano_inference.loader.safetensors_file import open_weights
 from nano_inference.loader.sources import TensorSource, WeightSource
@@ -20,7 +20,7 @@ from nano_inference.nanochat.configs import MAX_LAYERS, hf_nanochat_config, nano
 from nano_inference.nanochat.files import TOKENIZER_FILES, NanochatFiles
 from nano_inference.nanochat.kinds import TOKENIZER
 from nano_inference.nanochat.names import ASSISTANT_END, BOS_TOKENS
-from nano_inference.nanochat.pt_file import COMPILED_PREFIX, read_meta, read_pt
+from nano_inference.nanochat.pt_file import COMPILED_PREFIX, read_pt
 from nano_inference.nanochat.rules import Inferred, infer, override_values, parse_overrides
 from nano_inference.text.kinds import TokenizerKind, TokenizerSource
 from nano_inference.text.tokenizer import OWN_TOKENIZERS, load_tokenizer
@@ -28,23 +28,23 @@ from nano_inference.text.tools import special_tokens
 from nano_inference.types import ModelError
 
 TOKENIZERS: Mapping[str, TokenizerKind] = MappingProxyType({**OWN_TOKENIZERS, "nanochat": TOKENIZER})
-"""The tokenizers that a checkpoint of nanochat's may have."""
+"""Tokenizers that a nanochat checkpoint can have."""
 _SMALL = 4096
-"""Values of a weight that is looked into for zeros."""
+"""Most values of a weight that is tested for zeros."""
 _FILL = MappingProxyType({"resid_lambdas": 1.0, "x0_lambdas": 0.0})
-"""What stands for a missing one of the two, as upstream's loader fills them in."""
+"""Values for a missing weight, as in upstream's loader."""
 _END_FROM_LAST = (5, 9)
-"""Where assistant_end and bos stand from the end of the vocabulary, by nanochat's order of special tokens."""
+"""Distance of assistant_end and bos from the vocabulary's end, in nanochat's order of special tokens."""
 
 
 def open_nanochat(files: NanochatFiles, overrides: Iterable[str] = ()) -> Checkpoint:
-    """Open a checkpoint's `.pt` and meta files; `overrides` are `name=value` texts of the user's.
+    """Open a checkpoint's `.pt` and meta files; `overrides` are the user's `name=value` texts.
 
-    Raises `ModelError` naming the file that is damaged, of no known generation or contradicts another, and
-    `BadRequest` for an override that makes no sense.
+    Raises `ModelError` naming a file that is damaged, of unknown generation or contradicts another, and `BadRequest`
+    for an invalid override.
     """
     tensors = read_pt(files.weights)
-    meta = read_meta(files.meta)
+    meta = read_json(files.meta)
     is_base = files.source in (None, "base")
     sources: dict[str, WeightSource] = {name: TensorSource(tensor) for name, tensor in tensors.items()}
     return _open(
@@ -60,7 +60,7 @@ def open_nanochat(files: NanochatFiles, overrides: Iterable[str] = ()) -> Checkp
 def open_tensors(
     weights: Mapping[str, torch.Tensor], model_config: Mapping[str, Any], overrides: Iterable[str] = ()
 ) -> Checkpoint:
-    """Open a model in memory, such as one that is being trained; `model_config` as in meta files."""
+    """Open a model in memory, such as one in training; `model_config` as in meta files."""
     return _open(
         Path("model"),
         named_sources(weights),
@@ -72,17 +72,17 @@ def open_tensors(
 
 
 def named_sources(weights: Mapping[str, torch.Tensor]) -> dict[str, WeightSource]:
-    """Return tensors in memory as sources, without torch.compile's prefix. Raises `ModelError` for a name twice."""
+    """Return tensors as sources, without torch.compile's prefix. Raises `ModelError` for duplicate names."""
     named: dict[str, WeightSource] = {
         name.removeprefix(COMPILED_PREFIX): TensorSource(tensor.detach()) for name, tensor in weights.items()
     }
     if len(named) < len(weights):
-        raise ModelError(f"a weight is there twice, with and without {COMPILED_PREFIX}")
+        raise ModelError(f"weights: a name occurs twice, with and without {COMPILED_PREFIX}")
     return named
 
 
 def open_own(directory: Path, config: Fields, overrides: Iterable[str] = ()) -> Checkpoint:
-    """Open a directory of safetensors under nanochat's names, whose `config.json` has every constant."""
+    """Open an exported directory of safetensors with nanochat's names and every constant in `config.json`."""
     by_hand = parse_overrides(overrides)
     written = own_overrides(config)
     try:
@@ -125,7 +125,7 @@ def _open(
     user_config: Mapping[str, Any],
     overrides: Mapping[str, str],
 ) -> Checkpoint:
-    """Tell the generation of the weights and put the checkpoint together."""
+    """Infer the generation and return the checkpoint."""
     origin = str(path)
     shapes = {name: source.shape for name, source in sources.items()}
     inferred = infer(
@@ -150,7 +150,7 @@ def _open(
 
 
 def _ends(origin: str, model: ModelConfig, source: TokenizerSource | None) -> dict[str, Any]:
-    """Return the end tokens and bos: the tokenizer's, or by their place in the vocabulary where there is none."""
+    """Return end tokens and bos of the tokenizer, else by their usual positions in the vocabulary."""
     directory = Path(source.path) if source is not None else None
     if source is None or directory is None or not any((directory / name).is_file() for name in TOKENIZER_FILES):
         end, bos = (model.vocab_size - place for place in _END_FROM_LAST)
@@ -167,7 +167,7 @@ def _ends(origin: str, model: ModelConfig, source: TokenizerSource | None) -> di
 
 
 def _is_zero(source: WeightSource) -> bool:
-    """Whether all values of a small weight are zero."""
+    """Return whether all values of a weight are zero; False for a large weight."""
     if math.prod(source.shape) > _SMALL:
         return False
     values = torch.empty(source.shape)
@@ -176,11 +176,11 @@ def _is_zero(source: WeightSource) -> bool:
 
 
 def _fill_lambdas(sources: dict[str, WeightSource], config: Fields, inferred: Inferred) -> Inferred:
-    """Add the one of the two kinds of lambdas that is missing, and say so; upstream's loader does the same."""
+    """If one of the two kinds of lambdas is missing, add it with a warning, as upstream's loader."""
     missing = [name for name in _FILL if name not in sources]
     if len(missing) != 1:
         return inferred
     name = missing[0]
     sources[name] = TensorSource(torch.full((config.integer("n_layer", high=MAX_LAYERS),), _FILL[name]))
-    note = f"the weights have no {name}: {_FILL[name]:g} is taken for each layer, as upstream does"
+    note = f"the weights have no {name}: {_FILL[name]:g} is used for each layer, as upstream does"
     return replace(inferred, warnings=(*inferred.warnings, note))

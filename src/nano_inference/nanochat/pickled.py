@@ -1,8 +1,8 @@
-"""nanochat's tokenizer.pkl, read as data: a pickled tiktoken.Encoding whose opcodes are walked and never executed.
+"""Read nanochat's tokenizer.pkl, a pickled tiktoken.Encoding, without unpickling it.
 
-Of the pickle machine (pickletools.py, protocols 2 to 5) there is only what CPython writes for that one object: its
-class by name, an empty instance, and its state, a dict of name, pat_str, mergeable_ranks and special_tokens.
-Protocol 2 also spells bytes as a call of `_codecs.encode` on Latin-1 text. Any other opcode, global or call is refused.
+Interprets only the opcodes that CPython writes for this object (pickletools.py, protocols 2 to 5): its class by name,
+an empty instance, and its state, a dict of name, pat_str, mergeable_ranks and special_tokens. Protocol 2 also encodes
+bytes as a call of `_codecs.encode` on Latin-1 text. Any other opcode, global or call is an error.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from nano_inference.text.tokenizer_limits import check_added, check_pattern, che
 from nano_inference.types import ModelError
 
 MAX_FILE = 1 << 23
-"""Bytes of a file; a vocabulary of 65,536 takes about 1 MB, in protocol 2 about 2 MB."""
+"""Most bytes of a file; a vocabulary of 65,536 takes about 1 MB, in protocol 2 about 2 MB."""
 MAX_ENTRIES = 1 << 18
-"""Entries of all dicts together."""
+"""Most entries of all dicts together."""
 MAX_STACK = 1 << 12
-"""Values that may wait for their collection; CPython writes at most 1,000 pairs at a time."""
+"""Most values on the stack; CPython writes at most 1,000 pairs per batch."""
 MAX_PATTERN = 1024
-"""Characters of the pattern; nanochat's has about a hundred."""
+"""Most characters of the pattern; nanochat's has about a hundred."""
 MAX_REPEATS = 64
-"""Times that counted repetitions of the pattern, one inside another, may come to."""
+"""Most repetitions, the product of all counts in the pattern."""
 MAX_SPECIAL = 1 << 16
+"""Ids after the ranks among which special tokens must be."""
 _PROBES = ("What is 12 + 34?\n\n  It's 3 r's in strawberry.", "naïve 世界 🙂\t\r\n 1234567", " " * 50 + "a" * 200)
-"""How far beyond the ranks a special token's id may lie."""
+"""Texts that the pattern must preserve."""
 
 _COUNTS = re.compile(r"\{\s*([0-9]*)\s*,?\s*([0-9]*)\s*\}")
 _FIELDS = ("name", "pat_str", "mergeable_ranks", "special_tokens")
 
 
 class _Refused(Exception):
-    """Why a file is not a pickled encoding."""
+    """The file is not a pickled encoding; the message says why."""
 
 
 class _Global(Enum):
-    """The names that a file may mention; they stay names."""
+    """The globals that a file may name; they are never imported."""
 
     ENCODING = "tiktoken.core Encoding"
     TO_BYTES = "_codecs encode"
@@ -55,14 +56,14 @@ class _Global(Enum):
 
 @dataclass(slots=True)
 class _Instance:
-    """An object of the class tiktoken.core.Encoding as far as the file has built it."""
+    """A tiktoken.core.Encoding being built."""
 
     state: object = None
 
 
 @dataclass(slots=True)
 class _Machine:
-    """What the opcodes work on."""
+    """State of the interpreter."""
 
     stack: list[Any] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
@@ -71,97 +72,95 @@ class _Machine:
     entries: int = 0
     instances: int = 0
     is_new: bool = False
-    """The top value was pushed last and is not remembered yet."""
+    """True if the last opcode pushed the top value, which is not memoized yet."""
 
     def push(self, value: Any) -> None:
-        """Put a value on the stack."""
         if len(self.stack) >= MAX_STACK:
-            raise _Refused("it piles up more values than an encoding has")
+            raise _Refused("the stack has more values than an encoding needs")
         self.stack.append(value)
         self.is_new = True
 
     def pop(self) -> Any:
-        """Take the top value off the stack, not beyond a mark."""
+        """Pop the top value above the last mark."""
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
-            raise _Refused("it takes a value where there is none")
+            raise _Refused("an opcode pops from an empty stack")
         self.is_new = False
         return self.stack.pop()
 
     def put(self, index: int) -> None:
-        """Remember the top value; CPython does so once, as soon as it is there, and counts from 0."""
+        """Memoize the top value; CPython does so at once and counts from 0."""
         if index != len(self.memo) or not self.is_new:
-            raise _Refused("it remembers values out of order")
+            raise _Refused("values are memoized out of order")
         self.memo[index] = self.stack[-1]
         self.is_new = False
 
     def mark(self) -> None:
-        """Begin a collection: one for the state and one inside it."""
+        """Start a batch of pairs: at most one for the state and one inside it."""
         if len(self.marks) >= 2:
-            raise _Refused("it nests deeper than an encoding does")
+            raise _Refused("it is nested deeper than an encoding")
         self.marks.append(len(self.stack))
         self.is_new = False
 
     def empty_dict(self) -> None:
-        """Push a dict: there are the state, the ranks and the special tokens."""
+        """Push a dict: the state, the ranks or the special tokens."""
         self.dicts += 1
         if self.dicts > 3:
             raise _Refused("it has more dicts than an encoding has")
         self.push({})
 
     def get(self, index: int) -> None:
-        """Push a remembered value."""
+        """Push a memoized value."""
         if index not in self.memo:
-            raise _Refused("it recalls what it never remembered")
+            raise _Refused("it gets a value that was not memoized")
         self.push(self.memo[index])
 
     def named(self, text: str) -> None:
-        """Push one of the two names that an encoding mentions."""
+        """Push one of the two allowed globals."""
         try:
             self.push(_Global(text))
         except ValueError:
             raise _Refused(f"it names {_shown(text)}, which is not run") from None
 
     def stack_global(self) -> None:
-        """Push a name whose module and attribute lie on the stack."""
+        """Push the global whose module and attribute are on the stack."""
         attribute, module = self.pop(), self.pop()
         if not isinstance(attribute, str) or not isinstance(module, str):
-            raise _Refused("it names something with what is no text")
+            raise _Refused("the name of a global is not text")
         self.named(f"{module} {attribute}")
 
     def pair(self) -> None:
-        """Make a tuple of two texts."""
+        """Push a tuple of two texts."""
         second, first = self.pop(), self.pop()
         if not isinstance(first, str) or not isinstance(second, str):
-            raise _Refused("it pairs what is no text")
+            raise _Refused("a tuple has an item that is not text")
         self.push((first, second))
 
     def new(self) -> None:
-        """Make the empty instance."""
+        """Push the empty instance."""
         arguments, cls = self.pop(), self.pop()
         self.instances += 1
         if cls is not _Global.ENCODING or arguments != () or self.instances > 1:
-            raise _Refused("it makes an object that is not the one tiktoken.Encoding")
+            raise _Refused("it creates an object other than one tiktoken.Encoding")
         self.push(_Instance())
 
     def reduce(self) -> None:
-        """Call `_codecs.encode(text, "latin1")`, the one call there is."""
+        """Evaluate `_codecs.encode(text, "latin1")`, the only call allowed."""
         arguments, function = self.pop(), self.pop()
         if function is not _Global.TO_BYTES or not isinstance(arguments, tuple) or arguments[1:] != ("latin1",):
-            raise _Refused("it calls something, which is not run")
+            raise _Refused("it calls a function, which is not run")
         try:
             self.push(arguments[0].encode("latin-1"))
         except UnicodeEncodeError:
-            raise _Refused("it has bytes beyond 255") from None
+            raise _Refused("it has bytes above 255") from None
 
     def set_item(self) -> None:
-        """Put one pair into a dict."""
         value, key = self.pop(), self.pop()
         self._fill([key, value])
 
     def set_items(self) -> None:
-        """Put the pairs since the last mark into a dict."""
+        """Add the pairs since the last mark to a dict."""
         if not self.marks:
-            raise _Refused("it ends a collection that it never began")
+            raise _Refused("it ends a batch of pairs without a mark")
         start = self.marks.pop()
         items = self.stack[start:]
         self.is_new = False
@@ -169,23 +168,23 @@ class _Machine:
         self._fill(items)
 
     def build(self) -> None:
-        """Give the instance its state."""
+        """Set the state of the instance."""
         state, instance = self.pop(), self.pop()
         if not isinstance(instance, _Instance) or instance.state is not None:
-            raise _Refused("it gives a state to what is no new tiktoken.Encoding")
+            raise _Refused("it sets the state of something other than a new tiktoken.Encoding")
         instance.state = state
         self.push(instance)
 
     def _fill(self, items: list[Any]) -> None:
         target = self.stack[-1] if self.stack else None
         if not isinstance(target, dict) or len(items) % 2:
-            raise _Refused("it puts pairs into what is no dict")
+            raise _Refused("it adds pairs to something other than a dict")
         self.entries += len(items) // 2
         if self.entries > MAX_ENTRIES:
             raise _Refused(f"its dicts have more than {MAX_ENTRIES} entries")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, str | bytes) or key in target:
-                raise _Refused(f"a dict has the key {_shown(key)} twice, or it is no text")
+                raise _Refused(f"the key {_shown(key)} of a dict is a duplicate or not text")
             target[key] = value
 
 
@@ -217,7 +216,7 @@ _NUMBERED: Mapping[bytes, tuple[int, Callable[[_Machine, int], None]]] = Mapping
         pickle.FRAME: (8, lambda machine, size: None),
     }
 )
-"""Opcodes with a number of so many bytes, the lowest first. BININT has a sign, which no id has."""
+"""Opcodes with a little-endian number, and its bytes. BININT is read as unsigned: ids are not negative."""
 _COUNTED: Mapping[bytes, tuple[int, bool]] = MappingProxyType(
     {
         pickle.SHORT_BINBYTES: (1, False),
@@ -226,12 +225,12 @@ _COUNTED: Mapping[bytes, tuple[int, bool]] = MappingProxyType(
         pickle.BINUNICODE: (4, True),
     }
 )
-"""Opcodes with a count of so many bytes and then so many bytes, which are text or not."""
+"""Opcodes with a length and a string: bytes of the length, and whether the string is text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledEncoding:
-    """The four fields of a tiktoken.Encoding."""
+    """Fields of a tiktoken.Encoding."""
 
     name: str
     pat_str: str
@@ -240,7 +239,7 @@ class PickledEncoding:
 
 
 def read_encoding(path: Path) -> tiktoken.Encoding:
-    """Return the encoding that a tokenizer.pkl describes. Raises `ModelError` naming the file and what is wrong."""
+    """Return the encoding in a tokenizer.pkl. Raises `ModelError` naming the file and the problem."""
     fields = read_fields(path)
     check_pattern(fields.pat_str, str(path))
     check_pieces(fields.mergeable_ranks, str(path))
@@ -254,7 +253,7 @@ def read_encoding(path: Path) -> tiktoken.Encoding:
 
 
 def encoding_of(fields: PickledEncoding) -> tiktoken.Encoding:
-    """Return tiktoken's object of these fields."""
+    """Return a tiktoken.Encoding with these fields."""
     return tiktoken.Encoding(
         fields.name,
         pat_str=fields.pat_str,
@@ -264,7 +263,7 @@ def encoding_of(fields: PickledEncoding) -> tiktoken.Encoding:
 
 
 def token_sizes(fields: PickledEncoding) -> list[int]:
-    """Return how many bytes each id writes, 0 for special tokens: what nanochat's token_bytes.pt holds."""
+    """Return the number of bytes of each id, 0 for special tokens: the contents of nanochat's token_bytes.pt."""
     sizes = [0] * (max(*fields.mergeable_ranks.values(), *fields.special_tokens.values()) + 1)
     for word, token in fields.mergeable_ranks.items():
         sizes[token] = len(word)
@@ -272,24 +271,24 @@ def token_sizes(fields: PickledEncoding) -> list[int]:
 
 
 def _check_cuts(path: Path, encoding: tiktoken.Encoding) -> None:
-    """Refuse a pattern that fails on, or loses parts of, ordinary texts."""
+    """Raise `ModelError` if the pattern fails on ordinary texts or loses parts of them."""
     for text in _PROBES:
         try:
             with no_panic(f"a text of {len(text)} characters"):
                 is_whole = encoding.decode(encoding.encode_ordinary(text)) == text
-        except Exception as error:  # a pattern that gives up raises ValueError
+        except Exception as error:  # ValueError at the limit of backtracking
             raise ModelError(f"{path}: its pattern fails: {error}") from None
         if not is_whole:
             raise ModelError(f"{path}: its pattern loses parts of a text")
 
 
 def read_fields(path: Path) -> PickledEncoding:
-    """Return the checked fields of a tokenizer.pkl. Raises `ModelError` naming the file and what is wrong."""
+    """Return the checked fields of a tokenizer.pkl. Raises `ModelError` naming the file and the problem."""
     try:
         with open_buffered(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_FILE:
-                raise _Refused(f"a file of at most {MAX_FILE} bytes was expected")
+                raise _Refused(f"the file has more than {MAX_FILE} bytes")
             return _checked(_walk(file, size))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
@@ -298,9 +297,9 @@ def read_fields(path: Path) -> PickledEncoding:
 
 
 def _walk(file: BinaryIO, size: int) -> object:
-    """Follow the opcodes to the end; return the state of the one object."""
+    """Interpret the opcodes; return the state of the object."""
     if _exactly(file, 1) != pickle.PROTO or not 2 <= _exactly(file, 1)[0] <= 5:
-        raise _Refused("it is no pickle of protocol 2 to 5")
+        raise _Refused("it is not a pickle of protocol 2 to 5")
     machine = _Machine()
     for code in _codes(file):
         if code in _BARE:
@@ -313,10 +312,10 @@ def _walk(file: BinaryIO, size: int) -> object:
         elif code == pickle.GLOBAL:
             machine.named(f"{_line(file)} {_line(file)}")
         else:
-            raise _Refused(f"opcode {code!r} at byte {file.tell() - 1} is none that an encoding needs")
+            raise _Refused(f"opcode {code!r} at byte {file.tell() - 1} does not occur in a pickled encoding")
     result = machine.pop()
     if machine.stack or machine.marks or not isinstance(result, _Instance) or file.read(1):
-        raise _Refused("it does not end as one object")
+        raise _Refused("it does not end with exactly one object")
     return result.state
 
 
@@ -340,7 +339,7 @@ def _counted(file: BinaryIO, width: int, is_text: bool, size: int) -> str | byte
     try:
         return data.decode("utf-8") if is_text else data
     except UnicodeDecodeError:
-        raise _Refused("it has text that is no UTF-8") from None
+        raise _Refused("it has text that is not UTF-8") from None
 
 
 def _line(file: BinaryIO) -> str:
@@ -349,9 +348,7 @@ def _line(file: BinaryIO) -> str:
 
 def _checked(state: object) -> PickledEncoding:
     if isinstance(state, str):
-        raise _Refused(
-            f"it only names the registered encoding {_shown(state)}, whose ranks tiktoken would have to download"
-        )
+        raise _Refused(f"it only names the registered encoding {_shown(state)}, whose ranks tiktoken would download")
     if not isinstance(state, dict) or set(state) != set(_FIELDS):
         raise _Refused(f"its state is not {', '.join(_FIELDS)}")
     for name, kind in zip(_FIELDS, (str, str, dict, dict), strict=True):
@@ -364,7 +361,7 @@ def _checked(state: object) -> PickledEncoding:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Refuse a pattern that would take long to compile; whether it is one, tiktoken says."""
+    """Raise `_Refused` for a pattern that compiles slowly; tiktoken checks its syntax."""
     if not pattern:
         raise _Refused("pat_str is empty")
     if len(pattern) > MAX_PATTERN:

@@ -1,7 +1,7 @@
-"""nanochat (karpathy/nanochat), generations G0 to G4: one decoder whose terms come and go with `NanochatTerms`.
+"""The program of nanochat's decoder, generations G0 to G4; `NanochatTerms` selects its terms.
 
-What mixes a token with the one before it (smear, hashed pairs) is a function of the predecessor's id, which every step
-carries: nothing is remembered between steps, so chunks, prefix hits and preemption change nothing.
+Terms that mix a token with the previous one (smear, hashed pairs) are functions of the previous id, which is part of
+every step. No state is kept between steps, so chunks, prefix hits and preemption do not change results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HF_NAMES = (
 
 
 def hf_name(name: str) -> str:
-    """Return what Transformers' port (models/nanochat, G0 only) calls one of nanochat's weights."""
+    """Return the name of a weight in Transformers' port (models/nanochat, G0 only)."""
     for ours, theirs in _HF_NAMES:
         name = name.replace(ours, theirs)
     for part in ("q", "k", "v"):
@@ -47,7 +47,7 @@ def hf_name(name: str) -> str:
 
 
 def program(config: ModelConfig) -> Program:
-    """Return the program of any generation. Buffers besides x: start, middle, pair; before and gate for smear."""
+    """Return the program of any generation. Buffers: x, start, middle, pair; before and gate for smear."""
     terms = terms_of(config)
     ops = _start(config, terms)
     for index in range(config.num_layers):
@@ -70,7 +70,7 @@ def program(config: ModelConfig) -> Program:
 
 
 def _start(config: ModelConfig, terms: NanochatTerms) -> list[Op]:
-    """The normalised embedding, smeared with its predecessor's where the generation does so."""
+    """Normalised embedding, with a gated share of the previous token's (G4)."""
     table = _matrix(terms, "transformer.wte.weight", terms.padded_vocab_size, config.hidden_size)
     ops: list[Op] = [Embed(out="n", table=table), _norm(config, "n", "x")]
     if terms.smear_columns:
@@ -90,7 +90,7 @@ def _start(config: ModelConfig, terms: NanochatTerms) -> list[Op]:
 
 
 def _layer(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
-    """x += attention(norm(x)), then x += mlp(norm(x)), the residual mixed first."""
+    """Mix the residual, then x += attention(norm(x)), then x += mlp(norm(x))."""
     at, size, inner = f"transformer.h.{index}", config.hidden_size, config.intermediate_size
     return [
         *_mixed(config, terms, index),
@@ -106,7 +106,7 @@ def _layer(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
 
 
 def _mixed(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
-    """x = r · x + z · start (G1 on), plus b · pair (G2e)."""
+    """x = r · x + z · start (from G1), plus b · pair (G2e)."""
     if not terms.has_lambdas:
         return []
     count = config.num_layers
@@ -118,7 +118,7 @@ def _mixed(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
 
 
 def _attention(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
-    """Values mixed with a table's (G2 on); queries and keys rotated, then normalised; n -> n."""
+    """n -> n: values plus gated value embeddings (from G2); queries and keys rotated, then normalised."""
     at, size, dim = f"transformer.h.{index}.attn", config.hidden_size, config.head_dim
     num_q, num_kv = config.num_heads * dim, config.num_kv_heads * dim
     rows = {"q": num_q, "k": num_kv, "v": num_kv}
@@ -136,14 +136,13 @@ def _attention(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op
         *ops,
         Rotate(x=("q", "k"), head_dim=dim, rope=0),
         HeadNorm(x=("q", "k"), norms=(), head_dim=dim, eps=config.norm_eps),
-        # q and k are each scaled by qk_scale; so is their product by its square, without touching either.
+        # q and k are each scaled by qk_scale; scaling their product by its square is equivalent.
         *attend(config, index, config.scale * terms.qk_scale**2),
         Linear(x="att", out=("n",), matrices=(_matrix(terms, f"{at}.c_proj.weight", size, num_q),)),
     ]
 
 
 def _norm(config: ModelConfig, x: str, out: str) -> Norm:
-    """nanochat's norms have no weights."""
     return Norm(x=x, out=out, weight=None, eps=config.norm_eps)
 
 

@@ -1,6 +1,6 @@
-"""Reads the weights of a `.pt` file: tensors by name and nothing else, with torch's restricted unpickler.
+"""Read the named tensors of a `.pt` file with torch's restricted unpickler.
 
-Format: a zip file with a pickle of the dict and one uncompressed record for each tensor (pytorch, serialization.py).
+Format: a zip file with a pickle of the dict and one uncompressed record per tensor (pytorch, serialization.py).
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import torch
 from torch import Tensor
 
 from nano_inference.files import open_buffered
-from nano_inference.loader.fields import Fields, read_json, shown
+from nano_inference.loader.fields import shown
 from nano_inference.types import ModelError
 
 COMPILED_PREFIX = "_orig_mod."
-"""What torch.compile puts before every name."""
+"""Prefix that torch.compile adds to every name."""
 _ZIP = b"PK\x03\x04"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COUNTS = (torch.int64, torch.int32)
-"""Counters among the buffers of mixture-of-experts checkpoints; the caller says what becomes of them."""
+"""Counters in the buffers of mixture-of-experts checkpoints, which `rules` refuses by name."""
 _PLAIN = re.compile(r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)")
 _MAX_PICKLE = 4 << 20
-"""Bytes: a hundred for each tensor, and a model of a hundred layers has a thousand."""
+"""Most bytes: a tensor takes about a hundred, and a model of a hundred layers has a thousand."""
 _MOST_SHARED = 4
-"""Tensors may share a storage (tied weights); together they may have this many times the file's bytes."""
+"""Most bytes of all tensors as a multiple of the file's; tensors may share a storage (tied weights)."""
 
 
 def read_pt(path: Path) -> dict[str, Tensor]:
-    """Return the named tensors of a file that torch.save wrote, mapped into memory.
+    """Return the named tensors of a file written by torch.save, mapped into memory.
 
-    No code in the file is ever run. A prefix of torch.compile is taken off the names. Raises `ModelError`, one line
-    that names the file, when it cannot be read or is anything but a flat dict of contiguous tensors.
+    Runs no code of the file. Removes torch.compile's prefix from names. Raises `ModelError` with the file's name if it
+    cannot be read or is not a flat dict of contiguous tensors.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about escapes, protocols and layouts of pickles; what matters is checked
+        warnings.simplefilter("ignore")  # about pickle protocols and layouts, which are checked here
         num_bytes = _check_container(path)
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -47,19 +47,14 @@ def read_pt(path: Path) -> dict[str, Tensor]:
             raise ModelError(f"{path}: {_reason(error)}") from None
     named = _named(path, loaded)
     if sum(tensor.nbytes for tensor in named.values()) > _MOST_SHARED * num_bytes:
-        raise ModelError(f"{path}: its tensors share their memory so often that they come to many times the file")
+        raise ModelError(f"{path}: its tensors together have more than {_MOST_SHARED} times the bytes of the file")
     return named
 
 
-def read_meta(path: Path) -> Fields:
-    """Return the JSON object beside a checkpoint; `ModelError` when it is none or cannot be read."""
-    return read_json(path)
-
-
 def _check_container(path: Path) -> int:
-    """Refuse all but a zip file whose records are stored as they are and whose pickle makes tensors; return its size.
+    """Check that a file is a zip file with uncompressed records and a pickle of tensors; return its size in bytes.
 
-    torch before 1.6 wrote bare pickles, in which a dozen bytes can ask for gigabytes.
+    torch before 1.6 wrote bare pickles, in which a dozen bytes can allocate gigabytes.
     """
     try:
         with open_buffered(path) as file:
@@ -67,7 +62,7 @@ def _check_container(path: Path) -> int:
             if not start:
                 raise ModelError(f"{path}: the file is empty")
             if start != _ZIP:
-                raise ModelError(f"{path}: not a zip file, as which torch.save has written tensors since 2020")
+                raise ModelError(f"{path}: not a zip file, the format of torch.save since 2020")
             archive = zipfile.ZipFile(file)
             for record in archive.infolist():
                 _check_record(path, archive, record)
@@ -80,7 +75,7 @@ def _check_container(path: Path) -> int:
 
 def _check_record(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
     if record.compress_type != zipfile.ZIP_STORED:
-        raise ModelError(f"{path}: the record {shown(record.filename)} is compressed; torch.save writes none such")
+        raise ModelError(f"{path}: the record {shown(record.filename)} is compressed; torch.save does not compress")
     if record.filename.endswith("data.pkl"):
         if record.file_size > _MAX_PICKLE:
             raise ModelError(f"{path}: a pickle of {record.file_size} bytes (limit {_MAX_PICKLE})")
@@ -88,34 +83,31 @@ def _check_record(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo)
 
 
 def _check_globals(path: Path, data: bytes) -> None:
-    """Refuse a pickle that asks for anything but plain tensors.
+    """Raise `ModelError` for globals that plain tensors do not need.
 
-    What torch's own restricted reader allows besides includes `bytearray` and `torch.Tensor`, which make an object of
-    any size out of a number.
+    torch's restricted unpickler also allows `bytearray` and `torch.Tensor`, which allocate any size given as a number.
     """
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"):
-            raise ModelError(f"{path}: the pickle in it is not of the kind that torch.save writes ({opcode.name})")
+            raise ModelError(f"{path}: its pickle has an opcode that torch.save does not write ({opcode.name})")
         if opcode.name == "GLOBAL" and not _PLAIN.fullmatch(str(argument)):
             asked = shown(".".join(str(argument).split()))
-            raise ModelError(
-                f"{path}: the pickle asks for {asked}, which is no part of a plain tensor; it is not executed"
-            )
+            raise ModelError(f"{path}: its pickle names {asked}, which plain tensors do not need; it is not executed")
 
 
 def _reason(error: Exception) -> str:
-    """Say in one line why torch refused a file; its own text runs over many and proposes to trust the file."""
+    """Return one line for torch's error, whose own text has many lines and proposes to trust the file."""
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-        return "the pickle in it is damaged, or holds more than tensors"
+        return "its pickle is damaged, or contains more than tensors"
     lines = str(error).splitlines() or [""]
     return f"cannot be read as a file of tensors, is it damaged? ({type(error).__name__}: {shown(lines[0])})"
 
 
 def _named(path: Path, loaded: object) -> dict[str, Tensor]:
     if not isinstance(loaded, dict):
-        raise ModelError(f"{path}: must hold a dict of tensors, got {type(loaded).__name__}")
+        raise ModelError(f"{path}: must contain a dict of tensors, got {type(loaded).__name__}")
     if not loaded:
-        raise ModelError(f"{path}: holds no tensors")
+        raise ModelError(f"{path}: contains no tensors")
     out: dict[str, Tensor] = {}
     for key, value in loaded.items():
         if not isinstance(key, str):
@@ -128,7 +120,7 @@ def _named(path: Path, loaded: object) -> dict[str, Tensor]:
 
 
 def _checked(path: Path, name: str, value: object) -> Tensor:
-    """Return one tensor; a contiguous one is never larger than the bytes that the file has for it."""
+    """Return a checked tensor: dense, of a known dtype, and contiguous, so not larger than its storage."""
     if not isinstance(value, Tensor):
         raise ModelError(f"{path}: {shown(name)} must be a tensor, got {type(value).__name__}")
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized or value.is_nested:

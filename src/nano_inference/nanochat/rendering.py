@@ -1,8 +1,8 @@
-"""nanochat's conversations: to tokens with the mask of what is learnt, and from an answer's tokens back to a message.
+"""Convert conversations to nanochat's tokens with a training mask, and answer tokens to messages.
 
-The layout is that of nanochat's `render_conversation`: bos, then <|user_start|> text <|user_end|> and
-<|assistant_start|> … <|assistant_end|> in turn, without any space between. An assistant's content is text or a list of
-parts: text, python (what it asked of the calculator) and python_output (what the calculator said).
+Layout of nanochat's `render_conversation`: bos, then alternately <|user_start|> text <|user_end|> and
+<|assistant_start|> … <|assistant_end|>, without spaces. An assistant's content is text or a list of parts: text, python
+(an expression for the calculator) and python_output (its result).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ CHAT_TEMPLATE = """\
     {{- "<|assistant_start|>" -}}
 {%- endif -%}
 """
-"""The same layout as a chat template, for messages whose content is text; nothing is cut to a length."""
+"""The same layout as a chat template, for messages with text; does not truncate."""
 
 Conversation = Mapping[str, Any] | Sequence[Message]
-"""An object with "messages", or the messages alone."""
+"""An object with "messages", or the messages."""
 
 
 class OutOfTurn(BadRequest):
-    """A message of a role or kind that has no place where it stands: what nanochat itself asserts."""
+    """A message of the wrong role or kind for its position, for which nanochat raises `AssertionError`."""
 
 
 class _Piece(NamedTuple):
@@ -59,9 +59,9 @@ class _Piece(NamedTuple):
 def render_conversation(
     tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | None = 2048
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a conversation and, for each, 1 where the assistant is to learn it, else 0.
+    """Return the tokens of a conversation and a mask: 1 for tokens to train on, else 0.
 
-    Both are cut to `max_tokens`. Raises `OutOfTurn` or `BadRequest` naming the message that is wrong.
+    Both are truncated to `max_tokens`. Raises `OutOfTurn` or `BadRequest` naming the wrong message.
     """
     special = special_tokens(tokenizer)
     ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -77,24 +77,23 @@ def render_conversation(
 
 
 def render_for_completion(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | None = 2048) -> list[int]:
-    """Return the tokens before the assistant's last message, which is left out, ready for it to be written anew.
+    """Return the tokens of a conversation without the assistant's last message, as a prompt for it.
 
-    The end is <|assistant_start|>, after a rendering that is cut to `max_tokens`. Raises as `render_conversation`.
+    The prompt is truncated to `max_tokens`, then <|assistant_start|> is appended. Raises as `render_conversation`.
     """
     messages = _messages(conversation)
     if not messages or messages[-1]["role"] != "assistant":
         where = f"messages[{len(messages) - 1}].role" if messages else "the role of the last message"
-        raise OutOfTurn(f"{where} must be assistant: that message is the one to write")
+        raise OutOfTurn(f"{where} must be assistant: that message is replaced by the completion")
     ids, _ = render_conversation(tokenizer, messages[:-1], max_tokens)
     return [*ids, _special(special_tokens(tokenizer), ASSISTANT_START)]
 
 
 def answer_message(tokenizer: Tokenizer, tokens: Iterable[int]) -> Message:
-    """Return the assistant's message that generated tokens spell, up to the one that ends it.
+    """Return the assistant's message in generated tokens, up to its end token.
 
-    The content is text, or a list of parts when the calculator was called; rendered again, the parts have their
-    real special tokens. A block that was cut off counts as ended; special tokens without a meaning where they stand
-    are left out, as from every decoded text.
+    The content is text, or a list of parts if the calculator was called; rendering the parts restores their special
+    tokens. A truncated block counts as closed. Other special tokens are omitted.
     """
     special = special_tokens(tokenizer)
     kinds = {special.get(PYTHON_START): "python", special.get(OUTPUT_START): "python_output"}
@@ -117,7 +116,7 @@ def answer_message(tokenizer: Tokenizer, tokens: Iterable[int]) -> Message:
 
 
 def tool_calls(message: Message) -> list[tuple[str, str | None]]:
-    """Return what a message asked of the calculator, each with the answer that follows it or None."""
+    """Return the calculator expressions of a message, each with its result or None."""
     content = message.get("content")
     parts = [] if not isinstance(content, list | tuple) else [(part["type"], part["text"]) for part in content]
     after = [*parts[1:], ("text", "")]
@@ -129,12 +128,12 @@ def tool_calls(message: Message) -> list[tuple[str, str | None]]:
 
 def _special(special: Mapping[str, int], text: str) -> int:
     if text not in special:
-        raise BadRequest(f"the tokenizer has no special token {text}: it is not one of nanochat's chat models")
+        raise BadRequest(f"the tokenizer has no special token {text}: it does not belong to a nanochat chat model")
     return special[text]
 
 
 def _messages(conversation: Conversation) -> list[Message]:
-    """Return the messages of a conversation, each an object with a role."""
+    """Return the messages of a conversation. Raises `BadRequest` unless each is an object with a role."""
     messages = conversation.get("messages") if isinstance(conversation, Mapping) else conversation
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise BadRequest(f'a conversation must be a list or have one as "messages", not {type(messages).__name__}')
@@ -145,15 +144,15 @@ def _messages(conversation: Conversation) -> list[Message]:
 
 
 def _pieces(messages: list[Message]) -> Iterator[_Piece]:
-    """Yield the texts and special tokens of messages, a leading system message merged into the first of the user."""
+    """Yield the texts and special tokens of messages; a leading system message is merged into the next one."""
     first = 1 if messages and messages[0]["role"] == "system" else 0
     if len(messages) == first:
-        raise OutOfTurn(f"messages[{first}] is missing: there must be a message of the user")
+        raise OutOfTurn(f"messages[{first}] is missing: a user message is required")
     for index, message in enumerate(messages[first:], first):
         content = message.get("content")
         role = "assistant" if (index - first) % 2 else "user"
         if message["role"] != role:
-            raise OutOfTurn(f"messages[{index}].role must be {role} in its turn, got {message['role'][:80]!r}")
+            raise OutOfTurn(f"messages[{index}].role must be {role}, got {message['role'][:80]!r}")
         if role == "assistant":
             yield from _assistant(content, f"messages[{index}].content")
             continue

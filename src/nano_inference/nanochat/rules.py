@@ -1,8 +1,8 @@
-"""Which generation a nanochat checkpoint is of, and the constants that its file does not carry. No torch.
+"""Infer a nanochat checkpoint's generation and the constants that its files do not contain. No torch.
 
-nanochat's checkpoints have no version field, and rope base, soft cap, window sizes and more stood in the source of the
-day. They are told from the names and shapes of the weights; whatever was inferred comes with its reason, and a user
-can set each by hand. The table is karpathy/nanochat's public history, October 2025 to July 2026 (docs/nanochat.md).
+nanochat's checkpoints have no version field; rope base, soft cap, window sizes and more are constants of its source
+code at the time. They are inferred from names and shapes of the weights, each with a reason, and can be overridden.
+Source of the table: karpathy/nanochat's public history, October 2025 to July 2026 (docs/nanochat.md).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DecodeWindow = Literal["short", "full"]
 DECODE_WINDOWS: tuple[DecodeWindow, ...] = ("short", "full")
 
 FLOAT32_EPS = 1.1920929e-07
-"""What torch's rms_norm adds when nobody says: float32's epsilon, whatever the input's precision."""
+"""Default epsilon of torch's rms_norm: float32's, whatever the input's precision."""
 _MANY_TOKENS = 41_943_040
-"""`eval_tokens` of base runs from 2026-03-04 on."""
+"""`eval_tokens` of base runs since 2026-03-04."""
 _SHOWN = 5
 _SMEAR_SHAPE = (1, 24)
 _BY_HAND = "set by hand"
@@ -50,20 +50,20 @@ _EXPERTS = re.compile(r".*\.(mlp\.(router|experts|shared_expert)|moe)\..*")
 
 
 class Rules(NamedTuple):
-    """What the source of a generation hard-coded."""
+    """Constants in the source of a generation."""
 
     rope_base: float
     qk_scale: float
     softcap: float
     gate_scale: float
     short_share: int
-    """A short window is this part of the sequence length …"""
+    """A short window is the sequence length divided by this …"""
     rounds: bool
-    """… rounded up to a multiple of 128, or else down to a whole number."""
+    """… rounded up to a multiple of 128 if True, else down to an integer."""
     rope_dtype: RopeDtype
-    """Precision of the cos and sin tables; float32 is that of the computation."""
+    """Precision of the cos and sin tables; float32 means that of the computation."""
     signs: str
-    """How to recognise it."""
+    """What identifies the generation, for messages."""
 
 
 GENERATIONS: Mapping[str, Rules] = MappingProxyType(
@@ -83,7 +83,7 @@ GENERATIONS: Mapping[str, Rules] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What the checkpoint's weights and configuration leave open. Every field can be set by hand."""
+    """Constants that weights and configuration do not determine. Every field can be overridden."""
 
     generation: str
     sequence_len: int
@@ -92,20 +92,20 @@ class Constants:
     softcap: float
     gate_scale: float
     window_pattern: str
-    """S and L, tiled over the layers, the last of which is L; empty when no layer has a window."""
+    """S and L, tiled over the layers, the last of which is L; empty if no layer has a window."""
     short_window: int
-    """Tokens that an S layer sees before each token."""
+    """Tokens before each token to which an S layer attends."""
     norm_eps: float
     rope_dtype: RopeDtype
     """bfloat16: cos and sin are rounded to it, as upstream did until its commit 1076f97 (2026-03-04)."""
     decode_window: DecodeWindow = "short"
-    """full: windows cut the prompt's queries only, as in upstream's fallback for devices without FlashAttention 3
-    between 2026-01-16 (b62a5bc) and 2026-01-30 (3ba42e8)."""
+    """full: windows apply to the prompt's queries only, as in upstream's fallback without FlashAttention 3 between
+    2026-01-16 (b62a5bc) and 2026-01-30 (3ba42e8)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inferred:
-    """The constants, why each has its value, and what a user should know."""
+    """Constants, the reason for each, and warnings for the user."""
 
     constants: Constants
     reasons: Mapping[str, str]
@@ -113,7 +113,7 @@ class Inferred:
 
     @property
     def headline(self) -> str:
-        """The generation and what it was recognised by, in a few words."""
+        """The generation and what identifies it, in a few words."""
         return f"nanochat {self.constants.generation} ({self.reasons['generation']})"
 
     @property
@@ -125,7 +125,7 @@ class Inferred:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What changes the numbers of older generations or was set by hand, each with its reason; shown at load."""
+        """Unusual or overridden rope_dtype and decode_window, with reasons; printed at load."""
         constants, reasons = self.constants, self.reasons
         usual = {"rope_dtype": "float32", "decode_window": "short"}
         return tuple(
@@ -144,11 +144,11 @@ def infer(
     is_zero: Callable[[str], bool] = lambda name: False,
     overrides: Mapping[str, str] = MappingProxyType({}),
 ) -> Inferred:
-    """Tell the generation of a checkpoint and its constants.
+    """Return the generation of a checkpoint and its constants.
 
-    `config` is meta's `model_config`, `user_config` that of the base run (its hints settle the soft cap), `is_zero`
-    tells whether all values of a small weight are zero, `overrides` come from the user. Raises `ModelError` naming
-    `origin` for weights of no known generation, `BadRequest` for an override that makes no sense.
+    `config` is meta's `model_config`; `user_config` that of the base run (it determines the soft cap); `is_zero` says
+    whether all values of a small weight are zero; `overrides` are the user's. Raises `ModelError` naming `origin` for
+    weights of no known generation, `BadRequest` for an invalid override.
     """
     refuse_unknown(origin, shapes)
     warnings: list[str] = []
@@ -173,7 +173,7 @@ def infer(
 
 
 def _hard_coded(generation: str, sequence_len: int, pattern: str) -> Constants:
-    """Return the constants that the source of a generation had."""
+    """Return the constants in the source of a generation."""
     rules = GENERATIONS[generation]
     return Constants(
         generation=generation,
@@ -190,7 +190,7 @@ def _hard_coded(generation: str, sequence_len: int, pattern: str) -> Constants:
 
 
 def _reasons(generation: str, *, has_short: bool, has_gates: bool) -> dict[str, str]:
-    """Return where the constants are from that the weights do not tell."""
+    """Return the reason for each constant that the weights do not determine."""
     own = f"{generation}'s"
     return {
         "sequence_len": "model_config",
@@ -206,14 +206,14 @@ def _reasons(generation: str, *, has_short: bool, has_gates: bool) -> dict[str, 
 
 
 def short_window(sequence_len: int, rules: Rules) -> int:
-    """Return how many tokens before its own an S layer sees: sequence_len/2, or /3 or /4 rounded up to 128s."""
+    """Return the window of S layers in tokens before the query: sequence_len/2, or /3 or /4 rounded up to 128s."""
     if not rules.rounds:
         return sequence_len // rules.short_share
     return -(-sequence_len // rules.short_share // 128) * 128
 
 
 def refuse_unknown(origin: str, shapes: Shapes) -> None:
-    """Raise `ModelError` for weights that no generation on nanochat's master has: a fork would run, but wrongly."""
+    """Raise `ModelError` for weights of no generation on nanochat's master: forks would give wrong results."""
     experts = [name for name in shapes if _EXPERTS.fullmatch(name)]
     if experts:
         raise ModelError(f"{origin}: {experts[0]}: nanochat's mixture-of-experts branches are not supported")
@@ -222,7 +222,7 @@ def refuse_unknown(origin: str, shapes: Shapes) -> None:
     values = [name for name in shapes if name.startswith("value_embeds.")]
     if prototypes or (values and not has_gate):
         name = (prototypes or values)[0]
-        raise ModelError(f"{origin}: {name}: a prototype of value embeddings (January 2026) that is not supported")
+        raise ModelError(f"{origin}: {name}: prototypes of value embeddings (January 2026) are not supported")
     unknown = sorted(name for name in shapes if not _KNOWN.fullmatch(name))
     if unknown:
         rest = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
@@ -231,7 +231,7 @@ def refuse_unknown(origin: str, shapes: Shapes) -> None:
 
 
 def parse_overrides(texts: Iterable[str] | Mapping[str, object]) -> dict[str, str]:
-    """Take `name=value` apart; one text, several, or a mapping. Raises `BadRequest` naming what can be set."""
+    """Parse `name=value`: one text, several, or a mapping. Raises `BadRequest` listing the names."""
     if isinstance(texts, Mapping):
         texts = [f"{name}={value}" for name, value in texts.items()]
     elif isinstance(texts, str):
@@ -254,7 +254,7 @@ def _generation(
     is_zero: Callable[[str], bool],
     warnings: list[str],
 ) -> tuple[str, str]:
-    """Return the generation and what it was recognised by."""
+    """Return the generation and what identifies it; append to `warnings`."""
     if "bigram_embed.embed.weight" in shapes:
         return "G2e", GENERATIONS["G2e"].signs
     if "smear_gate.weight" in shapes:
@@ -266,7 +266,9 @@ def _generation(
                     "set the constants by hand (generation=…)"
                 )
             return "G4", GENERATIONS["G4"].signs
-        warnings.append("smear and backout are all zero: an older checkpoint patched to load, with its own constants")
+        warnings.append(
+            "smear and backout are all zero: treated as an older checkpoint, patched to load, with its constants"
+        )
     if columns == {12}:
         return "G3", GENERATIONS["G3"].signs
     if columns == {32}:
@@ -276,7 +278,7 @@ def _generation(
 
 
 def _gate_columns(origin: str, shapes: Shapes) -> set[int]:
-    """Return the one width that the value gates have, none where there are no gates."""
+    """Return the width of the value gates, as a set of at most one. Raises `ModelError` for unknown widths."""
     gates = {name: shape for name, shape in shapes.items() if name.endswith(".ve_gate.weight")}
     for name, shape in gates.items():
         if len(shape) != 2:
@@ -288,31 +290,31 @@ def _gate_columns(origin: str, shapes: Shapes) -> set[int]:
 
 
 def _refuse_halves(origin: str, shapes: Shapes) -> None:
-    """Raise `ModelError` for weights that no generation has without others, or in this shape."""
+    """Raise `ModelError` for wrong shapes and for weights without those that they require."""
     if shapes.get("smear_gate.weight", _SMEAR_SHAPE) != _SMEAR_SHAPE:
         raise ModelError(f"{origin}: smear_gate.weight has the shape {shapes['smear_gate.weight']}, not {_SMEAR_SHAPE}")
     if ("smear_gate.weight" in shapes) != ("backout_lambda" in shapes):
-        raise ModelError(f"{origin}: of smear_gate.weight and backout_lambda there is one without the other")
+        raise ModelError(f"{origin}: has only one of smear_gate.weight and backout_lambda")
     if "bigram_embed.embed.weight" in shapes and not {"resid_lambdas", "x0_lambdas"} & set(shapes):
         raise ModelError(f"{origin}: has bigram_embed but neither resid_lambdas nor x0_lambdas")
 
 
 def _softcap_of(user_config: Mapping[str, Any]) -> tuple[str, str]:
-    """Tell G2 from G2s, which differ in the soft cap alone: only a base run's settings give a hint."""
+    """Return G2 or G2s, which differ in the soft cap only; a base run's settings distinguish them."""
     is_late = "adam_beta1" in user_config and user_config.get("eval_tokens") == _MANY_TOKENS
     found = "G2s" if is_late else "G2"
     return found, GENERATIONS[found].signs
 
 
 def _window_pattern(origin: str, shapes: Shapes, config: Fields, warnings: list[str]) -> tuple[str, str]:
-    """Return the pattern of windows, and where it is from."""
+    """Return the pattern of windows and its reason; append to `warnings`."""
     has_lambdas = bool({"resid_lambdas", "x0_lambdas"} & set(shapes))
     if config.get("window_pattern") is None:
         if not has_lambdas:
             return "", "G0 has none"
         warnings.append(
-            "model_config has no window_pattern: L is assumed, as upstream does; a mid-training of January 2026 was "
-            "run with SSSL (window_pattern=SSSL)"
+            "model_config has no window_pattern: L is assumed, as upstream does; mid-training in January 2026 used "
+            "SSSL (override window_pattern=SSSL)"
         )
         return "L", "missing in model_config"
     pattern = config.text("window_pattern", "").upper()
@@ -322,7 +324,7 @@ def _window_pattern(origin: str, shapes: Shapes, config: Fields, warnings: list[
 
 
 def override_values(overrides: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values that the texts of overrides spell. Raises `BadRequest` naming the first that is none."""
+    """Return the values of overrides. Raises `BadRequest` naming the first invalid one."""
     readers: dict[str, Callable[[str, str], Any]] = {
         "generation": partial(_override_choice, tuple(GENERATIONS)),
         "window_pattern": _override_pattern,

@@ -11,35 +11,35 @@ from nano_inference.types import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NanochatTerms:
-    """The terms of nanochat's forward pass that came and went with its generations. A term is off at its default.
+    """The terms of nanochat's forward pass that differ between generations; by default a term is off.
 
-    nanochat's checkpoints carry no version; `nanochat/rules.py` infers these, and users can override them.
+    `nanochat/rules.py` infers them, because checkpoints have no version.
     """
 
     generation: str
-    """"G0" to "G4", as the loader's table names them."""
+    """A key of `rules.GENERATIONS`."""
     padded_vocab_size: int
-    """Rows of the embedding and of the head; logits are cut to the vocabulary's own size."""
+    """Rows of the embedding and of the head; logits are truncated to the vocabulary size."""
     qk_scale: float = 1.0
-    """Multiplies the normalised q and k each."""
+    """Factor of the normalised q, and of k."""
     long_window: int | None = None
-    """Keys that a layer without a short window sees, itself included; matters only beyond the trained length."""
+    """Keys visible to a layer without a short window, including the query's own; matters beyond the trained length."""
     has_lambdas: bool = False
-    """Each layer's input is r·x + z·x0, with x0 the embedding (G1 on)."""
+    """Each layer's input is r·x + z·x0, with x0 the embedding (from G1)."""
     gate_columns: int = 0
-    """Columns of a layer's input that gate its value embedding; 0 is no value embeddings (G2 on)."""
+    """Columns of a layer's input that gate its value embedding (from G2); 0 if there are none."""
     gate_scale: float = 2.0
-    """The gate is this times a sigmoid."""
+    """Factor of the gate's sigmoid."""
     smear_columns: int = 0
-    """Columns of the embedding that gate how much of the token before is mixed in; 0 is no smear (G4)."""
+    """Columns of the embedding that gate the share of the previous token's (G4); 0 is no smear."""
     has_backout: bool = False
-    """A part of the middle layer's output is taken from the last's (G4)."""
+    """A multiple of the middle layer's output is subtracted from the last one's (G4)."""
     bigram_rows: int = 0
-    """Rows of the table of hashed token pairs; 0 is no such table (G2e)."""
+    """Rows of the table of hashed token pairs (G2e); 0 if there is none."""
     has_hf_names: bool = False
-    """The weights have the names of Transformers' port, not nanochat's own."""
+    """Weights have the names of Transformers' port."""
     has_full_decode: bool = False
-    """Windows cut the prompt's queries only: queries of answer tokens see all keys before them (decode_window=full)."""
+    """Windows apply to the prompt's queries only; answer tokens attend to all keys (decode_window=full)."""
 
     def __post_init__(self) -> None:
         check_int("padded_vocab_size", self.padded_vocab_size, 1, 2**31 - 1)
@@ -50,12 +50,12 @@ class NanochatTerms:
         check_int("bigram_rows", self.bigram_rows, 0)
 
     def has_value_embedding(self, layer: int, num_layers: int) -> bool:
-        """Whether a layer has one: every other layer, the last among them."""
+        """Return whether a layer has one: every other layer, including the last."""
         return self.gate_columns > 0 and layer % 2 == (num_layers - 1) % 2
 
 
 def terms_of(config: ModelConfig) -> NanochatTerms:
-    """Return the terms of a nanochat model. Raises `ModelError` for the configuration of any other."""
+    """Return the terms of a nanochat model. Raises `ModelError` for other configurations."""
     if not isinstance(config.terms, NanochatTerms):
         found = type(config.terms).__name__
         raise ModelError(f"{config.architecture}: family nanochat needs terms of the type NanochatTerms, got {found}")

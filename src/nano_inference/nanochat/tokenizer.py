@@ -1,7 +1,6 @@
 """`RustBPETokenizer`, `get_tokenizer` and `get_token_bytes`: the interface of nanochat's nanochat/tokenizer.py.
 
-Over a tiktoken.Encoding, as there. A tokenizer.pkl is read without unpickling it; training needs
-the package `rustbpe`, which is asked for only then.
+Based on tiktoken.Encoding, as upstream. Reads a tokenizer.pkl without unpickling it. Training imports `rustbpe`.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ SPECIAL_TOKENS = (
     *("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
     *("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),
 )
-"""In the order of their ids, which follow the merges."""
+"""In the order of their ids, which follow those of the merges."""
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-"""How training cuts texts into words: GPT-4's pattern with two digits at most."""
+"""Pattern that splits texts into words in training: GPT-4's, with at most two digits per word."""
 
 _RED, _GREEN, _GREY, _PLAIN = "\033[91m", "\033[92m", "\033[90m", "\033[0m"
 
 
 class RustBPETokenizer:
-    """nanochat's tokenizer: `enc` and `bos_token_id` as there, and the same tokenizer for our own engine as `text`."""
+    """nanochat's tokenizer, with upstream's `enc` and `bos_token_id`; `text` is the same for this package's engine."""
 
     def __init__(self, enc: tiktoken.Encoding, bos_token: str) -> None:
         self.enc = enc
@@ -49,20 +48,20 @@ class RustBPETokenizer:
 
     @classmethod
     def from_directory(cls, tokenizer_dir: str | Path) -> RustBPETokenizer:
-        """Read a directory's tokenizer.pkl. Raises `ModelError` naming the file when it is not one of nanochat's."""
+        """Read a directory's tokenizer.pkl. Raises `ModelError` naming the file if it is not one of nanochat's."""
         text = nanochat_tokenizer(Path(tokenizer_dir))
         return cls(text.core, text.named["bos_token"])
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str) -> RustBPETokenizer:
-        """Take one of OpenAI's encodings by its name; tiktoken downloads it, and it has no chat tokens."""
+        """Return one of OpenAI's encodings, downloaded by tiktoken; it has no chat tokens."""
         return cls(tiktoken.get_encoding(tiktoken_name), "<|endoftext|>")
 
     @classmethod
     def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> RustBPETokenizer:
-        """Train on texts to a vocabulary of this size, the nine special tokens included.
+        """Train a tokenizer with `vocab_size` ids, including nine special tokens.
 
-        Raises `MissingPackage` without `rustbpe`, `ValueError` for a size that cannot hold every byte.
+        Raises `MissingPackage` without `rustbpe`, `ValueError` if there are fewer ids than bytes.
         """
         merged = vocab_size - len(SPECIAL_TOKENS)
         if merged < 256:
@@ -82,11 +81,11 @@ class RustBPETokenizer:
 
     @property
     def text(self) -> TiktokenTokenizer:
-        """The same tokenizer as the rest of this package knows one."""
+        """The same tokenizer as a `TiktokenTokenizer`."""
         return self._text
 
     def get_vocab_size(self) -> int:
-        """Return the number of ids, the special ones included."""
+        """Return the number of ids, including special ones."""
         size: int = self.enc.n_vocab
         return size
 
@@ -96,16 +95,15 @@ class RustBPETokenizer:
         return texts
 
     def id_to_token(self, id: int) -> str:
-        """Return the text of one id."""
         return self.decode([id])
 
     def encode_special(self, text: str) -> int:
-        """Return the id of exactly this token. Raises `KeyError` when there is none."""
+        """Return the id of a token by its text. Raises `KeyError` for an unknown one."""
         token: int = self.enc.encode_single_token(text)
         return token
 
     def get_bos_token_id(self) -> int:
-        """Return the token before every text."""
+        """Return the id of the token that starts a text."""
         return self.bos_token_id
 
     @overload
@@ -125,9 +123,9 @@ class RustBPETokenizer:
         append: int | str | None = None,
         num_threads: int = 8,
     ) -> list[int] | list[list[int]]:
-        """Return the ids of a text or of each of a list; no text ever becomes a special token.
+        """Return the ids of a text, or of each text of a list; special tokens in texts are encoded as plain text.
 
-        `prepend` and `append` are ids or the texts of special tokens. Raises `ValueError` for anything but text.
+        `prepend` and `append` are ids or texts of special tokens. Raises `ValueError` for other types.
         """
         before, after = self._around(prepend), self._around(append)
         if isinstance(text, str):
@@ -141,7 +139,7 @@ class RustBPETokenizer:
     __call__ = encode
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, special tokens as their literal text; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids, including special tokens; bytes that are not UTF-8 become U+FFFD."""
         text: str = self.enc.decode(ids)
         return text
 
@@ -151,7 +149,7 @@ class RustBPETokenizer:
         return data
 
     def save(self, tokenizer_dir: str | Path) -> None:
-        """Write a tokenizer.pkl into a directory, for nanochat itself and for `from_directory`."""
+        """Write a tokenizer.pkl into a directory; nanochat and `from_directory` can read it."""
         directory = Path(tokenizer_dir)
         directory.mkdir(parents=True, exist_ok=True)
         fields = PickledEncoding(
@@ -160,13 +158,13 @@ class RustBPETokenizer:
             mergeable_ranks=self.enc._mergeable_ranks,
             special_tokens=self.enc._special_tokens,
         )
-        # A new object: tiktoken pickles one that it has in its registry as its mere name.
+        # A new object, because tiktoken pickles a registered one as its name only.
         (directory / FILE_NAME).write_bytes(pickle.dumps(encoding_of(fields), protocol=4))
 
     def render_conversation(
         self, conversation: Conversation, max_tokens: int | None = 2048
     ) -> tuple[list[int], list[int]]:
-        """Return a conversation's tokens and the mask of those to learn.
+        """Return a conversation's tokens and the mask of those to train on.
 
         Raises `AssertionError` for messages of the wrong role, order or kind, `ValueError` for other mistakes.
         """
@@ -174,7 +172,7 @@ class RustBPETokenizer:
             return render_conversation(self._text, conversation, max_tokens)
 
     def render_for_completion(self, conversation: Conversation) -> list[int]:
-        """Return the tokens before the last message, the assistant's, with <|assistant_start|>.
+        """Return the tokens of a conversation without its last message, the assistant's, then <|assistant_start|>.
 
         Raises as `render_conversation`.
         """
@@ -182,7 +180,7 @@ class RustBPETokenizer:
             return render_for_completion(self._text, conversation)
 
     def visualize_tokenization(self, ids: list[int], mask: list[int], with_token_id: bool = False) -> str:
-        """Return the tokens in a terminal's colours, those to learn green and the others red."""
+        """Return the tokens with terminal colours: green to train on, red otherwise."""
         shown = []
         for token, is_learnt in zip(ids, mask, strict=False):
             text = f"{_GREEN if is_learnt else _RED}{self.decode([token])}{_PLAIN}"
@@ -196,7 +194,7 @@ class RustBPETokenizer:
 
 
 def get_tokenizer(directory: str | Path | None = None) -> RustBPETokenizer:
-    """Read a directory's tokenizer.pkl, by default that of nanochat's base directory."""
+    """Read a directory's tokenizer.pkl; default: tokenizer/ in nanochat's base directory."""
     return RustBPETokenizer.from_directory(_directory(directory))
 
 
@@ -205,10 +203,9 @@ def _directory(named: str | Path | None) -> Path:
 
 
 def get_token_bytes(device: str | torch.device = "cpu", directory: str | Path | None = None) -> Tensor:
-    """Return how many bytes each id writes, int32, 0 for the special ones: what bits per byte are counted with.
+    """Return the bytes of each id, int32, 0 for special ones, to compute bits per byte.
 
-    Counted from tokenizer.pkl; the token_bytes.pt of trainings before July 2026 is wrong for tokens that are parts of
-    characters.
+    Computed from tokenizer.pkl, because token_bytes.pt was wrong before July 2026 for tokens with parts of characters.
     """
     sizes = token_sizes(read_fields(_directory(directory) / FILE_NAME))
     return torch.tensor(sizes, dtype=torch.int32, device=device)
@@ -216,7 +213,7 @@ def get_token_bytes(device: str | torch.device = "cpu", directory: str | Path | 
 
 @contextmanager
 def _asserting() -> Iterator[None]:
-    """Raise what nanochat raises where it asserts."""
+    """Convert `OutOfTurn` to the `AssertionError` that nanochat raises."""
     try:
         yield
     except OutOfTurn as error:

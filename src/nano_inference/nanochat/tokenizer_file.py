@@ -1,4 +1,4 @@
-"""nanochat's tokenizer directory: a tokenizer.pkl, read without unpickling it."""
+"""Load nanochat's tokenizer.pkl without unpickling it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from nano_inference.types import ModelError
 
 
 def nanochat_tokenizer(directory: Path) -> TiktokenTokenizer:
-    """Load a directory's tokenizer.pkl. Raises `ModelError` naming the file when it is not one of nanochat's."""
+    """Load a directory's tokenizer.pkl. Raises `ModelError` naming the file if it is not one of nanochat's."""
     path = directory / FILE_NAME
     core = read_encoding(path)
     bos = next((text for text in BOS_TOKENS if text in core.special_tokens_set), None)
     if bos is None:
-        raise ModelError(f"{path}: it has neither of the special tokens {' and '.join(BOS_TOKENS)}")
+        raise ModelError(f"{path}: has neither of the special tokens {' and '.join(BOS_TOKENS)}")
     return from_encoding(core, bos)
 
 
 def from_encoding(core: tiktoken.Encoding, bos: str) -> TiktokenTokenizer:
-    """Return the tokenizer over an encoding whose texts begin with the special token `bos`.
+    """Return the tokenizer of an encoding; it prepends the special token `bos` to texts.
 
-    An answer ends with <|assistant_end|> or with the beginning of the next text, as in nanochat's engine.
+    End tokens are <|assistant_end|> and `bos`, as in nanochat's engine.
     """
     special = {text: core.encode_single_token(text) for text in core.special_tokens_set}
     eos = ASSISTANT_END if ASSISTANT_END in special else bos

@@ -1,6 +1,6 @@
 """nanochat's calculator as a token program.
 
-The models write an expression between <|python_start|> and <|python_end|>, and the result is forced after it between
+The model writes an expression between <|python_start|> and <|python_end|>; the result is then forced between
 <|output_start|> and <|output_end|> (nanochat's engine.py).
 """
 
@@ -17,14 +17,14 @@ PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 OUTPUT_START, OUTPUT_END = "<|output_start|>", "<|output_end|>"
 
 _MAX_TOKENS = 4 * MAX_EXPRESSION
-"""Of an expression: a token has a byte at least and a character four at most, so more make no shorter text."""
+"""Most tokens of an expression: each has at least one byte, and a character at most four."""
 
 
 @dataclass(frozen=True, slots=True)
 class PythonTool:
-    """nanochat's calculator as a `types.TokenProgram`; one object serves any number of samples at once.
+    """nanochat's calculator as a `types.TokenProgram`; one object can serve any number of samples.
 
-    Its state is None outside a python block and the block's tokens so far inside.
+    The state is None outside a python block, and the block's tokens inside.
     """
 
     python_start: int
@@ -32,18 +32,18 @@ class PythonTool:
     output_start: int
     output_end: int
     decode: Callable[[Sequence[int]], str]
-    """The text of an expression's tokens, special tokens as their literal text."""
+    """Tokens -> text, including that of special tokens."""
     encode: Callable[[str], Sequence[int]]
-    """The tokens of a result's text, none of them special."""
+    """Text -> tokens, none of them special."""
 
     @property
     def call(self) -> tuple[int, int]:
-        """The tokens that begin and end an expression."""
+        """The tokens that start and end an expression."""
         return self.python_start, self.python_end
 
     @property
     def result(self) -> tuple[int, int]:
-        """The tokens that begin and end a result."""
+        """The tokens that start and end a result."""
         return self.output_start, self.output_end
 
     def start(self) -> object:
@@ -51,10 +51,10 @@ class PythonTool:
         return None
 
     def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
-        """Take a sampled token; return the next state and, at the end of a block with a result, the forced tokens.
+        """Return the state after a sampled token and the tokens to force, if it ends an expression with a result.
 
-        A start inside a block begins it anew, an end outside is a token like any other, and nothing is forced after
-        an empty block or an expression without a result.
+        A start token inside a block restarts it; an end token outside a block has no effect. After an empty block or an
+        expression without a result, no token is forced.
         """
         if token == self.python_start:
             return (), ()
@@ -72,7 +72,7 @@ class PythonTool:
 
 
 def python_tool(tokenizer: Tokenizer) -> PythonTool | None:
-    """Return the calculator for a tokenizer with nanochat's four tool tokens, None for any other."""
+    """Return the calculator for a tokenizer with nanochat's four tool tokens, else None."""
     special = special_tokens(tokenizer)
     names = (PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END)
     if not all(name in special for name in names):

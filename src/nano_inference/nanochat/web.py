@@ -1,8 +1,8 @@
-"""nanochat's web chat (scripts/chat_web.py): POST /chat/completions, GET /stats, /health.
+"""The HTTP API of nanochat's web chat (scripts/chat_web.py): POST /chat/completions, GET /stats, /health.
 
-As it last was, in the parent of da32e1d. Its page sends the whole conversation each time and reads one event for each
-piece of text. What is refused is refused with status 400 and {"detail": …}. An event of a stream that fails is
-{"error": …}, where nanochat's just breaks off.
+Follows upstream's last version, in the parent of da32e1d. The client sends the whole conversation each time and reads
+one event per piece of text. Errors have status 400 and {"detail": …}. A stream that fails ends with the event
+{"error": …}; nanochat's stops without one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MAX_TOTAL_CHARS = 32000
 
 
 class WebMessage(Body):
-    """One turn."""
+    """One message."""
 
     role: Literal["user", "assistant"]
     content: Annotated[str, Field(min_length=1, max_length=MAX_CHARS)]
 
 
 class WebBody(Body):
-    """POST /chat/completions, with nanochat's defaults. The reply is always streamed."""
+    """Body of POST /chat/completions, with nanochat's defaults. The reply is always a stream."""
 
     messages: Annotated[list[WebMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     temperature: Temperature | None = 0.8
@@ -51,8 +51,8 @@ class WebBody(Body):
 
 
 def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of a request. Raises `ApiError` naming what is wrong."""
-    if "model" in (body.model_extra or {}):  # nanochat's page names none; OpenAI's clients always do
+    """Return the call of a body. Raises `ApiError` naming the wrong field."""
+    if "model" in (body.model_extra or {}):  # sent by OpenAI's clients, not by nanochat's page
         message = "this is nanochat's web chat; did you mean /v1/chat/completions? A client's base URL ends in /v1"
         raise ApiError(404, message, param="model")
     refuse_unsupported(body.model_extra or {})
@@ -71,12 +71,12 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
 
 
 def error_body(error: ApiError) -> JSON:
-    """Return an error as FastAPI, and so nanochat, has it; and as OpenAI's clients, who come by mistake, know it."""
+    """Return an error in FastAPI's form (nanochat's) and in OpenAI's, for clients with a wrong base URL."""
     return {"detail": shortened(error.message), **error.to_dict()}
 
 
 def stats(running: int, capacity: int, device: str = "cpu") -> JSON:
-    """Return what GET /stats says: how many answers may be under way at once, and how many are."""
+    """Return the reply of GET /stats: capacity and running answers, as workers."""
     busy = min(running, capacity)
     return {
         "total_workers": capacity,
@@ -87,7 +87,7 @@ def stats(running: int, capacity: int, device: str = "cpu") -> JSON:
 
 
 def health(is_ready: bool, running: int, capacity: int) -> JSON:
-    """Return what nanochat says in GET /health besides the `status`."""
+    """Return nanochat's fields of GET /health, in addition to `status`."""
     return {
         "ready": is_ready,
         "num_gpus": 1,
@@ -96,34 +96,34 @@ def health(is_ready: bool, running: int, capacity: int) -> JSON:
 
 
 class WebReply:
-    """A stream of pieces of text."""
+    """Writes the events of a stream."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
         self._call = call
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return what the events say together; a request cannot ask for it."""
+        """Return the text as one event; not used, because replies are always streamed."""
         return {"token": transcripts[0].text, "gpu": 0}
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return nothing: a stream begins with the first text."""
+        """Return no bytes: the first event has text."""
         return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return an event with the new text; the token that ended the answer has none."""
+        """Return an event with the new text, or no bytes without text."""
         return _event({"token": decoded.text, "gpu": 0}) if decoded.text else b""
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the event that says that the answer is there."""
+        """Return the event that ends an answer."""
         return _event({"done": True, **version_facts(transcripts[0], self._call.shape)})
 
     def error_events(self, error: ApiError) -> bytes:
-        """Return an event that says why there is no more."""
+        """Return the event of an error."""
         return _event({"error": shortened(error.message)})
 
 
 def _event(value: Any) -> bytes:
-    """Return an event with the very bytes that nanochat sends, spaces included: people match them as text."""
+    """Return an event, byte for byte as nanochat's, including spaces: clients compare text."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
 
 
@@ -141,7 +141,7 @@ DIALECT = Dialect(
             path="/chat/completions",
             body=WebBody,
             to_call=web_call,
-            summary="Answer messages in the events of nanochat's web chat.",
+            summary="Answer messages with the events of nanochat's web chat.",
             renders=True,
         ),
     ),
@@ -149,7 +149,7 @@ DIALECT = Dialect(
         Describing(
             path="/stats",
             describe=_stats,
-            summary="Count the answers that are under way, as nanochat's web chat does.",
+            summary="Count running answers, in the form of nanochat's web chat.",
         ),
     ),
     health=_health,
