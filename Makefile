@@ -31,6 +31,7 @@ lint: .venv/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/words.py
 	$(BIN)/python scripts/size.py
 
 # The tests without the default model and without a download.

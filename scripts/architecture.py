@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "nano_inference"
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 BANDS = {
-    "Foundations": "frozen registry checks types exclusive children files packages memory",
+    "Foundations": "frozen registry checks samples types exclusive children files packages memory",
     "Kernels and sources": "kernels config hub chat_defaults wheels catalog logprobs",
     "Models and files": "models loader text kinds",
-    "Core": "kv sampling runner sequence scheduling admission ngram_drafter speculation updates "
-    "ledger recovery delta_stream core books",
+    "Core": "kv sampling runner matching sequence scheduling admission ngram_drafter speculation updates "
+    "recovery core state",
     "Executors and weights": "executors weights",
-    "Engine": "calls control assemble engine",
+    "Engine": "calls requests control assemble engine",
     "Faces of the engine": "engine_thread async_engine rollout reference workloads",
     "Wings": "server cli nanochat",
 }

@@ -1,6 +1,6 @@
 """Fail when a text of the project uses a word of `words.txt`: docstrings, comments, messages, test names, pages, docs.
 
-A line that quotes a user, a model or a protocol ends in the comment `quoted`. Folders in `NOT_YET` are counted only.
+A line that quotes a user, a model or a protocol ends in the comment `quoted`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,6 @@ ELSEWHERE = (
 )
 OURS = {"scripts/words.txt", "scripts/words.py", "tests/docs/test_words.py"}
 QUOTED = "quoted"
-NOT_YET: tuple[str, ...] = ()
 
 
 def words() -> dict[str, str]:
@@ -40,7 +38,7 @@ def pattern(found: dict[str, str]) -> re.Pattern[str]:
     )
 
 
-def findings(path: str, text: str, listed: dict[str, str]) -> Iterator[tuple[int, str]]:
+def findings(text: str, listed: dict[str, str]) -> Iterator[tuple[int, str]]:
     """Yield the line and the word of everything that is found in a text."""
     for number, line in enumerate(text.splitlines(), 1):
         if not line.rstrip().rstrip("*/-> ").endswith(QUOTED):
@@ -48,21 +46,16 @@ def findings(path: str, text: str, listed: dict[str, str]) -> Iterator[tuple[int
 
 
 def main() -> int:
-    """Print every finding; return 1 when a file that is not listed in `NOT_YET` has one."""
+    """Print every finding; return 1 if there is one."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
-    listed, later, failed = words(), Counter[str](), False
+    listed, failed = words(), False
     for name in names:
         path = ROOT / name
         if path.suffix not in SUFFIXES or name in OURS or name.startswith(ELSEWHERE) or not path.is_file():
             continue
-        for number, word in findings(name, path.read_text(), listed):
-            if name.startswith(NOT_YET):
-                later[next(folder for folder in NOT_YET if name.startswith(folder))] += 1
-                continue
+        for number, word in findings(path.read_text(), listed):
             failed = True
             print(f"{name}:{number}: {word!r}: write {listed[word]}")
-    for folder, count in later.items():
-        print(f"  old words, to be rewritten: {folder} {count}")
     return int(failed)
 
 

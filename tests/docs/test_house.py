@@ -71,7 +71,8 @@ def missing_definitions(text: str) -> list[str]:
 
 def path_of(name: str) -> Path:
     """Return the source file of a reference; a JavaScript file may be named without its folder."""
-    return HOME / name if (HOME / name).exists() else next(HOME.rglob(name))
+    places = (HOME / name, ROOT / name)
+    return next((place for place in places if place.exists()), None) or next(HOME.rglob(name))
 
 
 @cache

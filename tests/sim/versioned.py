@@ -15,7 +15,7 @@ from nano_inference.executors.torch.executor import TorchExecutor, TorchModel
 from nano_inference.kv import make_kv
 from nano_inference.loader.sources import TensorSource
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
-from nano_inference.models.families import program_of
+from nano_inference.models.families import OWN_FAMILIES, program_of
 from nano_inference.runner import BlockCopy, DrawExtras, Row, RowResult
 from nano_inference.types import SamplingParams
 from nano_inference.weights.sync import WeightSyncManager
@@ -35,6 +35,7 @@ MODEL = ModelConfig(
     ropes=(RopeConfig(rotary_dim=2),),
     max_positions=16,
 )
+PROGRAM = program_of(MODEL, OWN_FAMILIES)
 
 
 def next_token(seen: Sequence[int], seed: int, sample_index: int, version: int) -> int:
@@ -147,7 +148,7 @@ class CountedWeights(TorchExecutor):
     """
 
     def __init__(self, install: Callable[[int], None]) -> None:
-        super().__init__(MODEL, program_of(MODEL), torch.device("cpu"), torch.float32, SdpaBackend())
+        super().__init__(MODEL, PROGRAM, torch.device("cpu"), torch.float32, SdpaBackend())
         staged = self.stage()
         for spec in self.program.weights:
             staged.put(spec, TensorSource(torch.zeros(spec.shape)))
@@ -180,7 +181,7 @@ def versioned_engine(
 
 def new_weights() -> dict[str, torch.Tensor]:
     """A full set of weights for `MODEL`."""
-    return {spec.name: torch.ones(spec.shape) for spec in program_of(MODEL).weights}
+    return {spec.name: torch.ones(spec.shape) for spec in PROGRAM.weights}
 
 
 def replay(
