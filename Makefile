@@ -8,7 +8,7 @@ BIN := .venv/bin
 # Two processes; files go out in their order, because the longest have few tests and would otherwise come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test browser test-clients lint fast bench docs clean
+.PHONY: demo test check browser test-clients lint fast bench docs clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -33,6 +33,10 @@ lint: .venv/ready-dev
 	$(BIN)/mypy
 	$(BIN)/python scripts/words.py
 	$(BIN)/python scripts/size.py
+
+# The fast files: tests/slow.txt lists the others. Under two minutes on two cores; no download, no browser.
+check: .venv/ready-dev
+	$(PYTEST) -m "not model" $(addprefix --ignore=tests/,$(shell cat tests/slow.txt))
 
 # The tests without the default model and without a download.
 fast: .venv/ready-dev

@@ -139,16 +139,27 @@ def _is_plain_norm(kind: str, name: str) -> bool:
     return "norm" in name and not kind.startswith("Gemma")
 
 
-def reference_logprobs(model: transformers.PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """Return Transformers' teacher-forced log-probabilities [tokens - 1, V], float32, normalised in float64."""
+def reference_logprobs(
+    model: transformers.PreTrainedModel, token_ids: list[int], count: int | None = None
+) -> torch.Tensor:
+    """Return Transformers' teacher-forced log-probabilities [count, V] of the last `count` tokens, or of all.
+
+    float32, normalised in float64.
+    """
     with torch.inference_mode():
         logits = model(torch.tensor([token_ids])).logits[0].float()
-    return torch.log_softmax(logits[:-1].double(), dim=-1).float()
+    count = len(token_ids) - 1 if count is None else count
+    return torch.log_softmax(logits[-count - 1 : -1].double(), dim=-1).float()
 
 
 def gap(model: transformers.PreTrainedModel, token_ids: list[int], logprobs: list[float]) -> float:
     """Return the largest difference between `logprobs` (of the last tokens) and those of Transformers."""
+    return gap_to(reference_logprobs(model, token_ids, len(logprobs)), token_ids, logprobs)
+
+
+def gap_to(table: torch.Tensor, token_ids: list[int], logprobs: list[float]) -> float:
+    """Return the largest difference between `logprobs` (of the last tokens) and those of a table [tokens, V]."""
     assert len(logprobs) > 0
-    table = reference_logprobs(model, token_ids)[-len(logprobs) :]
     targets = torch.tensor(token_ids[-len(logprobs) :]).unsqueeze(-1)
-    return float((table.gather(-1, targets).squeeze(-1) - torch.tensor(logprobs)).abs().max())
+    found = table[-len(logprobs) :].gather(-1, targets).squeeze(-1)
+    return float((found - torch.tensor(logprobs)).abs().max())

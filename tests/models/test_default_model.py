@@ -14,7 +14,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import SamplingParams
-from tests.models.families import gap, reference_logprobs
+from tests.models.families import gap, gap_to, reference_logprobs
 
 pytestmark = pytest.mark.model
 TOLERANCE = 1e-4
@@ -60,15 +60,16 @@ def test_scores_match_transformers_cold_chunked_and_cached(
 ) -> None:
     ids = tokenizer.encode(TEXT)
     assert len(ids) >= 512
-    assert gap(witness, ids, engine.score(ids)) <= TOLERANCE
+    expected = reference_logprobs(witness, ids)
+    assert gap_to(expected, ids, engine.score(ids)) <= TOLERANCE
     start = len(ids) - 50
     engine.generate([ids[: start - 5]], SamplingParams(max_tokens=1))
-    assert gap(witness, ids, engine.score(ids, start=start)) <= TOLERANCE
+    assert gap_to(expected, ids, engine.score(ids, start=start)) <= TOLERANCE
     config = EngineConfig(
         model_path=str(default_model_path), device="cpu", max_tokens_per_batch=101, block_size=7, kv_cache_bytes=1 << 28
     )
     with InferenceEngine(config) as chunked:
-        assert gap(witness, ids, chunked.score(ids)) <= TOLERANCE
+        assert gap_to(expected, ids, chunked.score(ids)) <= TOLERANCE
 
 
 def test_greedy_tokens_are_identical_on_50_prompts(
@@ -78,7 +79,7 @@ def test_greedy_tokens_are_identical_on_50_prompts(
     samples = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
     assert len(samples) == 50
     for sample in samples:
-        table = reference_logprobs(witness, [*sample.prompt_tokens, *sample.completion_tokens])[-64:]
+        table = reference_logprobs(witness, [*sample.prompt_tokens, *sample.completion_tokens], 64)
         assert table.argmax(-1).tolist() == list(sample.completion_tokens)
         chosen = table.gather(-1, torch.tensor(sample.completion_tokens).unsqueeze(-1)).squeeze(-1)
         assert float((chosen - torch.tensor(sample.logprobs)).abs().max()) <= TOLERANCE
