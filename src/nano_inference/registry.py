@@ -10,8 +10,12 @@ The caller builds a table once and passes it on as an argument.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -28,11 +32,26 @@ def table(group: str, own: Mapping[str, _T], kind: type[_T]) -> Mapping[str, _T]
     Raises `PluginError` for a row that cannot be imported, is not an instance of `kind`, or has a name already used.
     """
     rows = dict(own)
-    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+    for point in sorted(_installed_points(group, _search_path()), key=lambda point: (point.name, point.value)):
         if point.name in rows:
             raise PluginError(f"{_where(point)}: the name {point.name} is taken")
         rows[point.name] = _loaded(point, kind)
     return MappingProxyType(rows)
+
+
+def _search_path() -> tuple[tuple[str, int], ...]:
+    """Return the entries of `sys.path` that exist, with their modification times in nanoseconds."""
+    found = []
+    for entry in sys.path:
+        with suppress(OSError):
+            found.append((entry, Path(entry or ".").stat().st_mtime_ns))
+    return tuple(found)
+
+
+@lru_cache(maxsize=8)
+def _installed_points(group: str, search_path: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    """Return a group's entry points; reading them opens a file for each package on `search_path`."""
+    return tuple(entry_points(group=group))
 
 
 def _loaded(point: EntryPoint, kind: type[_T]) -> _T:
