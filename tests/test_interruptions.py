@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from nano_inference import BadRequest, EngineDead, EnginePaused, InferenceEngine, SamplingParams, WeightError
+from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.weights.gate import StepGate
-from tests.sim.fakes import Failing, fake_config, fake_parts
+from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts
 from tests.sim.versioned import new_weights, versioned_engine
 from tests.weights.pairs import OpenEngine, Pair
 
@@ -59,6 +60,64 @@ def test_started_group_ends_together(how: str, batch_size: int) -> None:
     samples += engine.step()
     assert len(samples) == 4
     assert {version for sample in samples for version in sample.token_versions} == {0}
+
+
+class Interrupts:
+    """Raises `KeyboardInterrupt` once at each place that `at` names."""
+
+    def __init__(self) -> None:
+        self.at: set[str] = set()
+
+    def check(self, place: str) -> None:
+        if place in self.at:
+            self.at.remove(place)
+            raise KeyboardInterrupt
+
+
+class InterruptedRunner(FakeRunner):
+    def __init__(self, interrupts: Interrupts) -> None:
+        super().__init__(60, 4)
+        self.interrupts = interrupts
+
+    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
+        self.interrupts.check("run")
+        return super().run(rows, copies, fresh)
+
+
+class InterruptedMatcher:
+    """Allows everything."""
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self.interrupts = interrupts
+
+    def advance(self, token: int) -> None:
+        self.interrupts.check("commit")
+
+    def mask(self) -> None:
+        return None
+
+
+def test_matcher_that_fails_after_an_interrupt_ends_its_sample_despite_another() -> None:
+    interrupts = Interrupts()
+    parts = replace(fake_parts("radix", 60, 4), runner=InterruptedRunner(interrupts))
+    engine = InferenceEngine(fake_config(8), parts=parts)
+    made = iter([InterruptedMatcher(interrupts)])
+    failing = engine.add_request(PROMPT, LONG, make_matcher=lambda: next(made))
+    other = engine.add_request(PROMPT, LONG, make_matcher=lambda: InterruptedMatcher(interrupts))
+    engine.step()
+    samples = []
+    for place in ("commit", "run"):  # the first interrupt drops the matchers, the second follows their renewal
+        interrupts.at = {place}
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                samples += engine.step()
+    while engine.has_pending():
+        samples += engine.step()
+    assert [(sample.finish_reason, sample.stop_reason) for sample in samples] == [
+        ("abort", "StopIteration: "),
+        ("length", None),
+    ]
+    assert failing < other and not engine.collect(failing)
 
 
 def test_waiting_with_discarded_weights_installs_at_once() -> None:

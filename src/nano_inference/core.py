@@ -130,7 +130,8 @@ class Core:
 
         Any other exception requires `recover`. Without `admit_new`, only requests that have started are computed.
         """
-        ended = self._rebuild_matchers() if self._has_dropped_matchers else []
+        if self._has_dropped_matchers and (ended := self._rebuild_matchers()):
+            return self.result(ended)  # delivered before anything that can be interrupted without a repair
         hits: dict[int, Hit] = {}
         admitted = None if admit_new else self.started_requests()
         waiting = self._waiting_views(hits, admitted) if self._waiting else ()
@@ -149,7 +150,7 @@ class Core:
             result = self._free_memory(seqs, rows, error)
         else:
             result = self._commit(plan, seqs, rows, results)
-        return (replace(result, started=started) if started else result).after(ended)
+        return replace(result, started=started) if started else result
 
     def _rebuild_matchers(self) -> list[Delta]:
         """Rebuild the matchers that a rollback dropped; a matcher that raises ends its own sample."""
