@@ -158,7 +158,7 @@ def run(mutant: Mutant, tree: Path) -> Verdict:
         changed = package / mutant.file
         changed.write_text(mutated(changed.read_text(), mutant.place))
         environment = os.environ | {"PYTHONPATH": f"{home}{os.pathsep}{tree}", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header"]
+        command = [sys.executable, "-P", "-m", "pytest", "-xq", "-n", "0", "-p", "no:cacheprovider", "--no-header"]
         try:
             ended = subprocess.run(
                 [*command, *tests_for(mutant, tree)],

@@ -60,7 +60,7 @@ def test_copy_is_independent(tied: Pair, open_engine: OpenEngine) -> None:
 
 
 def test_copy_rejects_engine_without_model(untied: Pair, open_engine: OpenEngine) -> None:
-    with pytest.raises(BadRequest, match="without a model"):
+    with pytest.raises(BadRequest, match="has no model that can be copied"):
         InferenceEngine(fake_config(), parts=fake_parts("radix", 10, 4)).copy()
     engine = open_engine(untied)
     with pytest.raises(BadRequest, match="kv_cache_bytes: 1 bytes do not hold one block"):

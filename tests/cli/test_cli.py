@@ -60,7 +60,7 @@ def test_every_field_is_a_flag_with_its_help(capsys: Capture) -> None:
                 name = field.name.replace("_", "-")
                 assert f"--{name} " in words or f"--[no-]{name} " in words
     assert "-m, --model MODEL" in words and "--override NAME=VALUE" in words
-    assert "tokens a KV block holds (default: 16)" in words
+    assert "tokens in a KV block (default: 16)" in words
     assert "exclude tokens less likely than this share of the most likely token's probability" in words
     assert "logit-bias" not in words and "allowed-token" not in words
 

@@ -837,5 +837,5 @@ def test_fields_without_effect_are_documented(path: str) -> None:
 
 def test_documentation_lists_ignored_fields() -> None:
     text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
-    found = re.search(r"Taken and left\s+out, because (.*?)\.\n\n", text, re.S)
+    found = re.search(r"Accepted and\s+ignored, because they do not affect the answer: (.*?)\.\n\n", text, re.S)
     assert found is not None and {*re.findall(r"`([^`]+)`", found[1])} == BOOKS

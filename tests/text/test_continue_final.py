@@ -142,7 +142,7 @@ def test_nanochat_continues_an_answer() -> None:
 
 
 def test_nanochat_continues_only_assistant_messages() -> None:
-    with pytest.raises(BadRequest, match="needs a last message by the assistant"):
+    with pytest.raises(BadRequest, match="requires a last message of the assistant"):
         nanochat().encode([ASK], OPEN)
 
 
