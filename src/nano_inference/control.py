@@ -54,10 +54,8 @@ class Control:
         self._end: BaseException | None = None
         """Why the engine accepts no more work."""
         self._is_paused = False
-        self._is_pausing = False
-        """True while `pause("wait", blocking=False)` waits for started requests."""
-        self._clears_cache = False
-        """Whether that pause forgets all K/V."""
+        self._pause_clears: bool | None = None
+        """Whether the waiting `pause("wait", blocking=False)` forgets all K/V; None if no pause waits."""
         self._is_asleep = False
         self._needs_memory = False
         """True if `sleep` or `wake` was interrupted."""
@@ -83,12 +81,12 @@ class Control:
     @property
     def is_paused(self) -> bool:
         """Whether the engine is paused."""
-        return self._is_paused and not self._is_pausing
+        return self._is_paused and not self.is_pausing
 
     @property
     def is_pausing(self) -> bool:
         """Whether the engine will be paused when the started requests have ended."""
-        return self._is_pausing
+        return self._pause_clears is not None
 
     @property
     def is_asleep(self) -> bool:
@@ -142,7 +140,7 @@ class Control:
             return self._state.core.result(ended)
         weights = self._weights
         is_update_waiting = weights is not None and weights.state == "staged" and self._must_wait(weights)
-        result = self._step(ended, admit_new=not (self._is_pausing or is_update_waiting))
+        result = self._step(ended, admit_new=not (self.is_pausing or is_update_waiting))
         self._pause_when_drained()
         return result
 
@@ -186,39 +184,39 @@ class Control:
         self._require_alive()
         if mode == "wait" and not blocking:
             self._require_awake_for_drain()
-            self._clears_cache = clear_cache
-            self._is_pausing = True
+            self._pause_clears = clear_cache
             self._pause_when_drained()
             return
         if mode == "wait":
             self._drain()
         elif mode == "abort":
             self._state.change(lambda: self._state.end(None, keep_samples=True))
-        self._is_pausing = False
+        self._pause_clears = None
         self._is_paused = True
         if clear_cache:
             self._state.change(self._state.core.forget_kv)
 
     def _pause_when_drained(self) -> None:
         """Complete a pause that waits if every started request has ended."""
-        if not self._is_pausing or self._state.core.started_requests():
+        clear_cache = self._pause_clears
+        if clear_cache is None or self._state.core.started_requests():
             return
-        self._is_pausing = False
+        self._pause_clears = None
         self._is_paused = True
-        if self._clears_cache:
+        if clear_cache:
             self._state.change(self._state.core.forget_kv)
 
     @as_call
     def cancel_pause(self) -> bool:
         """Cancel a `pause("wait", blocking=False)` that still waits; return whether there was one."""
-        was_pausing, self._is_pausing = self._is_pausing, False
+        was_pausing, self._pause_clears = self.is_pausing, None
         return was_pausing
 
     @as_call
     def resume(self) -> None:
         """Allow steps after `pause`, or cancel a pause that still waits. Has no effect on a running engine."""
         self._require_alive()
-        self._is_pausing = False
+        self._pause_clears = None
         self._is_paused = False
 
     @as_call
@@ -233,11 +231,11 @@ class Control:
         """Free the memory of the KV cache; requests stay, and recompute their K/V after `wake`.
 
         On CUDA the weights move to main memory; on a CPU they stay. With `discard_weights` they are freed, and no step
-        runs before `update_weights` has replaced all of them. Has no effect if asleep.
+        runs before `update_weights` has replaced all of them; a sleeping engine can still discard them.
         """
         check_bool("discard_weights", discard_weights)
         self._require_alive()
-        if self._is_pausing:
+        if self.is_pausing:
             raise EnginePaused("the engine is pausing, and started requests could not end in sleep; resume() first")
         self._state.change(self._state.core.forget_kv)
         self._state.change(lambda: self._free_memory(discard_weights))
@@ -300,8 +298,9 @@ class Control:
 
         `on_running`, for started requests: "keep" their K/V (default), "recompute" it (default with `blocking`),
         "abort" them, or "wait" for their end. `version` is the trainer's label. `partial` keeps tensors that are not
-        given. `checksum` is the expected `weights_checksum`. `timeout` in seconds bounds gathering in a thread, which
-        calls `on_gathered` at its end, also after an error. Raises `UpdateBusy` during another update, `BadRequest`.
+        given, `allow_nonfinite` accepts NaN and infinity. `checksum` is the expected `weights_checksum`. `timeout` in
+        seconds bounds gathering in a thread, which calls `on_gathered` at its end, also after an error. Raises
+        `UpdateBusy` during another update, `BadRequest`.
         """
         self._require_alive()
         try:

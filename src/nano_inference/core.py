@@ -23,7 +23,7 @@ from nano_inference.types import Delta, OnRunning, StepResult, StepStats, TopLog
 
 
 class Core:
-    """Owns the queues and, through its manager, the KV blocks. The only place where a `Sequence` changes."""
+    """Owns the queues and hands out block ids through its KV manager. The only place where a `Sequence` changes."""
 
     def __init__(self, runner: Runner, kv: KVManager, limits: SchedulerConfig, *, vocab_size: int) -> None:
         self.version = 0

@@ -93,7 +93,7 @@ class TrainingSample:
     engine. None skips the check on resumption. Ignored by `==`."""
     finish_reason: FinishReason
     stop_reason: StopReason | None = None
-    """The token id or string that stopped it; None for the model's end token and for a length."""
+    """The token id or string that stopped it, or an abort's cause; None for the model's end token and for a length."""
     seed: int | None = None
     """Sampling depends only on logits, seed, `sample_index` and position. Set even if the request had none."""
     version_labels: Mapping[int, WeightLabel] = field(default_factory=dict, hash=False)

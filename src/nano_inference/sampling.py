@@ -1,8 +1,14 @@
 """Samples tokens from logits. Functions only; randomness is an argument.
 
 Order: penalties, logit_bias, allowed ids and masks, temperature, top-k, top-p on the renormalised rest, min-p, then one
-uniform inverts the CDF over tokens in ascending id order. A row's result never depends on the other rows: rows without
-truncation are computed identically alone and among truncated ones.
+uniform inverts the CDF over tokens in ascending id order.
+
+Reported log-probabilities are the log-softmax of the model's logits (mode "raw"), of the adjusted logits divided by the
+temperature ("tempered"), or of what top-k, top-p and min-p leave of them ("processed"). At temperature 0 all three are
+that of the adjusted logits, undivided.
+
+A row's result never depends on the other rows: rows without truncation are computed identically alone and among
+truncated ones.
 
 Shapes: B rows, V vocabulary, R a subset of the rows, N blocks of a vocabulary, C tokens of such a block, K best tokens.
 """
@@ -189,7 +195,10 @@ def sample_with_logprobs(
 
 
 def _needs_raw(row: Row) -> bool:
-    """Return whether the row reports the unmodified distribution and samples from a modified one."""
+    """Return whether the row reports the unmodified distribution and samples from a modified one.
+
+    At temperature 0 all modes are the same by definition: the log-softmax of the adjusted logits.
+    """
     params = row.params
     if row.logprobs_mode != "raw" or params.temperature == 0:
         return False

@@ -83,7 +83,7 @@ class SchedulerOutput:
 
 
 def share(config: SchedulerConfig) -> int:
-    """Return the tokens of a step that one prompt gets while other sequences wait or decode.
+    """Return the tokens of a step that one prompt gets while other sequences decode or a prompt ends in the step.
 
     A quarter of the budget, because a CPU step's duration is proportional to its tokens; more if reading the weights
     would take over a fifth of the step; at most half of the budget.

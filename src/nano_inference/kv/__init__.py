@@ -5,7 +5,8 @@ keeps a tree of the tokens, so that a hit may end inside a block. Invariants of 
 
 - a block can be found only after its K/V exists (`publish`), and only under its own salt;
 - a hit leaves at least one token of a prompt to compute;
-- a block table in use never changes: a sequence that computes K/V which is already published keeps a private copy;
+- `paged` never changes a block table in use: a sequence that computes K/V which is already published keeps a private
+  copy; `radix` replaces a full block by the published equal one, between steps (`publish` returns the table);
 - within a step every `hold` precedes every `take`, because `take` may evict blocks without references;
 - `take` and `hold` change either everything or nothing.
 """

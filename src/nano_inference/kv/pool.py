@@ -109,7 +109,7 @@ class BlockPool:
 
 
 class KVManager(ABC):
-    """Owns `num_blocks` blocks of `block_size` tokens."""
+    """Counts references to `num_blocks` blocks of `block_size` tokens and finds cached prefixes."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         check_int("num_blocks", num_blocks, 1)

@@ -36,7 +36,7 @@ class _Node:
 
 
 class RadixKVCache(KVManager):
-    """Owns `num_blocks` blocks of `block_size` tokens."""
+    """The tree of published blocks; see `KVManager`."""
 
     def reset(self) -> None:
         """Make every block blank; forget every prefix and reference. Can be interrupted and called again."""

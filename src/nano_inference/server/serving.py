@@ -46,7 +46,7 @@ class OpenCalls:
     num: int = 0
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class CallResponse(Response):
     """Runs a call when it is sent, and releases its resources when sending ends in any way."""
 
