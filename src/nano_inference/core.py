@@ -1,7 +1,4 @@
-"""`Core`: the queues, the block tables and the step: plan (counts only), apply (take blocks), run, commit.
-
-It moves sequences from waiting to running to ended. All decisions are made by functions that it calls.
-"""
+"""`Core`: the queues, the block tables and the step: plan (counts only), apply (take blocks), run, commit."""
 
 from __future__ import annotations
 
