@@ -34,7 +34,7 @@ lint: .venv/ready-dev
 	$(BIN)/python scripts/words.py
 	$(BIN)/python scripts/size.py
 
-# The fast files: tests/slow.txt lists the others. Under two minutes on two cores; no download, no browser.
+# The fast files: tests/slow.txt lists the others. About two minutes on two cores; no download, no browser.
 check: .venv/ready-dev
 	$(PYTEST) -m "not model" $(addprefix --ignore=tests/,$(shell cat tests/slow.txt))
 
