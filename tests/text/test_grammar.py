@@ -460,7 +460,7 @@ def check_schemas(tokenizer: Tokenizer, grammars: Grammars, count: int) -> dict[
             return
         validator = jsonschema_rs.validator_for(whole, validate_formats=True)
         text = text_of(tokenizer, tokens)
-        known = text.replace(":60", ":59")  # the validator does not support the leap seconds of RFC 3339
+        known = re.sub(r"(?<=\d):60", ":59", text)  # the validator does not support the leap seconds of RFC 3339
         assert validator.is_valid(json.loads(known, parse_float=finite)), (text, whole)
         seen["valid"] += 1
 
