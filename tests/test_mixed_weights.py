@@ -249,7 +249,7 @@ class Witness:
             self._cache.crop(shared - len(self._path))
         for one in path[shared:]:
             model = self.models[one.version]
-            out = model(torch.tensor([[one.token]]), past_key_values=self._cache, use_cache=True)
+            out = model(torch.tensor([[one.token]]), cache=self._cache, use_cache=True)
             self._logits[one] = out.logits[0, -1].float()
         self._path = path
         return self._logits[node]

@@ -559,7 +559,7 @@ def mixed_logprobs(models: tuple[Model, Model], ids: list[int], num_old: int) ->
     """Log-probabilities [tokens - 1, V] when one model computed the first positions' K/V, another the rest over it."""
     cache = transformers.DynamicCache()
     parts = (models[0], ids[:num_old]), (models[1], ids[num_old:])
-    logits = [model(torch.tensor([part]), past_key_values=cache, use_cache=True).logits[0] for model, part in parts]
+    logits = [model(torch.tensor([part]), cache=cache, use_cache=True).logits[0] for model, part in parts]
     return torch.log_softmax(torch.cat(logits).float(), dim=-1)[:-1]
 
 

@@ -43,7 +43,7 @@ class Oracle:
             kept = max(0, num_kept - (len(tokens) - end))
             piece = torch.tensor([list(tokens[start:end])])
             out = self.models[version](
-                piece, past_key_values=cache, use_cache=True, logits_to_keep=max(1, min(kept, end - start))
+                piece, cache=cache, use_cache=True, logits_to_keep=max(1, min(kept, end - start))
             )
             if kept:
                 parts.append(out.logits[0].float())
