@@ -1,18 +1,19 @@
 """Break the core rooms on purpose, one small change at a time, and count how many of the changes the tests notice.
 
-    python benchmarks/mutants.py [--count 160] [--seed 0] [--workers 2] [--tree DIR] [--only FILE] [--out FILE]
+    python benchmarks/mutants.py [--count 160] [--seed 0] [--workers 2] [--tree DIR] [--only FILE] [--seconds 60]
+        [--reach FILE] [--out FILE]
 
 A mutant is one changed operator, constant, condition or removed call in one of `ROOMS`; the same seed chooses the same
-mutants of the same sources. Each runs `TESTS`, those named after its room first, until one fails. `--tree` is another
-checkout whose sources and tests are used, to compare two revisions. A mutant is caught if a test fails, if the tests
-cannot be collected, or if they take longer than `LIMIT_S`.
+mutants of the same sources. First `TESTS` run once, to find out which test calls which function (`--reach FILE` keeps
+that for the next time). Then each mutant runs the tests that call its function, fastest first, until one fails or those
+of `--seconds` have passed. `--tree` is another checkout whose sources and tests are used, to compare two revisions. A
+mutant is caught if a test fails, if the tests cannot be collected, or if they take longer than `LIMIT_S`; a function
+that no test calls is listed as missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import copy
 import json
 import os
 import random
@@ -21,39 +22,33 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from mutation.places import Mutant, all_mutants, mutated
 
 ROOT = Path(__file__).parents[1]
+HERE = Path(__file__).parent / "mutation"
 ROOMS = (
-    "types admission door sequence scheduling kv sampling ngram_drafter speculate speculation "
-    "drafting core engine control books calls ledger recovery delta_stream updates runner checks "
-    "async_engine engine_thread errors"
+    "types samples admission door sequence appending scheduling kv sampling ngram_drafter speculate speculation "
+    "drafting core engine control books calls ledger state requests recovery delta_stream updates runner checks "
+    "matching async_engine engine_thread errors"
 )
-"""Rooms of the core, under their names in either revision."""
+"""Rooms of the core, under their names in any revision."""
 TESTS = (
-    "test_scheduling test_kv test_sampling test_ngram_drafter test_speculate test_types test_drawing "
-    "sim test_control test_speculation test_engine test_resume test_rl test_misuse test_batch "
-    "test_async_engine test_interruptions test_lineage test_logprobs test_embeddings test_kv_pages"
+    "test_scheduling test_kv test_sampling test_ngram_drafter test_speculate test_types test_drawing sim test_control "
+    "test_speculation test_lookahead test_engine test_resume test_misuse test_bad_input test_batch test_async_engine "
+    "test_interruptions test_lineage test_logprobs test_embeddings test_kv_pages test_training_sample test_rollout "
+    "text/test_tools server/test_engine_link"
 )
-LIMIT_S = 600
-SWAPS: dict[type[ast.AST], type[ast.AST]] = {
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
-    **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And},
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult},
-}
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change: the number of its place in the file's `places`."""
-
-    file: str
-    place: int
-    line: int
-    change: str
+LIMIT_S = 300
+Reach = Sequence[tuple[str, float, dict[str, list[int]]]]
+"""Tests with their seconds and the functions that they call, as `mutation.reach` writes them."""
 
 
 @dataclass(frozen=True)
@@ -65,108 +60,68 @@ class Verdict:
     by: str
 
 
-def places(tree: ast.Module) -> Iterator[tuple[ast.AST, str, Callable[[], None]]]:
-    """Yield every place that can be changed: its node, the change in words, and a function that changes it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            for at, operator in enumerate(node.ops):
-                yield from _swap(node, operator, lambda new, node=node, at=at: node.ops.__setitem__(at, new))
-        elif isinstance(node, ast.BoolOp | ast.BinOp | ast.AugAssign):
-            yield from _swap(node, node.op, lambda new, node=node: setattr(node, "op", new))
-        elif isinstance(node, ast.Constant) and type(node.value) is int:
-            yield node, f"{node.value} -> {node.value + 1}", lambda node=node: setattr(node, "value", node.value + 1)
-        elif isinstance(node, ast.Constant) and type(node.value) is bool:
-            yield node, f"{node.value} -> {not node.value}", lambda node=node: setattr(node, "value", not node.value)
-        elif isinstance(node, ast.If):
-            yield node, "condition negated", lambda node=node: setattr(node, "test", _negated(node.test))
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            yield node, "call removed", lambda node=node: setattr(node, "value", ast.Constant(None))
+class WarmPytest:
+    """Owns a process that runs tests in forked children (`mutation/warm.py`)."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", str(HERE / "warm.py")]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, tree: Path, package: Path, tests: Sequence[str], limit_s: float) -> dict[str, Any]:
+        """Run tests of a checkout on a copy of the package; return the exit status and the end of the output."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        job = {"tree": str(tree), "package": str(package), "tests": tests, "limit_s": limit_s}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
 
 
-def _swap(
-    node: ast.AST, operator: ast.AST, put: Callable[[ast.AST], None]
-) -> Iterator[tuple[ast.AST, str, Callable[[], None]]]:
-    new = SWAPS.get(type(operator))
-    if new is not None:
-        yield node, f"{type(operator).__name__} -> {new.__name__}", lambda: put(new())
+def reach_of(tree: Path, kept: Path | None) -> Reach:
+    """Run all tests once, noting which functions each calls; or read what an earlier call kept."""
+    if kept is None or not kept.exists():
+        with tempfile.TemporaryDirectory() as home:
+            out = kept or Path(home) / "reach.jsonl"
+            names = [
+                f"tests/{name}" if (tree / "tests" / name).is_dir() else f"tests/{name}.py" for name in TESTS.split()
+            ]
+            paths = (str(tree / "src"), str(tree), str(HERE))
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "REACH_OUT": str(out)}
+            command = [sys.executable, "-P", "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "reach"]
+            found = [name for name in names if (tree / name).exists()]
+            ended = subprocess.run([*command, *found], cwd=tree, env=environment, check=False)
+            assert ended.returncode == 0, "the tests fail without any change"
+            return [json.loads(line) for line in out.read_text().splitlines()]
+    return [json.loads(line) for line in kept.read_text().splitlines()]
 
 
-def _negated(test: ast.expr) -> ast.expr:
-    return ast.UnaryOp(ast.Not(), test)
+def tests_for(mutant: Mutant, reach: Reach, seconds: float) -> list[str]:
+    """Return the tests that call the mutant's function, fastest first, as many as take so many seconds."""
+    found = [
+        (duration, name)
+        for name, duration, calls in reach
+        if mutant.file in calls and (not mutant.function or mutant.function in calls[mutant.file])
+    ]
+    found.sort()
+    sums = accumulate(duration for duration, _ in found)
+    return [name for (_, name), total in zip(found, sums, strict=True) if total <= seconds] or [n for _, n in found[:1]]
 
 
-def skipped_nodes(tree: ast.Module) -> set[int]:
-    """Return the ids of nodes that no test could notice: annotations, assertions and calls of a logger."""
-    found: set[int] = set()
-    for node in ast.walk(tree):
-        parts: list[ast.AST | None] = []
-        if isinstance(node, ast.Assert):
-            parts.append(node)
-        elif isinstance(node, ast.arg | ast.AnnAssign):
-            parts.append(node.annotation)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            parts.append(node.returns)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and "_log" in ast.unparse(node.value.func):
-            parts.append(node)
-        found |= {id(inner) for part in parts if part is not None for inner in ast.walk(part)}
-    return found
-
-
-def all_mutants(package: Path) -> list[Mutant]:
-    """Return every mutant of the rooms."""
-    found = []
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package).as_posix()
-        if name.partition("/")[0].removesuffix(".py") not in ROOMS.split():
-            continue
-        tree = ast.parse(path.read_text())
-        skipped = skipped_nodes(tree)
-        for number, (node, change, _) in enumerate(places(tree)):
-            if id(node) not in skipped:
-                found.append(Mutant(name, number, getattr(node, "lineno", 0), change))
-    return found
-
-
-def mutated(source: str, place: int) -> str:
-    """Return a source with the change at that place."""
-    tree = copy.deepcopy(ast.parse(source))
-    for number, (_, _, apply) in enumerate(places(tree)):
-        if number == place:
-            apply()
-            break
-    return ast.unparse(ast.fix_missing_locations(tree))
-
-
-def tests_for(mutant: Mutant, tree: Path) -> list[str]:
-    """Return the tests to run, those of the mutant's room first."""
-    room = Path(mutant.file).parts[0].removesuffix(".py")
-    names = [f"tests/{name}" if (tree / "tests" / name).is_dir() else f"tests/{name}.py" for name in TESTS.split()]
-    there = [name for name in names if (tree / name).exists()]
-    return sorted(there, key=lambda name: room not in name)
-
-
-def run(mutant: Mutant, tree: Path) -> Verdict:
-    """Run the tests on a copy of the sources that has the change."""
+def judge(mutant: Mutant | None, tree: Path, tests: Sequence[str], pytest: WarmPytest) -> tuple[bool, str]:
+    """Run tests on a copy of the sources, changed if there is a mutant; return whether one failed, and which."""
+    if not tests:
+        return False, "no test calls it"
     with tempfile.TemporaryDirectory() as home:
         package = Path(home) / "nano_inference"
         shutil.copytree(tree / "src" / "nano_inference", package, ignore=shutil.ignore_patterns("__pycache__"))
-        changed = package / mutant.file
-        changed.write_text(mutated(changed.read_text(), mutant.place))
-        environment = os.environ | {"PYTHONPATH": f"{home}{os.pathsep}{tree}", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-P", "-m", "pytest", "-xq", "-n", "0", "-p", "no:cacheprovider", "--no-header"]
-        try:
-            ended = subprocess.run(
-                [*command, *tests_for(mutant, tree)],
-                cwd=tree,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-            )
-        except subprocess.TimeoutExpired:
-            return Verdict(mutant, True, "the time limit")
-        failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return Verdict(mutant, ended.returncode != 0, failed[0][:120] if failed else f"exit code {ended.returncode}")
+        if mutant is not None:
+            changed = package / mutant.file
+            changed.write_text(mutated(changed.read_text(), mutant.place))
+        ended = pytest.run(tree, Path(home), tests, LIMIT_S)
+    failed = [line for line in ended["output"].splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if ended["code"] == 1 and not failed:
+        raise RuntimeError(f"pytest did not run: {ended['output']}")
+    return ended["code"] != 0, failed[0][:120] if failed else f"exit status {ended['code']}"
 
 
 def main() -> None:
@@ -177,19 +132,37 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--tree", type=Path, default=ROOT)
     parser.add_argument("--only", default="")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--reach", type=Path)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     tree = given.tree.resolve()
-    known = [one for one in all_mutants(tree / "src" / "nano_inference") if given.only in one.file]
+    reach = reach_of(tree, given.reach)
+    known = [
+        one for one in all_mutants(tree / "src" / "nano_inference", frozenset(ROOMS.split())) if given.only in one.file
+    ]
     chosen = random.Random(given.seed).sample(known, min(given.count, len(known)))
+    idle: SimpleQueue[WarmPytest] = SimpleQueue()
+    fastest = [name for _, name in sorted((seconds, name) for name, seconds, _ in reach)[:50]]
+    for _ in range(given.workers):
+        idle.put(pytest := WarmPytest())
+        is_red, why = judge(None, tree, fastest, pytest)
+        assert not is_red, f"a test fails without any change: {why}"
+
+    def verdict_of(mutant: Mutant) -> Verdict:
+        pytest = idle.get()
+        try:
+            return Verdict(mutant, *judge(mutant, tree, tests_for(mutant, reach, given.seconds), pytest))
+        finally:
+            idle.put(pytest)
+
     verdicts: list[Verdict] = []
     with ThreadPoolExecutor(given.workers) as pool:
-        for verdict in pool.map(lambda mutant: run(mutant, tree), chosen):
+        for verdict in pool.map(verdict_of, chosen):
             verdicts.append(verdict)
             mutant = verdict.mutant
-            print(
-                f"{'caught' if verdict.is_caught else 'MISSED'} {mutant.file}:{mutant.line} {mutant.change}", flush=True
-            )
+            word = "caught" if verdict.is_caught else "MISSED"
+            print(f"{word} {mutant.file}:{mutant.line} {mutant.change} ({verdict.by})", flush=True)
     if given.out:
         given.out.write_text(json.dumps([asdict(one) for one in verdicts], indent=1))
     rooms = Counter(one.mutant.file for one in verdicts if not one.is_caught)
