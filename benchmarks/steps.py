@@ -1,6 +1,7 @@
 """Measure the host's cost of a step (planning, bookkeeping, results) beside the model, and whether it grows.
 
     python benchmarks/steps.py [--cached 0,10000,100000] [--waiting 0,1000,10000] [--running 1,8,64]
+    python benchmarks/steps.py --lookahead 1,4,16 [--rows 256]
     python benchmarks/steps.py --model [--batch 1,64] [--steps 48]
 
 The first form runs core, scheduler and caches with a model that computes nothing, and measures this thread's CPU time,
@@ -8,8 +9,9 @@ which other work on the machine hardly affects. Every row of the table is one si
 that of the same rows with nothing waiting and nothing cached (flat is about 1.0), `worst` the dearest single step
 (garbage collection included), `gc` one full collection. Below it: steps while a pause drains, steps of `generate` with
 that many prompts, steps with a long prompt at the head of the queue that finds no room, and single operations.
-The second form runs the default model on the CPU kernels and prints the share of a step's wall time outside the calls
-in C. The last line is JSON.
+The second form prints the cost of a token where a step samples several of each row, with nothing and with 10,000
+requests waiting. The third runs the default model on the CPU kernels and prints the share of a step's wall time outside
+the calls in C. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.types import StepResult
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
-BLOCK, STEP_TOKENS, VOCAB_SIZE, MAX_LEN = 16, 2048, 50_000, 8192
+BLOCK, STEP_TOKENS, VOCAB_SIZE, MAX_LEN = 16, 2048, 50_000, 16384
 FIRST, DRAWN = 1, 2
 """Every text begins with the same token, as the texts of a chat template do; every drawn token is the same."""
 PROMPT_TOKENS, TEXT_BLOCKS = 32, 64
@@ -77,6 +79,7 @@ class Scene:
     cache: CacheType
     running: int
     waiting: int = 0
+    lookahead: int = 1
     cached: int = 0
     """Blocks that the prefix cache could give to new requests; every further block evicts one of them."""
 
@@ -87,12 +90,18 @@ class Stage:
     def __init__(self, scene: Scene, *, begin: bool = True) -> None:
         self.rng = random.Random(7)
         self.runner = IdleRunner()
-        num_steps = WARM_UP + ROUND * ROUNDS + 8
+        num_steps = scene.lookahead * (WARM_UP + ROUND * ROUNDS + 8)
         blocks_of_row = -(-(PROMPT_TOKENS + num_steps) // BLOCK) + 2
         num_blocks = max(scene.cached, (scene.running + 1) * blocks_of_row + STEP_TOKENS // BLOCK)
         self.kv = make_kv(scene.cache, num_blocks, BLOCK)
         self.texts = list(fill(self.kv, scene.cached, self.rng))
-        parts = EngineParts(runner=self.runner, kv=self.kv, vocab_size=VOCAB_SIZE, max_model_len=MAX_LEN)
+        parts = EngineParts(
+            runner=self.runner,
+            kv=self.kv,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_LEN,
+            lookahead=scene.lookahead,
+        )
         config = EngineConfig(model_path="none", max_batch_size=scene.running, max_tokens_per_batch=STEP_TOKENS, seed=1)
         self.engine = InferenceEngine(config, parts=parts)
         if begin:
@@ -214,6 +223,27 @@ def blocked(head_tokens: int) -> Stage:
     if head_tokens:
         stage.add(1, 1, head_tokens)
     return stage
+
+
+def time_lookahead(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print the cost of a token for each lookahead, over the first one without waiting requests; return the rows."""
+    found: list[dict[str, Any]] = []
+    for waiting in (0, 10_000):
+        stages = [
+            Stage(Scene(cache="radix", running=arguments.rows, waiting=waiting, lookahead=count))
+            for count in arguments.lookahead
+        ]
+        for count, rounds in zip(arguments.lookahead, time_rounds(stages), strict=True):
+            us = cost_of(rounds) / (count * arguments.rows)
+            found.append(
+                {"lookahead": count, "waiting": waiting, "us": us, "ratio": us / (found or [{"us": us}])[0]["us"]}
+            )
+            print(
+                f"{arguments.rows} rows, {waiting} waiting, {count} a step: {us:.2f} us a token "
+                f"({found[-1]['ratio']:.2f}x)",
+                flush=True,
+            )
+    return found
 
 
 def time_growth(name: str, counts: Sequence[int], make: Callable[[int], Stage]) -> list[dict[str, Any]]:
@@ -376,7 +406,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--batch", type=counts, default=[1, 64])
     parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--lookahead", type=counts, default=[], help="tokens of a row in a step")
+    parser.add_argument("--rows", type=int, default=256, help="with --lookahead")
     arguments = parser.parse_args()
+    if arguments.lookahead:
+        print(json.dumps({"lookahead": time_lookahead(arguments)}))
+        return
     if arguments.model:
         print(json.dumps({"model": time_model(arguments)}))
         return
