@@ -27,7 +27,7 @@ LEVELS = (
     "kv text catalog",
     "scheduling sampling matching",
     "sequence",
-    "admission recovery speculation",
+    "admission appending recovery speculation",
     "models",
     "loader",
     "executors",
@@ -62,7 +62,7 @@ TORCH_FREE = (
     ),
     *("frozen.py", "exclusive.py", "recovery.py", "matching.py", "state.py", "engine_thread.py", "async_engine.py"),
     *("calls.py", "control.py", "requests.py", "updates.py"),
-    "speculation.py",
+    *("speculation.py", "appending.py"),
     "runner.py",
     *("rollout.py", "ngram_drafter.py"),
     *(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.scheduling import SchedulerOutput, SeqView, Work, schedule
+from nano_inference.scheduling import STREAM_LOOKAHEAD, SchedulerOutput, SeqView, Work, schedule
 
 State = tuple[list[SeqView], list[SeqView], int, SchedulerConfig]
 
@@ -77,7 +77,8 @@ def test_every_row_has_the_blocks_it_needs_and_no_more() -> None:
             v = views[work.id]
             end = v.num_computed + work.num_tokens
             assert v.num_computed < end <= v.num_tokens
-            assert work.num_sampled == (min(cfg.lookahead, v.max_new) if end == v.num_tokens else 0)
+            most, fewest = min(cfg.lookahead, v.max_new), min(1, v.max_new)
+            assert fewest <= work.num_sampled <= most if end == v.num_tokens else work.num_sampled == 0
             num_slots = end + max(0, work.num_sampled - 1)
             assert work.num_blocks == max(0, -(-num_slots // cfg.block_size) - v.num_blocks)
 
@@ -198,6 +199,55 @@ def test_lookahead_reserves_the_slots_of_tokens_not_yet_drawn() -> None:
     assert schedule([], [row._replace(max_new=1)], 9, config(lookahead=6)).work == (Work(0, 1, 0, 1),)
     scoring = view(100, 8, max_new=0)
     assert schedule([scoring], [], 9, config(lookahead=6)).work == (Work(100, 8, 2, 0),)
+
+
+def test_lookahead_changes_neither_the_rows_of_a_step_nor_who_is_preempted() -> None:
+    num_ahead = 0
+    for (waiting, running, free, cfg), plan in states():
+        single = schedule(waiting, running, free, dataclasses.replace(cfg, lookahead=1))
+        assert [work[:2] for work in plan.work] == [work[:2] for work in single.work]
+        assert plan.preempted_seqs == single.preempted_seqs
+        num_ahead += sum(work.num_sampled > 1 for work in plan.work)
+    assert num_ahead > 50
+
+
+def sampled(waiting: Iterable[SeqView], *running: SeqView, free: int = 99, lookahead: int = 16) -> list[int]:
+    """Return how many tokens each row of a step samples."""
+    return [work.num_sampled for work in schedule(waiting, running, free, config(lookahead=lookahead)).work]
+
+
+def test_rows_sample_one_token_while_a_prompt_is_computed() -> None:
+    rows = [decoding(0, 8)._replace(max_new=99), decoding(1, 9)._replace(max_new=99)]
+    assert sampled((), *rows) == [16, 16]
+    assert sampled((), *rows, view(2, 20, max_new=99)) == [1, 1, 1], "a running prompt"
+    assert sampled((), *rows, view(2, 200, max_new=99)) == [1, 1, 0], "a chunk of one"
+    assert sampled([view(100, 20, max_new=99)], *rows) == [1, 1, 1], "a prompt that starts"
+
+
+def test_rows_sample_few_tokens_while_a_client_reads() -> None:
+    rows = [decoding(id, 8)._replace(max_new=99) for id in range(8)]
+    streamed = rows[0]._replace(is_streamed=True)
+    assert sampled((), streamed, *rows[1:3]) == [STREAM_LOOKAHEAD] * 3
+    assert sampled((), streamed, *rows[1:3], lookahead=2) == [2] * 3, "never more than configured"
+    assert sampled([view(100, 20)], *rows) == [16] * 8, "a sequence without a seat waits"
+
+
+def test_a_row_samples_no_more_than_it_may() -> None:
+    rows = [decoding(0, 8)._replace(max_new=99, max_ahead=3), decoding(1, 8)._replace(max_new=2), decoding(2, 8)]
+    assert sampled((), *rows) == [3, 2, 9]
+
+
+def test_lookahead_takes_free_blocks_only() -> None:
+    rows = [decoding(0, 9)._replace(max_new=99), decoding(1, 9)._replace(max_new=99)]  # 2 blocks held, 24 slots wanted
+    assert sampled((), *rows, free=8) == [16, 16]
+    assert sampled((), *rows, free=7) == [1, 1]
+
+
+def test_a_row_with_drafts_does_not_look_ahead() -> None:
+    rows = [decoding(0, 8)._replace(num_drafts=3, draft_chance=1.0), decoding(1, 8)]
+    cfg = dataclasses.replace(config(lookahead=4), max_draft_tokens=5, weight_tokens=30)
+    plan = schedule((), rows, 99, cfg)
+    assert [(work.num_sampled, work.num_drafts) for work in plan.work] == [(1, 3), (4, 0)]
 
 
 def test_preemption_stops_as_soon_as_there_is_room() -> None:

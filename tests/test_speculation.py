@@ -196,11 +196,6 @@ def test_no_drafts_by_default(tiny: Path) -> None:
         assert EngineConfig(model_path="m").speculation == "off"
 
 
-def test_speculation_rejects_lookahead() -> None:
-    with pytest.raises(ValueError, match="max_draft_tokens: speculation cannot be combined with"):
-        InferenceEngine(fake_config(speculation="ngram"), parts=fake_parts("radix", 20, 4, lookahead=2))
-
-
 # ---- which samples get drafts
 
 

@@ -76,6 +76,7 @@ WRONG_CONFIG: dict[str, tuple[Any, ...]] = {
     "attention": ("", "flash", None),
     "speculation": ("", "eagle", None, True),
     "max_draft_tokens": (*NO_INTEGER, None, 0, -1, 65),
+    "lookahead": (*NO_INTEGER, None, 0, -1, 65),
     "seed": (*NO_INTEGER, 2**64, -(2**63) - 1),
     "logprobs_mode": ("", "cooked", None, 1),
     "deterministic": (1, "no", None),
@@ -118,12 +119,6 @@ def test_scheduler_config_rejects_invalid_values_naming_the_field(name: str) -> 
     for value in (*NO_INTEGER, None, -1, *(() if name == "max_draft_tokens" else (0,))):
         with pytest.raises(ValueError, match=name):
             SchedulerConfig(**{name: value})
-
-
-def test_lookahead_excludes_speculation() -> None:
-    with pytest.raises(ValueError, match="max_draft_tokens: speculation cannot be combined with"):
-        SchedulerConfig(lookahead=2, max_draft_tokens=1)
-    assert SchedulerConfig(lookahead=1, max_draft_tokens=1) == SchedulerConfig(max_draft_tokens=1)
 
 
 def test_the_edges_of_every_range_are_allowed() -> None:

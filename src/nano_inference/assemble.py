@@ -153,6 +153,7 @@ def _with_cache(executor: Executor, config: EngineConfig, num_blocks: int, *, ea
         max_model_len=executor.config.max_positions,
         weights=WeightSyncManager(executor),
         executor=executor,
+        lookahead=config.lookahead,
     )
 
 

@@ -173,6 +173,7 @@ class AsyncEngine(Generic[Engine]):
             params=sampling_params or SamplingParams(),
             num_samples=num_samples_per_prompt,
             program=program,
+            is_streamed=True,
         )
         async for _, delta in self.submit_and_read([request]):
             yield delta

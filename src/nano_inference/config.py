@@ -28,6 +28,7 @@ KV_DTYPES: tuple[KvDtype, ...] = ("auto", "bfloat16")
 KERNELS: tuple[KernelsName, ...] = ("auto", "avx512", "avx2", "generic", "off")
 ATTENTIONS: tuple[AttentionName, ...] = ("auto", "sdpa", "flex")
 SPECULATIONS: tuple[Speculation, ...] = ("off", "ngram")
+MAX_LOOKAHEAD = 64
 MAX_THREADS = 256
 """Most threads of the CPU kernels (MAX_THREADS of kernels/c/pool.h)."""
 
@@ -86,6 +87,11 @@ class EngineConfig:
         "be faster; it changes no token",
     )
     max_draft_tokens: int = helped(5, "most draft tokens of a sequence in one step, with speculation")
+    lookahead: int = helped(
+        1,
+        "most tokens of a sequence sampled in one step, which saves work between them; 1 while a prompt is computed or "
+        "an update is gathered, at most 4 while a client streams; it changes no token",
+    )
     seed: int | None = helped(None, "seed of requests without one; the default is fresh entropy for each")
     logprobs_mode: LogprobsMode = helped("processed", "distribution of reported log-probabilities")
     deterministic: bool = helped(
@@ -113,6 +119,7 @@ class EngineConfig:
         check_int("max_model_len", self.max_model_len, 1)
         check_int("max_tokens_per_batch", self.max_tokens_per_batch, 1)
         check_int("max_draft_tokens", self.max_draft_tokens, 1, 64)
+        check_int("lookahead", self.lookahead, 1, MAX_LOOKAHEAD)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         if self.kv_cache_bytes is not None:
             check_int("kv_cache_bytes", self.kv_cache_bytes, 1)
@@ -163,9 +170,9 @@ class SchedulerConfig:
     max_tokens_per_batch: int = 2048
     block_size: int = 16
     lookahead: int = 1
-    """Most tokens that a row samples in one step (multi-step decoding)."""
+    """Most tokens that a row without draft tokens samples in one step (multi-step decoding)."""
     max_draft_tokens: int = 0
-    """Most draft tokens of a row; 0 turns speculation off. Cannot be combined with `lookahead`."""
+    """Most draft tokens of a row; 0 turns speculation off."""
     weight_tokens: int = 6
     """Tokens whose arithmetic takes as long as reading the weights once; see `choose_drafts`."""
 
@@ -176,8 +183,6 @@ class SchedulerConfig:
         check_int("lookahead", self.lookahead, 1)
         check_int("max_draft_tokens", self.max_draft_tokens, 0)
         check_int("weight_tokens", self.weight_tokens, 1)
-        if self.lookahead > 1 and self.max_draft_tokens:
-            raise ValueError("max_draft_tokens: speculation cannot be combined with a lookahead above 1")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""

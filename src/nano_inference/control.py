@@ -150,7 +150,8 @@ class Control:
         try:
             if weights is not None:
                 weights.begin_step()
-            result = self._state.step(admit_new=admit_new)
+            is_urgent = weights is not None and weights.state == "staging"  # it gathers between steps
+            result = self._state.step(admit_new=admit_new, is_urgent=is_urgent)
         finally:
             if weights is not None:
                 weights.end_step()

@@ -9,14 +9,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+from nano_inference.appending import append_prompt_results, append_result
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv import Hit, KVManager
 from nano_inference.recovery import Checkpoint, checkpoint, clear_prompt_results, rebuild_matcher, restart, roll_back
-from nano_inference.runner import BlockCopy, DrawExtras, Row, RowResult, Runner
+from nano_inference.runner import BlockCopy, Row, RowResult, Runner
 from nano_inference.scheduling import SeqView, StepPlan, plan_step
-from nano_inference.sequence import NO_EXTRAS, Sequence, add_pooled, advance, finish, to_delta, to_row
+from nano_inference.sequence import Sequence, finish, to_delta, to_row
 from nano_inference.speculation import Speculator
-from nano_inference.types import Delta, OnRunning, StepResult, StepStats, TopLogprobs, WeightLabel
+from nano_inference.types import Delta, OnRunning, StepResult, StepStats, WeightLabel
 
 
 class Core:
@@ -33,6 +34,7 @@ class Core:
         self._runner = runner
         self._kv = kv
         self._limits = limits
+        self._urgent_limits = replace(limits, lookahead=1)
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
         """Ascending by id, that is, oldest first."""
@@ -122,10 +124,11 @@ class Core:
         """Drop the undo information of the last step: its results have been delivered."""
         self._undo = ()
 
-    def step(self, *, admit_new: bool = True) -> StepResult:
+    def step(self, *, admit_new: bool = True, is_urgent: bool = False) -> StepResult:
         """Run one step. If the runner fails or is interrupted (Ctrl-C), the next step computes its rows again.
 
-        Any other exception requires `recover`. Without `admit_new`, only requests that have started are computed.
+        Any other exception requires `recover`. Without `admit_new`, only requests that have started are computed. With
+        `is_urgent`, a row samples one token, because something waits for the end of the step.
         """
         if self._has_dropped_matchers and (ended := self._rebuild_matchers()):
             return self.result(ended)  # delivered before anything that can be interrupted without a repair
@@ -133,7 +136,8 @@ class Core:
         admitted = None if admit_new else self.started_requests()
         waiting = self._waiting_views(hits, admitted) if self._waiting else ()
         running = self._speculator.with_drafts(self._running, self._running_views())
-        plan = plan_step(waiting, running, self._kv.num_free_blocks(), self._limits)
+        limits = self._urgent_limits if is_urgent else self._limits
+        plan = plan_step(waiting, running, self._kv.num_free_blocks(), limits)
         assert plan.work or plan.preempted or admitted == frozenset() or not self.has_work(), "a step without work"
         seqs, copies, fresh = self._apply(plan, hits)
         rows = tuple(
@@ -167,6 +171,7 @@ class Core:
         size = self._kv.block_size
         wanted = self._limits.max_tokens_per_batch + len(self._running) * (size + self._limits.lookahead)
         is_scarce = self._kv.num_free_blocks() * size < wanted
+        looks_ahead = self._limits.lookahead > 1
         return [
             SeqView(
                 id=seq.id,
@@ -176,6 +181,8 @@ class Core:
                 num_private=self._kv.num_private(seq.blocks) if is_scarce else 0,
                 next_key=self._next_key(seq, seq.num_computed, seq.blocks),
                 max_new=seq.max_new,
+                max_ahead=seq.max_ahead if looks_ahead else 1,
+                is_streamed=seq.request.is_streamed,
             )
             for seq in self._running
         ]
@@ -323,12 +330,8 @@ class Core:
             if row.num_drafts and not all(map(math.isfinite, result.logprobs)):
                 self._retry_without_drafts(seq)
                 continue
-            seq.scores += result.scores
-            seq.score_tops += result.score_tops
-            seq.score_ranks += result.score_ranks
-            if row.pool_from is not None:
-                add_pooled(seq, result.pooled, row.start + len(row.tokens) - row.pool_from)
-            num_added = self._append_tokens(seq, row, result)
+            append_prompt_results(seq, row, result)
+            num_added = append_result(seq, row, result, self.version, self._vocab_size)
             num_sampled += sum(seq.mask[len(seq.mask) - num_added :])
             self._publish(seq, is_chunk=len(row.tokens) - row.num_drafts > 1)
             if row.num_drafts:
@@ -374,41 +377,6 @@ class Core:
         )
         samples = tuple(delta.sample for delta in deltas if delta.sample is not None)
         return StepResult(deltas=tuple(deltas), samples=samples, stats=stats)
-
-    def _append_tokens(self, seq: Sequence, row: Row, result: RowResult) -> int:
-        """Append a row's sampled tokens up to one that ends the sample, forces tokens or rejects a draft.
-
-        Returns the number of tokens. K/V exists for the row's tokens and for every accepted draft token.
-        """
-        num_added = 0
-        num_own = len(row.tokens) - row.num_drafts
-        drafts = row.tokens[num_own:] if row.num_drafts else result.tokens[:-1]
-        seq.num_computed = row.start + num_own
-        tops = result.top_logprobs or ((),) * len(result.tokens)
-        extras = result.extras or (NO_EXTRAS,) * len(result.tokens)
-        sampled = zip(result.tokens, result.logprobs, tops, extras, strict=True)
-        for place, (token, logprob, top, extra) in enumerate(sampled):
-            if not math.isfinite(logprob):
-                finish(seq, "abort", "no token can be drawn: the logits are not finite or all tokens are forbidden")
-                break
-            added = self._advance(seq, token, logprob, top, extra)
-            num_added += added
-            has_kv = place < len(drafts) and token == drafts[place]
-            seq.num_computed += has_kv
-            if seq.finish_reason or added > 1 or not has_kv:
-                break
-        if seq.max_new <= 0 and seq.finish_reason is None and seq.num_computed == len(seq.tokens):
-            finish(seq, "length", None)
-        return num_added
-
-    def _advance(self, seq: Sequence, token: int, logprob: float, top: TopLogprobs, extra: DrawExtras) -> int:
-        """Append a sampled token and those it forces; a matcher or program that raises ends its own sample only."""
-        before = seq.num_new
-        try:
-            advance(seq, token, logprob, top, self.version, extra, vocab_size=self._vocab_size)
-        except Exception as error:
-            finish(seq, "abort", f"{type(error).__name__}: {error}")
-        return seq.num_new - before
 
     def _publish(self, seq: Sequence, *, is_chunk: bool) -> None:
         """Publish full blocks; after a prefill chunk and at the end, also a partly filled one."""

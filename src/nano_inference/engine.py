@@ -117,7 +117,9 @@ class InferenceEngine(Control):
         self, prompt: Seq[int], sampling_params: SamplingParams | None = None, num_samples_per_prompt: int = 1
     ) -> DeltaStream:
         """Queue one prompt and return an iterator of its deltas; closing the iterator aborts the samples."""
-        return self.deltas(self.add_request(prompt, sampling_params, num_samples_per_prompt, claim=True))
+        params = sampling_params or SamplingParams()
+        request = EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, is_streamed=True)
+        return self.deltas(self.add(request, claim=True))
 
     def deltas(self, request_id: int) -> DeltaStream:
         """Return an iterator of the deltas of a claimed request; closing it aborts the request.

@@ -22,8 +22,8 @@ class Row:
     """Position of the first token."""
     blocks: tuple[int, ...]
     num_sampled: int
-    """Most tokens to sample after the last one; 0 samples none. With draft tokens it is 1: one token is sampled at the
-    position before each of them, and one after the last."""
+    """Most tokens to sample after the last one, each computed from those before; 0 samples none. With draft tokens it
+    is 1: one token is sampled at the position before each of them, and one after the last."""
     params: SamplingParams
     logprobs_mode: LogprobsMode
     seed: int
@@ -46,6 +46,8 @@ class Row:
     pool_from: int | None = None
     """Report the sum of the last hidden states from this position on that this row computes."""
     num_drafts: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens after which the sample ends: none needs to be sampled behind them."""
 
 
 class BlockCopy(NamedTuple):

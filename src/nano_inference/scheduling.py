@@ -15,6 +15,11 @@ with more than one token left to compute. In each step:
 each step. While there are seats and blocks for it, a prompt whose older prompts have n_1 … n_k tokens samples its first
 token at most Σ ceil(n_i / reserve) steps after it arrived, itself included in the sum. While it lacks seats or blocks,
 at most `OVERTAKERS` younger sequences start before it. Verified by tests/sim/test_fair_share.py.
+
+Lookahead. An executor may sample up to `SchedulerConfig.lookahead` tokens of a decoding row in one step, which saves
+the host's work between them. Nothing else can happen meanwhile: in a step that computes a prompt, a row samples one
+token; while a client reads tokens as they come, at most `STREAM_LOOKAHEAD`. Blocks are reserved for all of them, but no
+sequence is preempted for more than one.
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ OVERTAKERS = 256
 """Most younger sequences that start while an older one waits for blocks or for budget."""
 LOOKAHEAD = 32
 """Most queued sequences read in one step after the first one that cannot be computed whole."""
+STREAM_LOOKAHEAD = 4
+"""Most tokens of a row in one step while a client reads tokens as they come."""
 
 
 class SeqView(NamedTuple):
@@ -49,6 +56,10 @@ class SeqView(NamedTuple):
     """Identifies the block computed next: two sequences with equal keys would compute the same K/V."""
     max_new: int = 1
     """Most tokens it may still add."""
+    max_ahead: int = 1 << 30
+    """Most tokens to sample in one step, see `Sequence.max_ahead`."""
+    is_streamed: bool = False
+    """A client reads its tokens as they come."""
     num_drafts: int = 0
     draft_chance: float = 0.0
     """Probability that a draft token is accepted if those before it are."""
@@ -119,6 +130,7 @@ class _Plan:
         self.live = list(running)
         self.free = num_free_blocks
         self.budget = config.max_tokens_per_batch
+        self.lookahead = 1
         self.num_decoding = sum(_num_left(view) <= 1 for view in running)
         self.work: list[Work] = []
         self.preempted: list[int] = []
@@ -126,7 +138,7 @@ class _Plan:
     def work_for(self, view: SeqView, num_tokens: int) -> Work:
         """Return the work of computing `num_tokens` more tokens of a sequence, and the blocks it needs."""
         end = view.num_computed + num_tokens
-        num_sampled = min(self.config.lookahead, view.max_new) if end == view.num_tokens else 0
+        num_sampled = min(self.lookahead, view.max_new, view.max_ahead) if end == view.num_tokens else 0
         num_slots = end + max(0, num_sampled - 1)
         num_blocks = max(0, -(-num_slots // self.config.block_size) - view.num_blocks)
         return Work(view.id, num_tokens, num_blocks, num_sampled)
@@ -166,6 +178,8 @@ def plan_step(
     has_prompts = plan.num_decoding < len(plan.live)
     prompts = [view for view in plan.live if _num_left(view) > 1] if has_prompts else []
     shares = _share_budget(plan, prompts + newcomers, urgent)
+    if config.lookahead > 1 and not prompts and not newcomers:
+        plan.lookahead = _lookahead(plan)
     _continue_running(plan, shares)
     if not plan.preempted:
         num_running = len(plan.work)
@@ -246,6 +260,14 @@ def _share_budget(plan: _Plan, prompts: Sequence[SeqView], urgent: Mapping[objec
     return shares
 
 
+def _lookahead(plan: _Plan) -> int:
+    """Return the most tokens that a row samples in this step; 1 if blocks for more of them are not free."""
+    is_streaming = any(view.is_streamed for view in plan.live)
+    plan.lookahead = min(plan.config.lookahead, STREAM_LOOKAHEAD) if is_streaming else plan.config.lookahead
+    need = sum(plan.work_for(view, _num_left(view)).num_blocks for view in plan.live)
+    return plan.lookahead if need <= plan.free else 1
+
+
 def _continue_running(plan: _Plan, shares: Mapping[int, int]) -> None:
     """Add every running sequence, oldest first: one token, or its share if it has more than one left."""
     index = 0
@@ -305,7 +327,7 @@ def _add_drafts(plan: _Plan, num_running: int) -> None:
             count, more = min(count, held * config.block_size - view.num_tokens), 0
         if count:
             spare -= more
-            plan.work[index] = work._replace(num_blocks=work.num_blocks + more, num_drafts=count)
+            plan.work[index] = work._replace(num_blocks=work.num_blocks + more, num_sampled=1, num_drafts=count)
 
 
 def _num_left(view: SeqView) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from nano_inference.checks import float32
 from nano_inference.frozen import FrozenDict
 from nano_inference.matching import advance_matcher, allows_one, allows_others, mask_of, step_program
-from nano_inference.runner import DrawExtras, Row
+from nano_inference.runner import Row
 from nano_inference.types import (
     BadRequest,
     Delta,
@@ -27,8 +27,6 @@ from nano_inference.types import (
 )
 
 NO_LABELS: Mapping[int, WeightLabel] = FrozenDict()
-NO_EXTRAS = DrawExtras()
-_FORCED = DrawExtras(raw_logprob=0.0, sampling_mask=())
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +70,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """Empty unless requested; () stands for the sampled token alone (see `_tops`)."""
     raw_logprobs: list[float] = field(default_factory=list)
     """Empty unless requested."""
     sampling_masks: list[SamplingMask] = field(default_factory=list)
@@ -111,6 +110,18 @@ class Sequence:
     def can_speculate(self) -> bool:
         """Whether several tokens can be sampled in one step: no matcher or penalty depends on those before."""
         return self.matcher is None and not self.has_penalties and self.max_new > 1
+
+    @property
+    def max_ahead(self) -> int:
+        """Most tokens to sample in one step: 1 if the second depends on the first, by a penalty or a mask.
+
+        Before `min_tokens`, those that are sampled under the same ban of stop tokens. A token program or a matcher that
+        interferes later makes `append_result` drop the tokens after it.
+        """
+        if self.token_mask is not None or self.has_penalties:
+            return 1
+        num_banned = self.request.params.min_tokens - self.num_new
+        return num_banned if num_banned > 0 and self.stop_ids else self.max_new
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -212,7 +223,8 @@ def _resume(seq: Sequence, partial: TrainingSample) -> None:
     seq.mask += partial.mask
     seq.logprobs += partial.logprobs
     seq.versions += partial.token_versions
-    seq.top_logprobs += partial.top_logprobs or ((),) * len(partial.completion_tokens)
+    if seq.request.params.logprobs is not None:
+        seq.top_logprobs += partial.top_logprobs or ((),) * len(partial.completion_tokens)
     seq.raw_logprobs += partial.raw_logprobs or ()
     seq.sampling_masks += partial.sampling_masks or ()
     without_choice: set[int] = set()
@@ -246,79 +258,6 @@ def _replay_program(program: TokenProgram, partial: TrainingSample, without_choi
     if due:
         raise BadRequest("partial: ends inside tokens that the program forces")
     return state
-
-
-# ---- add tokens -----------------------------------------------------------------------------------------------------
-
-
-def advance(
-    seq: Sequence,
-    token: int,
-    logprob: float,
-    top: TopLogprobs,
-    version: int,
-    extras: DrawExtras = NO_EXTRAS,
-    *,
-    vocab_size: int | None = None,
-) -> int:
-    """Append a sampled token and the tokens it forces; set `finish_reason` at the end; return the number of tokens.
-
-    If the matcher allowed only this token, it counts as forced. Raises `ValueError`, and appends no forced token, if
-    one of them is outside the vocabulary.
-    """
-    before = seq.num_new
-    if allows_one(seq.token_mask):
-        _append(seq, token, 0.0, (), version, _FORCED, sampled=False)
-    else:
-        _append(seq, token, logprob, top or (TokenLogprob(token, logprob),), version, extras, sampled=True)
-    if token in seq.stop_ids and (seq.finish_reason != "stop" or seq.stop_reason == token):
-        is_requested = token in frozenset(seq.request.params.stop_token_ids)
-        finish(seq, "stop", token if is_requested else None)
-    program = seq.request.program
-    if program is not None and seq.finish_reason is None:
-        seq.program_state, forced = step_program(program, seq.program_state, token, vocab_size)
-        for forced_token in forced:
-            if seq.finish_reason is None:
-                _append(seq, forced_token, 0.0, (), version, _FORCED, sampled=False)
-    return seq.num_new - before
-
-
-def _append(
-    seq: Sequence, token: int, logprob: float, top: TopLogprobs, version: int, extras: DrawExtras, *, sampled: bool
-) -> None:
-    """Append one token, pass it to the matcher, and finish the sample on a match or at its length.
-
-    Before `min_tokens` a stop string does not finish it; a stop reason that is a token does: nothing can follow it.
-    """
-    _append_extras(seq, extras)  # first, because it may raise: the columns stay aligned
-    seq.tokens.append(token)
-    seq.mask.append(int(sampled))
-    seq.logprobs.append(logprob)
-    seq.versions.append(version)
-    seq.top_logprobs.append(top)
-    if seq.matcher is not None:
-        reason = advance_matcher(seq.matcher, token)
-        if reason is not None and (isinstance(reason, int) or seq.num_new > seq.request.params.min_tokens):
-            finish(seq, "stop", reason)
-            return
-        seq.token_mask = mask_of(seq.matcher)
-    if seq.max_new <= 0:
-        finish(seq, "length", None)
-
-
-def _append_extras(seq: Sequence, extras: DrawExtras) -> None:
-    params = seq.request.params
-    if params.raw_logprobs:
-        assert extras.raw_logprob is not None, "the runner reported no raw log-probability"
-        seq.raw_logprobs.append(extras.raw_logprob)
-    if params.sampling_mask:
-        seq.sampling_masks.append(extras.sampling_mask)
-
-
-def add_pooled(seq: Sequence, total: tuple[float, ...], num_positions: int) -> None:
-    """Add the sum of the hidden states of `num_positions` more positions."""
-    seq.pooled = [a + b for a, b in zip(seq.pooled or [0.0] * len(total), total, strict=True)]
-    seq.num_pooled += num_positions
 
 
 def finish(seq: Sequence, reason: FinishReason, stop_reason: StopReason | None) -> None:
@@ -355,6 +294,7 @@ def to_row(seq: Sequence, num_tokens: int, num_sampled: int, drafts: tuple[int, 
         next_token=seq.tokens[end] if end < len(seq.tokens) else -1,
         pool_from=seq.pool_from(end),
         num_drafts=len(drafts),
+        stop_ids=seq.stop_ids,
     )
 
 
@@ -369,7 +309,7 @@ def to_delta(seq: Sequence, num_added: int, version: int, labels: Mapping[int, W
         logprobs=tuple(seq.logprobs[start:]),
         mask=tuple(seq.mask[start:]),
         versions=tuple(seq.versions[start:]),
-        top_logprobs=tuple(seq.top_logprobs[start:]) if params.logprobs is not None else None,
+        top_logprobs=_tops(seq, start),
         raw_logprobs=tuple(seq.raw_logprobs[start:]) if params.raw_logprobs else None,
         sampling_masks=tuple(seq.sampling_masks[start:]) if params.sampling_mask else None,
         sample=to_sample(seq, version, labels) if seq.finish_reason else None,
@@ -406,7 +346,7 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
         seed=seq.seed,
         version_labels=labels if partial is None else {**partial.version_labels, **labels},
         logprobs_mode=seq.logprobs_mode,
-        top_logprobs=tuple(seq.top_logprobs) if params.logprobs is not None else None,
+        top_logprobs=_tops(seq, 0),
         raw_logprobs=tuple(seq.raw_logprobs) if params.raw_logprobs else None,
         sampling_masks=tuple(seq.sampling_masks) if params.sampling_mask else None,
         prompt_logprobs=tuple(scorer.scores[:num_scores]) if scored else None,
@@ -415,6 +355,17 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
         embedding=embedding,
         num_cached_tokens=seq.num_cached or 0,
         num_preemptions=seq.num_preemptions,
+    )
+
+
+def _tops(seq: Sequence, start: int) -> tuple[TopLogprobs, ...] | None:
+    """Return the requested alternatives of the tokens from `start` on, at least the sampled token itself."""
+    if seq.request.params.logprobs is None:
+        return None
+    columns = (seq.top_logprobs[start:], seq.tokens[seq.num_prompt + start :], seq.logprobs[start:], seq.mask[start:])
+    return tuple(
+        top or ((TokenLogprob(token, logprob),) if is_sampled else ())
+        for top, token, logprob, is_sampled in zip(*columns, strict=True)
     )
 
 

@@ -184,11 +184,11 @@ class EngineState:
         self.deliver(deltas, keep_samples=keep_samples)
         return deltas
 
-    def step(self, *, admit_new: bool) -> StepResult:
+    def step(self, *, admit_new: bool, is_urgent: bool) -> StepResult:
         """Run a step of the core and deliver its deltas, in one transaction."""
 
         def step() -> StepResult:
-            result = self.core.step(admit_new=admit_new)
+            result = self.core.step(admit_new=admit_new, is_urgent=is_urgent)
             self.deliver(result.deltas)
             return result
 

@@ -262,6 +262,8 @@ class EngineRequest:
     beginning: Beginning = FROM_THE_PROMPT
     score_start: int = 0
     """First position with a prompt log-probability, if `params.prompt_logprobs` is given."""
+    is_streamed: bool = False
+    """A client reads the tokens as they come, so a step samples only a few of a row (`scheduling.STREAM_LOOKAHEAD`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -319,6 +319,11 @@ def test_load_state_dict_updates_every_weight(kernels: Any) -> None:
     assert scored(engine) == pytest.approx(scored(fresh), abs=1e-4) != before
 
 
+def test_engine_refuses_lookahead() -> None:
+    with pytest.raises(ValueError, match="lookahead must be 1 here, got 4"):
+        Engine(object(), TOKENIZER, config=EngineConfig(model_path="x", lookahead=4))
+
+
 def test_core_update_does_not_change_model_weights() -> None:
     model = talkative("G2e")
     engine = Engine(model, TOKENIZER, config=EngineConfig(model_path="x", max_model_len=4096, kernels="off"))

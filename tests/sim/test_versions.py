@@ -35,7 +35,7 @@ class World:
         self.counts[what] = self.counts.get(what, 0) + 1
 
 
-def make_world(seed: int, cache_type: str, *, guesses: bool = False) -> World:
+def make_world(seed: int, cache_type: str, *, guesses: bool = False, lookahead: int = 1) -> World:
     """Any world; with `guesses`, of a model that repeats itself, and with speculation."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8])
@@ -56,7 +56,8 @@ def make_world(seed: int, cache_type: str, *, guesses: bool = False) -> World:
         ask |= {"params": params, "n": rng.randrange(1, 5)}
         arrivals.append(ask | {"program": rng.random() < 0.4, "matcher": rng.random() < 0.3})
     drawing = parrot if guesses else next_token
-    return World(rng, versioned_engine(cache_type, num_blocks, block_size, config, drawing), arrivals)
+    engine = versioned_engine(cache_type, num_blocks, block_size, config, drawing, lookahead)
+    return World(rng, engine, arrivals)
 
 
 def arrive(world: World) -> None:
@@ -182,13 +183,15 @@ def check_scores(prompt: list[int], sample: TrainingSample) -> None:
     assert sample.prompt_logprobs in candidates
 
 
-@pytest.mark.parametrize("guesses", [False, True])
+@pytest.mark.parametrize(("guesses", "lookahead"), [(False, 1), (True, 1), (False, 6), (True, 3)])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_random_worlds_read_no_stale_kv_and_report_true_versions(cache_type: str, guesses: bool) -> None:
+def test_random_worlds_read_no_stale_kv_and_report_true_versions(
+    cache_type: str, guesses: bool, lookahead: int
+) -> None:
     counts: dict[str, int] = {}
     num_mixed = num_preempted = num_spanning = num_drafted = 0
-    for seed in range(300):
-        world = run_world(make_world(seed, cache_type, guesses=guesses))
+    for seed in range(300 if lookahead == 1 else 150):
+        world = run_world(make_world(seed, cache_type, guesses=guesses, lookahead=lookahead))
         num_drafted += world.runner.num_drafted
         assert len(world.samples) == sum(ask["n"] for ask in world.asked.values())
         for sample in world.samples:
@@ -197,6 +200,6 @@ def test_random_worlds_read_no_stale_kv_and_report_true_versions(cache_type: str
             num_spanning += len(set(sample.token_versions)) > 1
         num_mixed += world.runner.num_mixed_reads
         counts = {key: counts.get(key, 0) + world.counts.get(key, 0) for key in counts.keys() | world.counts.keys()}
-    assert min(counts.values()) > 30, counts
-    assert num_mixed > 100 and num_preempted > 100 and num_spanning > 100
-    assert (num_drafted > 1000) == guesses
+    assert min(counts.values()) > 10, counts
+    assert num_mixed > 50 and num_preempted > 50 and num_spanning > 50
+    assert (num_drafted > 300) == guesses

@@ -107,7 +107,7 @@ class VersionedRunner:
         assert all(version >= (self.oldest if is_continued else self.version) for version in versions), "a stale read"
         self.num_mixed_reads += bool(versions - {self.version})
         end = row.start + len(row.tokens)
-        self._ends[row.id] = range(end - row.num_drafts, end + 1)
+        self._ends[row.id] = range(end - row.num_drafts, end + max(1, row.num_sampled))
 
     def _slot(self, row: Row, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
@@ -123,6 +123,9 @@ class VersionedRunner:
         seen = [token for token, _ in self._read(row, end)]
         ends = range(end - row.num_drafts, end + 1) if row.num_sampled else ()
         tokens = [self.drawing(seen[:place], row.seed, row.sample_index, self.version) for place in ends]
+        for place in range(end, end + row.num_sampled - 1):
+            self.slots[self._slot(row, place)] = (tokens[-1], self.version)
+            tokens.append(self.drawing((*seen, *tokens), row.seed, row.sample_index, self.version))
         self.num_drafted += row.num_drafts
         scores = ()
         if row.score_from is not None:
@@ -164,7 +167,12 @@ class CountedWeights(TorchExecutor):
 
 
 def versioned_engine(
-    cache_type: str, num_blocks: int, block_size: int, config: EngineConfig, drawing: Drawing = next_token
+    cache_type: str,
+    num_blocks: int,
+    block_size: int,
+    config: EngineConfig,
+    drawing: Drawing = next_token,
+    lookahead: int = 1,
 ) -> InferenceEngine:
     """An engine on such a runner, with real (tiny) weights that can be updated."""
     runner = VersionedRunner(num_blocks, block_size, drawing)
@@ -173,6 +181,7 @@ def versioned_engine(
         kv=make_kv(cache_type, num_blocks, block_size),  # type: ignore[arg-type]
         vocab_size=VOCAB_SIZE,
         max_model_len=100_000,
+        lookahead=lookahead,
         eos_token_ids=frozenset([EOS]),
         weights=WeightSyncManager(CountedWeights(runner.install)),
     )

@@ -78,7 +78,7 @@ class Recorder:
         starts = [self._read(row) for row in rows]
         results = self._inner.run(rows, copies, fresh)
         for row, node in zip(rows, starts, strict=True):
-            self._write(row, node)
+            self._write(row, node, results[row.id])
         return results
 
     def _move(self, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> None:
@@ -101,11 +101,12 @@ class Recorder:
             node = found
         return node
 
-    def _write(self, row: Row, node: Node) -> None:
+    def _write(self, row: Row, node: Node, result: RowResult) -> None:
         version = self.version()
         first_draw = len(row.tokens) - row.num_drafts - 1
         drawn = self.draws.setdefault((row.request_id, row.sample_index), {})
-        for place, token in enumerate(row.tokens):
+        ahead = () if row.num_drafts else result.tokens[:-1]
+        for place, token in enumerate((*row.tokens, *ahead)):
             node = node.child(token, version)
             self._slots[self._slot(row, row.start + place)] = node
             if row.num_sampled and place >= first_draw:

@@ -144,6 +144,7 @@ def make_world(
         max_tokens_per_batch=rng.choice([4, 16, 64, 512]),
         speculation=rng.choice(["off", "ngram"]),
         max_draft_tokens=rng.choice([1, 3, 5]),
+        lookahead=random.Random(f"lookahead {seed} {family} {path}").choice([1, 2, 5, 16]),
         logprobs_mode=rng.choice(LOGPROBS_MODES),
         seed=rng.randrange(100),
     )

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nano_inference.executors.batch import Rows, Scored, drawn, in_step_order, split_at_answers, wanted
+from nano_inference.executors.batch import Rows, Scored, continued, drawn, in_step_order, split_at_answers, wanted
 from nano_inference.logprobs import Normalise, at, floor_logprobs, top_logprobs
 from nano_inference.models.program import Program
-from nano_inference.runner import Row, RowResult
+from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.types import TopLogprobs
 
 _SCORE_ELEMENTS = 1 << 24
@@ -75,7 +75,20 @@ class InferenceMode:
 
 
 def run_step(forward: Forward, rows: Rows, sampler: Sampler, normalise: Normalise) -> dict[int, RowResult]:
-    """Run the forward pass, score, pool and draw; return a result for each row's id."""
+    """Run the forward pass, score, pool and draw; return a result for each row's id.
+
+    The pass is repeated for rows that may sample more tokens: each reads the token that it sampled before.
+    """
+    found = _run_once(forward, rows, sampler, normalise)
+    latest = found
+    while rows := continued(rows, latest):
+        latest = _run_once(forward, rows, sampler, normalise)
+        found |= {row.id: _joined(found[row.id], latest[row.id]) for row in rows}
+    return found
+
+
+def _run_once(forward: Forward, rows: Rows, sampler: Sampler, normalise: Normalise) -> dict[int, RowResult]:
+    """Run one forward pass; return a result for each row's id."""
     rows = in_step_order(rows)
     seen, places = drawn(rows)
     is_plain = all(row.score_from is None and row.pool_from is None for row in rows)
@@ -103,11 +116,18 @@ def _by_row(rows: Rows, draws: Sequence[RowResult]) -> dict[int, RowResult]:
 
 def _joined(first: RowResult, second: RowResult) -> RowResult:
     """Concatenate the draws of two results of one row."""
+    num_first, num_second = len(first.tokens), len(second.tokens)
+    tops: tuple[TopLogprobs, ...] = ()
+    if first.top_logprobs or second.top_logprobs:
+        tops = (first.top_logprobs or ((),) * num_first) + (second.top_logprobs or ((),) * num_second)
+    extras: tuple[DrawExtras, ...] = ()
+    if first.extras or second.extras:
+        extras = (first.extras or (DrawExtras(),) * num_first) + (second.extras or (DrawExtras(),) * num_second)
     return first._replace(
         tokens=first.tokens + second.tokens,
         logprobs=first.logprobs + second.logprobs,
-        top_logprobs=first.top_logprobs + second.top_logprobs,
-        extras=first.extras + second.extras,
+        top_logprobs=tops,
+        extras=extras,
     )
 
 

@@ -66,7 +66,8 @@ class Engine:
     `model` is a `GPT`, or any object with `config`, `get_device()` and `forward(ids, kv_cache=…)`. With `exact`, a seed
     gives upstream's tokens (one `torch.multinomial` per column); otherwise tokens depend only on (seed, row, position).
     `config` configures the core engine (its model_path is not read). `cache_dtype` is the precision of the cache of
-    other models; default: upstream's COMPUTE_DTYPE, else that of the embedding. Thread-safe.
+    other models; default: upstream's COMPUTE_DTYPE, else that of the embedding. Thread-safe. Raises `ValueError` for a
+    `lookahead` above 1.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Engine:
         config: EngineConfig | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
+        if config is not None and config.lookahead > 1:
+            raise ValueError(f"lookahead must be 1 here, got {config.lookahead}: each column is drawn after the last")
         self.model = model
         self.tokenizer = tokenizer
         self.exact = exact

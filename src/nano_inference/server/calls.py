@@ -279,6 +279,7 @@ def _call(
             structure=structure,
             program=program,
             beginning=beginning,
+            is_streamed=bool(body.stream),
         )
         for prompt in prompts
     )

@@ -204,7 +204,10 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
         is_list=is_list or call.num_samples > 1,
         with_text=bool(body.return_text_in_logprobs),
     )
-    return replace(call, id=options[0].rid, names=rids, stream=bool(body.stream), make_reply=make_reply)
+    requests = tuple(replace(request, is_streamed=bool(body.stream)) for request in call.requests)
+    return replace(
+        call, requests=requests, id=options[0].rid, names=rids, stream=bool(body.stream), make_reply=make_reply
+    )
 
 
 def health_generate_call(model: ServedModel, config: ServerConfig) -> Call:

@@ -1,0 +1,269 @@
+"""Lookahead changes no token and no number: several tokens of a row in one step against one."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.scheduling import STREAM_LOOKAHEAD
+from nano_inference.types import EngineRequest, OnRunning, StepStats
+from tests.models.families import make_model
+from tests.sim.fakes import Calculator, StopAfter
+from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine
+from tests.test_speculation import REPEATING, asks
+
+LENGTHS = (2, 3, 5, 8, 16)
+Ask = EngineRequest
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards() -> Iterator[None]:
+    with ThreadsKept():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("lookahead")
+    make_model("llama-ratio1-untied", directory)
+    return directory
+
+
+class MaskAfter:
+    """A matcher without a mask until it has seen a token below 20; then the next two tokens are below 8, and so on."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def advance(self, token: int) -> str | None:
+        self.left = self.left - 1 if self.left else 2 * (token < 20)
+        return None
+
+    def mask(self) -> bytes | None:
+        return b"\xff" if self.left else None
+
+
+class OneOfOne:
+    """A matcher that allows a single token after each multiple of five: it is forced, and has mask 0."""
+
+    def __init__(self) -> None:
+        self.is_forcing = False
+
+    def advance(self, token: int) -> str | None:
+        self.is_forcing = not self.is_forcing and token % 5 == 0
+        return None
+
+    def mask(self) -> bytes | None:
+        return b"\x00\x08" if self.is_forcing else None
+
+
+def requests() -> list[Ask]:
+    """Requests of all kinds: those of speculation's tests, matchers, programs, and what restricts lookahead."""
+    rng = random.Random(4)
+    found = [EngineRequest(prompt=prompt, params=params, num_samples=count) for prompt, params, count in asks()]
+    prompt = [rng.randrange(60) for _ in range(13)]
+
+    def add(num_samples: int = 2, more: dict[str, Any] | None = None, **options: Any) -> None:
+        options = {"max_tokens": 33, "seed": len(found), **options}
+        params = SamplingParams(**options)
+        found.append(EngineRequest(prompt=prompt, params=params, num_samples=num_samples, **(more or {})))
+
+    add(more={"make_matcher": MaskAfter}, logprobs=2)
+    add(more={"make_matcher": OneOfOne}, raw_logprobs=True, sampling_mask=True)
+    add(more={"make_matcher": StopAfter}, min_tokens=6)
+    add(more={"program": Calculator()}, sampling_mask=True, raw_logprobs=True)
+    add(more={"program": Calculator(), "make_matcher": MaskAfter})
+    add(min_tokens=11, stop_token_ids=list(range(0, 60, 2)))
+    add(stop_token_ids=list(range(0, 60, 9)), logprobs=0, ignore_eos=True)
+    add(presence_penalty=0.7, min_tokens=3, stop_token_ids=[1, 2, 3])
+    add(max_tokens=1)
+    add(max_tokens=2, prompt_logprobs=1)
+    add(num_samples=1, max_tokens=0, prompt_logprobs=0)
+    return found
+
+
+REQUESTS = requests()
+
+
+def run_all(engine: InferenceEngine, wanted: list[Ask] = REQUESTS) -> tuple[list[TrainingSample], list[StepStats]]:
+    """Run everything at once; fields that depend on how it was computed are cleared."""
+    ids = [engine.add(request, claim=True) for request in wanted]
+    stats = []
+    while engine.has_pending():
+        stats.append(engine.tick().stats)
+        engine.parts.kv.check()
+    samples = [sample for one in ids for sample in engine.collect(one)]
+    assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
+    return [bare(sample) for sample in samples], stats
+
+
+def bare(sample: TrainingSample) -> TrainingSample:
+    return replace(sample, num_cached_tokens=0, num_preemptions=0, lineage=None, request_id=0)
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    write, options = KINDS[request.param]
+    path = write(tmp_path_factory.mktemp("kind"))
+    with ThreadsKept(), open_engine(path, **options) as engine:
+        samples, stats = run_all(engine)
+    return path, options, samples, len(stats)
+
+
+@pytest.mark.parametrize("lookahead", [4, 16])
+def test_lookahead_changes_no_bit(kind: Any, lookahead: int) -> None:
+    path, options, expected, num_steps = kind
+    with open_engine(path, **options, lookahead=lookahead) as engine:
+        samples, stats = run_all(engine)
+    assert samples == expected
+    assert len(stats) < num_steps
+    assert all(len(sample.completion_tokens) == len(sample.logprobs) == len(sample.mask) for sample in samples)
+
+
+def test_every_lookahead_gives_the_same_bits(tiny: Path) -> None:
+    with open_engine(tiny) as engine:
+        expected, _ = run_all(engine)
+    for lookahead in LENGTHS:
+        with open_engine(tiny, lookahead=lookahead) as engine:
+            assert run_all(engine)[0] == expected, lookahead
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_type": "paged", "block_size": 4, "max_batch_size": 5},
+        {"max_tokens_per_batch": 25, "block_size": 1, "num_threads": 2},
+        {"speculation": "ngram", "max_draft_tokens": 7},
+    ],
+    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_lookahead_changes_no_bit_beside_other_options(tiny: Path, options: dict[str, Any]) -> None:
+    with open_engine(tiny) as engine:
+        expected, _ = run_all(engine)
+    with open_engine(tiny, **options, lookahead=6) as engine:
+        samples, stats = run_all(engine)
+    assert samples == expected
+    assert (sum(one.num_accepted for one in stats) > 0) == ("speculation" in options)
+
+
+@pytest.mark.parametrize("lookahead", [4, 16])
+def test_lookahead_changes_no_bit_with_preemption(tiny: Path, lookahead: int) -> None:
+    wanted = [replace(one, params=replace(one.params, max_tokens=min(25, one.params.max_tokens))) for one in REQUESTS]
+    with open_engine(tiny, block_size=4) as engine:
+        expected, _ = run_all(engine, wanted)
+        block_bytes = engine.parts.executor.block_bytes(4)
+    tight = {"block_size": 4, "kv_cache_bytes": 45 * block_bytes, "max_tokens_per_batch": 32}
+    with open_engine(tiny, **tight, lookahead=lookahead) as engine:
+        samples, stats = run_all(engine, wanted)
+    assert samples == expected
+    assert sum(one.num_preempted for one in stats) > 0
+    assert sum(one.num_sampled > one.num_rows for one in stats) > 3, "steps looked ahead"
+
+
+def test_torch_samples_the_same_tokens_ahead(tiny: Path) -> None:
+    with open_engine(tiny, kernels="off") as engine:
+        expected, _ = run_all(engine)
+    with open_engine(tiny, kernels="off", lookahead=5) as engine:
+        samples, _ = run_all(engine)
+    for ours, theirs in zip(samples, expected, strict=True):
+        assert (ours.completion_tokens, ours.finish_reason) == (theirs.completion_tokens, theirs.finish_reason)
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+# ---- between two steps
+
+
+PLAIN = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, logprobs=1)
+
+
+def run_until(engine: InferenceEngine, num_tokens: int) -> int:
+    """Start three samples and run steps until each has `num_tokens`; return the request."""
+    request = engine.add_request(REPEATING, PLAIN, 3, claim=True)
+    found = [0, 0, 0]
+    while min(found) < num_tokens:
+        for delta in engine.tick().deltas:
+            found[delta.sample_index] += len(delta.token_ids)
+    assert found == [num_tokens + 1, num_tokens, num_tokens]  # the first computes the prompt for the others
+    return request
+
+
+def finish(engine: InferenceEngine, request: int) -> list[TrainingSample]:
+    while engine.has_pending():
+        engine.tick()
+    return [bare(sample) for sample in engine.collect(request)]
+
+
+@pytest.mark.parametrize("on_running", ["keep", "recompute", "abort", "wait"])
+@pytest.mark.parametrize("lookahead", [2, 7, 16])
+def test_updates_between_steps_that_look_ahead(tiny: Path, lookahead: int, on_running: OnRunning) -> None:
+    found = []
+    for one in (1, lookahead):
+        with open_engine(tiny, lookahead=one) as engine:
+            assert engine.parts.executor is not None
+            weights = {name: value * 1.25 for name, value in engine.parts.executor.weight_values()}
+            request = run_until(engine, 1 + 2 * lookahead)
+            engine.update_weights(weights, blocking=True, on_running=on_running)
+            found.append(finish(engine, request))
+    assert found[0] == found[1]
+    for index, sample in enumerate(found[1]):
+        num_old = 40 if on_running == "wait" else 1 + 2 * lookahead + (index == 0)
+        num_new = 40 - num_old if on_running in ("keep", "recompute") else 0
+        assert sample.token_versions == (0,) * num_old + (1,) * num_new
+
+
+@pytest.mark.parametrize("lookahead", [2, 7, 16])
+def test_aborted_samples_resume_with_the_same_tokens(tiny: Path, lookahead: int) -> None:
+    with open_engine(tiny, lookahead=1) as engine:
+        expected = finish(engine, run_until(engine, 1))
+    with open_engine(tiny, lookahead=lookahead) as engine:
+        engine.abort(request := run_until(engine, 1 + lookahead))
+        partial = engine.collect(request)
+        assert [len(sample.completion_tokens) for sample in partial] == [2 + lookahead, 1 + lookahead, 1 + lookahead]
+        for sample, whole in zip(partial, expected, strict=True):
+            assert sample.completion_tokens == whole.completion_tokens[: len(sample.completion_tokens)]
+            assert sample.top_logprobs == whole.top_logprobs[: len(sample.completion_tokens)]
+        completed = [bare(sample) for sample in engine.complete(partial, PLAIN)]
+    assert completed == expected
+
+
+def test_steps_are_short_while_an_update_is_gathered(tiny: Path) -> None:
+    with open_engine(tiny, lookahead=16) as engine:
+        assert engine.parts.executor is not None
+        weights = [(name, value.clone()) for name, value in engine.parts.executor.weight_values()]
+        engine.add_request(REPEATING, PLAIN)
+        engine.tick()
+        assert engine.tick().stats.num_sampled == 16
+
+        def slow() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, value in weights:
+                while not ticked:
+                    pass
+                yield name, value
+
+        ticked: list[int] = []
+        engine.update_weights(slow())
+        ticked.append(engine.tick().stats.num_sampled)
+        assert ticked == [1]
+        engine.finish_update()
+        assert engine.tick().stats.num_sampled == 16
+
+
+def test_streams_get_few_tokens_at_a_time(tiny: Path) -> None:
+    with open_engine(tiny, lookahead=16) as engine:
+        sizes = [len(delta.token_ids) for delta in engine.stream(REPEATING, PLAIN)]
+        assert sum(sizes) == 40 and max(sizes) == STREAM_LOOKAHEAD
+
+
+def test_lookahead_is_checked_and_serialised() -> None:
+    config = EngineConfig(model_path="m", lookahead=16)
+    assert EngineConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ValueError, match="lookahead must be"):
+        EngineConfig(model_path="m", lookahead=0)
