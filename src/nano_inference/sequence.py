@@ -70,7 +70,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    """Empty unless requested; () stands for the sampled token alone (see `_tops`)."""
+    """Empty unless requested; () means the sampled token alone (see `_tops`)."""
     raw_logprobs: list[float] = field(default_factory=list)
     """Empty unless requested."""
     sampling_masks: list[SamplingMask] = field(default_factory=list)
