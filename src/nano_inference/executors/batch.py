@@ -5,7 +5,6 @@ Shapes: T tokens of the step (rows concatenated), K kept tokens (those whose hid
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from nano_inference.executors.step_input import ForwardInput, Span
-from nano_inference.runner import Row, RowResult
+from nano_inference.runner import Row
 
 Rows = tuple[Row, ...]
 
@@ -102,29 +101,6 @@ def drawn(rows: Rows) -> tuple[list[Row], list[int]]:
         seen.append(row)
         places.append(last)
     return seen, places
-
-
-def continued(rows: Rows, results: Mapping[int, RowResult]) -> Rows:
-    """Return the rows that sample another token in this step, each with the token that it sampled last to compute.
-
-    A row ends at a stop token, and at a log-probability that is not finite.
-    """
-    return tuple(
-        replace(
-            row,
-            tokens=result.tokens,
-            prev_token=row.tokens[-1],
-            start=row.start + len(row.tokens),
-            num_sampled=row.num_sampled - 1,
-            score_from=None,
-            pool_from=None,
-            next_token=-1,
-        )
-        for row in rows
-        if row.num_sampled > 1
-        and (result := results[row.id]).tokens[0] not in row.stop_ids
-        and math.isfinite(result.logprobs[0])
-    )
 
 
 def pooled(rows: Rows) -> dict[int, range]:

@@ -13,10 +13,11 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nano_inference.executors.batch import Rows, Scored, continued, drawn, in_step_order, split_at_answers, wanted
+from nano_inference.executors.ahead import joined, sample_ahead
+from nano_inference.executors.batch import Rows, Scored, drawn, in_step_order, split_at_answers, wanted
 from nano_inference.logprobs import Normalise, at, floor_logprobs, top_logprobs
 from nano_inference.models.program import Program
-from nano_inference.runner import DrawExtras, Row, RowResult
+from nano_inference.runner import Row, RowResult
 from nano_inference.types import TopLogprobs
 
 _SCORE_ELEMENTS = 1 << 24
@@ -77,14 +78,9 @@ class InferenceMode:
 def run_step(forward: Forward, rows: Rows, sampler: Sampler, normalise: Normalise) -> dict[int, RowResult]:
     """Run the forward pass, score, pool and draw; return a result for each row's id.
 
-    The pass is repeated for rows that may sample more tokens: each reads the token that it sampled before.
+    Runs again for rows that may sample more tokens (`sample_ahead`).
     """
-    found = _run_once(forward, rows, sampler, normalise)
-    latest = found
-    while rows := continued(rows, latest):
-        latest = _run_once(forward, rows, sampler, normalise)
-        found |= {row.id: _joined(found[row.id], latest[row.id]) for row in rows}
-    return found
+    return sample_ahead(rows, lambda rows: _run_once(forward, rows, sampler, normalise))
 
 
 def _run_once(forward: Forward, rows: Rows, sampler: Sampler, normalise: Normalise) -> dict[int, RowResult]:
@@ -110,25 +106,8 @@ def _by_row(rows: Rows, draws: Sequence[RowResult]) -> dict[int, RowResult]:
     found: dict[int, RowResult] = {row.id: RowResult(id=row.id) for row in rows if not row.num_sampled}
     for one in draws:
         before = found.get(one.id)
-        found[one.id] = one if before is None else _joined(before, one)
+        found[one.id] = one if before is None else joined(before, one)
     return found
-
-
-def _joined(first: RowResult, second: RowResult) -> RowResult:
-    """Concatenate the draws of two results of one row."""
-    num_first, num_second = len(first.tokens), len(second.tokens)
-    tops: tuple[TopLogprobs, ...] = ()
-    if first.top_logprobs or second.top_logprobs:
-        tops = (first.top_logprobs or ((),) * num_first) + (second.top_logprobs or ((),) * num_second)
-    extras: tuple[DrawExtras, ...] = ()
-    if first.extras or second.extras:
-        extras = (first.extras or (DrawExtras(),) * num_first) + (second.extras or (DrawExtras(),) * num_second)
-    return first._replace(
-        tokens=first.tokens + second.tokens,
-        logprobs=first.logprobs + second.logprobs,
-        top_logprobs=tops,
-        extras=extras,
-    )
 
 
 def _with_findings(found: RowResult, scores: RowResult | None, total: tuple[float, ...]) -> RowResult:
