@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from nano_inference.checks import check_bool, check_int, check_number, from_known
+from nano_inference.checks import Check, check_fields, check_text, from_known, integer, number
 from nano_inference.config import helped
-from nano_inference.types import LOGPROBS_MODES, LogprobsMode
+from nano_inference.types import LogprobsMode
 
 GenerationConfig = Literal["auto", "none"]
 
@@ -41,10 +41,10 @@ DEFAULT_SHARE = 0.75
 """Default `client_share` with several clients: one client leaves a quarter of the capacity to others."""
 
 
-def resolved(name: str, text: str) -> Any:
+def resolved(name: str, text: str, check: Check | None = None) -> Any:
     """Return a field of `DEFAULTS`; `ServerConfig` replaces its default None."""
     default, with_rl = DEFAULTS[name]
-    return helped(None, f"{text} (default: {default}; {with_rl} with --enable-rl)")
+    return helped(None, f"{text} (default: {default}; {with_rl} with --enable-rl)", check)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class ServerConfig:
     """Configuration of the server. Raises `ValueError` naming an invalid field."""
 
     host: str = helped("127.0.0.1", "address to listen on; anything but loopback needs an API key, or --insecure")
-    port: int = helped(8000, "port to listen on; 0 takes a free one")
+    port: int = helped(8000, "port to listen on; 0 takes a free one", integer(0, 65535))
     root_path: str = helped("", "path below which a proxy serves this server, such as /llm")
     served_model_name: tuple[str, ...] = helped((), "name of the model for clients; may be repeated for aliases")
     any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
@@ -78,37 +78,62 @@ class ServerConfig:
         metadata={"help": "key that those routes need, and that opens all others; may be repeated"},
     )
     admin_key_file: str | None = helped(None, "file with an admin key on each line, which only its owner may read")
-    weights_dir: str | None = helped(None, "directory below which a trainer may name weights to load")
-    weight_timeout: float = helped(300.0, "seconds in which the weights of an update must have come")
+    weights_dir: str | None = helped(None, "directory below which a trainer may name weights to load", check_text)
+    weight_timeout: float = helped(
+        300.0, "seconds in which the weights of an update must have come", number(0, 86400, open_low=True)
+    )
     allowed_host: tuple[str, ...] = helped((), "Host header to accept in addition to the address; may be repeated")
     cors_origin: tuple[str, ...] = helped((), "web origin whose pages may call this server; may be repeated")
     share_prefix_cache: bool = helped(False, "let clients with different keys reuse each other's cached prefixes")
 
-    max_queued_requests: int = resolved("max_queued_requests", "most samples that wait; more are refused with 503")
-    max_admitted_tokens: int = resolved("max_admitted_tokens", "most prompt and answer tokens of admitted requests")
+    max_queued_requests: int = resolved(
+        "max_queued_requests", "most samples that wait; more are refused with 503", integer(0)
+    )
+    max_admitted_tokens: int = resolved(
+        "max_admitted_tokens", "most prompt and answer tokens of admitted requests", integer(1)
+    )
     client_share: float | None = helped(
         None,
         "part of all places (samples, tokens, connections) that one client may hold, of what others leave; 1: all "
         f"(default: {DEFAULT_SHARE}; 1 with a single key, and on loopback without keys)",
+        number(0, 1, open_low=True),
     )
     trusted_proxy: tuple[str, ...] = helped(
         (), "address or range of a proxy whose X-Forwarded-For names the client; may be repeated"
     )
-    max_n: int = resolved("max_n", "most samples of one prompt")
-    max_logprobs: int = resolved("max_logprobs", "most alternatives of a token")
-    max_body_bytes: int = resolved("max_body_bytes", "largest request body, in bytes or as 8MiB")
-    max_connections: int = helped(1000, "most open connections; fewer when the process may open fewer files")
+    max_n: int = resolved("max_n", "most samples of one prompt", integer(1, 65536))
+    max_logprobs: int = resolved("max_logprobs", "most alternatives of a token", integer(0, 1000))
+    max_body_bytes: int = resolved("max_body_bytes", "largest request body, in bytes or as 8MiB", integer(1024))
+    max_connections: int = helped(
+        1000, "most open connections; fewer when the process may open fewer files", integer(1)
+    )
 
     max_tokens_per_batch: int | None = helped(
-        None, "most tokens computed in one step (default: 256 on a CPU, where longer ones make all wait; else 2048)"
+        None,
+        "most tokens computed in one step (default: 256 on a CPU, where longer ones make all wait; else 2048)",
+        integer(1),
     )
-    request_timeout: float = resolved("request_timeout", "seconds a request may take; then it ends with what it has")
-    header_timeout: float = helped(20.0, "seconds in which a request's headers, and then its body, must arrive")
-    keep_alive_timeout: float = helped(30.0, "seconds a connection may be idle between requests")
-    write_timeout: float = helped(60.0, "seconds a client may leave what it is sent unread")
-    sse_keep_alive: float = helped(15.0, "seconds of silence after which a stream sends a comment; 0 sends none")
-    shutdown_timeout: float = helped(30.0, "seconds that requests have to end after SIGTERM; 0 aborts them at once")
-    step_timeout: float = helped(120.0, "seconds one step may take before the engine counts as stuck")
+    request_timeout: float = resolved(
+        "request_timeout", "seconds a request may take; then it ends with what it has", number(0, 1e6, open_low=True)
+    )
+    header_timeout: float = helped(
+        20.0, "seconds in which a request's headers, and then its body, must arrive", number(0, 1e6, open_low=True)
+    )
+    keep_alive_timeout: float = helped(
+        30.0, "seconds a connection may be idle between requests", number(0, 1e6, open_low=True)
+    )
+    write_timeout: float = helped(
+        60.0, "seconds a client may leave what it is sent unread", number(0, 1e6, open_low=True)
+    )
+    sse_keep_alive: float = helped(
+        15.0, "seconds of silence after which a stream sends a comment; 0 sends none", number(0, 1e6)
+    )
+    shutdown_timeout: float = helped(
+        30.0, "seconds that requests have to end after SIGTERM; 0 aborts them at once", number(0, 1e6)
+    )
+    step_timeout: float = helped(
+        120.0, "seconds one step may take before the engine counts as stuck", number(0, 1e6, open_low=True)
+    )
     exit_on_failure: bool = helped(False, "end the process when the engine fails, instead of answering 503")
 
     log_requests: bool = helped(True, "JSON on stderr: a line for every finished request, and for every warning")
@@ -119,63 +144,26 @@ class ServerConfig:
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
         if not self.host:
             raise ValueError("host must not be empty; 0.0.0.0 listens everywhere")
-        check_bool("enable_rl", self.enable_rl)
         for name, (default, with_rl) in DEFAULTS.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, with_rl if self.enable_rl else default)
-        self._check_counts()
-        self._check_seconds()
-        for name in (
-            "any_model",
-            "strict",
-            "insecure",
-            "share_prefix_cache",
-            "exit_on_failure",
-            "log_requests",
-        ):
-            check_bool(name, getattr(self, name))
+        check_fields(self)
         for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin", "trusted_proxy"):
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
         self._check_rl()
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
 
     def _check_rl(self) -> None:
-        if self.generation_config not in ("auto", "none"):
-            raise ValueError(f"generation_config must be auto or none, got {self.generation_config!r}")
         if self.enable_rl and self.generation_config != "none":
             raise ValueError(
                 "generation_config must be none with enable_rl: the model's own defaults would skew rollouts"
             )
-        if self.weights_dir is not None and not (isinstance(self.weights_dir, str) and self.weights_dir):
-            raise ValueError(f"weights_dir must be a non-empty string, got {self.weights_dir!r}")
         if self.weights_dir is not None and not self.enable_rl:
             raise ValueError("weights_dir is for a trainer: it needs enable_rl")
         for name in ("admin_key", "admin_key_file"):
             if getattr(self, name) and not self.enable_rl:
                 raise ValueError(f"{name} is for a trainer: it needs enable_rl")
-
-    def _check_counts(self) -> None:
-        check_int("port", self.port, 0, 65535)
-        check_int("max_queued_requests", self.max_queued_requests, 0)
-        check_int("max_admitted_tokens", self.max_admitted_tokens, 1)
-        check_int("max_n", self.max_n, 1, 65536)
-        check_int("max_logprobs", self.max_logprobs, 0, 1000)
-        check_int("max_body_bytes", self.max_body_bytes, 1024)
-        check_int("max_connections", self.max_connections, 1)
-        if self.max_tokens_per_batch is not None:
-            check_int("max_tokens_per_batch", self.max_tokens_per_batch, 1)
-
-    def _check_seconds(self) -> None:
-        for name in ("sse_keep_alive", "shutdown_timeout"):
-            check_number(name, getattr(self, name), 0, 1e6)
-        for name in ("request_timeout", "header_timeout", "keep_alive_timeout", "write_timeout", "step_timeout"):
-            check_number(name, getattr(self, name), 0, 1e6, open_low=True)
-        if self.client_share is not None:
-            check_number("client_share", self.client_share, 0, 1, open_low=True)
-        check_number("weight_timeout", self.weight_timeout, 0, 86400, open_low=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -184,8 +172,7 @@ class ServerConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ServerConfig:
         """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
-        config: ServerConfig = from_known(cls, data)
-        return config
+        return from_known(cls, data)
 
 
 def checked_texts(name: str, values: object) -> tuple[str, ...]:
