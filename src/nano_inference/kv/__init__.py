@@ -36,19 +36,15 @@ __all__ = [
 
 
 class KVCacheManager(Protocol):
-    """The minimal public interface: prompts in, block tables out."""
+    """The minimal public interface, prompts in and block tables out; `KVManager` documents the methods."""
 
-    def allocate(self, token_ids: Sequence[int]) -> CacheAllocation:
-        """Return a prompt's blocks, cached ones first. Raises `CacheFull` and then changes nothing."""
+    def allocate(self, token_ids: Sequence[int]) -> CacheAllocation: ...
 
-    def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None:
-        """Release the blocks; the K/V of the first `num_computed` tokens (default: all) can be found again."""
+    def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None: ...
 
-    def num_free_blocks(self) -> int:
-        """Return how many blocks have no reference, with or without findable K/V."""
+    def num_free_blocks(self) -> int: ...
 
-    def flush(self) -> int:
-        """Forget every prefix; return how many idle blocks became blank. Held blocks become blank when released."""
+    def flush(self) -> int: ...
 
 
 def make_kv(cache_type: CacheType, num_blocks: int, block_size: int) -> KVManager:
