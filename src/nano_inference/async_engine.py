@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from nano_inference.admission import params_for_each, score_starts
+from nano_inference.admission import requests_for, score_starts, scoring_request
 from nano_inference.engine_thread import Engine, EngineThread, Receiver, Submission, Turn
 from nano_inference.types import (
     BadRequest,
@@ -148,11 +148,7 @@ class AsyncEngine(Generic[Engine]):
 
         Raises `BadRequest` if a request is invalid, and `EngineDead`. Cancelling aborts all of them.
         """
-        each = params_for_each(prompts, sampling_params)
-        requests = [
-            EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, program=program)
-            for prompt, params in zip(prompts, each, strict=True)
-        ]
+        requests = requests_for(prompts, sampling_params, num_samples_per_prompt, program)
         found: dict[tuple[int, int], TrainingSample] = {}
         async for index, delta in self.submit_and_read(requests):
             if delta.sample is not None:
@@ -168,12 +164,8 @@ class AsyncEngine(Generic[Engine]):
         program: TokenProgram | None = None,
     ) -> AsyncIterator[Delta]:
         """Yield the deltas of one prompt's samples; closing the iterator aborts them."""
-        request = EngineRequest(
-            prompt=prompt,
-            params=sampling_params or SamplingParams(),
-            num_samples=num_samples_per_prompt,
-            program=program,
-        )
+        params = sampling_params or SamplingParams()
+        request = EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, program=program)
         async for _, delta in self.submit_and_read([request]):
             yield delta
 
@@ -183,8 +175,7 @@ class AsyncEngine(Generic[Engine]):
         Raises `BadRequest`, `ValueError` when the logits are not finite, and `EngineDead`.
         """
         (start,) = score_starts(start, 1)
-        params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
-        async for _, delta in self.submit_and_read([EngineRequest(prompt=token_ids, params=params, score_start=start)]):
+        async for _, delta in self.submit_and_read([scoring_request(token_ids, start, temperature)]):
             sample = delta.sample
         assert sample is not None, "the last delta of a request has its sample"
         if sample.finish_reason == "abort":

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial as bound
 from typing import Self, TypeVar
 
-from nano_inference.admission import Limits, params_for_each, score_starts, texts_of
+from nano_inference.admission import Limits, requests_for, score_starts, scoring_request, texts_of
 from nano_inference.assemble import EngineParts, assemble, copied_parts
 from nano_inference.calls import DeltaStream, as_call
 from nano_inference.checks import check_bool, unit_vector
@@ -82,11 +82,7 @@ class InferenceEngine(Control):
         runs if a request is invalid.
         """
         count = num_samples_per_prompt if num_samples is None else num_samples
-        each = params_for_each(prompts, sampling_params)
-        requests = [
-            EngineRequest(prompt=prompt, params=params, num_samples=count, program=program)
-            for prompt, params in zip(prompts, each, strict=True)
-        ]
+        requests = requests_for(prompts, sampling_params, count, program)
         return self._finish_all(self._admit_all(requests), progress)
 
     @as_call
@@ -103,12 +99,9 @@ class InferenceEngine(Control):
         Unchanged are also samples that ended as "abort" with a `stop_reason` (a failed program). Pass the original
         parameters and program; for a salt or a matcher use `add_request(partial=…)`. Raises as `generate` does.
         """
-        each = params_for_each([sample.prompt_tokens for sample in samples], sampling_params)
+        requests = requests_for([sample.prompt_tokens for sample in samples], sampling_params, program=program)
         open_ones = [i for i, s in enumerate(samples) if s.finish_reason == "abort" and s.stop_reason is None]
-        requests = [
-            EngineRequest(prompt=samples[i].prompt_tokens, params=each[i], program=program, partial=samples[i])
-            for i in open_ones
-        ]
+        requests = [replace(requests[i], partial=samples[i]) for i in open_ones]
         admitted = self._admit_all(requests, [f"samples[{i}]: " for i in open_ones])
         completed = dict(zip(open_ones, self._finish_all(admitted, progress), strict=True))
         return [completed.get(i, sample) for i, sample in enumerate(samples)]
@@ -202,11 +195,7 @@ class InferenceEngine(Control):
         """
         texts, single = texts_of(token_ids)
         starts = score_starts(start, len(texts))
-        params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
-        requests = [
-            EngineRequest(prompt=ids, params=params, score_start=begin)
-            for ids, begin in zip(texts, starts, strict=True)
-        ]
+        requests = [scoring_request(ids, begin, temperature) for ids, begin in zip(texts, starts, strict=True)]
         scores = [list(sample.prompt_logprobs or ()) for sample in self._read_all(requests)]
         return scores[0] if single else scores
 
@@ -359,7 +348,7 @@ class InferenceEngine(Control):
 
     # ---- running requests to their end ------------------------------------------------------------------------------
 
-    def _admit_all(self, requests: Seq[EngineRequest], prefixes: Seq[str] | None = None) -> list[list[Sequence]]:
+    def _admit_all(self, requests: Seq[EngineRequest], prefixes: Seq[str] = ()) -> list[list[Sequence]]:
         self._require_alive()
         return self._queue.admit_all(requests, prefixes)
 
