@@ -51,9 +51,10 @@ class OpenRequests:
             self._mailboxes[request_id] = deque()
         self._live[request_id] = sequences
 
-    def sequences(self) -> list[Sequence]:
-        """Return all sequences that have not ended."""
-        return [seq for group in tuple(self._live.values()) for seq in group]
+    def sequences(self, request_ids: Iterable[int] | None = None) -> list[Sequence]:
+        """Return the sequences of these requests that have not ended; those of all requests, oldest first, for None."""
+        ids = tuple(self._live if request_ids is None else request_ids)
+        return [seq for one in ids for seq in self._live.get(one, ())]
 
     def is_live(self, request_id: int) -> bool:
         """Return whether any sample of a request has not ended."""
@@ -66,14 +67,6 @@ class OpenRequests:
     def is_claimed(self, request_id: int) -> bool:
         """Return whether a request has a mailbox."""
         return request_id in self._mailboxes
-
-    def live_requests(self) -> tuple[int, ...]:
-        """Return the requests that have not ended, oldest first."""
-        return tuple(self._live)
-
-    def sequences_of(self, request_id: int) -> tuple[Sequence, ...]:
-        """Return the sequences of a request that have not ended; none for an unknown request."""
-        return tuple(self._live.get(request_id, ()))
 
     def take_delta(self, request_id: int) -> Delta | None:
         """Return and remove the oldest delta of a claimed request; None if there is none."""
@@ -179,8 +172,7 @@ class EngineState:
 
     def end(self, request_ids: Iterable[int] | None, *, keep_samples: bool = False) -> tuple[Delta, ...]:
         """Abort requests, all of them for None; return their last deltas. Called in a transaction."""
-        ids = self.requests.live_requests() if request_ids is None else tuple(request_ids)
-        deltas = tuple(self.core.abort(seq) for one in ids for seq in self.requests.sequences_of(one))
+        deltas = tuple(map(self.core.abort, self.requests.sequences(request_ids)))
         self.deliver(deltas, keep_samples=keep_samples)
         return deltas
 
