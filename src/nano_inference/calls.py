@@ -32,7 +32,7 @@ def as_call(method: Callable[Concatenate[Any, Given], Result]) -> Callable[Conca
 class DeltaStream(Iterator[Delta]):
     """Owns a claimed request, which ends when the stream is closed, exhausted, or fails in `next`.
 
-    `EngineBusy` is an exception to that: it changes nothing, and a later `next` returns the next delta.
+    A `next` that raises `EngineBusy` changes nothing.
     """
 
     def __init__(self, take: Callable[[], Delta | None], end: Callable[[], None]) -> None:

@@ -27,6 +27,7 @@ from nano_inference.types import (
     BadRequest,
     Beginning,
     Delta,
+    EngineDead,
     EngineRequest,
     MatcherFactory,
     Pooling,
@@ -76,10 +77,9 @@ class InferenceEngine(Control):
         program: TokenProgram | None = None,
         progress: Progress | None = None,
     ) -> list[TrainingSample]:
-        """Return n samples of each prompt, those of the first prompt first.
+        """Return n samples of each prompt, those of the first prompt first. `sampling_params`: for all, or a list.
 
-        `sampling_params` is one record for all prompts or a list with one for each. Raises `BadRequest` before anything
-        runs if a request is invalid.
+        Raises `BadRequest` before anything runs if a request is invalid.
         """
         count = num_samples_per_prompt if num_samples is None else num_samples
         requests = requests_for(prompts, sampling_params, count, program)
@@ -113,10 +113,9 @@ class InferenceEngine(Control):
         return self.deltas(self.add_request(prompt, sampling_params, num_samples_per_prompt, claim=True))
 
     def deltas(self, request_id: int) -> DeltaStream:
-        """Return an iterator of the deltas of a claimed request; closing it aborts the request.
+        """Return an iterator of the deltas of a claimed request, see `DeltaStream`; closing it aborts the request.
 
-        A `next` that raises `EngineBusy` changes nothing; any other exception ends the request. Raises `BadRequest` if
-        the request was not added with `claim`, or was collected.
+        Raises `BadRequest` if the request was not added with `claim`, or was collected.
         """
         if not self._state.requests.is_claimed(request_id):
             raise BadRequest(f"request_id: {request_id} was not added with claim, or was collected")
@@ -190,8 +189,8 @@ class InferenceEngine(Control):
     ) -> list[float] | list[list[float]]:
         """Return the log-probability of each token from position max(start, 1) on, given the tokens before it.
 
-        Takes one list of ids or a list of lists, and one `start` or one for each. Logits are divided by `temperature`
-        (0 counts as 1). Raises `BadRequest`, `ValueError` if a log-probability is not finite, and `EnginePaused`.
+        Takes one text or a list, and one `start` or one for each. Logits are divided by `temperature` (0 counts as 1).
+        Raises `BadRequest`, `ValueError` if a log-probability is not finite, and `EnginePaused`.
         """
         texts, single = texts_of(token_ids)
         starts = score_starts(start, len(texts))
@@ -205,8 +204,7 @@ class InferenceEngine(Control):
     ) -> list[float] | list[list[float]]:
         """Return the embedding of each text: pooled last hidden states after the final norm, float32 values.
 
-        Takes one list of ids or a list of lists. "mean" averages all positions; "last" takes the last one, and can use
-        cached prefixes. Raises `BadRequest`, `ValueError` if a hidden state is not finite, and `EnginePaused`.
+        "mean" averages all positions; "last" takes the last one, and can use cached prefixes. Raises as `score` does.
         """
         texts, single = texts_of(token_ids)
         check_bool("normalize", normalize)
@@ -260,10 +258,7 @@ class InferenceEngine(Control):
         return result
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
-        """Return `work()`, run as one call: until it returns, calls from other threads raise `EngineBusy`.
-
-        `work` may call the engine. Requests that it adds with `for_call` are aborted and forgotten when it ends.
-        """
+        """Return `work()`, run as one call: see `Calls.run`. Requests that it adds with `for_call` end with it."""
         return self.calls.run(work)
 
     @as_call
@@ -287,12 +282,12 @@ class InferenceEngine(Control):
     def shutdown(self) -> None:
         """Abort all requests and free model and cache; later calls raise `EngineDead`. Can be called twice."""
         self.end_requests()
-        self._refuse_work()  # before anything that can fail or be interrupted
+        self._end = self._end or EngineDead("the engine was shut down")  # before anything that can fail
         if self.parts.weights is not None:
             self.parts.weights.cancel(wait=_LAST_PIECE_S)
         if self._group is not None:
             self._group.close()
-        self._close()
+        self._runner, self._weights = ClosedRunner(), None
         self.parts = replace(self.parts, runner=ClosedRunner(), executor=None, weights=None)
         self._state.reset(_new_core(self.config, self.parts))
 
