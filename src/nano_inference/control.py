@@ -24,7 +24,7 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
-from nano_inference.updates import NamedWeights, UpdateRules, Weights, WeightUpdate, check_weight_label
+from nano_inference.weights.updates import NamedWeights, UpdateRules, Weights, WeightUpdate, check_weight_label
 
 _log = logging.getLogger(__name__)
 
