@@ -143,10 +143,7 @@ class AsyncEngine(Generic[Engine]):
         *,
         program: TokenProgram | None = None,
     ) -> list[TrainingSample]:
-        """Return n samples of each prompt, as `InferenceEngine.generate` does.
-
-        Raises `BadRequest` if a request is invalid, and `EngineDead`. Cancelling aborts all of them.
-        """
+        """Return n samples of each prompt, as `InferenceEngine.generate` does. Raises `BadRequest`, `EngineDead`."""
         requests = requests_for(prompts, sampling_params, num_samples_per_prompt, program)
         found: dict[tuple[int, int], TrainingSample] = {}
         async for index, delta in self.submit_and_read(requests):
@@ -169,10 +166,7 @@ class AsyncEngine(Generic[Engine]):
             yield delta
 
     async def score(self, token_ids: Sequence[int], start: int = 0, *, temperature: float = 1.0) -> list[float]:
-        """Return the log-probability of each token from position max(start, 1) on, as `InferenceEngine.score` does.
-
-        Raises `BadRequest`, `ValueError` when the logits are not finite, and `EngineDead`.
-        """
+        """Return what `InferenceEngine.score` does for one text. Raises `EngineDead` too."""
         (start,) = score_starts(start, 1)
         async for _, delta in self.submit_and_read([scoring_request(token_ids, start, temperature)]):
             sample = delta.sample

@@ -132,12 +132,10 @@ class EngineThread(Generic[Engine]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def num_commands(self) -> int:
-        """Number of queued commands."""
         return self._commands.qsize()
 
     def post(self, command: Callable[[EngineThread[Engine]], object]) -> None:
@@ -193,7 +191,6 @@ class EngineThread(Generic[Engine]):
 
     @property
     def num_watches(self) -> int:
-        """Number of watches."""
         return len(self._watches)
 
     def end(self, ids: Iterable[int] | None) -> int:

@@ -42,7 +42,6 @@ class OpenRequests:
 
     @property
     def has_finished(self) -> bool:
-        """Whether `take_finished` would return any sample."""
         return bool(self._finished)
 
     def open(self, request_id: int, sequences: list[Sequence], *, claimed: bool) -> None:
@@ -57,7 +56,6 @@ class OpenRequests:
         return [seq for one in ids for seq in self._live.get(one, ())]
 
     def is_live(self, request_id: int) -> bool:
-        """Return whether any sample of a request has not ended."""
         return request_id in self._live
 
     def ended_among(self, request_ids: Iterable[int]) -> list[int]:
@@ -65,7 +63,6 @@ class OpenRequests:
         return [one for one in request_ids if one not in self._live]
 
     def is_claimed(self, request_id: int) -> bool:
-        """Return whether a request has a mailbox."""
         return request_id in self._mailboxes
 
     def take_delta(self, request_id: int) -> Delta | None:
@@ -91,10 +88,9 @@ class OpenRequests:
         return sorted(samples, key=lambda sample: sample.sample_index)
 
     def deliver(self, deltas: Iterable[Delta], *, keep_samples: bool = True, is_repeated: bool = False) -> None:
-        """Put deltas into mailboxes, and keep finished samples of other requests for `take_finished`.
+        """Put deltas into mailboxes, and with `keep_samples` finished samples of other requests in `take_finished`.
 
-        Without `keep_samples` the latter are dropped: the caller returns them itself. `is_repeated` completes an
-        interrupted delivery: deltas that were delivered are skipped.
+        `is_repeated` completes an interrupted delivery: deltas that were delivered are skipped.
         """
         for delta in deltas:
             mailbox = self._mailboxes.get(delta.request_id)
@@ -205,13 +201,11 @@ class EngineState:
 
     def _repair(self) -> None:
         """Repair the state. Can be interrupted at any point and called again."""
-        if self._undelivered is None:
-            self.core.recover(self.requests.sequences())
-        else:
+        if self._undelivered is not None:
             self.requests.deliver(self._undelivered, is_repeated=True)
             self.core.settle()
-            self.core.recover(self.requests.sequences())
-            self._undelivered = None
+        self.core.recover(self.requests.sequences())
+        self._undelivered = None
         repair_others = None if self._repair_others is None else self._repair_others()
         if repair_others is not None:  # None if its owner was garbage collected
             repair_others()

@@ -1,7 +1,6 @@
 """Public records, all frozen, and errors. No torch, no I/O.
 
-A caller passes an `EngineRequest` and receives `Delta`s and `TrainingSample`s (`samples`). The records in between are
-internal: the mutable `sequence.Sequence`, and the `Row` and `RowResult` of each step (`runner`).
+A caller passes an `EngineRequest` and receives `Delta`s and `TrainingSample`s (`samples`).
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ class BadRequest(ValueError):
 
 
 class EngineBusy(RuntimeError):
-    """The call was refused: another thread is using the engine, or the call came from inside a step.
-
-    Nothing was changed, and the running call is unaffected.
-    """
+    """The call was refused and changed nothing: another thread uses the engine, or it came from inside a step."""
 
 
 class EngineDead(RuntimeError):
@@ -269,10 +265,8 @@ class StepResult:
     def after(self, deltas: Iterable[Delta]) -> StepResult:
         """Return the result with deltas from just before the step put in front."""
         before = tuple(deltas)
-        if not before:
-            return self
         ended = tuple(delta.sample for delta in before if delta.sample is not None)
-        return replace(self, deltas=before + self.deltas, samples=ended + self.samples)
+        return replace(self, deltas=before + self.deltas, samples=ended + self.samples) if before else self
 
 
 class WeightInfo(NamedTuple):

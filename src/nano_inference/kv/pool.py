@@ -47,7 +47,6 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def num_free(self) -> int:
-        """Return how many blocks have no reference."""
         return len(self._blank) + len(self._idle)
 
     def idle(self) -> tuple[int, ...]:
@@ -55,7 +54,6 @@ class BlockPool:
         return tuple(self._idle)
 
     def blank(self) -> tuple[int, ...]:
-        """Return the blank blocks."""
         return tuple(self._blank)
 
     def hold(self, blocks: Iterable[int]) -> None:

@@ -62,11 +62,7 @@ class RadixKVCache(KVManager):
         return Hit(tuple(found), num_idle, block, count)
 
     def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """Make tokens[:end] findable, from block index `start` on, a partly filled last block included.
-
-        A full block that is already published is replaced by the published one in the returned table, so that a
-        sequence holds the parents of all its nodes.
-        """
+        """Publish a partly filled last block too; replace published full blocks: a sequence holds all its parents."""
         size = self.block_size
         table = list(blocks)
         if not end:
