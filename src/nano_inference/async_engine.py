@@ -301,7 +301,7 @@ class AsyncEngine(Generic[Engine]):
     # ---- events from the thread -------------------------------------------------------------------------------------
 
     def on_submitted(self, submission: Submission, indices: tuple[int, ...], ids: tuple[int, ...]) -> None:
-        """Store the ids of queued requests; collect them if the submission was closed meanwhile."""
+        """Store the ids of requests that the thread queued; collect them if the submission was closed meanwhile."""
         if submission.is_closed:
             self.thread.post(lambda thread: thread.collect(ids))
             return
@@ -309,7 +309,7 @@ class AsyncEngine(Generic[Engine]):
         self._owners.update((one, (submission, index)) for index, one in zip(indices, ids, strict=True))
 
     def on_turn(self, turn: Turn, deltas: Sequence[Delta]) -> None:
-        """Deliver a step's events to receivers and the observer."""
+        """Deliver a step's events, the deltas of queued requests among them, to receivers and the observer."""
         for request_id, sample_index in turn.result.started:
             if request_id in self._owners:
                 submission, index = self._owners[request_id]
@@ -319,14 +319,14 @@ class AsyncEngine(Generic[Engine]):
             self._observer.on_turn(turn)
 
     def on_deltas(self, deltas: Sequence[Delta], at: float) -> None:
-        """Deliver deltas to their receivers."""
+        """Deliver deltas, also from outside a turn's step, to their receivers."""
         for delta in deltas:
             if delta.request_id in self._owners:
                 submission, index = self._owners[delta.request_id]
                 submission.receiver.on_delta(index, delta, at)
 
     def on_failure(self, error: BaseException) -> None:
-        """Fail all submissions and futures."""
+        """Fail all submissions and futures: the thread ended with this exception, or a method above raised it."""
         if self.failure is not None or self._is_stopped:
             return
         self.failure = error

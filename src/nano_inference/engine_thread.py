@@ -82,19 +82,15 @@ class Submission:
 
 
 class Listener(Protocol):
-    """Receives the thread's events on the event loop, in order."""
+    """Receives the thread's events on the event loop, in order: `AsyncEngine`, which documents the methods."""
 
-    def on_submitted(self, submission: Submission, indices: tuple[int, ...], ids: tuple[int, ...]) -> None:
-        """The requests with these indices were queued with these ids."""
+    def on_submitted(self, submission: Submission, indices: tuple[int, ...], ids: tuple[int, ...]) -> None: ...
 
-    def on_turn(self, turn: Turn, deltas: Sequence[Delta]) -> None:
-        """A step ran; `deltas` are those of queued requests."""
+    def on_turn(self, turn: Turn, deltas: Sequence[Delta]) -> None: ...
 
-    def on_deltas(self, deltas: Sequence[Delta], at: float) -> None:
-        """Queued requests got deltas outside a turn's step."""
+    def on_deltas(self, deltas: Sequence[Delta], at: float) -> None: ...
 
-    def on_failure(self, error: BaseException) -> None:
-        """The thread ended with this exception, or a method above raised it."""
+    def on_failure(self, error: BaseException) -> None: ...
 
 
 class EngineThread(Generic[Engine]):

@@ -17,22 +17,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nano_inference.config import CacheType
-from nano_inference.kv.hashing import compute_block_hash
-from nano_inference.kv.paged import PagedKVCache
-from nano_inference.kv.pool import CacheAllocation, Hit, KVManager, Salt
-from nano_inference.kv.radix import RadixKVCache
-
-__all__ = [
-    "CacheAllocation",
-    "Hit",
-    "KVCacheManager",
-    "KVManager",
-    "PagedKVCache",
-    "RadixKVCache",
-    "Salt",
-    "compute_block_hash",
-    "make_kv",
-]
+from nano_inference.kv.hashing import compute_block_hash as compute_block_hash
+from nano_inference.kv.paged import PagedKVCache as PagedKVCache
+from nano_inference.kv.pool import CacheAllocation as CacheAllocation
+from nano_inference.kv.pool import Hit as Hit
+from nano_inference.kv.pool import KVManager as KVManager
+from nano_inference.kv.pool import Salt as Salt
+from nano_inference.kv.radix import RadixKVCache as RadixKVCache
 
 
 class KVCacheManager(Protocol):
