@@ -30,10 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Control:
-    """Base of `InferenceEngine`: owns the decision whether steps may run, and runs them.
-
-    Each command is a call of the engine: it raises `EngineBusy` from a second thread or from inside a step.
-    """
+    """Base of `InferenceEngine`: owns the decision whether steps may run, and runs them. Commands are calls of it."""
 
     def __init__(
         self,
@@ -218,8 +215,8 @@ class Control:
     def sleep(self, *, discard_weights: bool = False) -> None:
         """Free the memory of the KV cache; requests stay, and recompute their K/V after `wake`.
 
-        On CUDA the weights move to main memory; on a CPU they stay. With `discard_weights` they are freed, and no step
-        runs before `update_weights` has replaced all of them; a sleeping engine can still discard them.
+        Weights move from CUDA to main memory. With `discard_weights` they are freed, also later in sleep, and no step
+        runs before `update_weights` has replaced all of them.
         """
         check_bool("discard_weights", discard_weights)
         self._require_alive()

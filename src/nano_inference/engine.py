@@ -49,9 +49,9 @@ Result = TypeVar("Result")
 class InferenceEngine(Control):
     """Runs requests on one model. A context manager.
 
-    One thread drives it at a time. A call from another thread meanwhile, or from inside a step (a token program, a
-    matcher), raises `EngineBusy` and changes nothing; use `AsyncEngine` for several callers. After an exception, Ctrl-C
-    included, the engine still works: the requests of the interrupted call are aborted, others continue.
+    One thread drives it at a time: other calls meanwhile raise `EngineBusy`, also from inside a step; `AsyncEngine`
+    serves several callers. After an exception, Ctrl-C included, the engine still works: the requests of the
+    interrupted call are aborted, others continue.
     """
 
     def __init__(self, config: EngineConfig, *, parts: EngineParts | None = None) -> None:
@@ -94,10 +94,10 @@ class InferenceEngine(Control):
         program: TokenProgram | None = None,
         progress: Progress | None = None,
     ) -> list[TrainingSample]:
-        """Resume samples that were aborted; output is identical to an uninterrupted run. Returns others unchanged.
+        """Resume samples that ended as "abort" without a `stop_reason`; return others unchanged.
 
-        Unchanged are also samples that ended as "abort" with a `stop_reason` (a failed program). Pass the original
-        parameters and program; for a salt or a matcher use `add_request(partial=…)`. Raises as `generate` does.
+        Output is identical to an uninterrupted run with the same parameters and program; for a salt or a matcher use
+        `add_request(partial=…)`. Raises as `generate` does.
         """
         requests = requests_for([sample.prompt_tokens for sample in samples], sampling_params, program=program)
         open_ones = [i for i, s in enumerate(samples) if s.finish_reason == "abort" and s.stop_reason is None]
@@ -263,10 +263,10 @@ class InferenceEngine(Control):
 
     @as_call
     def copy(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:
-        """Return a second engine with a copy of the weights, such as a reference model.
+        """Return a second engine with a copy of the weights and a random lineage, such as a reference model.
 
-        It has its own queues, versions, random lineage and KV cache: an eighth of this one's blocks, at least enough
-        for the longest sequence, unless `kv_cache_bytes` is given. Raises `BadRequest` if there is no model to copy.
+        Its KV cache has an eighth of this one's blocks, at least enough for the longest sequence, unless
+        `kv_cache_bytes` is given. Raises `BadRequest` if there is no model to copy.
         """
         self._require_alive()
         self._require_weights()

@@ -349,14 +349,11 @@ def keep_best(logits_V: Tensor, best_K: Tensor) -> None:
 
 
 def invert_cdf(logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return for each row the first token by id at which the cumulative probability exceeds its uniform.
-
-    Sums blocks of the vocabulary first, which avoids a cumulative sum over all of it.
-    """
+    """Return for each row the first token by id at which the cumulative probability exceeds its uniform."""
     num_rows, vocab_size = logits_BV.shape
     num_blocks = -(-vocab_size // _CDF_BLOCK)
     p_BV = torch.nn.functional.pad(_weights(logits_BV), (0, num_blocks * _CDF_BLOCK - vocab_size))
-    p_BNC = p_BV.view(num_rows, num_blocks, _CDF_BLOCK)
+    p_BNC = p_BV.view(num_rows, num_blocks, _CDF_BLOCK)  # sums of blocks: no cumulative sum over the vocabulary
     mass_BN = p_BNC.sum(-1).double()
     cdf_BN = mass_BN.cumsum(-1)
     target_B1 = uniform_B.unsqueeze(-1) * cdf_BN[:, -1:]

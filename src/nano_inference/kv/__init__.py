@@ -1,7 +1,7 @@
 """KV block bookkeeping: which block holds which tokens. Integers only; executors own the memory.
 
-Two managers share one interface, `KVManager`. `paged` finds whole blocks by a hash chain over their tokens; `radix`
-keeps a tree of the tokens, so that a hit may end inside a block. Invariants of both, verified by `check()`:
+`paged` finds whole blocks by a hash chain over their tokens; `radix` keeps a tree of the tokens, so that a hit may end
+inside a block. Invariants of both, verified by `check()`:
 
 - a block can be found only after its K/V exists (`publish`), and only under its own salt;
 - a hit leaves at least one token of a prompt to compute;
@@ -40,6 +40,4 @@ class KVCacheManager(Protocol):
 
 def make_kv(cache_type: CacheType, num_blocks: int, block_size: int) -> KVManager:
     """Return a new, empty manager of the given type."""
-    if cache_type == "paged":
-        return PagedKVCache(num_blocks, block_size)
-    return RadixKVCache(num_blocks, block_size)
+    return (PagedKVCache if cache_type == "paged" else RadixKVCache)(num_blocks, block_size)
