@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")]
@@ -39,7 +40,7 @@ from recording import checkpoints, golden  # noqa: E402
 from recording.cases import BITWISE, Case, cases_of  # noqa: E402
 from recording.streams import Recording, first_difference, worst_difference  # noqa: E402
 
-from nano_inference.config import KERNELS  # noqa: E402
+from nano_inference.config import KernelsName  # noqa: E402
 
 DIFFERENT, IMPOSSIBLE = 1, 2
 
@@ -80,7 +81,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", metavar="REV", help="commit to compare with")
     parser.add_argument("--only", default="", help="names of models, or how they begin, separated by commas")
-    parser.add_argument("--kernels", default="auto", choices=[name for name in KERNELS if name != "off"])
+    parser.add_argument("--kernels", default="auto", choices=[name for name in get_args(KernelsName) if name != "off"])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--golden", action="store_true", help="compare the C path with this machine's golden file")
     what.add_argument("--record", action="store_true", help="write this machine's golden file")

@@ -1,21 +1,20 @@
-"""Checks a caller's request and makes its sequences. Pure; errors reach callers as `BadRequest`."""
+"""Checks a caller's request. Pure; errors reach callers as `BadRequest`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from nano_inference.checks import check_int, token_ids
-from nano_inference.sequence import Sequence, start_sequences
 from nano_inference.types import (
     BadRequest,
     Beginning,
     EngineRequest,
-    LogprobsMode,
     MatcherFactory,
     SamplingParams,
+    TokenProgram,
     TrainingSample,
 )
 
@@ -41,47 +40,35 @@ class Limits:
     """See `TrainingSample.lineage`."""
 
 
-def admit(
-    request: EngineRequest,
-    limits: Limits,
-    *,
-    request_id: int,
-    first_id: int,
-    seed: int,
-    logprobs_mode: LogprobsMode = "processed",
-) -> list[Sequence]:
-    """Check a request and return its sequences. Raises `BadRequest` naming the field and the limit."""
-    request, max_new_tokens = checked(request, limits)
-    try:
-        return start_sequences(
-            request,
-            request_id=request_id,
-            first_id=first_id,
-            seed=seed,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=limits.eos_token_ids,
-            logprobs_mode=logprobs_mode,
-            lineage=limits.lineage,
-        )
-    except ValueError as error:  # from the request's matcher or program
-        raise error if isinstance(error, BadRequest) else BadRequest(str(error)) from error
+def checked(
+    request: EngineRequest, limits: Limits, stop_matcher: StopMatcherFactory | None = None
+) -> tuple[EngineRequest, int]:
+    """Return the request with its final ids, salt and matcher, and its most new tokens.
 
-
-def checked(request: EngineRequest, limits: Limits) -> tuple[EngineRequest, int]:
-    """Return the request with its final ids and salt, and its most new tokens. Raises `BadRequest` naming the field."""
+    `stop_matcher` makes matchers of stop strings; None without a tokenizer. Raises `BadRequest` naming the field and
+    the limit.
+    """
+    if not isinstance(request, EngineRequest):
+        raise BadRequest(f"request must be an EngineRequest, got {type(request).__name__}")
     params = request.params
+    if not isinstance(params, SamplingParams):
+        raise BadRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+    make_matcher = request.make_matcher
+    if params.stop and make_matcher is not None:
+        raise BadRequest("stop: give stop strings or a matcher, not both")
+    if params.stop and stop_matcher is not None:
+        make_matcher = stop_matcher(tuple(params.stop))
     try:
         ids = check_fields(request, limits)
         max_new = room_for(len(ids), params, limits)
         if request.partial is not None:
-            check_partial(request.partial, ids, params, request.num_samples, max_new, limits.vocab_size)
-            check_lineage(request.partial, limits.lineage)
+            check_partial(request, ids, max_new, limits)
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    if params.stop and request.make_matcher is None:
+    if params.stop and make_matcher is None:
         raise BadRequest("stop: this engine was made without a tokenizer; use stop_token_ids or pass a matcher")
     salt = f"{request.salt}\n{len(ids) - request.beginning.num_tokens}" if limits.caches_by_prompt else request.salt
-    return replace(request, prompt=ids, salt=salt), max_new
+    return replace(request, prompt=ids, salt=salt, make_matcher=make_matcher), max_new
 
 
 def check_fields(request: EngineRequest, limits: Limits) -> tuple[int, ...]:
@@ -97,53 +84,47 @@ def check_fields(request: EngineRequest, limits: Limits) -> tuple[int, ...]:
     check_int("beginning.sample_index", request.beginning.sample_index, 0)
     if request.params.pooling is not None and request.num_samples != 1:
         raise ValueError(f"num_samples must be 1 with pooling, got {request.num_samples}")
-    check_vocabulary(request.params, limits.vocab_size)
-    check_min_tokens(request.params, limits.eos_token_ids)
+    check_tokens(request.params, limits)
     return ids
 
 
-def check_lineage(partial: TrainingSample, lineage: str | None) -> None:
-    """Raise `ValueError` if the sample's weight versions belong to another lineage.
+def check_partial(request: EngineRequest, prompt: tuple[int, ...], max_new: int, limits: Limits) -> None:
+    """Raise `ValueError` if the sample cannot be resumed: ended, of another prompt, or without requested fields.
 
-    Equal versions would mean different weights. A sample without tokens or without a lineage is accepted.
+    Nor can one of another lineage: there, equal weight versions mean different weights.
     """
-    if partial.lineage is None or partial.lineage == lineage or not partial.completion_tokens:
-        return
-    raise ValueError(
-        f"partial: its lineage is {partial.lineage!r}, this engine's is {lineage!r}, and their weight versions are "
-        "unrelated; resume it on its own engine, or give all engines of a pool the same EngineConfig.lineage"
-    )
-
-
-def check_partial(
-    partial: TrainingSample,
-    prompt: tuple[int, ...],
-    params: SamplingParams,
-    num_samples: int,
-    max_new: int,
-    vocab_size: int,
-) -> None:
-    """Raise `ValueError` if the sample cannot be resumed: ended, of another prompt, or without requested fields."""
+    partial, params = request.partial, request.params
     if not isinstance(partial, TrainingSample):
         raise ValueError(f"partial must be a TrainingSample, got {type(partial).__name__}")
-    if num_samples != 1:
-        raise ValueError(f"num_samples must be 1 with partial, got {num_samples}")
+    if request.num_samples != 1:
+        raise ValueError(f"num_samples must be 1 with partial, got {request.num_samples}")
     if partial.prompt_tokens != prompt:
         raise ValueError("partial: its prompt_tokens differ from the prompt")
     for name in ("completion_tokens", "mask"):
         token_ids(f"partial: {name}", getattr(partial, name))
-    if max(partial.completion_tokens, default=0) >= vocab_size or max(partial.mask, default=0) > 1:
-        raise ValueError(f"partial: holds a token outside the vocabulary of {vocab_size}, or a mask that is not 0 or 1")
+    size = limits.vocab_size
+    if max(partial.completion_tokens, default=0) >= size or max(partial.mask, default=0) > 1:
+        raise ValueError(f"partial: holds a token outside the vocabulary of {size}, or a mask that is not 0 or 1")
     if not all(math.isfinite(logprob) for logprob in partial.logprobs):
         raise ValueError("partial: its logprobs are not all finite")
     if partial.finish_reason == "stop":
         raise ValueError("partial: ended with a stop and cannot be resumed")
     if len(partial.completion_tokens) >= max_new:
         raise ValueError(f"partial: has {len(partial.completion_tokens)} tokens already, max_tokens is {max_new}")
-    wanted = (("raw_logprobs", params.raw_logprobs), ("sampling_masks", params.sampling_mask))
-    for name, is_wanted in (*wanted, ("top_logprobs", params.logprobs is not None)):
+    wanted = {
+        "raw_logprobs": params.raw_logprobs,
+        "sampling_masks": params.sampling_mask,
+        "top_logprobs": params.logprobs is not None,
+    }
+    for name, is_wanted in wanted.items():
         if is_wanted and getattr(partial, name) is None:
             raise ValueError(f"partial: has no {name}, which the parameters request")
+    if partial.lineage not in (None, limits.lineage) and partial.completion_tokens:
+        raise ValueError(
+            f"partial: its lineage is {partial.lineage!r}, this engine's is {limits.lineage!r}, and their weight "
+            "versions are unrelated; resume it on its own engine, or give all engines of a pool the same "
+            "EngineConfig.lineage"
+        )
 
 
 def check_prompt(prompt: Seq[int], limits: Limits) -> tuple[int, ...]:
@@ -159,26 +140,19 @@ def check_prompt(prompt: Seq[int], limits: Limits) -> tuple[int, ...]:
     return ids
 
 
-def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `ValueError` if a parameter contains a token outside the vocabulary."""
-    named: tuple[tuple[str, Collection[int]], ...] = (
-        ("stop_token_ids", params.stop_token_ids),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("logit_bias", params.logit_bias),
-    )
-    for name, ids in named:
+def check_tokens(params: SamplingParams, limits: Limits) -> None:
+    """Raise `ValueError` for a token outside the vocabulary, or if `min_tokens` bans every allowed token."""
+    allowed = params.allowed_token_ids or ()
+    named = {"stop_token_ids": params.stop_token_ids, "allowed_token_ids": allowed, "logit_bias": params.logit_bias}
+    for name, ids in named.items():
         for token in ids:
-            if token >= vocab_size:
-                raise ValueError(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
+            if token >= limits.vocab_size:
+                raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None:
-            check_int(name, count, 0, vocab_size)
-
-
-def check_min_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
-    """Raise `ValueError` if `min_tokens` bans every allowed token."""
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids)
-    if params.min_tokens and params.allowed_token_ids and set(params.allowed_token_ids) <= stops:
+            check_int(name, count, 0, limits.vocab_size)
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else limits.eos_token_ids)
+    if params.min_tokens and allowed and set(allowed) <= stops:
         raise ValueError(
             "min_tokens: every one of allowed_token_ids is a stop token or an end token of the model, "
             "so no token could be sampled"
@@ -225,16 +199,28 @@ def score_starts(start: int | Seq[int], count: int) -> Seq[int]:
     return starts
 
 
-def params_for_each(
-    prompts: Seq[Seq[int]], sampling_params: SamplingParams | Seq[SamplingParams] | None
-) -> Seq[SamplingParams]:
-    """Return one `SamplingParams` for each prompt. Raises `BadRequest`."""
+def requests_for(
+    prompts: Seq[Seq[int]],
+    sampling_params: SamplingParams | Seq[SamplingParams] | None,
+    num_samples: int = 1,
+    program: TokenProgram | None = None,
+) -> list[EngineRequest]:
+    """Return a request for each prompt, with the one `SamplingParams` or its own. Raises `BadRequest`."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, list | tuple):
         raise BadRequest(f"prompts must be a list of lists of token ids, got {type(prompts).__name__}")
     if prompts and isinstance(prompts[0], int):
         raise BadRequest("prompts must be a list of lists of token ids, got one list of ids; wrap it in a list")
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * len(prompts)
+        sampling_params = [sampling_params or SamplingParams()] * len(prompts)
     if len(sampling_params) != len(prompts):
         raise BadRequest(f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts")
-    return sampling_params
+    return [
+        EngineRequest(prompt=prompt, params=params, num_samples=num_samples, program=program)
+        for prompt, params in zip(prompts, sampling_params, strict=True)
+    ]
+
+
+def scoring_request(token_ids: Seq[int], start: int, temperature: float) -> EngineRequest:
+    """Return the request that computes the log-probabilities of a text from `start` on."""
+    params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
+    return EngineRequest(prompt=token_ids, params=params, score_start=start)

@@ -11,12 +11,11 @@ import faulthandler
 import logging
 import math
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from nano_inference.admission import params_for_each, score_starts
+from nano_inference.admission import requests_for, score_starts, scoring_request
 from nano_inference.engine_thread import Engine, EngineThread, Receiver, Submission, Turn
 from nano_inference.types import (
     BadRequest,
@@ -121,7 +120,7 @@ class AsyncEngine(Generic[Engine]):
 
     def drain(self) -> None:
         """From now on, end requests that cannot continue because the engine is paused, asleep or without weights."""
-        self.thread.drain()
+        self.thread.post(EngineThread.drain)
 
     @property
     def thread(self) -> EngineThread[Engine]:
@@ -144,15 +143,8 @@ class AsyncEngine(Generic[Engine]):
         *,
         program: TokenProgram | None = None,
     ) -> list[TrainingSample]:
-        """Return n samples of each prompt, as `InferenceEngine.generate` does.
-
-        Raises `BadRequest` if a request is invalid, and `EngineDead`. Cancelling aborts all of them.
-        """
-        each = params_for_each(prompts, sampling_params)
-        requests = [
-            EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, program=program)
-            for prompt, params in zip(prompts, each, strict=True)
-        ]
+        """Return n samples of each prompt, as `InferenceEngine.generate` does. Raises `BadRequest`, `EngineDead`."""
+        requests = requests_for(prompts, sampling_params, num_samples_per_prompt, program)
         found: dict[tuple[int, int], TrainingSample] = {}
         async for index, delta in self.submit_and_read(requests):
             if delta.sample is not None:
@@ -179,13 +171,9 @@ class AsyncEngine(Generic[Engine]):
             yield delta
 
     async def score(self, token_ids: Sequence[int], start: int = 0, *, temperature: float = 1.0) -> list[float]:
-        """Return the log-probability of each token from position max(start, 1) on, as `InferenceEngine.score` does.
-
-        Raises `BadRequest`, `ValueError` when the logits are not finite, and `EngineDead`.
-        """
+        """Return what `InferenceEngine.score` does for one text. Raises `EngineDead` too."""
         (start,) = score_starts(start, 1)
-        params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
-        async for _, delta in self.submit_and_read([EngineRequest(prompt=token_ids, params=params, score_start=start)]):
+        async for _, delta in self.submit_and_read([scoring_request(token_ids, start, temperature)]):
             sample = delta.sample
         assert sample is not None, "the last delta of a request has its sample"
         if sample.finish_reason == "abort":
@@ -199,11 +187,15 @@ class AsyncEngine(Generic[Engine]):
         for request in requests:
             if type(request.num_samples) is not int or request.num_samples < 1:
                 raise BadRequest(f"num_samples must be an integer >= 1, got {request.num_samples!r}")
-        inbox = _Inbox(sum(request.num_samples for request in requests))
+        inbox = _Inbox()
+        num_open = sum(request.num_samples for request in requests)
         with self.submit(requests, inbox):
-            while not inbox.is_done:
-                for item in await inbox.take():
-                    yield item
+            while num_open:
+                item = await inbox.items.get()
+                if isinstance(item, Exception):
+                    raise item
+                num_open -= item[1].sample is not None
+                yield item
 
     @contextmanager
     def submit(
@@ -225,12 +217,12 @@ class AsyncEngine(Generic[Engine]):
     def enter(self, submission: Submission, indices: tuple[int, ...]) -> None:
         """Queue the requests with these indices, all or none."""
         if indices:
-            self.thread.submit(submission, indices)
+            self.thread.post(lambda thread: thread.submit(submission, indices))
 
     async def call(self, work: Callable[[Engine], Answer]) -> Answer:
         """Return `work(engine)`, run on the engine's thread between two steps. Raises `EngineDead`."""
         done: asyncio.Future[Answer] = self._new_future()
-        self.thread.call(work, done)
+        self.thread.post(lambda thread: thread.call(work, done))
         return await done
 
     async def watch(
@@ -252,7 +244,7 @@ class AsyncEngine(Generic[Engine]):
 
         def forget(_: object) -> None:
             if found.cancelled():
-                self.thread.forget(found)
+                self.thread.post(lambda thread: thread.forget(found))
 
         found.add_done_callback(forget)
         try:
@@ -264,7 +256,7 @@ class AsyncEngine(Generic[Engine]):
 
     def wake(self) -> None:
         """Make the engine's thread take a turn. Can be called from any thread."""
-        self.thread.wake()
+        self.thread.post(lambda _: None)
 
     async def end_submissions(
         self, receivers: Collection[Receiver], *, first: Callable[[], object] | None = None
@@ -305,23 +297,24 @@ class AsyncEngine(Generic[Engine]):
         """Forget a submission; requests that have not ended are aborted at the next step boundary."""
         submission.is_closed = True
         self._submissions.discard(submission)
-        for one in submission.ids:
+        ids = submission.ids
+        for one in ids:
             self._owners.pop(one, None)
-        if submission.ids:
-            self.thread.collect(submission.ids)
+        if ids:
+            self.thread.post(lambda thread: thread.collect(ids))
 
     # ---- events from the thread -------------------------------------------------------------------------------------
 
     def on_submitted(self, submission: Submission, indices: tuple[int, ...], ids: tuple[int, ...]) -> None:
-        """Store the ids of queued requests; collect them if the submission was closed meanwhile."""
+        """Store the ids of requests that the thread queued; collect them if the submission was closed meanwhile."""
         if submission.is_closed:
-            self.thread.collect(ids)
+            self.thread.post(lambda thread: thread.collect(ids))
             return
         submission.ids += ids
         self._owners.update((one, (submission, index)) for index, one in zip(indices, ids, strict=True))
 
     def on_turn(self, turn: Turn, deltas: Sequence[Delta]) -> None:
-        """Deliver a step's events to receivers and the observer."""
+        """Deliver a step's events, the deltas of queued requests among them, to receivers and the observer."""
         for request_id, sample_index in turn.result.started:
             if request_id in self._owners:
                 submission, index = self._owners[request_id]
@@ -331,14 +324,14 @@ class AsyncEngine(Generic[Engine]):
             self._observer.on_turn(turn)
 
     def on_deltas(self, deltas: Sequence[Delta], at: float) -> None:
-        """Deliver deltas to their receivers."""
+        """Deliver deltas, also from outside a turn's step, to their receivers."""
         for delta in deltas:
             if delta.request_id in self._owners:
                 submission, index = self._owners[delta.request_id]
                 submission.receiver.on_delta(index, delta, at)
 
     def on_failure(self, error: BaseException) -> None:
-        """Fail all submissions and futures."""
+        """Fail all submissions and futures: the thread ended with this exception, or a method above raised it."""
         if self.failure is not None or self._is_stopped:
             return
         self.failure = error
@@ -367,40 +360,19 @@ class AsyncEngine(Generic[Engine]):
 
 
 class _Inbox:
-    """The receiver of one `generate` or `stream`."""
+    """The receiver of one `generate` or `stream`: a queue of (index of the request, delta), or the failure."""
 
-    def __init__(self, num_samples: int) -> None:
-        self._num_open = num_samples
-        self._items: deque[tuple[int, Delta]] = deque()
-        self._failure: Exception | None = None
-        self._has_items = asyncio.Event()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every sample has ended and all deltas were taken."""
-        return not self._num_open and not self._items and self._failure is None
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
 
     def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
         """Ignored."""
 
     def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
-        self._items.append((prompt_index, delta))
-        self._num_open -= delta.sample is not None
-        self._has_items.set()
+        self.items.put_nowait((prompt_index, delta))
 
     def on_failure(self, error: Exception) -> None:
-        self._failure = error
-        self._has_items.set()
-
-    async def take(self) -> list[tuple[int, Delta]]:
-        """Wait for deltas and return them. Raises the submission's failure."""
-        await self._has_items.wait()
-        self._has_items.clear()
-        if self._failure is not None:
-            raise self._failure
-        items = list(self._items)
-        self._items.clear()
-        return items
+        self.items.put_nowait(error)
 
 
 def _dead(cause: BaseException | None) -> EngineDead:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from nano_inference.exclusive import Exclusive
 from nano_inference.state import EngineState
@@ -18,23 +18,13 @@ Given = ParamSpec("Given")
 _log = logging.getLogger(__name__)
 
 
-class HasCalls(Protocol):
-    """An object with methods that `as_call` wraps."""
-
-    @property
-    def calls(self) -> Calls:
-        """The engine's `Calls`."""
-
-
-Owner = TypeVar("Owner", bound=HasCalls)
-
-
-def as_call(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Concatenate[Owner, Given], Result]:
-    """Run a method as a call: it raises `EngineBusy` while another thread's call runs."""
+def as_call(method: Callable[Concatenate[Any, Given], Result]) -> Callable[Concatenate[Any, Given], Result]:
+    """Run a method as a call of its object's `calls`: it raises `EngineBusy` while another thread's call runs."""
 
     @wraps(method)
-    def call(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        return self.calls.run(lambda: method(self, *args, **kwargs))
+    def call(self: Any, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        calls: Calls = self.calls
+        return calls.run(lambda: method(self, *args, **kwargs))
 
     return call
 
@@ -42,7 +32,7 @@ def as_call(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Con
 class DeltaStream(Iterator[Delta]):
     """Owns a claimed request, which ends when the stream is closed, exhausted, or fails in `next`.
 
-    `EngineBusy` is an exception to that: it changes nothing, and a later `next` returns the next delta.
+    A `next` that raises `EngineBusy` changes nothing.
     """
 
     def __init__(self, take: Callable[[], Delta | None], end: Callable[[], None]) -> None:

@@ -1,12 +1,20 @@
-"""Checks of single values, with errors that name the field, and small conversions. No torch."""
+"""Checks of single values and of a record's fields, with errors that name the field; small conversions. No torch."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import field, fields
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+Check = Callable[[str, Any], object]
+"""Raises `ValueError`, naming its first argument, if the second is invalid."""
+SEEDS = (-(2**63), 2**64 - 1)
+"""Lowest and highest seed."""
+Record = TypeVar("Record")
 
 
 def check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -33,10 +41,64 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
+def check_text(name: str, value: object) -> None:
+    """Raise `ValueError` naming `name` unless `value` is a non-empty string."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a non-empty string, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise `ValueError` naming `name` unless `value` is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
 def check_label(name: str, value: object) -> None:
     """Raise `ValueError` naming `name` unless `value` is an integer or a string."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"{name} must be an integer or a string, got {value!r}")
+
+
+def integer(low: int, high: int | None = None) -> Check:
+    """Return the check for integers of at least `low` (and at most `high`)."""
+    return partial(check_int, low=low, high=high)
+
+
+def number(low: float, high: float, *, open_low: bool = False) -> Check:
+    """Return the check for numbers in [low, high] (or (low, high])."""
+    return partial(check_number, low=low, high=high, open_low=open_low)
+
+
+def checked(default: Any, check: Check) -> Any:
+    """Return a dataclass field with a default, and the check that `check_fields` applies to its values."""
+    return field(default=default, metadata={"check": check})
+
+
+def check_fields(record: Any) -> None:
+    """Raise `ValueError` naming the first invalid field of a dataclass; None is valid where the annotation has it.
+
+    Fields have the check that they were made with (`checked`), or that of their annotation: `bool` or `Literal`.
+    """
+    for name, check, is_optional in _checks_of(record.__class__):
+        value = getattr(record, name)
+        if value is not None or not is_optional:
+            check(name, value)
+
+
+@cache
+def _checks_of(cls: type[Any]) -> tuple[tuple[str, Check, bool], ...]:
+    """Return (name, check, whether None is valid) for each field of a dataclass that is checked."""
+    found: list[tuple[str, Check, bool]] = []
+    hints = get_type_hints(cls)
+    for one in fields(cls):
+        hint = hints[one.name]
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        check = partial(check_choice, choices=choices) if choices else one.metadata.get("check")
+        check = check_bool if hint is bool else check
+        if check is not None:
+            found.append((one.name, check, NoneType in kinds))
+    return tuple(found)
 
 
 def token_ids(name: str, values: object) -> tuple[int, ...]:
@@ -61,9 +123,9 @@ def unit_vector(values: Sequence[float]) -> tuple[float, ...]:
     return float32(value / length for value in values) if length else tuple(values)
 
 
-def from_known(cls: type[Any], data: Mapping[str, Any]) -> Any:
+def from_known(cls: type[Record], data: Mapping[str, Any]) -> Record:
     """Build the dataclass `cls` from a JSON object. Raises `ValueError` naming an unknown field."""
-    known = {f.name for f in fields(cls) if f.init}
+    known = {f.name for f in fields(cast(Any, cls)) if f.init}
     for name in data:
         if name not in known:
             raise ValueError(f"{cls.__name__} has no field {name!r}; known: {', '.join(sorted(known))}")

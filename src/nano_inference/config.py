@@ -1,17 +1,16 @@
-"""The configurations of engine, scheduler and server: frozen and flat; each field has its command-line help text.
+"""The configurations of engine and scheduler: frozen and flat; each field has its command-line help text.
 
 Derived values (number of blocks, clamped lengths) are never written back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field
 from typing import Any, Literal
 
-from nano_inference.checks import check_bool, check_int, check_number, from_known
-from nano_inference.types import LOGPROBS_MODES, LogprobsMode
+from nano_inference.checks import SEEDS, Check, check_fields, check_text, checked, from_known, integer, number
+from nano_inference.types import LogprobsMode
 
 CacheType = Literal["paged", "radix"]
 Device = str
@@ -20,53 +19,52 @@ KvDtype = Literal["auto", "bfloat16"]
 KernelsName = Literal["auto", "avx512", "avx2", "generic", "off"]
 AttentionName = Literal["auto", "sdpa", "flex"]
 Speculation = Literal["off", "ngram"]
-GenerationConfig = Literal["auto", "none"]
 
-CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
-DTYPES: tuple[Dtype, ...] = ("auto", "float32", "bfloat16", "float16", "int8")
-KV_DTYPES: tuple[KvDtype, ...] = ("auto", "bfloat16")
-KERNELS: tuple[KernelsName, ...] = ("auto", "avx512", "avx2", "generic", "off")
-ATTENTIONS: tuple[AttentionName, ...] = ("auto", "sdpa", "flex")
-SPECULATIONS: tuple[Speculation, ...] = ("off", "ngram")
-MAX_LOOKAHEAD = 64
 MAX_THREADS = 256
 """Most threads of the CPU kernels (MAX_THREADS of kernels/c/pool.h)."""
-
-
-def helped(default: Any, text: str) -> Any:
-    """Return a dataclass field with a default and the help text that the command line shows."""
-    return field(default=default, metadata={"help": text})
-
-
-class SettingError(ValueError):
-    """An invalid value. `fields` are the field names in the text, which the command line shows as flags."""
-
-    def __init__(self, text: str, *fields: str) -> None:
-        super().__init__(text)
-        self.fields = fields
-
-
 MAX_LINEAGE = 128
 """Most characters of a lineage."""
+
+
+def helped(default: Any, text: str, check: Check | None = None) -> Any:
+    """Return a dataclass field with a default, the command line's help text, and a check for `check_fields`."""
+    return field(default=default, metadata={"help": text, "check": check})
+
+
+def check_overrides(name: str, values: object) -> None:
+    """Raise `ValueError` naming `name` unless `values` is a collection of texts."""
+    if isinstance(values, str) or not isinstance(values, Iterable) or not all(isinstance(v, str) for v in values):
+        raise ValueError(f"{name} must be a list of name=value texts, got {values!r}")
+
+
+def check_lineage(name: str, value: object) -> None:
+    """Raise `ValueError` naming `name` unless `value` is a string of 1 to `MAX_LINEAGE` characters."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_LINEAGE:
+        raise ValueError(f"{name} must be a string of 1 to {MAX_LINEAGE} characters, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Configuration of an engine. Raises `ValueError` naming an invalid field."""
 
-    model_path: str = field(metadata={"help": "model: a directory, a .gguf file, a hub id or a known name"})
+    model_path: str = helped(MISSING, "model: a directory, a .gguf file, a hub id or a known name", check_text)
     cache_type: CacheType = helped("radix", "prefix cache: radix (matches tokens) or paged (matches whole blocks)")
-    block_size: int = helped(16, "tokens in a KV block")
-    max_batch_size: int = helped(256, "most sequences that run at the same time")
-    max_model_len: int = helped(8192, "longest sequence; clamped to the model's maximum")
-    max_tokens_per_batch: int = helped(2048, "most tokens computed in one step; longer prompts are cut into chunks")
-    gpu_memory_utilization: float = helped(0.9, "share of a GPU's memory that weights and KV cache may take")
+    block_size: int = helped(16, "tokens in a KV block", integer(1, 4096))
+    max_batch_size: int = helped(256, "most sequences that run at the same time", integer(1, 65536))
+    max_model_len: int = helped(8192, "longest sequence; clamped to the model's maximum", integer(1))
+    max_tokens_per_batch: int = helped(
+        2048, "most tokens computed in one step; longer prompts are cut into chunks", integer(1)
+    )
+    gpu_memory_utilization: float = helped(
+        0.9, "share of a GPU's memory that weights and KV cache may take", number(0, 1, open_low=True)
+    )
     kv_cache_bytes: int | None = helped(
         None,
         "size of the KV cache in bytes, or as 2GiB on the command line; allocated at the start (CPU default: "
         "allocated when used, up to a quarter of free memory and 4 GiB)",
+        integer(1),
     )
-    device: Device = helped("auto", "cpu, cuda, cuda:1, …, mps (untested); auto uses CUDA if available")
+    device: Device = helped("auto", "cpu, cuda, cuda:1, …, mps (untested); auto uses CUDA if available", check_text)
     dtype: Dtype = helped(
         "auto",
         "precision of the weights; auto keeps the file's on a CPU, with float32 arithmetic, and is bfloat16 on CUDA; "
@@ -78,7 +76,8 @@ class EngineConfig:
         "rounds keys and values (CPU kernels)",
     )
     kernels: KernelsName = helped(
-        "auto", "CPU code: auto uses the fastest that this machine supports and can compile; off uses torch"
+        "auto",
+        "CPU code: auto uses the fastest that this machine supports and can compile; off uses torch",
     )
     attention: AttentionName = helped("auto", "attention: sdpa or flex (torch); auto uses the kernels, else sdpa")
     speculation: Speculation = helped(
@@ -86,70 +85,38 @@ class EngineConfig:
         "ngram: speculative decoding with draft tokens from earlier text of the request, where it is expected to "
         "be faster; it changes no token",
     )
-    max_draft_tokens: int = helped(5, "most draft tokens of a sequence in one step, with speculation")
+    max_draft_tokens: int = helped(5, "most draft tokens of a sequence in one step, with speculation", integer(1, 64))
     lookahead: int = helped(
         1,
         "most tokens of a sequence sampled in one step, which saves work between them; 1 while a prompt is computed or "
         "an update is gathered, at most 4 while a client streams; it changes no token",
+        integer(1, 64),
     )
-    seed: int | None = helped(None, "seed of requests without one; the default is fresh entropy for each")
+    seed: int | None = helped(
+        None, "seed of requests without one; the default is fresh entropy for each", integer(*SEEDS)
+    )
     logprobs_mode: LogprobsMode = helped("processed", "distribution of reported log-probabilities")
     deterministic: bool = helped(
         False, "require results that are bit-identical in any batch, which needs the CPU kernels"
     )
-    num_threads: int | None = helped(None, "CPU threads; the default is torch's")
+    num_threads: int | None = helped(None, "CPU threads; the default is torch's", integer(1, MAX_THREADS))
     lineage: str | None = helped(
         None,
         "name shared by engines that install the same weights in the same order, so that they may resume each "
         "other's samples; the default is random for each engine",
+        check_lineage,
     )
     overrides: tuple[str, ...] = helped(
-        (), "name=value: set a property that the checkpoint's format does not store (models info)"
+        (), "name=value: set a property that the checkpoint's format does not store (models info)", check_overrides
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model_path, str) or not self.model_path:
-            raise ValueError(f"model_path must be a non-empty string, got {self.model_path!r}")
-        if not isinstance(self.device, str) or not self.device:
-            raise ValueError(f"device must be a non-empty string, got {self.device!r}")
-        self._check_choices()
-        check_bool("deterministic", self.deterministic)
-        check_int("block_size", self.block_size, 1, 4096)
-        check_int("max_batch_size", self.max_batch_size, 1, 65536)
-        check_int("max_model_len", self.max_model_len, 1)
-        check_int("max_tokens_per_batch", self.max_tokens_per_batch, 1)
-        check_int("max_draft_tokens", self.max_draft_tokens, 1, 64)
-        check_int("lookahead", self.lookahead, 1, MAX_LOOKAHEAD)
-        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
-        if self.kv_cache_bytes is not None:
-            check_int("kv_cache_bytes", self.kv_cache_bytes, 1)
-        if self.seed is not None:
-            check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.num_threads is not None:
-            check_int("num_threads", self.num_threads, 1, MAX_THREADS)
-        if self.lineage is not None and not (isinstance(self.lineage, str) and 0 < len(self.lineage) <= MAX_LINEAGE):
-            raise ValueError(f"lineage must be a string of 1 to {MAX_LINEAGE} characters, got {self.lineage!r}")
-        if isinstance(self.overrides, str) or not all(isinstance(text, str) for text in self.overrides):
-            raise ValueError(f"overrides must be a list of name=value texts, got {self.overrides!r}")
-        object.__setattr__(self, "overrides", tuple(self.overrides))
-
-    def _check_choices(self) -> None:
-        for name, choices in (
-            ("cache_type", CACHE_TYPES),
-            ("dtype", DTYPES),
-            ("kv_cache_dtype", KV_DTYPES),
-            ("kernels", KERNELS),
-            ("attention", ATTENTIONS),
-            ("speculation", SPECULATIONS),
-            ("logprobs_mode", LOGPROBS_MODES),
-        ):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        check_fields(self)
         if self.attention != "auto" and self.kernels not in ("auto", "off"):
             raise ValueError(
                 f"attention: {self.attention} uses torch and cannot be combined with kernels={self.kernels}"
             )
+        object.__setattr__(self, "overrides", tuple(self.overrides))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -158,31 +125,25 @@ class EngineConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:
         """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
-        config: EngineConfig = from_known(cls, data)
-        return config
+        return from_known(cls, data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of one step."""
 
-    max_batch_size: int = 256
-    max_tokens_per_batch: int = 2048
-    block_size: int = 16
-    lookahead: int = 1
+    max_batch_size: int = checked(256, integer(1))
+    max_tokens_per_batch: int = checked(2048, integer(1))
+    block_size: int = checked(16, integer(1))
+    lookahead: int = checked(1, integer(1))
     """Most tokens that a row without draft tokens samples in one step (multi-step decoding)."""
-    max_draft_tokens: int = 0
+    max_draft_tokens: int = checked(0, integer(0))
     """Most draft tokens of a row; 0 turns speculation off."""
-    weight_tokens: int = 6
+    weight_tokens: int = checked(6, integer(1))
     """Tokens whose arithmetic takes as long as reading the weights once; see `choose_drafts`."""
 
     def __post_init__(self) -> None:
-        check_int("max_batch_size", self.max_batch_size, 1)
-        check_int("max_tokens_per_batch", self.max_tokens_per_batch, 1)
-        check_int("block_size", self.block_size, 1)
-        check_int("lookahead", self.lookahead, 1)
-        check_int("max_draft_tokens", self.max_draft_tokens, 0)
-        check_int("weight_tokens", self.weight_tokens, 1)
+        check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -191,180 +152,4 @@ class SchedulerConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SchedulerConfig:
         """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
-        config: SchedulerConfig = from_known(cls, data)
-        return config
-
-
-DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
-    {
-        "logprobs_mode": ("raw", "processed"),
-        "generation_config": ("auto", "none"),
-        "max_queued_requests": (256, 65536),
-        "max_admitted_tokens": (1 << 22, 1 << 30),
-        "max_n": (16, 1024),
-        "max_logprobs": (20, 1000),
-        "max_body_bytes": (4 << 20, 64 << 20),
-        "request_timeout": (600.0, 86400.0),
-    }
-)
-"""Fields of `ServerConfig` with two defaults: without and with `enable_rl`. A trainer sends large batches."""
-
-
-DEFAULT_SHARE = 0.75
-"""Default `client_share` with several clients: one client leaves a quarter of the capacity to others."""
-
-
-def resolved(name: str, text: str) -> Any:
-    """Return a field of `DEFAULTS`; `ServerConfig` replaces its default None."""
-    default, with_rl = DEFAULTS[name]
-    return helped(None, f"{text} (default: {default}; {with_rl} with --enable-rl)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Configuration of the server. Raises `ValueError` naming an invalid field."""
-
-    host: str = helped("127.0.0.1", "address to listen on; anything but loopback needs an API key, or --insecure")
-    port: int = helped(8000, "port to listen on; 0 takes a free one")
-    root_path: str = helped("", "path below which a proxy serves this server, such as /llm")
-    served_model_name: tuple[str, ...] = helped((), "name of the model for clients; may be repeated for aliases")
-    any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
-    strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
-    logprobs_mode: LogprobsMode = resolved("logprobs_mode", "distribution of reported log-probabilities")
-    generation_config: GenerationConfig = resolved(
-        "generation_config",
-        "sampling of requests that name none: auto is the model's generation_config.json, none temperature 1 without "
-        "truncation",
-    )
-    enable_rl: bool = helped(False, "open the routes of RL trainers: pause, abort, weights, versions")
-
-    api_key: tuple[str, ...] = field(
-        default=(),
-        repr=False,  # keeps keys out of messages and logs
-        metadata={"help": "key that clients must send; may be repeated (others can see it in ps)"},
-    )
-    api_key_file: str | None = helped(None, "file with a key on each line, which only its owner may read")
-    insecure: bool = helped(False, "listen beyond loopback without a key")
-    admin_key: tuple[str, ...] = field(
-        default=(),
-        repr=False,
-        metadata={"help": "key that those routes need, and that opens all others; may be repeated"},
-    )
-    admin_key_file: str | None = helped(None, "file with an admin key on each line, which only its owner may read")
-    weights_dir: str | None = helped(None, "directory below which a trainer may name weights to load")
-    weight_timeout: float = helped(300.0, "seconds in which the weights of an update must have come")
-    allowed_host: tuple[str, ...] = helped((), "Host header to accept in addition to the address; may be repeated")
-    cors_origin: tuple[str, ...] = helped((), "web origin whose pages may call this server; may be repeated")
-    share_prefix_cache: bool = helped(False, "let clients with different keys reuse each other's cached prefixes")
-
-    max_queued_requests: int = resolved("max_queued_requests", "most samples that wait; more are refused with 503")
-    max_admitted_tokens: int = resolved("max_admitted_tokens", "most prompt and answer tokens of admitted requests")
-    client_share: float | None = helped(
-        None,
-        "part of all places (samples, tokens, connections) that one client may hold, of what others leave; 1: all "
-        f"(default: {DEFAULT_SHARE}; 1 with a single key, and on loopback without keys)",
-    )
-    trusted_proxy: tuple[str, ...] = helped(
-        (), "address or range of a proxy whose X-Forwarded-For names the client; may be repeated"
-    )
-    max_n: int = resolved("max_n", "most samples of one prompt")
-    max_logprobs: int = resolved("max_logprobs", "most alternatives of a token")
-    max_body_bytes: int = resolved("max_body_bytes", "largest request body, in bytes or as 8MiB")
-    max_connections: int = helped(1000, "most open connections; fewer when the process may open fewer files")
-
-    max_tokens_per_batch: int | None = helped(
-        None, "most tokens computed in one step (default: 256 on a CPU, where longer ones make all wait; else 2048)"
-    )
-    request_timeout: float = resolved("request_timeout", "seconds a request may take; then it ends with what it has")
-    header_timeout: float = helped(20.0, "seconds in which a request's headers, and then its body, must arrive")
-    keep_alive_timeout: float = helped(30.0, "seconds a connection may be idle between requests")
-    write_timeout: float = helped(60.0, "seconds a client may leave what it is sent unread")
-    sse_keep_alive: float = helped(15.0, "seconds of silence after which a stream sends a comment; 0 sends none")
-    shutdown_timeout: float = helped(30.0, "seconds that requests have to end after SIGTERM; 0 aborts them at once")
-    step_timeout: float = helped(120.0, "seconds one step may take before the engine counts as stuck")
-    exit_on_failure: bool = helped(False, "end the process when the engine fails, instead of answering 503")
-
-    log_requests: bool = helped(True, "JSON on stderr: a line for every finished request, and for every warning")
-
-    def __post_init__(self) -> None:
-        for name in ("host", "root_path"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
-        if not self.host:
-            raise ValueError("host must not be empty; 0.0.0.0 listens everywhere")
-        check_bool("enable_rl", self.enable_rl)
-        for name, (default, with_rl) in DEFAULTS.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, with_rl if self.enable_rl else default)
-        self._check_counts()
-        self._check_seconds()
-        for name in (
-            "any_model",
-            "strict",
-            "insecure",
-            "share_prefix_cache",
-            "exit_on_failure",
-            "log_requests",
-        ):
-            check_bool(name, getattr(self, name))
-        for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin", "trusted_proxy"):
-            object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
-        self._check_rl()
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
-
-    def _check_rl(self) -> None:
-        if self.generation_config not in ("auto", "none"):
-            raise ValueError(f"generation_config must be auto or none, got {self.generation_config!r}")
-        if self.enable_rl and self.generation_config != "none":
-            raise ValueError(
-                "generation_config must be none with enable_rl: the model's own defaults would skew rollouts"
-            )
-        if self.weights_dir is not None and not (isinstance(self.weights_dir, str) and self.weights_dir):
-            raise ValueError(f"weights_dir must be a non-empty string, got {self.weights_dir!r}")
-        if self.weights_dir is not None and not self.enable_rl:
-            raise ValueError("weights_dir is for a trainer: it needs enable_rl")
-        for name in ("admin_key", "admin_key_file"):
-            if getattr(self, name) and not self.enable_rl:
-                raise ValueError(f"{name} is for a trainer: it needs enable_rl")
-
-    def _check_counts(self) -> None:
-        check_int("port", self.port, 0, 65535)
-        check_int("max_queued_requests", self.max_queued_requests, 0)
-        check_int("max_admitted_tokens", self.max_admitted_tokens, 1)
-        check_int("max_n", self.max_n, 1, 65536)
-        check_int("max_logprobs", self.max_logprobs, 0, 1000)
-        check_int("max_body_bytes", self.max_body_bytes, 1024)
-        check_int("max_connections", self.max_connections, 1)
-        if self.max_tokens_per_batch is not None:
-            check_int("max_tokens_per_batch", self.max_tokens_per_batch, 1)
-
-    def _check_seconds(self) -> None:
-        for name in ("sse_keep_alive", "shutdown_timeout"):
-            check_number(name, getattr(self, name), 0, 1e6)
-        for name in ("request_timeout", "header_timeout", "keep_alive_timeout", "write_timeout", "step_timeout"):
-            check_number(name, getattr(self, name), 0, 1e6, open_low=True)
-        if self.client_share is not None:
-            check_number("client_share", self.client_share, 0, 1, open_low=True)
-        check_number("weight_timeout", self.weight_timeout, 0, 86400, open_low=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ServerConfig:
-        """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
-        config: ServerConfig = from_known(cls, data)
-        return config
-
-
-def checked_texts(name: str, values: object) -> tuple[str, ...]:
-    """Return a list of non-empty texts as a tuple. Raises `ValueError` naming `name`."""
-    if isinstance(values, str) or not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
-        raise ValueError(f"{name} must be a list of texts, got {type(values).__name__}")
-    if "" in values:
-        raise ValueError(f"{name} must not hold an empty text")
-    return tuple(values)
+        return from_known(cls, data)

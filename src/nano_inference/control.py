@@ -9,7 +9,7 @@ from pathlib import Path
 from nano_inference.calls import Calls, as_call
 from nano_inference.checks import check_bool
 from nano_inference.kv import KVManager
-from nano_inference.runner import ClosedRunner, Runner
+from nano_inference.runner import Runner
 from nano_inference.state import EngineState
 from nano_inference.types import (
     PAUSE_MODES,
@@ -24,16 +24,13 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
-from nano_inference.updates import NamedWeights, UpdateRules, Weights, WeightUpdate, check_weight_label
+from nano_inference.weights.updates import NamedWeights, UpdateRules, Weights, WeightUpdate, check_weight_label
 
 _log = logging.getLogger(__name__)
 
 
 class Control:
-    """Base of `InferenceEngine`: owns the decision whether steps may run, and runs them.
-
-    Each command is a call of the engine: it raises `EngineBusy` from a second thread or from inside a step.
-    """
+    """Base of `InferenceEngine`: owns the decision whether steps may run, and runs them. Commands are calls of it."""
 
     def __init__(
         self,
@@ -80,7 +77,6 @@ class Control:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine is paused."""
         return self._is_paused and not self.is_pausing
 
     @property
@@ -90,12 +86,10 @@ class Control:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine is asleep."""
         return self._is_asleep
 
     @property
     def has_weights(self) -> bool:
-        """Whether weights are loaded."""
         weights = self._weights  # read once: another thread may close the engine
         return weights is None or weights.has_weights
 
@@ -121,14 +115,6 @@ class Control:
     def _require_weights(self) -> None:
         if not self.has_weights:
             raise EnginePaused("the weights were discarded; call update_weights() and finish_update() first")
-
-    def _refuse_work(self) -> None:
-        self._end = self._end or EngineDead("the engine was shut down")
-
-    def _close(self) -> None:
-        """Release the runner and the weights."""
-        self._refuse_work()
-        self._runner, self._weights = ClosedRunner(), None
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -171,11 +157,10 @@ class Control:
 
     @as_call
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False, blocking: bool = True) -> None:
-        """Stop running steps. New requests are queued. A paused engine can be paused again.
+        """Stop running steps; new requests are queued. Can be repeated.
 
-        "keep" suspends all requests; "wait" first runs started requests to their end; "abort" ends all requests.
-        `clear_cache` forgets all K/V, which is recomputed later. With `blocking=False`, "wait" returns immediately:
-        `tick` then runs started requests only, and pauses when they have ended (`is_pausing` until then). Raises
+        "keep" suspends all requests; "wait" first runs started ones to their end, in `tick` with `blocking=False`
+        (`is_pausing` until then); "abort" ends all. `clear_cache` forgets all K/V, which is recomputed later. Raises
         `BadRequest` for an unknown mode, `EnginePaused` if started requests cannot end because the engine is asleep.
         """
         if mode not in PAUSE_MODES:
@@ -231,8 +216,8 @@ class Control:
     def sleep(self, *, discard_weights: bool = False) -> None:
         """Free the memory of the KV cache; requests stay, and recompute their K/V after `wake`.
 
-        On CUDA the weights move to main memory; on a CPU they stay. With `discard_weights` they are freed, and no step
-        runs before `update_weights` has replaced all of them; a sleeping engine can still discard them.
+        Weights move from CUDA to main memory. With `discard_weights` they are freed, also later in sleep, and no step
+        runs before `update_weights` has replaced all of them.
         """
         check_bool("discard_weights", discard_weights)
         self._require_alive()
@@ -249,7 +234,7 @@ class Control:
             self._state.change(self._take_memory)
 
     def _free_memory(self, discard_weights: bool) -> None:
-        """Free the memory of the cache, and of weights where possible. If interrupted, `_repair` allocates it again."""
+        """Free the memory of cache and weights. If interrupted, `_repair` allocates it again."""
         self._needs_memory = True
         self._runner.free_cache()
         if self._weights is not None:
@@ -295,12 +280,8 @@ class Control:
         `weights` are (Hugging Face name, tensor) pairs, a state dict, a directory or `WeightGroup.receive()`. All are
         gathered and checked before installation; on an error the old weights stay. With `blocking`, installs before it
         returns and raises `WeightError`. Otherwise a thread gathers and `tick` installs; do not modify the tensors
-        until then; `finish_update` waits and raises the error.
-
-        `on_running`, for started requests: "keep" their K/V (default), "recompute" it (default with `blocking`),
-        "abort" them, or "wait" for their end. `version` is the trainer's label. `partial` keeps tensors that are not
-        given, `allow_nonfinite` accepts NaN and infinity. `checksum` is the expected `weights_checksum`. `timeout` in
-        seconds bounds gathering in a thread, which calls `on_gathered` at its end, also after an error. Raises
+        until then; `finish_update` waits and raises the error. `on_running` is "recompute" by default with `blocking`,
+        else "keep"; `version` is the trainer's label; `UpdateRules` and `WeightUpdate` document the others. Raises
         `UpdateBusy` during another update, `BadRequest`.
         """
         self._require_alive()
@@ -347,8 +328,8 @@ class Control:
     def finish_update(self, timeout: float | None = None) -> int:
         """Wait until the update in progress is gathered, install it, and return the installed version.
 
-        Runs started requests to their end first if the update was started with on_running="wait". Raises the
-        `WeightError` of a failed update, and `TimeoutError` after `timeout` seconds.
+        With on_running="wait", runs started requests to their end first. Raises `WeightError`, and `TimeoutError`
+        after `timeout` seconds.
         """
         weights = self._updatable_weights
         if weights.wait(timeout) == "staging":

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial as bound
 from typing import Self, TypeVar
 
-from nano_inference.admission import Limits, params_for_each, score_starts, texts_of
+from nano_inference.admission import Limits, requests_for, score_starts, scoring_request, texts_of
 from nano_inference.assemble import EngineParts, assemble, copied_parts
 from nano_inference.calls import DeltaStream, as_call
 from nano_inference.checks import check_bool, unit_vector
@@ -27,6 +27,7 @@ from nano_inference.types import (
     BadRequest,
     Beginning,
     Delta,
+    EngineDead,
     EngineRequest,
     MatcherFactory,
     Pooling,
@@ -48,9 +49,9 @@ Result = TypeVar("Result")
 class InferenceEngine(Control):
     """Runs requests on one model. A context manager.
 
-    One thread drives it at a time. A call from another thread meanwhile, or from inside a step (a token program, a
-    matcher), raises `EngineBusy` and changes nothing; use `AsyncEngine` for several callers. After an exception, Ctrl-C
-    included, the engine still works: the requests of the interrupted call are aborted, others continue.
+    One thread drives it at a time: other calls meanwhile raise `EngineBusy`, also from inside a step; `AsyncEngine`
+    serves several callers. After an exception, Ctrl-C included, the engine still works: the requests of the
+    interrupted call are aborted, others continue.
     """
 
     def __init__(self, config: EngineConfig, *, parts: EngineParts | None = None) -> None:
@@ -76,17 +77,12 @@ class InferenceEngine(Control):
         program: TokenProgram | None = None,
         progress: Progress | None = None,
     ) -> list[TrainingSample]:
-        """Return n samples of each prompt, those of the first prompt first.
+        """Return n samples of each prompt, those of the first prompt first. `sampling_params`: for all, or a list.
 
-        `sampling_params` is one record for all prompts or a list with one for each. Raises `BadRequest` before anything
-        runs if a request is invalid.
+        Raises `BadRequest` before anything runs if a request is invalid.
         """
         count = num_samples_per_prompt if num_samples is None else num_samples
-        each = params_for_each(prompts, sampling_params)
-        requests = [
-            EngineRequest(prompt=prompt, params=params, num_samples=count, program=program)
-            for prompt, params in zip(prompts, each, strict=True)
-        ]
+        requests = requests_for(prompts, sampling_params, count, program)
         return self._finish_all(self._admit_all(requests), progress)
 
     @as_call
@@ -98,17 +94,14 @@ class InferenceEngine(Control):
         program: TokenProgram | None = None,
         progress: Progress | None = None,
     ) -> list[TrainingSample]:
-        """Resume samples that were aborted; output is identical to an uninterrupted run. Returns others unchanged.
+        """Resume samples that ended as "abort" without a `stop_reason`; return others unchanged.
 
-        Unchanged are also samples that ended as "abort" with a `stop_reason` (a failed program). Pass the original
-        parameters and program; for a salt or a matcher use `add_request(partial=…)`. Raises as `generate` does.
+        Output is identical to an uninterrupted run with the same parameters and program; for a salt or a matcher use
+        `add_request(partial=…)`. Raises as `generate` does.
         """
-        each = params_for_each([sample.prompt_tokens for sample in samples], sampling_params)
+        requests = requests_for([sample.prompt_tokens for sample in samples], sampling_params, program=program)
         open_ones = [i for i, s in enumerate(samples) if s.finish_reason == "abort" and s.stop_reason is None]
-        requests = [
-            EngineRequest(prompt=samples[i].prompt_tokens, params=each[i], program=program, partial=samples[i])
-            for i in open_ones
-        ]
+        requests = [replace(requests[i], partial=samples[i]) for i in open_ones]
         admitted = self._admit_all(requests, [f"samples[{i}]: " for i in open_ones])
         completed = dict(zip(open_ones, self._finish_all(admitted, progress), strict=True))
         return [completed.get(i, sample) for i, sample in enumerate(samples)]
@@ -122,10 +115,9 @@ class InferenceEngine(Control):
         return self.deltas(self.add(request, claim=True))
 
     def deltas(self, request_id: int) -> DeltaStream:
-        """Return an iterator of the deltas of a claimed request; closing it aborts the request.
+        """Return an iterator of the deltas of a claimed request, see `DeltaStream`; closing it aborts the request.
 
-        A `next` that raises `EngineBusy` changes nothing; any other exception ends the request. Raises `BadRequest` if
-        the request was not added with `claim`, or was collected.
+        Raises `BadRequest` if the request was not added with `claim`, or was collected.
         """
         if not self._state.requests.is_claimed(request_id):
             raise BadRequest(f"request_id: {request_id} was not added with claim, or was collected")
@@ -199,16 +191,12 @@ class InferenceEngine(Control):
     ) -> list[float] | list[list[float]]:
         """Return the log-probability of each token from position max(start, 1) on, given the tokens before it.
 
-        Takes one list of ids or a list of lists, and one `start` or one for each. Logits are divided by `temperature`
-        (0 counts as 1). Raises `BadRequest`, `ValueError` if a log-probability is not finite, and `EnginePaused`.
+        Takes one text or a list, and one `start` or one for each. Logits are divided by `temperature` (0 counts as 1).
+        Raises `BadRequest`, `ValueError` if a log-probability is not finite, and `EnginePaused`.
         """
         texts, single = texts_of(token_ids)
         starts = score_starts(start, len(texts))
-        params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
-        requests = [
-            EngineRequest(prompt=ids, params=params, score_start=begin)
-            for ids, begin in zip(texts, starts, strict=True)
-        ]
+        requests = [scoring_request(ids, begin, temperature) for ids, begin in zip(texts, starts, strict=True)]
         scores = [list(sample.prompt_logprobs or ()) for sample in self._read_all(requests)]
         return scores[0] if single else scores
 
@@ -218,8 +206,7 @@ class InferenceEngine(Control):
     ) -> list[float] | list[list[float]]:
         """Return the embedding of each text: pooled last hidden states after the final norm, float32 values.
 
-        Takes one list of ids or a list of lists. "mean" averages all positions; "last" takes the last one, and can use
-        cached prefixes. Raises `BadRequest`, `ValueError` if a hidden state is not finite, and `EnginePaused`.
+        "mean" averages all positions; "last" takes the last one, and can use cached prefixes. Raises as `score` does.
         """
         texts, single = texts_of(token_ids)
         check_bool("normalize", normalize)
@@ -273,18 +260,15 @@ class InferenceEngine(Control):
         return result
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
-        """Return `work()`, run as one call: until it returns, calls from other threads raise `EngineBusy`.
-
-        `work` may call the engine. Requests that it adds with `for_call` are aborted and forgotten when it ends.
-        """
+        """Return `work()`, run as one call: see `Calls.run`. Requests that it adds with `for_call` end with it."""
         return self.calls.run(work)
 
     @as_call
     def copy(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:
-        """Return a second engine with a copy of the weights, such as a reference model.
+        """Return a second engine with a copy of the weights and a random lineage, such as a reference model.
 
-        It has its own queues, versions, random lineage and KV cache: an eighth of this one's blocks, at least enough
-        for the longest sequence, unless `kv_cache_bytes` is given. Raises `BadRequest` if there is no model to copy.
+        Its KV cache has an eighth of this one's blocks, at least enough for the longest sequence, unless
+        `kv_cache_bytes` is given. Raises `BadRequest` if there is no model to copy.
         """
         self._require_alive()
         self._require_weights()
@@ -300,12 +284,12 @@ class InferenceEngine(Control):
     def shutdown(self) -> None:
         """Abort all requests and free model and cache; later calls raise `EngineDead`. Can be called twice."""
         self.end_requests()
-        self._refuse_work()  # before anything that can fail or be interrupted
+        self._end = self._end or EngineDead("the engine was shut down")  # before anything that can fail
         if self.parts.weights is not None:
             self.parts.weights.cancel(wait=_LAST_PIECE_S)
         if self._group is not None:
             self._group.close()
-        self._close()
+        self._runner, self._weights = ClosedRunner(), None
         self.parts = replace(self.parts, runner=ClosedRunner(), executor=None, weights=None)
         self._state.reset(_new_core(self.config, self.parts))
 
@@ -361,7 +345,7 @@ class InferenceEngine(Control):
 
     # ---- running requests to their end ------------------------------------------------------------------------------
 
-    def _admit_all(self, requests: Seq[EngineRequest], prefixes: Seq[str] | None = None) -> list[list[Sequence]]:
+    def _admit_all(self, requests: Seq[EngineRequest], prefixes: Seq[str] = ()) -> list[list[Sequence]]:
         self._require_alive()
         return self._queue.admit_all(requests, prefixes)
 

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from nano_inference.control import Control
@@ -82,19 +82,15 @@ class Submission:
 
 
 class Listener(Protocol):
-    """Receives the thread's events on the event loop, in order."""
+    """Receives the thread's events on the event loop, in order: `AsyncEngine`, which documents the methods."""
 
-    def on_submitted(self, submission: Submission, indices: tuple[int, ...], ids: tuple[int, ...]) -> None:
-        """The requests with these indices were queued with these ids."""
+    def on_submitted(self, submission: Submission, indices: tuple[int, ...], ids: tuple[int, ...]) -> None: ...
 
-    def on_turn(self, turn: Turn, deltas: Sequence[Delta]) -> None:
-        """A step ran; `deltas` are those of queued requests."""
+    def on_turn(self, turn: Turn, deltas: Sequence[Delta]) -> None: ...
 
-    def on_deltas(self, deltas: Sequence[Delta], at: float) -> None:
-        """Queued requests got deltas outside a turn's step."""
+    def on_deltas(self, deltas: Sequence[Delta], at: float) -> None: ...
 
-    def on_failure(self, error: BaseException) -> None:
-        """The thread ended with this exception, or a method above raised it."""
+    def on_failure(self, error: BaseException) -> None: ...
 
 
 class EngineThread(Generic[Engine]):
@@ -105,7 +101,7 @@ class EngineThread(Generic[Engine]):
         """When the current work started; None while the thread waits. Written by the thread."""
         self._loop = loop
         self._listener = listener
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         # Accessed only on the thread:
         self._watches: dict[asyncio.Future[Any], Callable[[], Any]] = {}
@@ -132,54 +128,74 @@ class EngineThread(Generic[Engine]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def num_commands(self) -> int:
-        """Number of queued commands."""
         return self._commands.qsize()
 
+    def post(self, command: Callable[[EngineThread[Engine]], object]) -> None:
+        """Call `command(self)` on the thread between two steps, and take a turn. Can be called from any thread."""
+        self._commands.put(lambda: command(self))
+
+    # ---- called on the thread, by commands --------------------------------------------------------------------------
+
     def submit(self, submission: Submission, indices: tuple[int, ...]) -> None:
-        """Queue the requests with these indices, all or none."""
-        self._commands.put(lambda: self._submit(submission, indices))
+        """Queue the requests with these indices, all or none; an invalid one fails this submission only."""
+        if submission.is_closed:
+            return
+        ids: list[int] = []
+        try:
+            for one in (submission.requests[index] for index in indices):
+                ids.append(self._engine.add(one, claim=True))
+        except Exception as error:  # BadRequest, or from a matcher's constructor
+            failure = error
+            self.collect(tuple(ids))
+            self._send(lambda: submission.receiver.on_failure(failure))
+            return
+        self._queued.update(ids)
+        submission.queued_ids += tuple(ids)
+        self._send(lambda: self._listener.on_submitted(submission, indices, tuple(ids)))
 
     def collect(self, ids: tuple[int, ...]) -> None:
         """Forget requests, aborting those that have not ended."""
-        self._commands.put(lambda: self._collect(ids))
+        self._queued.difference_update(ids)
+        for one in ids:
+            self._engine.collect(one)
 
     def call(self, work: Callable[[Engine], Answer], done: asyncio.Future[Answer]) -> None:
-        """Run `work` between two steps; `done` gets its result or exception."""
-        self._commands.put(lambda: self._call(work, done))
-
-    def forget(self, found: asyncio.Future[Any]) -> None:
-        """End a `watch`."""
-        self._commands.put(lambda: self._forget(found))
-
-    def drain(self) -> None:
-        """From now on, end requests that cannot continue because no step can run."""
-        self._commands.put(self._start_drain)
-
-    def wake(self) -> None:
-        """Make the thread take a turn. Can be called from any thread."""
-        self._commands.put(_nothing)
-
-    # ---- called on the thread ---------------------------------------------------------------------------------------
+        """Run `work`; `done` gets its result or exception."""
+        try:
+            answer = work(self._engine)
+        except Exception as error:
+            self._settle(done, error=error)
+        else:
+            self._settle(done, answer)
+        self._send_deltas()  # the work may have run steps, with deltas of other requests
 
     def watch(self, look: Callable[[], Answer | None], found: asyncio.Future[Answer]) -> None:
         """Call `look` after every turn until it returns a value or raises; `found` gets the outcome."""
         self._watches[found] = look
 
+    def forget(self, found: asyncio.Future[Any]) -> None:
+        """End a `watch`."""
+        self._watches.pop(found, None)
+
+    def drain(self) -> None:
+        """From now on, end requests that cannot continue because no step can run."""
+        self._is_draining = True
+
     @property
     def num_watches(self) -> int:
-        """Number of watches."""
         return len(self._watches)
 
-    def end(self, ids: Iterable[int]) -> int:
-        """End requests and send their deltas; return the number of samples."""
+    def end(self, ids: Iterable[int] | None) -> int:
+        """End requests, all of them for None, and send their deltas; return the number of samples."""
         num_ended = len(self._engine.end_requests(ids))
         self._send_deltas()
         return num_ended
+
+    # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self, open_engine: Callable[[], Engine], opened: asyncio.Future[Engine]) -> None:
         """Open the engine, then run turns until stopped."""
@@ -187,9 +203,9 @@ class EngineThread(Generic[Engine]):
             self._engine = open_engine()
         except BaseException as error:
             cause = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__} while loading")
-            self._send(lambda: None if opened.done() else opened.set_exception(cause))
+            self._settle(opened, error=cause)
             return
-        self._send(lambda: None if opened.done() else opened.set_result(self._engine))
+        self._settle(opened, self._engine)
         try:
             while True:
                 self._run_turn()
@@ -207,62 +223,16 @@ class EngineThread(Generic[Engine]):
             self.busy_since = time.monotonic()
             command()
         self.busy_since = time.monotonic()
-        self._run_commands()
+        while not self._commands.empty():
+            self._commands.get()()
         began = time.monotonic()
         result = self._engine.tick()
         turn = Turn(result, began, time.monotonic(), self._engine.control.is_halted)
         deltas = self._engine.take_deltas(self._queued)
         self._send(lambda: self._listener.on_turn(turn, deltas))
-        self._end_if_halted()
+        if self._is_draining and self._engine.control.is_halted:  # no later call would resume the engine
+            self.end(None)
         self._run_watches()
-
-    def _run_commands(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                return
-            command()
-
-    def _submit(self, submission: Submission, indices: tuple[int, ...]) -> None:
-        """Queue requests of a submission; an invalid request fails this submission only."""
-        if submission.is_closed:
-            return
-        ids: list[int] = []
-        try:
-            for one in (submission.requests[index] for index in indices):
-                ids.append(self._engine.add(one, claim=True))
-        except Exception as error:  # BadRequest, or from a matcher's constructor
-            failure = error
-            self._collect(tuple(ids))
-            self._send(lambda: submission.receiver.on_failure(failure))
-            return
-        self._queued.update(ids)
-        submission.queued_ids += tuple(ids)
-        self._send(lambda: self._listener.on_submitted(submission, indices, tuple(ids)))
-
-    def _collect(self, ids: tuple[int, ...]) -> None:
-        self._queued.difference_update(ids)
-        for one in ids:
-            self._engine.collect(one)
-
-    def _call(self, work: Callable[[Engine], Answer], done: asyncio.Future[Answer]) -> None:
-        try:
-            answer = work(self._engine)
-        except Exception as error:
-            self._send_failure(done, error)
-        else:
-            self._send_answer(done, answer)
-        self._send_deltas()  # the work may have run steps, with deltas of other requests
-
-    def _start_drain(self) -> None:
-        self._is_draining = True
-
-    def _end_if_halted(self) -> None:
-        """While draining, end all requests if no step can run: no later call would resume the engine."""
-        if self._is_draining and self._engine.control.is_halted:
-            self._engine.end_requests()
-            self._send_deltas()
 
     def _run_watches(self) -> None:
         """Call every watch, and answer those with a result."""
@@ -270,15 +240,12 @@ class EngineThread(Generic[Engine]):
             try:
                 answer = look()
             except Exception as error:
-                self._forget(found)
-                self._send_failure(found, error)
+                self.forget(found)
+                self._settle(found, error=error)
             else:
                 if answer is not None:
-                    self._forget(found)
-                    self._send_answer(found, answer)
-
-    def _forget(self, found: asyncio.Future[Any]) -> None:
-        self._watches.pop(found, None)
+                    self.forget(found)
+                    self._settle(found, answer)
 
     def _send_deltas(self) -> None:
         """Send the deltas of queued requests that arose outside a turn's step."""
@@ -286,11 +253,12 @@ class EngineThread(Generic[Engine]):
         if deltas:
             self._send(lambda: self._listener.on_deltas(deltas, now))
 
-    def _send_answer(self, done: asyncio.Future[Any], answer: object) -> None:
-        self._send(lambda: None if done.done() else done.set_result(answer))
-
-    def _send_failure(self, done: asyncio.Future[Any], error: Exception) -> None:
-        self._send(lambda: None if done.done() else done.set_exception(error))
+    def _settle(self, done: asyncio.Future[Any], answer: object = None, *, error: Exception | None = None) -> None:
+        """Set a future's result or exception, unless it was cancelled."""
+        if error is not None:
+            self._send(lambda: None if done.done() else done.set_exception(error))
+        else:
+            self._send(lambda: None if done.done() else done.set_result(answer))
 
     def _send(self, event: Callable[[], None]) -> None:
         """Call `event` on the event loop, unless the loop has closed."""
@@ -313,7 +281,3 @@ class _Stop(Exception):
 
 def _raise_stop() -> None:
     raise _Stop
-
-
-def _nothing() -> None:
-    """A command without effect, which makes the thread take a turn."""

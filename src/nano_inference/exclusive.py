@@ -1,8 +1,8 @@
 """`Exclusive`: mutual exclusion that no exception can leave locked.
 
-An exception such as Ctrl-C can arrive between any two bytecodes, those of an `__exit__` or a `finally` included. A flag
-or lock that a call sets at its start and clears at its end can therefore stay set after the call. The interpreter
-itself records whether a generator runs, so each call runs inside a generator and excludes others while that runs.
+An exception such as Ctrl-C can arrive between any two bytecodes, those of a `finally` included, so a flag or lock that
+a call sets and clears can stay set. The interpreter itself records whether a generator runs, so each call runs inside a
+generator and excludes others while that runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """N-gram drafting: proposes the tokens that followed the last occurrence of a sample's final tokens.
 
-Occurrences are searched in the prompt, in the sample, and in the other samples of its request. A step computes the
-draft tokens after the sample's last token and samples at each position, so a wrong draft costs time and never changes
-an output token. Integers only; costs are counted in tokens, not in seconds.
+Occurrences are searched in the prompt and in all samples of the request. A step samples at the position of each draft
+token, so a wrong draft costs time and never changes an output token. Integers only; costs are counted in tokens.
 """
 
 from __future__ import annotations
@@ -143,11 +142,7 @@ def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
 
 
 def continuation(found: Occurrence, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Return at most `limit` tokens that follow an occurrence.
-
-    If it lies in `tokens` itself and the text ends before `limit` tokens, the text is assumed to repeat with that
-    period.
-    """
+    """Return at most `limit` tokens that follow an occurrence; a text that ends before is assumed to be periodic."""
     following = list(found.tokens[found.end : found.end + limit])
     if found.tokens is tokens:
         period = len(tokens) - found.end
@@ -184,9 +179,8 @@ class _Sample:
 class NgramDrafter:
     """Owns the text index of each open request; it is freed when the request's last sample ends.
 
-    Each sample has a running estimate of acceptance. It is updated from every draft, computed in a step or not, by
-    comparing the draft with the tokens that were sampled: a sample with a low estimate causes no computation, and the
-    estimate rises again when the sample starts to repeat itself.
+    Each sample has a running estimate of acceptance, updated from every draft, computed in a step or not: a low one
+    causes no computation, and it rises again when the sample starts to repeat itself.
     """
 
     def __init__(self, limit: int) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
-from nano_inference.admission import Limits, StopMatcherFactory, admit
+from nano_inference.admission import Limits, StopMatcherFactory, checked
 from nano_inference.calls import Calls
 from nano_inference.config import EngineConfig
 from nano_inference.sampling import derive_seed
-from nano_inference.sequence import Sequence
+from nano_inference.sequence import Sequence, start_sequences
 from nano_inference.state import EngineState
-from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TrainingSample
+from nano_inference.types import BadRequest, EngineRequest
 
 
 class RequestQueue:
@@ -35,7 +34,7 @@ class RequestQueue:
         self._next_request = 0
         self._next_sequence = 0
 
-    def admit_all(self, requests: Seq[EngineRequest], prefixes: Seq[str] | None = None) -> list[list[Sequence]]:
+    def admit_all(self, requests: Seq[EngineRequest], prefixes: Seq[str] = ()) -> list[list[Sequence]]:
         """Return the sequences of every request without queueing them. Raises `BadRequest`.
 
         `prefixes` holds one text for each request, put in front of its error message.
@@ -45,10 +44,9 @@ class RequestQueue:
         for index, request in enumerate(requests):
             try:
                 admitted.append(self._admit(request, self._next_request + index, next_sequence))
-            except BadRequest as error:
-                if prefixes is None:
-                    raise
-                raise BadRequest(f"{prefixes[index]}{error}") from None
+            except ValueError as error:  # a `BadRequest`, or from the request's matcher or program
+                cause = None if isinstance(error, BadRequest) else error
+                raise BadRequest(f"{prefixes[index] if prefixes else ''}{error}") from cause
             next_sequence += len(admitted[-1])
         return admitted
 
@@ -68,29 +66,23 @@ class RequestQueue:
         return request_id
 
     def _admit(self, request: EngineRequest, request_id: int, first_id: int) -> list[Sequence]:
-        if not isinstance(request, EngineRequest):
-            raise BadRequest(f"request must be an EngineRequest, got {type(request).__name__}")
-        params = request.params
-        if not isinstance(params, SamplingParams):
-            raise BadRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        if request.make_matcher is not None and params.stop:
-            raise BadRequest("stop: give stop strings or a matcher, not both")
-        if params.stop and self._stop_matcher:
-            request = replace(request, make_matcher=self._stop_matcher(tuple(params.stop)))
-        return admit(
+        request, max_new_tokens = checked(request, self.limits, self._stop_matcher)
+        return start_sequences(
             request,
-            self.limits,
             request_id=request_id,
             first_id=first_id,
             seed=self._seed_of(request, request_id),
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=self.limits.eos_token_ids,
             logprobs_mode=self._config.logprobs_mode,
+            lineage=self.limits.lineage,
         )
 
     def _seed_of(self, request: EngineRequest, request_id: int) -> int:
         """Return the seed of the request, of its partial sample, derived from the engine's, or fresh entropy."""
         if request.params.seed is not None:
             return request.params.seed
-        if isinstance(request.partial, TrainingSample) and request.partial.seed is not None:
+        if request.partial is not None and request.partial.seed is not None:
             return request.partial.seed
         if self._config.seed is not None:
             return derive_seed(self._config.seed, request_id)

@@ -137,8 +137,7 @@ class Rollout:
             Turn(sample=TrainingSample.from_dict(turn["sample"]), observation=tuple(turn["observation"]))
             for turn in data["turns"]
         )
-        rollout: Rollout = from_known(cls, {**data, "prompt_tokens": tuple(data["prompt_tokens"]), "turns": turns})
-        return rollout
+        return from_known(cls, {**data, "prompt_tokens": tuple(data["prompt_tokens"]), "turns": turns})
 
 
 Environment = Callable[[Rollout], Iterable[int] | None]

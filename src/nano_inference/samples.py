@@ -170,8 +170,7 @@ class TrainingSample:
                 plain[name] = tuple(tuple(TokenLogprob(*pair) for pair in top) for top in plain[name])
         if plain.get("sampling_masks") is not None:
             plain["sampling_masks"] = tuple(m if m is None else tuple(m) for m in plain["sampling_masks"])
-        sample: TrainingSample = from_known(cls, plain)
-        return sample
+        return from_known(cls, plain)
 
 
 def read_spans(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> list[VersionSpan]:

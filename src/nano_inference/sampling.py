@@ -65,12 +65,9 @@ def results(
     extras: Sequence[DrawExtras] = (),
 ) -> list[RowResult]:
     """Return the results of rows with one token each; `tops` and `extras` may be empty if no row needs them."""
-    no_tops = ((),) * len(rows)
-    if not extras:
-        drawn = zip(rows, tokens, logprobs, tops or no_tops, strict=True)
-        return [RowResult(row.id, (token,), (logprob,), (top,)) for row, token, logprob, top in drawn]
-    whole = zip(rows, tokens, logprobs, tops or no_tops, extras, strict=True)
-    return [RowResult(row.id, (token,), (logprob,), (top,), (extra,)) for row, token, logprob, top, extra in whole]
+    none = ((),) * len(rows)
+    drawn = zip(rows, tokens, logprobs, tops or none, zip(extras) if extras else none, strict=True)
+    return [RowResult(row.id, (token,), (logprob,), (top,), extra) for row, token, logprob, top, extra in drawn]
 
 
 def draw(logits_BV: Tensor, rows: Sequence[Row], normalise: Normalise = normalise) -> list[RowResult]:
@@ -84,7 +81,8 @@ def draw(logits_BV: Tensor, rows: Sequence[Row], normalise: Normalise = normalis
     for index, row in enumerate(rows):
         adjust_logits(logits_BV[index], row)
     argmax_B = logits_BV.argmax(dim=-1) if any(row.params.temperature == 0 for row in rows) else None
-    tempered = _keep(logits_BV, [_needs_tempered(row) for row in rows], temperatures, normalise)
+    is_tempered = [row.logprobs_mode == "tempered" and truncation_of(row).is_active for row in rows]
+    tempered = _keep(logits_BV, is_tempered, temperatures, normalise)
     scaled_BV = scaled(logits_BV, temperatures)
     truncate(logits_BV, scaled_BV, [truncation_of(row) for row in rows])
     masks = sampling_masks(scaled_BV, rows)
@@ -169,8 +167,7 @@ def sample_with_logprobs(
         shapes = f"{tuple(logits_BV.shape)} and {tuple(temperatures_B.shape)}"
         raise ValueError(f"logits must be [B, V] and temperatures [B], got {shapes}")
     num_rows = logits_BV.size(0)
-    given = {"top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps, "uniforms_B": uniforms_B}
-    for name, values in given.items():
+    for name, values in {"top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps, "uniforms_B": uniforms_B}.items():
         if values is not None and len(values) != num_rows:
             raise ValueError(f"{name} must hold one value for each of {num_rows} rows, got {len(values)}")
     temperatures = temperatures_B.tolist()
@@ -179,15 +176,13 @@ def sample_with_logprobs(
     logits_BV = logits_BV.to(torch.float32, copy=True)
     argmax_B = logits_BV.argmax(dim=-1)
     scaled_BV = scaled(logits_BV, temperatures)
-    cuts = [
-        Truncation(
-            0 if top_ks is None else max(0, int(top_ks[index])),
-            1.0 if top_ps is None else float(top_ps[index]),
-            0.0 if min_ps is None else float(min_ps[index]),
-        )
-        for index in range(num_rows)
-    ]
-    truncate(logits_BV, scaled_BV, [cut if t else _NO_TRUNCATION for cut, t in zip(cuts, temperatures, strict=True)])
+    cuts = [_NO_TRUNCATION] * num_rows
+    for index in range(num_rows):
+        if temperatures[index]:
+            top_k = 0 if top_ks is None else max(0, int(top_ks[index]))
+            top_p = 1.0 if top_ps is None else float(top_ps[index])
+            cuts[index] = Truncation(top_k, top_p, 0.0 if min_ps is None else float(min_ps[index]))
+    truncate(logits_BV, scaled_BV, cuts)
     if uniforms_B is None:
         uniforms_B = torch.rand(num_rows, dtype=torch.float64, device=logits_BV.device)
     token_B = torch.where(temperatures_B == 0, argmax_B, invert_cdf(scaled_BV, uniforms_B.double()))
@@ -204,11 +199,6 @@ def _needs_raw(row: Row) -> bool:
         return False
     is_adjusted = bool(row.history or params.logit_bias or params.allowed_token_ids or row.mask or row.banned)
     return is_adjusted or params.temperature != 1 or truncation_of(row).is_active
-
-
-def _needs_tempered(row: Row) -> bool:
-    """Return whether the row reports the distribution before truncation and samples from a truncated one."""
-    return row.logprobs_mode == "tempered" and truncation_of(row).is_active
 
 
 def adjust_logits(logits_V: Tensor, row: Row) -> None:
@@ -256,10 +246,9 @@ def unpack_mask(mask: bytes, vocab_size: int) -> Tensor:
 
 
 def scaled(logits_BV: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Return each row divided by its temperature; rows of temperature 0 and 1 are unchanged.
+    """Return each row divided by its temperature; the argument itself if all temperatures are 0 or 1.
 
-    Returns the argument itself if no row changes. A row's largest logit is subtracted first, so that no temperature
-    overflows float32.
+    A row's largest logit is subtracted first, so that no temperature overflows float32.
     """
     if all(t in (0, 1) for t in temperatures):
         return logits_BV
@@ -342,16 +331,11 @@ def sampling_masks(logits_BV: Tensor, rows: Sequence[Row]) -> list[SamplingMask]
     """Return the ids that each row can sample; None if not requested, and if no token is excluded."""
     masks: list[SamplingMask] = []
     for index, row in enumerate(rows):
-        is_wanted = row.params.sampling_mask and _excludes_tokens(row)
+        is_masked = row.params.allowed_token_ids is not None or row.mask is not None or bool(row.banned)
+        is_wanted = row.params.sampling_mask and (is_masked or truncation_of(row).is_active)
         ids = (logits_BV[index] > -torch.inf).nonzero().flatten().tolist() if is_wanted else ()
         masks.append(tuple(ids) if is_wanted and len(ids) < logits_BV.size(-1) else None)
     return masks
-
-
-def _excludes_tokens(row: Row) -> bool:
-    """Return whether the row excludes tokens."""
-    is_masked = row.params.allowed_token_ids is not None or row.mask is not None or bool(row.banned)
-    return is_masked or truncation_of(row).is_active
 
 
 def keep_best(logits_V: Tensor, best_K: Tensor) -> None:
@@ -365,14 +349,11 @@ def keep_best(logits_V: Tensor, best_K: Tensor) -> None:
 
 
 def invert_cdf(logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return for each row the first token by id at which the cumulative probability exceeds its uniform.
-
-    Sums blocks of the vocabulary first, which avoids a cumulative sum over all of it.
-    """
+    """Return for each row the first token by id at which the cumulative probability exceeds its uniform."""
     num_rows, vocab_size = logits_BV.shape
     num_blocks = -(-vocab_size // _CDF_BLOCK)
     p_BV = torch.nn.functional.pad(_weights(logits_BV), (0, num_blocks * _CDF_BLOCK - vocab_size))
-    p_BNC = p_BV.view(num_rows, num_blocks, _CDF_BLOCK)
+    p_BNC = p_BV.view(num_rows, num_blocks, _CDF_BLOCK)  # sums of blocks: no cumulative sum over the vocabulary
     mass_BN = p_BNC.sum(-1).double()
     cdf_BN = mass_BN.cumsum(-1)
     target_B1 = uniform_B.unsqueeze(-1) * cdf_BN[:, -1:]

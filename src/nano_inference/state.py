@@ -42,7 +42,6 @@ class OpenRequests:
 
     @property
     def has_finished(self) -> bool:
-        """Whether `take_finished` would return any sample."""
         return bool(self._finished)
 
     def open(self, request_id: int, sequences: list[Sequence], *, claimed: bool) -> None:
@@ -51,12 +50,12 @@ class OpenRequests:
             self._mailboxes[request_id] = deque()
         self._live[request_id] = sequences
 
-    def sequences(self) -> list[Sequence]:
-        """Return all sequences that have not ended."""
-        return [seq for group in tuple(self._live.values()) for seq in group]
+    def sequences(self, request_ids: Iterable[int] | None = None) -> list[Sequence]:
+        """Return the sequences of these requests that have not ended; those of all requests, oldest first, for None."""
+        ids = tuple(self._live if request_ids is None else request_ids)
+        return [seq for one in ids for seq in self._live.get(one, ())]
 
     def is_live(self, request_id: int) -> bool:
-        """Return whether any sample of a request has not ended."""
         return request_id in self._live
 
     def ended_among(self, request_ids: Iterable[int]) -> list[int]:
@@ -64,16 +63,7 @@ class OpenRequests:
         return [one for one in request_ids if one not in self._live]
 
     def is_claimed(self, request_id: int) -> bool:
-        """Return whether a request has a mailbox."""
         return request_id in self._mailboxes
-
-    def live_requests(self) -> tuple[int, ...]:
-        """Return the requests that have not ended, oldest first."""
-        return tuple(self._live)
-
-    def sequences_of(self, request_id: int) -> tuple[Sequence, ...]:
-        """Return the sequences of a request that have not ended; none for an unknown request."""
-        return tuple(self._live.get(request_id, ()))
 
     def take_delta(self, request_id: int) -> Delta | None:
         """Return and remove the oldest delta of a claimed request; None if there is none."""
@@ -98,10 +88,9 @@ class OpenRequests:
         return sorted(samples, key=lambda sample: sample.sample_index)
 
     def deliver(self, deltas: Iterable[Delta], *, keep_samples: bool = True, is_repeated: bool = False) -> None:
-        """Put deltas into mailboxes, and keep finished samples of other requests for `take_finished`.
+        """Put deltas into mailboxes, and with `keep_samples` finished samples of other requests in `take_finished`.
 
-        Without `keep_samples` the latter are dropped: the caller returns them itself. `is_repeated` completes an
-        interrupted delivery: deltas that were delivered are skipped.
+        `is_repeated` completes an interrupted delivery: deltas that were delivered are skipped.
         """
         for delta in deltas:
             mailbox = self._mailboxes.get(delta.request_id)
@@ -179,8 +168,7 @@ class EngineState:
 
     def end(self, request_ids: Iterable[int] | None, *, keep_samples: bool = False) -> tuple[Delta, ...]:
         """Abort requests, all of them for None; return their last deltas. Called in a transaction."""
-        ids = self.requests.live_requests() if request_ids is None else tuple(request_ids)
-        deltas = tuple(self.core.abort(seq) for one in ids for seq in self.requests.sequences_of(one))
+        deltas = tuple(map(self.core.abort, self.requests.sequences(request_ids)))
         self.deliver(deltas, keep_samples=keep_samples)
         return deltas
 
@@ -213,13 +201,11 @@ class EngineState:
 
     def _repair(self) -> None:
         """Repair the state. Can be interrupted at any point and called again."""
-        if self._undelivered is None:
-            self.core.recover(self.requests.sequences())
-        else:
+        if self._undelivered is not None:
             self.requests.deliver(self._undelivered, is_repeated=True)
             self.core.settle()
-            self.core.recover(self.requests.sequences())
-            self._undelivered = None
+        self.core.recover(self.requests.sequences())
+        self._undelivered = None
         repair_others = None if self._repair_others is None else self._repair_others()
         if repair_others is not None:  # None if its owner was garbage collected
             repair_others()

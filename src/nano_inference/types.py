@@ -1,22 +1,23 @@
 """Public records, all frozen, and errors. No torch, no I/O.
 
-A caller passes an `EngineRequest` and receives `Delta`s and `TrainingSample`s (`samples`). The records in between are
-internal: the mutable `sequence.Sequence`, and the `Row` and `RowResult` of each step (`runner`).
+A caller passes an `EngineRequest` and receives `Delta`s and `TrainingSample`s (`samples`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from nano_inference.checks import (
-    check_bool,
-    check_int,
-    check_number,
+    SEEDS,
+    check_fields,
+    checked,
     checked_bias,
     checked_stops,
     from_known,
+    integer,
+    number,
     token_ids,
 )
 from nano_inference.frozen import FrozenDict
@@ -39,10 +40,9 @@ OnRunning = Literal["keep", "recompute", "abort", "wait"]
 PauseMode = Literal["keep", "wait", "abort"]
 UpdateState = Literal["idle", "staging", "staged", "failed"]
 
-ON_RUNNING: tuple[OnRunning, ...] = ("keep", "recompute", "abort", "wait")
-PAUSE_MODES: tuple[PauseMode, ...] = ("keep", "wait", "abort")
-LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "tempered", "processed")
-POOLINGS: tuple[Pooling, ...] = ("mean", "last")
+ON_RUNNING: tuple[OnRunning, ...] = get_args(OnRunning)
+PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 
 
 class BadRequest(ValueError):
@@ -50,10 +50,7 @@ class BadRequest(ValueError):
 
 
 class EngineBusy(RuntimeError):
-    """The call was refused: another thread is using the engine, or the call came from inside a step.
-
-    Nothing was changed, and the running call is unaffected.
-    """
+    """The call was refused and changed nothing: another thread uses the engine, or it came from inside a step."""
 
 
 class EngineDead(RuntimeError):
@@ -118,23 +115,23 @@ class SamplingParams:
     the renormalised rest, min-p, then one uniform from (seed, sample index, absolute position).
     """
 
-    temperature: float = 1.0
+    temperature: float = checked(1.0, number(0, 100))
     """0 is exact argmax; the lowest id wins a tie."""
-    max_tokens: int | None = 256
+    max_tokens: int | None = checked(256, integer(0))
     """Most tokens to add, forced ones included; 0 only scores the prompt; None is the room that is left."""
-    min_tokens: int = 0
+    min_tokens: int = checked(0, integer(0))
     """Stop tokens are banned before this many tokens."""
-    top_k: int = 0
+    top_k: int = checked(0, integer(-1))
     """0 (or -1) is off."""
-    top_p: float = 1.0
+    top_p: float = checked(1.0, number(0, 1, open_low=True))
     """1 is off."""
-    min_p: float = 0.0
+    min_p: float = checked(0.0, number(0, 1))
     """Excludes tokens less probable than min_p times the most probable one; 0 is off."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = checked(1.0, number(0.01, 100))
     """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv 1909.05858)."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = checked(0.0, number(-2, 2))
     """Subtracted once from the logit of every token in the output."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = checked(0.0, number(-2, 2))
     """Subtracted from a token's logit once for each occurrence in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Collection[int] | None = None
@@ -145,11 +142,11 @@ class SamplingParams:
     """Stop when the output contains one of these strings."""
     ignore_eos: bool = False
     """Do not stop at the model's end tokens."""
-    seed: int | None = None
+    seed: int | None = checked(None, integer(*SEEDS))
     """None takes the engine's seed, or fresh entropy."""
-    logprobs: int | None = None
+    logprobs: int | None = checked(None, integer(0))
     """How many of the most probable tokens to report at each position; the sampled token is always reported."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = checked(None, integer(0))
     """If given, report the log-probabilities of prompt tokens, and this many alternatives for each."""
     logprobs_mode: LogprobsMode | None = None
     """The distribution of reported log-probabilities; None takes the engine's."""
@@ -161,8 +158,9 @@ class SamplingParams:
     """Return an embedding of the prompt; requires max_tokens=0 and no log-probabilities."""
 
     def __post_init__(self) -> None:
-        self._check_ranges()
-        self._check_counts()
+        check_fields(self)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         self._check_pooling()
         put = object.__setattr__
         put(self, "top_k", max(0, self.top_k))
@@ -175,37 +173,9 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids must not be empty; leave it out to allow every token")
             put(self, "allowed_token_ids", allowed)
 
-    def _check_ranges(self) -> None:
-        check_number("temperature", self.temperature, 0, 100)
-        check_number("top_p", self.top_p, 0, 1, open_low=True)
-        check_number("min_p", self.min_p, 0, 1)
-        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        check_number("presence_penalty", self.presence_penalty, -2, 2)
-        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        if self.logprobs_mode is not None and self.logprobs_mode not in LOGPROBS_MODES:
-            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
-
-    def _check_counts(self) -> None:
-        for name in ("ignore_eos", "raw_logprobs", "sampling_mask"):
-            check_bool(name, getattr(self, name))
-        check_int("top_k", self.top_k, -1)
-        check_int("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 0)
-            if self.min_tokens > self.max_tokens:
-                raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0)
-        if self.prompt_logprobs is not None:
-            check_int("prompt_logprobs", self.prompt_logprobs, 0)
-        if self.seed is not None:
-            check_int("seed", self.seed, -(2**63), 2**64 - 1)
-
     def _check_pooling(self) -> None:
         if self.pooling is None:
             return
-        if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
         if self.max_tokens != 0:
             raise ValueError(f"max_tokens must be 0 with pooling, got {self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -228,8 +198,7 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SamplingParams:
         """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
-        params: SamplingParams = from_known(cls, data)
-        return params
+        return from_known(cls, data)
 
 
 class Beginning(NamedTuple):
@@ -298,10 +267,8 @@ class StepResult:
     def after(self, deltas: Iterable[Delta]) -> StepResult:
         """Return the result with deltas from just before the step put in front."""
         before = tuple(deltas)
-        if not before:
-            return self
         ended = tuple(delta.sample for delta in before if delta.sample is not None)
-        return replace(self, deltas=before + self.deltas, samples=ended + self.samples)
+        return replace(self, deltas=before + self.deltas, samples=ended + self.samples) if before else self
 
 
 class WeightInfo(NamedTuple):

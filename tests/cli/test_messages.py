@@ -14,7 +14,7 @@ from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.assemble import available_memory
 from nano_inference.cli import main
 from nano_inference.cli.sizes import size_of
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.wiring import guard_policy
 from tests.cli.test_serve import Process, command, process

@@ -19,7 +19,7 @@ pytest.importorskip("pty", reason="needs a Unix terminal")
 
 import nano_inference
 from nano_inference.cli import main
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from tests.cli.screen import terminal
 from tests.cli.scripted import Scripted, chunk, scripted
 from tests.server.tiny import Running, make_tiny, running

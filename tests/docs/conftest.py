@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from nano_inference.catalog import default_cache
-from nano_inference.config import EngineConfig, ServerConfig
+from nano_inference.config import EngineConfig
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.opening import open_model
 from nano_inference.server.served import LoadedModel
 from tests.docs.furniture import NANOCHAT_HOME, furnish

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.config import ServerConfig
 from nano_inference.registry import PluginError
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app

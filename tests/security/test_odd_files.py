@@ -15,9 +15,9 @@ from nano_inference import EngineConfig, InferenceEngine, save_weights, weights_
 from nano_inference.catalog import DEFAULT_MODEL, default_cache, find_builtin, pull, resolve
 from nano_inference.cli import main
 from nano_inference.cli.serve import served_name
-from nano_inference.config import ServerConfig
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.nanochat.files import nanochat_home
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.keys import load_admin_keys, load_keys
 from nano_inference.server.rl.places import place_of, weights_root

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Generating
 from nano_inference.server.wiring import installed_dialects
 from nano_inference.text.fast import BYTE_OF_CHAR

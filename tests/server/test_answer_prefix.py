@@ -9,7 +9,7 @@ import pytest
 
 import nano_inference
 from nano_inference.catalog import find_builtin
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from tests.server.tiny import Running, running
 
 PATH = "/v1/chat/completions"

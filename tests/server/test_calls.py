@@ -13,10 +13,10 @@ import tokenizers
 
 from nano_inference.admission import Limits
 from nano_inference.chat_defaults import chat_defaults
-from nano_inference.config import ServerConfig
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call, transcripts_of
 from nano_inference.server.calls import chat_call, completion_call
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialects.tokens import apply_template, tokenize
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel

@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.text.tool_format import MAX_FORCED_CALLS
 from tests.server.tiny import Running, make_tiny, running

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nano_inference.cli.serve import banner
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from nano_inference.types import ModelError
 from tests.server.tiny import opened, running
 

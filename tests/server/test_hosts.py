@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.hosts import MAX_HOST, hosts_to_allow, is_loopback_name, parse_host
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.config import ServerConfig
 from nano_inference.server import guard, keys
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.keys import KeyRing, load_keys
 
 FIRST, SECOND = "first-key-1", "second-key-2"

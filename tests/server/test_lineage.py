@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from tests.server.tiny import Running, running
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

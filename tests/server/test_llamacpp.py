@@ -11,8 +11,8 @@ import pytest
 
 import nano_inference
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import transcripts_of
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, token_text
 from nano_inference.server.dialect import Generating, Occupancy
 from nano_inference.server.dialects.llamacpp import LlamaBody, llama_call, props

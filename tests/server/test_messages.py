@@ -13,9 +13,9 @@ import pytest
 
 from nano_inference.admission import Limits
 from nano_inference.chat_defaults import chat_defaults
-from nano_inference.config import ServerConfig
 from nano_inference.server.body import parse
 from nano_inference.server.call import transcripts_of
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.messages import chat_fields, count_tokens, messages_call, with_anthropic_names
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import nano_inference
-from nano_inference.config import ServerConfig
 from nano_inference.nanochat.web import WebBody, WebReply, health, stats, web_call
 from nano_inference.server.call import transcripts_of
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Generating
 from nano_inference.server.errors import ApiError

@@ -17,7 +17,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from tests.server.tiny import Running, running
 
 HELLO: Any = [{"role": "user", "content": "hello"}]

@@ -24,10 +24,10 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.routing import Route
 
-from nano_inference.config import ServerConfig
 from nano_inference.server import app as app_module
 from nano_inference.server import schema as bodies
 from nano_inference.server.app import App
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing
 from nano_inference.server.openapi import openapi

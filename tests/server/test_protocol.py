@@ -22,8 +22,8 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from nano_inference.config import ServerConfig
 from nano_inference.server import guard
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, read_body
 from nano_inference.server.keys import KeyRing, load_keys

@@ -18,9 +18,9 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from nano_inference.config import ServerConfig
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call, Transcript, transcripts_of
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects import responses
 from nano_inference.server.dialects.responses import LOGPROBS, ResponsesBody, responses_call

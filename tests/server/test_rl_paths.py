@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.rl.paths import ADMIN_PATHS
 from tests.server.tiny import Running, running
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from nano_inference.config import ServerConfig, SettingError
+from nano_inference.server.config import ServerConfig, SettingError
 from nano_inference.server.run import SEND_BUFFER, Listener, bind, serve
 from nano_inference.server.served import LoadedModel
 from tests.server.tiny import opened

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import transcripts_of
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Generating
 from nano_inference.server.dialects.sglang import SglangBody, health_generate_call, sglang_call

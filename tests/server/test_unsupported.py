@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.unsupported import NEUTRAL, refuse_unsupported, unknown_fields
 from tests.server.mounted import CONVERTING, GENERATING

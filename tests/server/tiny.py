@@ -18,8 +18,8 @@ import torch
 import transformers
 
 from nano_inference import EngineConfig
-from nano_inference.config import ServerConfig
 from nano_inference.server.app import App
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing, load_keys

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.ticket import PromptRequest
 from nano_inference.types import Delta
 from tests.server.tiny import Running, running

@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Request, Route, expect
 from prometheus_client.parser import text_string_to_metric_families
 
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.metrics import Metrics, not_loaded
 from nano_inference.server.pages import load_page
 from tests.server.test_metrics import RECORD, STEP

@@ -13,7 +13,7 @@ import safetensors.torch
 from playwright.sync_api import BrowserContext, Locator, expect
 
 from nano_inference.catalog import find_builtin
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 from tests.server.tiny import Running, opened, running
 from tests.web.chat_driver import ChatDriver, shown_text
 

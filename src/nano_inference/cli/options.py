@@ -12,7 +12,8 @@ from cyclopts import Group, Parameter
 
 from nano_inference.cli.completing import cached_names
 from nano_inference.cli.spelling import Typed
-from nano_inference.config import EngineConfig, ServerConfig, helped
+from nano_inference.config import EngineConfig, helped
+from nano_inference.server.config import ServerConfig
 from nano_inference.types import BadRequest, SamplingParams
 
 _FLAG_OF = {"model_path": "model", "overrides": "override"}

@@ -18,8 +18,9 @@ from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.spelling import Typed, error_text
 from nano_inference.cli.terminal import note
-from nano_inference.config import EngineConfig, ServerConfig
+from nano_inference.config import EngineConfig
 from nano_inference.files import exists, path_of
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.log import set_up_logs
 from nano_inference.server.rl.threads import JOINING

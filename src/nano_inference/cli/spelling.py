@@ -10,7 +10,7 @@ from typing import NamedTuple
 from nano_inference.cli.arguments import key_of, options_of, variable_of
 from nano_inference.cli.config_file import FROM_FILE
 from nano_inference.cli.origins import ParsedCommand, origin_of
-from nano_inference.config import SettingError
+from nano_inference.server.config import SettingError
 
 
 class Given(NamedTuple):

@@ -1,7 +1,7 @@
 """KV block bookkeeping: which block holds which tokens. Integers only; executors own the memory.
 
-Two managers share one interface, `KVManager`. `paged` finds whole blocks by a hash chain over their tokens; `radix`
-keeps a tree of the tokens, so that a hit may end inside a block. Invariants of both, verified by `check()`:
+`paged` finds whole blocks by a hash chain over their tokens; `radix` keeps a tree of the tokens, so that a hit may end
+inside a block. Invariants of both, verified by `check()`:
 
 - a block can be found only after its K/V exists (`publish`), and only under its own salt;
 - a hit leaves at least one token of a prompt to compute;
@@ -17,42 +17,27 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nano_inference.config import CacheType
-from nano_inference.kv.hashing import compute_block_hash
-from nano_inference.kv.paged import PagedKVCache
-from nano_inference.kv.pool import CacheAllocation, Hit, KVManager, Salt
-from nano_inference.kv.radix import RadixKVCache
-
-__all__ = [
-    "CacheAllocation",
-    "Hit",
-    "KVCacheManager",
-    "KVManager",
-    "PagedKVCache",
-    "RadixKVCache",
-    "Salt",
-    "compute_block_hash",
-    "make_kv",
-]
+from nano_inference.kv.hashing import compute_block_hash as compute_block_hash
+from nano_inference.kv.paged import PagedKVCache as PagedKVCache
+from nano_inference.kv.pool import CacheAllocation as CacheAllocation
+from nano_inference.kv.pool import Hit as Hit
+from nano_inference.kv.pool import KVManager as KVManager
+from nano_inference.kv.pool import Salt as Salt
+from nano_inference.kv.radix import RadixKVCache as RadixKVCache
 
 
 class KVCacheManager(Protocol):
-    """The minimal public interface: prompts in, block tables out."""
+    """The minimal public interface, prompts in and block tables out; `KVManager` documents the methods."""
 
-    def allocate(self, token_ids: Sequence[int]) -> CacheAllocation:
-        """Return a prompt's blocks, cached ones first. Raises `CacheFull` and then changes nothing."""
+    def allocate(self, token_ids: Sequence[int]) -> CacheAllocation: ...
 
-    def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None:
-        """Release the blocks; the K/V of the first `num_computed` tokens (default: all) can be found again."""
+    def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None: ...
 
-    def num_free_blocks(self) -> int:
-        """Return how many blocks have no reference, with or without findable K/V."""
+    def num_free_blocks(self) -> int: ...
 
-    def flush(self) -> int:
-        """Forget every prefix; return how many idle blocks became blank. Held blocks become blank when released."""
+    def flush(self) -> int: ...
 
 
 def make_kv(cache_type: CacheType, num_blocks: int, block_size: int) -> KVManager:
     """Return a new, empty manager of the given type."""
-    if cache_type == "paged":
-        return PagedKVCache(num_blocks, block_size)
-    return RadixKVCache(num_blocks, block_size)
+    return (PagedKVCache if cache_type == "paged" else RadixKVCache)(num_blocks, block_size)

@@ -11,9 +11,7 @@ from nano_inference.kv.pool import Hit, KVManager, Salt
 class PagedKVCache(KVManager):
     """Owns `num_blocks` blocks of `block_size` tokens."""
 
-    def reset(self) -> None:
-        """Make every block blank; forget every prefix and reference. Can be interrupted and called again."""
-        super().reset()
+    def _forget_all(self) -> None:
         self._block_of: dict[int, int] = {}
         """Chain hash -> the published block."""
         self._hash_of: dict[int, int] = {}
@@ -32,13 +30,6 @@ class PagedKVCache(KVManager):
             found.append(block)
         return Hit(tuple(found), sum(not self._pool.refs[block] for block in found))
 
-    def take(self, count: int) -> list[int]:
-        """Return fresh blocks. Raises `CacheFull` and then changes nothing."""
-        fresh = self._pool.take(count, self._forget)
-        for block in fresh:
-            self._forget(block)
-        return fresh
-
     def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
         """Make the whole blocks of tokens[:end] findable, from block index `start` on; return `blocks` unchanged."""
         size = self.block_size
@@ -51,18 +42,7 @@ class PagedKVCache(KVManager):
             self._block_of.setdefault(chain, blocks[index])
         return list(blocks)
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Remove one reference from each block; private duplicates become blank."""
-        self._pool.release(blocks, self._is_findable)
-
-    def flush(self) -> int:
-        """Forget every prefix; return how many idle blocks became blank."""
-        self._block_of.clear()
-        self._hash_of.clear()
-        return self._pool.blank_idle()
-
     def check(self) -> None:
-        """Raise AssertionError if any invariant is violated."""
         self._pool.check()
         for chain, block in self._block_of.items():
             assert self._hash_of[block] == chain

@@ -47,7 +47,6 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def num_free(self) -> int:
-        """Return how many blocks have no reference."""
         return len(self._blank) + len(self._idle)
 
     def idle(self) -> tuple[int, ...]:
@@ -55,7 +54,6 @@ class BlockPool:
         return tuple(self._idle)
 
     def blank(self) -> tuple[int, ...]:
-        """Return the blank blocks."""
         return tuple(self._blank)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -121,6 +119,7 @@ class KVManager(ABC):
     def reset(self) -> None:
         """Make every block blank; forget every prefix and reference. Can be interrupted and called again."""
         self._pool = BlockPool(self.num_blocks)
+        self._forget_all()
         self._allocated: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         """The last block of each `allocate`, which is private -> its blocks and the prompt's tokens."""
 
@@ -141,9 +140,9 @@ class KVManager(ABC):
         self._pool.hold(hit.blocks)
         return list(hit.blocks)
 
-    @abstractmethod
     def take(self, count: int) -> list[int]:
         """Return fresh blocks, evicting idle ones if needed. Raises `CacheFull` and then changes nothing."""
+        return self._pool.take(count, self._forget)
 
     @abstractmethod
     def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
@@ -153,17 +152,30 @@ class KVManager(ABC):
         replaced block is released.
         """
 
-    @abstractmethod
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one reference from each block, last block first: a prefix outlives its continuations."""
+        self._pool.release(blocks, self._is_findable)
 
-    @abstractmethod
     def flush(self) -> int:
-        """Forget every prefix; return how many idle blocks became blank."""
+        """Forget every prefix; return how many idle blocks became blank. Held blocks become blank when released."""
+        self._forget_all()
+        return self._pool.blank_idle()
 
     @abstractmethod
     def check(self) -> None:
         """Raise AssertionError if any invariant is violated."""
+
+    @abstractmethod
+    def _forget_all(self) -> None:
+        """Forget every prefix."""
+
+    @abstractmethod
+    def _forget(self, block: int) -> None:
+        """Forget the prefix that ends with a block."""
+
+    @abstractmethod
+    def _is_findable(self, block: int) -> bool:
+        """Return whether a block that nothing holds is part of a prefix that can be found; called once on release."""
 
     def allocate(self, token_ids: Sequence[int]) -> CacheAllocation:
         """Return a prompt's blocks, whole cached ones first. Raises `CacheFull` and then changes nothing."""

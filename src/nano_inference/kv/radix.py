@@ -38,9 +38,7 @@ class _Node:
 class RadixKVCache(KVManager):
     """The tree of published blocks; see `KVManager`."""
 
-    def reset(self) -> None:
-        """Make every block blank; forget every prefix and reference. Can be interrupted and called again."""
-        super().reset()
+    def _forget_all(self) -> None:
         self._roots: dict[Salt, _Node] = {}
         self._node_of: dict[int, _Node] = {}
 
@@ -63,16 +61,8 @@ class RadixKVCache(KVManager):
         block, count = _longest_match(node, tuple(tokens[start : min(limit, start + self.block_size)]))
         return Hit(tuple(found), num_idle, block, count)
 
-    def take(self, count: int) -> list[int]:
-        """Return fresh blocks. Raises `CacheFull` and then changes nothing."""
-        return self._pool.take(count, self._forget)
-
     def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """Make tokens[:end] findable, from block index `start` on, a partly filled last block included.
-
-        A full block that is already published is replaced by the published one in the returned table, so that a
-        sequence holds the parents of all its nodes.
-        """
+        """Publish a partly filled last block too; replace published full blocks: a sequence holds all its parents."""
         size = self.block_size
         table = list(blocks)
         if not end:
@@ -95,18 +85,7 @@ class RadixKVCache(KVManager):
             del self._roots[salt]
         return table
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Remove one reference from each block, last block first."""
-        self._pool.release(blocks, self._node_of.__contains__)
-
-    def flush(self) -> int:
-        """Forget every prefix; return how many idle blocks became blank."""
-        self._roots.clear()
-        self._node_of.clear()
-        return self._pool.blank_idle()
-
     def check(self) -> None:
-        """Raise AssertionError if any invariant is violated."""
         self._pool.check()
         seen = [node for root in self._roots.values() for node in self._walk(root)]
         assert len(seen) == len(self._node_of)
@@ -117,6 +96,9 @@ class RadixKVCache(KVManager):
             parent = node.parent
             if parent is not None and parent.block >= 0 and not self._pool.refs[parent.block]:
                 assert not self._pool.refs[node.block] and order[node.block] < order[parent.block]
+
+    def _is_findable(self, block: int) -> bool:
+        return block in self._node_of
 
     def _root(self, salt: Salt) -> _Node:
         """Return the root of a salt; create it if there is none."""

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call, Transcript
 from nano_inference.server.calls import chat_call
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
 from nano_inference.server.errors import ApiError, shortened

@@ -17,12 +17,12 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nano_inference
-from nano_inference.config import ServerConfig
 from nano_inference.registry import PluginError
 from nano_inference.server.answering import Timing
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call
 from nano_inference.server.compiling import Compilers
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import (
     Converting,
     Describing,

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nano_inference.admission import checked
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import Call, Kind
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import prefix_text
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ErrorBody
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import Body

@@ -22,8 +22,8 @@ from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nano_inference.config import DEFAULT_SHARE, ServerConfig, SettingError
 from nano_inference.server.clients import Client, Network, address_of, networks
+from nano_inference.server.config import DEFAULT_SHARE, ServerConfig, SettingError
 from nano_inference.server.cors import PREFLIGHT, cors_headers, is_preflight
 from nano_inference.server.errors import ApiError, ErrorBody, internal_error
 from nano_inference.server.headers import Headers, single, values

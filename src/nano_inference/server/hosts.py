@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from nano_inference.config import ServerConfig
+from nano_inference.server.config import ServerConfig
 
 Host = tuple[str, int | None]
 """A name or address in lower case, and the port if given."""

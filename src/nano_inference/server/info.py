@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import nano_inference
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.model import ServedModel
 from nano_inference.types import MODELS_OWN, SamplingParams
 

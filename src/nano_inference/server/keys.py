@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nano_inference.config import ServerConfig
 from nano_inference.files import path_of
+from nano_inference.server.config import ServerConfig
 
 MIN_KEY = 8
 """Minimum characters of a key."""

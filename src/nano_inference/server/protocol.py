@@ -24,8 +24,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from nano_inference.config import ServerConfig
 from nano_inference.server.clients import Network, is_trusted, parse_address, prefix_of
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import LINGER_SECONDS, MAX_HEADERS, GuardPolicy
 from nano_inference.server.quota import quota

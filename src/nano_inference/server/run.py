@@ -18,9 +18,9 @@ from typing import Any
 
 import uvicorn
 
-from nano_inference.config import ServerConfig, SettingError
 from nano_inference.server.accepting import Acceptor
 from nano_inference.server.app import App
+from nano_inference.server.config import ServerConfig, SettingError
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.loop_watch import LoopWatchdog

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
-from nano_inference.config import ServerConfig
 from nano_inference.registry import table
 from nano_inference.server import guard
 from nano_inference.server.app import App
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import DIALECTS_GROUP, Dialect
 from nano_inference.server.dialects import embeddings, generate, llamacpp, messages, openai, responses, sglang, tokens
 from nano_inference.server.engine_link import EngineLink

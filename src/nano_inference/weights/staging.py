@@ -15,7 +15,7 @@ from nano_inference.loader.sources import HARMLESS_SUFFIX, TensorSource, WeightS
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.types import WeightError
-from nano_inference.updates import UpdateRules
+from nano_inference.weights.updates import UpdateRules
 
 _SHOWN_NAMES = 5
 

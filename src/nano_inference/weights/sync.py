@@ -14,10 +14,10 @@ import torch
 
 from nano_inference.executors.protocol import Executor
 from nano_inference.types import ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
-from nano_inference.updates import UpdateRules
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.gate import StepGate
 from nano_inference.weights.staging import NamedWeights, Staging, pairs
+from nano_inference.weights.updates import UpdateRules
 
 _STEPS = 8
 """Number of steps over which staging is spread while the engine is busy."""

@@ -18,8 +18,8 @@ from pydantic_core import PydanticCustomError
 
 from nano_inference.admission import checked
 from nano_inference.checks import unit_vector
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call, Transcript
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError

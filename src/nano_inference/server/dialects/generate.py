@@ -18,9 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call, Transcript, usage
 from nano_inference.server.calls import completion_call
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError

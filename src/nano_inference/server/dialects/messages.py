@@ -14,9 +14,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import chat_call
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Generating
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
 from nano_inference.server.dialects.messages_chat import chat_of, choice_of, format_of, tools_of

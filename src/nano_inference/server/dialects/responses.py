@@ -19,9 +19,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import chat_call
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.dialects.responses_stream import ResponsesReply
 from nano_inference.server.errors import ApiError

@@ -17,9 +17,9 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import completion_call
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect, Generating, Probing
 from nano_inference.server.dialects.sglang_reply import PromptOptions, SglangReply
 from nano_inference.server.errors import ApiError

@@ -14,10 +14,10 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nano_inference.config import ServerConfig
 from nano_inference.control import Control as EngineControl
 from nano_inference.server.body import parse, read_json
 from nano_inference.server.call import JSON
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy, read_body

@@ -24,7 +24,7 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
-from nano_inference.updates import UpdateRules, WeightUpdate
+from nano_inference.weights.updates import UpdateRules, WeightUpdate
 
 HOW_TO_END = (
     "end it with /finish_weight_update, or abort it with /abort_weight_update or /shutdown_weight_transfer_engine"

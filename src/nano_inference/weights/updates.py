@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nano_inference.checks import check_bool, check_label, check_number
-from nano_inference.types import ON_RUNNING, BadRequest, OnRunning, UpdateState, WeightLabel
+from nano_inference.checks import check_fields, check_label, checked, number
+from nano_inference.types import BadRequest, OnRunning, UpdateState, WeightLabel
 
 NamedWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Hugging Face names with tensors or file ranges; `weights.staging.NamedWeights` without torch types."""
@@ -25,8 +25,7 @@ class UpdateRules:
     """Expected `weights_checksum`."""
 
     def __post_init__(self) -> None:
-        check_bool("partial", self.partial)
-        check_bool("allow_nonfinite", self.allow_nonfinite)
+        check_fields(self)
         if self.checksum is not None and not isinstance(self.checksum, str):
             raise ValueError(f"checksum must be a string, got {self.checksum!r}")
 
@@ -40,21 +39,18 @@ class WeightUpdate:
     label: WeightLabel | None = None
     """The trainer's name for them."""
     on_running: OnRunning = "keep"
-    """Effect on started requests, see `InferenceEngine.update_weights`."""
-    timeout: float | None = None
+    """What happens to started requests: see `OnRunning`."""
+    timeout: float | None = checked(None, number(0, 1e9))
     """Most seconds for gathering in a thread."""
     on_gathered: Callable[[], None] | None = None
     """Called by the gathering thread at its end, also after an error."""
 
     def __post_init__(self) -> None:
-        if self.on_running not in ON_RUNNING:
-            raise BadRequest(f"on_running must be one of {', '.join(ON_RUNNING)}, got {self.on_running!r}")
         check_weight_label(self.label)
-        if self.timeout is not None:
-            try:
-                check_number("timeout", self.timeout, 0, 1e9)
-            except ValueError as error:
-                raise BadRequest(str(error)) from None
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
 
 
 class Weights(Protocol):

@@ -1,0 +1,184 @@
+"""`ServerConfig`: frozen and flat; each field has its command-line help text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from nano_inference.checks import Check, check_fields, check_text, from_known, integer, number
+from nano_inference.config import helped
+from nano_inference.types import LogprobsMode
+
+GenerationConfig = Literal["auto", "none"]
+
+
+class SettingError(ValueError):
+    """An invalid value. `fields` are the field names in the text, which the command line shows as flags."""
+
+    def __init__(self, text: str, *fields: str) -> None:
+        super().__init__(text)
+        self.fields = fields
+
+
+DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
+    {
+        "logprobs_mode": ("raw", "processed"),
+        "generation_config": ("auto", "none"),
+        "max_queued_requests": (256, 65536),
+        "max_admitted_tokens": (1 << 22, 1 << 30),
+        "max_n": (16, 1024),
+        "max_logprobs": (20, 1000),
+        "max_body_bytes": (4 << 20, 64 << 20),
+        "request_timeout": (600.0, 86400.0),
+    }
+)
+"""Fields of `ServerConfig` with two defaults: without and with `enable_rl`. A trainer sends large batches."""
+
+
+DEFAULT_SHARE = 0.75
+"""Default `client_share` with several clients: one client leaves a quarter of the capacity to others."""
+
+
+def resolved(name: str, text: str, check: Check | None = None) -> Any:
+    """Return a field of `DEFAULTS`; `ServerConfig` replaces its default None."""
+    default, with_rl = DEFAULTS[name]
+    return helped(None, f"{text} (default: {default}; {with_rl} with --enable-rl)", check)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Configuration of the server. Raises `ValueError` naming an invalid field."""
+
+    host: str = helped("127.0.0.1", "address to listen on; anything but loopback needs an API key, or --insecure")
+    port: int = helped(8000, "port to listen on; 0 takes a free one", integer(0, 65535))
+    root_path: str = helped("", "path below which a proxy serves this server, such as /llm")
+    served_model_name: tuple[str, ...] = helped((), "name of the model for clients; may be repeated for aliases")
+    any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
+    strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
+    logprobs_mode: LogprobsMode = resolved("logprobs_mode", "distribution of reported log-probabilities")
+    generation_config: GenerationConfig = resolved(
+        "generation_config",
+        "sampling of requests that name none: auto is the model's generation_config.json, none temperature 1 without "
+        "truncation",
+    )
+    enable_rl: bool = helped(False, "open the routes of RL trainers: pause, abort, weights, versions")
+
+    api_key: tuple[str, ...] = field(
+        default=(),
+        repr=False,  # keeps keys out of messages and logs
+        metadata={"help": "key that clients must send; may be repeated (others can see it in ps)"},
+    )
+    api_key_file: str | None = helped(None, "file with a key on each line, which only its owner may read")
+    insecure: bool = helped(False, "listen beyond loopback without a key")
+    admin_key: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata={"help": "key that those routes need, and that opens all others; may be repeated"},
+    )
+    admin_key_file: str | None = helped(None, "file with an admin key on each line, which only its owner may read")
+    weights_dir: str | None = helped(None, "directory below which a trainer may name weights to load", check_text)
+    weight_timeout: float = helped(
+        300.0, "seconds in which the weights of an update must have come", number(0, 86400, open_low=True)
+    )
+    allowed_host: tuple[str, ...] = helped((), "Host header to accept in addition to the address; may be repeated")
+    cors_origin: tuple[str, ...] = helped((), "web origin whose pages may call this server; may be repeated")
+    share_prefix_cache: bool = helped(False, "let clients with different keys reuse each other's cached prefixes")
+
+    max_queued_requests: int = resolved(
+        "max_queued_requests", "most samples that wait; more are refused with 503", integer(0)
+    )
+    max_admitted_tokens: int = resolved(
+        "max_admitted_tokens", "most prompt and answer tokens of admitted requests", integer(1)
+    )
+    client_share: float | None = helped(
+        None,
+        "part of all places (samples, tokens, connections) that one client may hold, of what others leave; 1: all "
+        f"(default: {DEFAULT_SHARE}; 1 with a single key, and on loopback without keys)",
+        number(0, 1, open_low=True),
+    )
+    trusted_proxy: tuple[str, ...] = helped(
+        (), "address or range of a proxy whose X-Forwarded-For names the client; may be repeated"
+    )
+    max_n: int = resolved("max_n", "most samples of one prompt", integer(1, 65536))
+    max_logprobs: int = resolved("max_logprobs", "most alternatives of a token", integer(0, 1000))
+    max_body_bytes: int = resolved("max_body_bytes", "largest request body, in bytes or as 8MiB", integer(1024))
+    max_connections: int = helped(
+        1000, "most open connections; fewer when the process may open fewer files", integer(1)
+    )
+
+    max_tokens_per_batch: int | None = helped(
+        None,
+        "most tokens computed in one step (default: 256 on a CPU, where longer ones make all wait; else 2048)",
+        integer(1),
+    )
+    request_timeout: float = resolved(
+        "request_timeout", "seconds a request may take; then it ends with what it has", number(0, 1e6, open_low=True)
+    )
+    header_timeout: float = helped(
+        20.0, "seconds in which a request's headers, and then its body, must arrive", number(0, 1e6, open_low=True)
+    )
+    keep_alive_timeout: float = helped(
+        30.0, "seconds a connection may be idle between requests", number(0, 1e6, open_low=True)
+    )
+    write_timeout: float = helped(
+        60.0, "seconds a client may leave what it is sent unread", number(0, 1e6, open_low=True)
+    )
+    sse_keep_alive: float = helped(
+        15.0, "seconds of silence after which a stream sends a comment; 0 sends none", number(0, 1e6)
+    )
+    shutdown_timeout: float = helped(
+        30.0, "seconds that requests have to end after SIGTERM; 0 aborts them at once", number(0, 1e6)
+    )
+    step_timeout: float = helped(
+        120.0, "seconds one step may take before the engine counts as stuck", number(0, 1e6, open_low=True)
+    )
+    exit_on_failure: bool = helped(False, "end the process when the engine fails, instead of answering 503")
+
+    log_requests: bool = helped(True, "JSON on stderr: a line for every finished request, and for every warning")
+
+    def __post_init__(self) -> None:
+        for name in ("host", "root_path"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
+        if not self.host:
+            raise ValueError("host must not be empty; 0.0.0.0 listens everywhere")
+        for name, (default, with_rl) in DEFAULTS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, with_rl if self.enable_rl else default)
+        check_fields(self)
+        for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin", "trusted_proxy"):
+            object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
+        self._check_rl()
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
+
+    def _check_rl(self) -> None:
+        if self.enable_rl and self.generation_config != "none":
+            raise ValueError(
+                "generation_config must be none with enable_rl: the model's own defaults would skew rollouts"
+            )
+        if self.weights_dir is not None and not self.enable_rl:
+            raise ValueError("weights_dir is for a trainer: it needs enable_rl")
+        for name in ("admin_key", "admin_key_file"):
+            if getattr(self, name) and not self.enable_rl:
+                raise ValueError(f"{name} is for a trainer: it needs enable_rl")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ServerConfig:
+        """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
+        return from_known(cls, data)
+
+
+def checked_texts(name: str, values: object) -> tuple[str, ...]:
+    """Return a list of non-empty texts as a tuple. Raises `ValueError` naming `name`."""
+    if isinstance(values, str) or not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
+        raise ValueError(f"{name} must be a list of texts, got {type(values).__name__}")
+    if "" in values:
+        raise ValueError(f"{name} must not hold an empty text")
+    return tuple(values)
