@@ -18,6 +18,7 @@ from nano_inference.server.detokenizer import (
     start_detokenizer,
 )
 from nano_inference.server.errors import ApiError
+from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
 from nano_inference.server.tools import ToolUse, is_reported
@@ -32,22 +33,28 @@ Kind = Literal["chat", "completion"]
 
 
 class Reply(Protocol):
-    """Makes one call's reply in one dialect. Made for each call; used only by the coroutine that answers it."""
+    """Makes one call's reply in one dialect. Made for each call; used only by the coroutine that answers it.
+
+    A class that derives from this one starts a stream without events, and ends it as OpenAI's API does.
+    """
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the JSON value of a reply that is not streamed."""
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events that start a stream."""
+        return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events of one decoded delta of a sample."""
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the events that end a stream without an error."""
+        """Return the events that end a stream without an error: [DONE]."""
+        return DONE
 
     def error_events(self, error: ApiError) -> bytes:
-        """Return the events that end a stream with an error."""
+        """Return the events that end a stream with an error: the error object and [DONE]."""
+        return events([error.to_dict()]) + DONE
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
-from nano_inference.server.call import JSON, Call, Transcript, usage
+from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
 from nano_inference.server.detokenizer import (
     DecodedDelta,
     LogprobEntry,
@@ -17,7 +17,6 @@ from nano_inference.server.detokenizer import (
     token_bytes_of,
     token_text,
 )
-from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.tools import call_deltas, message_content
@@ -28,7 +27,7 @@ from nano_inference.types import TrainingSample, spans_of
 _NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 
 
-class OpenAIReply:
+class OpenAIReply(Reply):
     """The reply to a completion or a chat completion."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
@@ -67,10 +66,6 @@ class OpenAIReply:
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the usage chunk if requested, and [DONE]."""
         return events([self.usage_chunk(transcripts)] if self._call.include_usage else []) + DONE
-
-    def error_events(self, error: ApiError) -> bytes:
-        """Return the error, and [DONE]."""
-        return events([error.to_dict()]) + DONE
 
     def first_chunks(self, transcripts: Sequence[Transcript]) -> list[JSON]:
         """Return the first chunks of a stream: in a chat each choice's role, then echoed text and the prompt's ids."""

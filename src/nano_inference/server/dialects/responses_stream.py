@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_inference.server.call import JSON, Call, Transcript, usage
+from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
@@ -57,7 +57,7 @@ class _Function:
         return head | {"name": self.name, "arguments": "".join(self.arguments)}
 
 
-class ResponsesReply:
+class ResponsesReply(Reply):
     """The reply to one call of POST /v1/responses."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, echo: JSON, id_stem: str) -> None:
