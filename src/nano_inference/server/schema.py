@@ -131,14 +131,11 @@ class StreamOptions(Body):
     """Accepted and ignored."""
 
 
-class Sampling(Body):
-    """The fields that completions and chat completions share."""
+class SamplingFields(Body):
+    """The fields about sampling, stops and log-probabilities, with vLLM's names."""
 
-    model: Annotated[str, Field(max_length=512)] | None = None
     n: Samples | None = None
     stop: Stops | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: PositiveShare | None = None
     presence_penalty: Penalty | None = None
@@ -159,18 +156,27 @@ class Sampling(Body):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
     truncate_prompt_tokens: CountOrOff | None = None
     prompt_logprobs: Alternatives | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     return_raw_logprobs: bool | None = None
     """Specific to this server: also return log-probabilities of the raw logits, whatever `--logprobs-mode` is."""
     return_sampling_mask: bool | None = None
     """Specific to this server: also return the tokens that could be sampled at each position."""
+
+
+class Sampling(SamplingFields):
+    """The fields that completions and chat completions share."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     request_id: Name | None = None
     cache_salt: Salt | None = None
 
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -179,7 +185,7 @@ class Sampling(Body):
     ebnf: str | None = None
     grammar: str | None = None
     json_schema: str | dict[str, Any] | bool | None = None
-    """Structured output in the fields of OpenAI, vLLM, SGLang and llama.cpp; at most one of them (`structured`)."""
+    """Structured output as in OpenAI, vLLM, SGLang and llama.cpp; at most one of these and `structured_outputs`."""
     calculator: bool | None = None
     """Specific to this server: run the model's calculator calls during generation."""
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from nano_inference.config import ServerConfig
-from nano_inference.server.call import JSON, Call, Transcript, usage
+from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
 from nano_inference.server.calls import completion_call
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialect import Dialect, Generating
@@ -28,10 +28,7 @@ from nano_inference.server.events import DONE, events
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import OpenAIReply, sample_facts, token_facts, version_facts
 from nano_inference.server.schema import (
-    MAX_BIAS,
-    MAX_TOKEN_LIST,
     Alternatives,
-    Bias,
     Body,
     CompletionBody,
     Count,
@@ -42,12 +39,10 @@ from nano_inference.server.schema import (
     PositiveShare,
     Salt,
     Samples,
-    Seed,
+    SamplingFields,
     Share,
-    Stops,
     StreamOptions,
     Temperature,
-    TokenId,
 )
 from nano_inference.server.schema import TokenIds as Ids
 from nano_inference.server.translating import (
@@ -62,8 +57,6 @@ from nano_inference.server.translating import (
 )
 from nano_inference.server.unsupported import EMPTY, OFF
 from nano_inference.text.tokenizer import Tokenizer
-
-_BadWords = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)]
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -104,7 +97,7 @@ _NOT_IN_COMPLETION = frozenset(
 """Fields of `GenerateParams` that `CompletionBody` lacks."""
 
 
-class GenerateParams(Body):
+class GenerateParams(SamplingFields):
     """vLLM's SamplingParams with vLLM's defaults; the model's recommended values are not applied."""
 
     n: Samples | None = 1
@@ -112,33 +105,19 @@ class GenerateParams(Body):
     top_p: PositiveShare | None = 1.0
     top_k: CountOrOff | None = 0
     min_p: Share | None = 0.0
-    seed: Seed | None = None
     max_tokens: Count | None = 16
     """None: up to the end of the context."""
     min_tokens: Count | None = 0
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
     repetition_penalty: Factor | None = 1.0
-    logit_bias: Bias | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
-    bad_words: _BadWords | None = None
-    stop: Stops | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIAS)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: CountOrOff | None = None
     logprobs: Alternatives | None = None
-    prompt_logprobs: Alternatives | None = None
-    structured_outputs: dict[str, Any] | None = None
     detokenize: bool | None = None
     flat_logprobs: bool | None = None
     skip_clone: bool | None = None
     skip_reading_prefix_cache: bool | None = None
     output_kind: Literal[0, 1, 2] | None = None
     """0: all tokens so far, 1: new tokens, 2: only the final result. Streams support 1 only."""
-    return_raw_logprobs: bool | None = None
-    return_sampling_mask: bool | None = None
 
 
 class GenerateBody(Body):
@@ -204,7 +183,7 @@ def _fields(body: GenerateBody, params: GenerateParams) -> JSON:
     return fields | {"stream_options": None if options is None else options.model_dump(exclude_none=True)}
 
 
-class GenerateReply:
+class GenerateReply(Reply):
     """The reply to /inference/v1/generate."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, with_prompt: bool) -> None:
@@ -225,9 +204,6 @@ class GenerateReply:
             "usage": usage(self._call, transcripts),
         }
 
-    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        return b""
-
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return one chunk with the new tokens and, at the end of the sample, its finish reason."""
         if not decoded.token_ids and decoded.finish_reason is None:
@@ -244,10 +220,6 @@ class GenerateReply:
         if not self._call.include_usage:
             return DONE
         return events([{**self._head(), "choices": [], "usage": usage(self._call, transcripts)}]) + DONE
-
-    def error_events(self, error: ApiError) -> bytes:
-        """Return the error, and [DONE]."""
-        return events([error.to_dict()]) + DONE
 
     def _head(self) -> JSON:
         return {"request_id": self._call.id, "model": self._call.model, "created": self._created}
