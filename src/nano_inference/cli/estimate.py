@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nano_inference.catalog import ModelEntry
@@ -45,7 +44,7 @@ SIZES = (
     Size("8B (Qwen3)", 8_190_735_360, 8_190_735_360 - 151_936 * 4096, 2 * 36 * 8 * 128),
     Size("8B (Llama 3.1)", 8_030_261_248, 8_030_261_248 - 128_256 * 4096, 2 * 32 * 8 * 128),
 )
-PRECISIONS: Mapping[str, float] = MappingProxyType({"bfloat16": 2.0, "int8": 1.0, "4 bits (Q4_0)": 18 / 32})
+PRECISIONS: Mapping[str, float] = {"bfloat16": 2.0, "int8": 1.0, "4 bits (Q4_0)": 18 / 32}
 """Bytes per weight; int8's scales per row are neglected."""
 
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 from nano_inference.loader.fields import Fields, shown
@@ -19,9 +18,7 @@ from nano_inference.types import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LAYERS = 10_000
-_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-)
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MIXTURE_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
 
@@ -66,32 +63,28 @@ _GEMMA_2 = _Rules(
     softcaps=(50.0, 30.0),
 )
 _GEMMA_3 = replace(_GEMMA_2, window_period=6, theta=1e6, max_positions=131072, qk_norm=True, softcaps=(None, None))
-_RULES: Mapping[str, _Rules] = MappingProxyType(
-    {
-        "LlamaForCausalLM": _Rules(max_positions=2048, bos=1, eos=2, mlp_bias=True),
-        "MistralForCausalLM": _Rules(
-            windows="all", window=4096, kv_heads=8, max_positions=131072, bos=1, eos=2, bias="none"
-        ),
-        "Qwen2ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, bias="qkv"),
-        "Qwen3ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, head_dim=128, qk_norm=True),
-        "SmolLM3ForCausalLM": _Rules(
-            windows="unrotated", theta=2e6, kv_heads=4, tied=True, bos=128000, eos=128001, mlp_bias=True
-        ),
-        "Gemma2ForCausalLM": _GEMMA_2,
-        "Gemma3ForCausalLM": _GEMMA_3,
-    }
-)
-_BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "smollm3": "SmolLM3ForCausalLM",
-        "gemma2": "Gemma2ForCausalLM",
-        "gemma3_text": "Gemma3ForCausalLM",
-    }
-)
+_RULES: Mapping[str, _Rules] = {
+    "LlamaForCausalLM": _Rules(max_positions=2048, bos=1, eos=2, mlp_bias=True),
+    "MistralForCausalLM": _Rules(
+        windows="all", window=4096, kv_heads=8, max_positions=131072, bos=1, eos=2, bias="none"
+    ),
+    "Qwen2ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, bias="qkv"),
+    "Qwen3ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, head_dim=128, qk_norm=True),
+    "SmolLM3ForCausalLM": _Rules(
+        windows="unrotated", theta=2e6, kv_heads=4, tied=True, bos=128000, eos=128001, mlp_bias=True
+    ),
+    "Gemma2ForCausalLM": _GEMMA_2,
+    "Gemma3ForCausalLM": _GEMMA_3,
+}
+_BY_MODEL_TYPE: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
 
 
 def model_config(config: Fields, generation: Fields | None = None) -> ModelConfig:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError
 
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_CODES: Mapping[str, str] = MappingProxyType({"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"})
+_CODES: Mapping[str, str] = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _SHOWN = 80
 _ENDS = frozenset({"eos_token_ids", "bos_token_id"})
 """Fields that nanochat's own files lack: the tokenizer's special tokens define them."""

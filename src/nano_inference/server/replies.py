@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any
 
 from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
@@ -24,7 +23,7 @@ from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import TrainingSample, spans_of
 
-_NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
+_NO_EXTRAS: Mapping[str, Any] = {}
 
 
 class OpenAIReply(Reply):

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from types import MappingProxyType
 from typing import Any
 
 from nano_inference.text.chat import ChatTemplate, Message, check_messages, encode_chat, render
 from nano_inference.text.kinds import Tokenizer
 from nano_inference.types import ModelError
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-_QUESTION: Message = MappingProxyType({"role": "user", "content": "question"})
+_NOTHING: Mapping[str, Any] = {}
+_QUESTION: Message = {"role": "user", "content": "question"}
 
 
 def encode_chat_delta(

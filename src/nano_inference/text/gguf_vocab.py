@@ -7,7 +7,6 @@ from the scores.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -47,17 +46,15 @@ TEKKEN_WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
-        **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion"), (GPT2_WORDS,)),
-        **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", GPT2_WORDS)),
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), (LLAMA3_WORDS,)),
-        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (QWEN2_WORDS,)),
-        "qwen35": (QWEN35_WORDS,),
-        "tekken": (TEKKEN_WORDS,),
-    }
-)
+PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion"), (GPT2_WORDS,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", GPT2_WORDS)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), (LLAMA3_WORDS,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (QWEN2_WORDS,)),
+    "qwen35": (QWEN35_WORDS,),
+    "tekken": (TEKKEN_WORDS,),
+}
 """Maps `tokenizer.ggml.pre` to patterns that split a text in turn, each the pieces of the one before.
 
 Sources: llama.cpp's src/llama-vocab.cpp and the models' tokenizer.json files.

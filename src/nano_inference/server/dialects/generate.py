@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -58,37 +57,33 @@ from nano_inference.server.translating import (
 from nano_inference.server.unsupported import EMPTY, OFF
 from nano_inference.text.tokenizer import Tokenizer
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "features": (None,),
-        "content_parts": EMPTY,
-        "lora_request": (None,),
-        "kv_transfer_params": EMPTY,
-        "ec_transfer_params": EMPTY,
-        "priority": (None, 0),
-    }
-)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "features": (None,),
+    "content_parts": EMPTY,
+    "lora_request": (None,),
+    "kv_transfer_params": EMPTY,
+    "ec_transfer_params": EMPTY,
+    "priority": (None, 0),
+}
 """Unsupported fields of vLLM's request -> the values that are accepted because they have no effect."""
 
-UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "best_of": (None, 1),
-        "spaces_between_special_tokens": (None, True),
-        "truncation_side": (None, "left"),
-        "logprob_token_ids": EMPTY,
-        "prompt_logprob_start": (None, 0),
-        "logits_processors": EMPTY,
-        "extra_args": EMPTY,
-        "guided_decoding": (None,),
-        "thinking_token_budget": (None,),
-        "repetition_detection": (None,),
-        "stream_interval": (None, 1),
-        "routed_experts_prompt_start": (None, 0),
-        "use_beam_search": OFF,
-        "length_penalty": (None, 1, 1.0),
-        "early_stopping": OFF,
-    }
-)
+UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "spaces_between_special_tokens": (None, True),
+    "truncation_side": (None, "left"),
+    "logprob_token_ids": EMPTY,
+    "prompt_logprob_start": (None, 0),
+    "logits_processors": EMPTY,
+    "extra_args": EMPTY,
+    "guided_decoding": (None,),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+    "stream_interval": (None, 1),
+    "routed_experts_prompt_start": (None, 0),
+    "use_beam_search": OFF,
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": OFF,
+}
 """The same for `sampling_params`."""
 
 _NOT_IN_COMPLETION = frozenset(
@@ -138,9 +133,9 @@ class GenerateBody(Body):
     assistant_tokens_mask: list[Any] | None = None
 
 
-_CLIENT_NAMES: Mapping[str, str] = MappingProxyType(
-    {name: f"sampling_params.{name}" for name in GenerateParams.model_fields} | {"prompt": "token_ids"}
-)
+_CLIENT_NAMES: Mapping[str, str] = {name: f"sampling_params.{name}" for name in GenerateParams.model_fields} | {
+    "prompt": "token_ids"
+}
 """Field of `CompletionBody` -> field of `GenerateBody`, for error messages."""
 
 

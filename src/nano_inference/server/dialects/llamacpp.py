@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -60,32 +59,28 @@ _FORBIDDEN_BIAS = -100.0
 _RANDOM_SEEDS = (None, -1, 2**32 - 1)
 _MAX_PIECES = 1 << 20
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        **dict.fromkeys(("samplers", "dry_sequence_breakers", "lora", "image_data", "multimodal_data"), EMPTY),
-        **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
-        **dict.fromkeys(("return_progress", "post_sampling_probs", "grammar_lazy", "backend_sampling"), OFF),
-        **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
-        **dict.fromkeys(("n_keep", "n_indent", "min_keep", "n_discard", "t_max_predict_ms"), (None, 0)),
-        "typical_p": (None, 1, 1.0),
-        "tfs_z": (None, 1, 1.0),
-        "top_n_sigma": (None, -1, -1.0, 0, 0.0),
-        "adaptive_target": (None, -1, -1.0),
-        "id_slot": (None, -1),
-        "reasoning_format": (None, "none"),
-        "reasoning_budget_tokens": (None, -1),
-    }
-)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("samplers", "dry_sequence_breakers", "lora", "image_data", "multimodal_data"), EMPTY),
+    **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
+    **dict.fromkeys(("return_progress", "post_sampling_probs", "grammar_lazy", "backend_sampling"), OFF),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
+    **dict.fromkeys(("n_keep", "n_indent", "min_keep", "n_discard", "t_max_predict_ms"), (None, 0)),
+    "typical_p": (None, 1, 1.0),
+    "tfs_z": (None, 1, 1.0),
+    "top_n_sigma": (None, -1, -1.0, 0, 0.0),
+    "adaptive_target": (None, -1, -1.0),
+    "id_slot": (None, -1),
+    "reasoning_format": (None, "none"),
+    "reasoning_budget_tokens": (None, -1),
+}
 """Unsupported fields of llama.cpp's request -> the values that are accepted because they have no effect."""
 
-_CLIENT_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "max_tokens": "n_predict",
-        "repetition_penalty": "repeat_penalty",
-        "logprobs": "n_probs",
-        "n": "n_cmpl",
-    }
-)
+_CLIENT_NAMES: Mapping[str, str] = {
+    "max_tokens": "n_predict",
+    "repetition_penalty": "repeat_penalty",
+    "logprobs": "n_probs",
+    "n": "n_cmpl",
+}
 """Field of `CompletionBody` -> llama.cpp's field, where the names differ."""
 
 _SAME_NAME = (

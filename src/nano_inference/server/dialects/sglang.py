@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
@@ -60,68 +59,60 @@ from nano_inference.server.unsupported import EMPTY, OFF
 
 _T = TypeVar("_T")
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "input_embeds": EMPTY,
-        "image_data": EMPTY,
-        "video_data": EMPTY,
-        "audio_data": EMPTY,
-        "modalities": EMPTY,
-        "token_ids_logprob": EMPTY,
-        "multi_item_scoring_delimiter": (None,),
-        "session_params": EMPTY,
-        "lora_path": EMPTY,
-        "lora_id": EMPTY,
-        "custom_logit_processor": EMPTY,
-        "return_hidden_states": OFF,
-        "return_routed_experts": OFF,
-        "return_prompt_token_ids": OFF,
-        "return_entropy": OFF,
-        "return_bytes": OFF,
-        "priority": (None, 0),
-        "data_parallel_rank": (None, 0),
-        "routed_dp_rank": (None, 0),
-        "bootstrap_host": EMPTY,
-        "bootstrap_port": EMPTY,
-        "bootstrap_room": (None,),
-    }
-)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "input_embeds": EMPTY,
+    "image_data": EMPTY,
+    "video_data": EMPTY,
+    "audio_data": EMPTY,
+    "modalities": EMPTY,
+    "token_ids_logprob": EMPTY,
+    "multi_item_scoring_delimiter": (None,),
+    "session_params": EMPTY,
+    "lora_path": EMPTY,
+    "lora_id": EMPTY,
+    "custom_logit_processor": EMPTY,
+    "return_hidden_states": OFF,
+    "return_routed_experts": OFF,
+    "return_prompt_token_ids": OFF,
+    "return_entropy": OFF,
+    "return_bytes": OFF,
+    "priority": (None, 0),
+    "data_parallel_rank": (None, 0),
+    "routed_dp_rank": (None, 0),
+    "bootstrap_host": EMPTY,
+    "bootstrap_port": EMPTY,
+    "bootstrap_room": (None,),
+}
 """Unsupported fields of SGLang's request -> the values that are accepted because they have no effect."""
 
-UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "stop_regex": EMPTY,
-        "structural_tag": EMPTY,
-        "spaces_between_special_tokens": (None, True),
-        "custom_params": EMPTY,
-        "stream_interval": (None, 1),
-        "beam_width": (None, 1),
-        "thinking_budget": (None,),
-    }
-)
+UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
+    "stop_regex": EMPTY,
+    "structural_tag": EMPTY,
+    "spaces_between_special_tokens": (None, True),
+    "custom_params": EMPTY,
+    "stream_interval": (None, 1),
+    "beam_width": (None, 1),
+    "thinking_budget": (None,),
+}
 """The same for `sampling_params`."""
 
-_PARAM_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids")},
-        **{name: name for name in ("ignore_eos", "skip_special_tokens", "logit_bias")},
-        **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
-        **{name: name for name in ("json_schema", "regex", "ebnf")},
-        "max_tokens": "max_new_tokens",
-        "min_tokens": "min_new_tokens",
-        "seed": "sampling_seed",
-        "include_stop_str_in_output": "no_stop_trim",
-    }
-)
+_PARAM_NAMES: Mapping[str, str] = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids")},
+    **{name: name for name in ("ignore_eos", "skip_special_tokens", "logit_bias")},
+    **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
+    **{name: name for name in ("json_schema", "regex", "ebnf")},
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+}
 """Field of `CompletionBody` -> SGLang's sampling parameter."""
 
-_BODY_NAMES = MappingProxyType(
-    {
-        "logprobs": "top_logprobs_num",
-        "prompt_logprobs": "logprob_start_len",
-        "cache_salt": "extra_key",
-    }
-)
+_BODY_NAMES: Mapping[str, str] = {
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
+    "cache_salt": "extra_key",
+}
 """Field of `CompletionBody` -> field of `SglangBody`, for error messages."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from starlette.requests import Request
@@ -108,16 +107,14 @@ def vllm_logprobs_mode(mode: LogprobsMode) -> str:
     return f"{mode}_logprobs"
 
 
-QUERIES: Mapping[str, Command] = MappingProxyType(
-    {
-        "/is_paused": _is_paused,
-        "/is_sleeping": _is_sleeping,
-        "/weight_info": _weight_info,
-        "/get_world_size": _world_size,
-        "/v1/loads": _loads,
-        "/get_model_info": _model_info,
-        "/model_info": _model_info,
-        "/server_info": _server_info,
-        "/get_server_info": _server_info,
-    }
-)
+QUERIES: Mapping[str, Command] = {
+    "/is_paused": _is_paused,
+    "/is_sleeping": _is_sleeping,
+    "/weight_info": _weight_info,
+    "/get_world_size": _world_size,
+    "/v1/loads": _loads,
+    "/get_model_info": _model_info,
+    "/model_info": _model_info,
+    "/server_info": _server_info,
+    "/get_server_info": _server_info,
+}

@@ -6,7 +6,6 @@ Requests are named by the ids of their replies or by ids that clients chose; vLL
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from starlette.requests import Request
 
@@ -203,21 +202,19 @@ async def _check_weights(context: RLContext, request: Request) -> JSON:
     return {**reply, **await context.facts()}
 
 
-VLLM_COMMANDS: Mapping[str, Command] = MappingProxyType(
-    {
-        "/pause": _pause,
-        "/resume": _resume,
-        "/abort_requests": _abort_requests,
-        "/reset_prefix_cache": _reset_prefix_cache,
-        "/sleep": _sleep,
-        "/wake_up": _wake_up,
-        "/init_weight_transfer_engine": _init_transfer,
-        "/start_weight_update": _start_update,
-        "/update_weights": _update_weights,
-        "/finish_weight_update": _finish_update,
-        "/abort_weight_update": _abort_update,
-        "/shutdown_weight_transfer_engine": _shut_down_transfer,
-        "/update_weight_version": _set_label,
-        "/weight_checker": _check_weights,
-    }
-)
+VLLM_COMMANDS: Mapping[str, Command] = {
+    "/pause": _pause,
+    "/resume": _resume,
+    "/abort_requests": _abort_requests,
+    "/reset_prefix_cache": _reset_prefix_cache,
+    "/sleep": _sleep,
+    "/wake_up": _wake_up,
+    "/init_weight_transfer_engine": _init_transfer,
+    "/start_weight_update": _start_update,
+    "/update_weights": _update_weights,
+    "/finish_weight_update": _finish_update,
+    "/abort_weight_update": _abort_update,
+    "/shutdown_weight_transfer_engine": _shut_down_transfer,
+    "/update_weight_version": _set_label,
+    "/weight_checker": _check_weights,
+}
