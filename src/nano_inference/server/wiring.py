@@ -14,8 +14,7 @@ from nano_inference.server.dialects import embeddings, generate, llamacpp, messa
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.keys import KeyRing
-from nano_inference.server.rl.paths import ADMIN_PATHS
-from nano_inference.server.rl.routes import rl_routes
+from nano_inference.server.rl.routes import ADMIN_PATHS, rl_routes
 
 OWN_DIALECTS: Mapping[str, Dialect] = {
     "openai": openai.DIALECT,
