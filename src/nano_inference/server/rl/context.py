@@ -18,7 +18,7 @@ from nano_inference.config import ServerConfig
 from nano_inference.control import Control as EngineControl
 from nano_inference.server.body import parse, read_json
 from nano_inference.server.call import JSON
-from nano_inference.server.engine_link import EngineLink
+from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.rl.control import Control
@@ -29,7 +29,6 @@ from nano_inference.server.rl.schema import GROUP, InitGroupBody, InitInfo
 from nano_inference.server.rl.threads import in_thread
 from nano_inference.server.rl.updates import HOW_TO_END, Updates, client_error
 from nano_inference.server.schema import Body
-from nano_inference.server.served import LoadedModel
 from nano_inference.types import (
     BadRequest,
     EngineDead,

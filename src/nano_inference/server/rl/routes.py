@@ -14,14 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nano_inference.config import ServerConfig
-from nano_inference.server.engine_link import EngineLink
+from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.rl.context import endpoint_of, make_context
 from nano_inference.server.rl.facts import QUERIES
 from nano_inference.server.rl.sglang import SGLANG_COMMANDS, sglang_endpoint_of, unsupported
 from nano_inference.server.rl.vllm import VLLM_COMMANDS
-from nano_inference.server.served import LoadedModel
 
 REFUSED_COMMANDS = frozenset(
     {
