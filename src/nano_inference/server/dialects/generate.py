@@ -19,7 +19,6 @@ from pydantic import Field
 
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
-from nano_inference.server.calls import completion_call
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError
@@ -29,7 +28,6 @@ from nano_inference.server.replies import OpenAIReply, sample_facts, token_facts
 from nano_inference.server.schema import (
     Alternatives,
     Body,
-    CompletionBody,
     Count,
     CountOrOff,
     Factor,
@@ -45,13 +43,10 @@ from nano_inference.server.schema import (
 )
 from nano_inference.server.schema import TokenIds as Ids
 from nano_inference.server.translating import (
-    as_body,
-    fill_context,
     given_fields,
     refuse_foreign,
     refuse_unknown,
-    rename_structures,
-    renamed_errors,
+    translated_completion,
     without_prefix_cache,
 )
 from nano_inference.server.unsupported import EMPTY, OFF
@@ -145,10 +140,7 @@ def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, 
     refuse_foreign(body, UNSUPPORTED)
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
     _check(body, params)
-    with renamed_errors(_CLIENT_NAMES):
-        call = completion_call(as_body(_fields(body, params), CompletionBody), model, config, salt)
-    call = fill_context(call, model.limits) if params.max_tokens is None else call
-    call = rename_structures(call, _CLIENT_NAMES)
+    call = translated_completion(_fields(body, params), _CLIENT_NAMES, model, config, salt)
     call = without_prefix_cache(call) if params.skip_reading_prefix_cache else call
     name = body.request_id or f"generate-{uuid.uuid4().hex}"
     shape = replace(call.shape, token_ids=True, tokens_as_ids=True)
@@ -171,10 +163,8 @@ def _fields(body: GenerateBody, params: GenerateParams) -> JSON:
     fields.pop("structured_outputs", None)
     if structure:
         fields["structured_outputs"] = structure
-    if params.max_tokens is None:
-        fields["max_tokens"] = max(1, params.min_tokens or 0)  # passes validation; `fill_context` removes the limit
     options = body.stream_options
-    fields |= {"model": body.model, "prompt": body.token_ids, "stream": body.stream}
+    fields |= {"model": body.model, "prompt": body.token_ids, "stream": body.stream, "max_tokens": params.max_tokens}
     return fields | {"stream_options": None if options is None else options.model_dump(exclude_none=True)}
 
 
@@ -189,7 +179,6 @@ class GenerateReply(Reply):
         """Emptied after the first chunk of a stream."""
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the reply's JSON."""
         return {
             **self._head(),
             **self._prompt,

@@ -18,7 +18,6 @@ from pydantic import Field
 import nano_inference
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call
-from nano_inference.server.calls import completion_call
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body
 from nano_inference.server.errors import ApiError
@@ -29,7 +28,6 @@ from nano_inference.server.schema import (
     MAX_BIAS,
     Alternatives,
     Body,
-    CompletionBody,
     CountOrOff,
     Factor,
     Penalty,
@@ -42,11 +40,9 @@ from nano_inference.server.schema import (
     TokenIds,
 )
 from nano_inference.server.translating import (
-    as_body,
-    fill_context,
     given_fields,
     refuse_foreign,
-    renamed_errors,
+    translated_completion,
     unsupported_field,
     without_prefix_cache,
 )
@@ -142,9 +138,7 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise unsupported_field("repeat_last_n", message)
-    with renamed_errors(_CLIENT_NAMES):
-        call = completion_call(as_body(_fields(body, model), CompletionBody), model, config, salt)
-    call = fill_context(call, model.limits) if _is_unlimited(body) else call
+    call = translated_completion(_fields(body, model), _CLIENT_NAMES, model, config, salt)
     call = without_prefix_cache(call) if body.cache_prompt is False else call
     options = ReplyOptions(
         settings=_settings(body, call),
@@ -174,10 +168,6 @@ def props(model: ServedModel, occupancy: Occupancy) -> JSON:
     }
 
 
-def _is_unlimited(body: LlamaBody) -> bool:
-    return body.n_predict is None or body.n_predict < 0
-
-
 def _fields(body: LlamaBody, model: ServedModel) -> JSON:
     """Return the fields of a `CompletionBody`."""
     values = given_fields(body)
@@ -192,9 +182,7 @@ def _fields(body: LlamaBody, model: ServedModel) -> JSON:
         "model": body.model,
         "prompt": _prompts(body.prompt, model),
         "n": body.n_cmpl,
-        "max_tokens": 1
-        if _is_unlimited(body)
-        else body.n_predict,  # 1 passes validation; `fill_context` removes the limit
+        "max_tokens": None if body.n_predict is None or body.n_predict < 0 else body.n_predict,
         "seed": None if body.seed in _RANDOM_SEEDS else body.seed,
         "logit_bias": _bias(body.logit_bias, model.tokenizer),
         "stream": body.stream,

@@ -18,7 +18,6 @@ from pydantic import Field
 
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call
-from nano_inference.server.calls import completion_call
 from nano_inference.server.dialect import Dialect, Generating, Probing
 from nano_inference.server.dialects.sglang_reply import PromptOptions, SglangReply
 from nano_inference.server.errors import ApiError
@@ -29,7 +28,6 @@ from nano_inference.server.schema import (
     Alternatives,
     Bias,
     Body,
-    CompletionBody,
     Count,
     CountOrOff,
     Factor,
@@ -47,13 +45,10 @@ from nano_inference.server.schema import (
 )
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.translating import (
-    as_body,
-    fill_context,
     given_fields,
     refuse_foreign,
     refuse_unknown,
-    rename_structures,
-    renamed_errors,
+    translated_completion,
 )
 from nano_inference.server.unsupported import EMPTY, OFF
 
@@ -175,14 +170,12 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
     fields = [_fields(one, option, body) for one, option in zip(params, options, strict=True)]
     source = "text" if body.text is not None else "input_ids"
     calls: list[Call] = []
-    for _, run in groupby(range(len(prompts)), key=lambda index: (fields[index], params[index].max_new_tokens)):
+    for _, run in groupby(range(len(prompts)), key=fields.__getitem__):
         indices = list(run)
         first = indices[0]
         names = _client_names(source, first if isinstance(body.sampling_params, list) else None)
-        with renamed_errors(names):
-            completion = as_body({**fields[first], "prompt": [prompts[index] for index in indices]}, CompletionBody)
-            call = rename_structures(completion_call(completion, model, config, salt), names)
-            calls.append(fill_context(call, model.limits) if params[first].max_new_tokens is None else call)
+        completion = {**fields[first], "prompt": [prompts[index] for index in indices]}
+        calls.append(translated_completion(completion, names, model, config, salt))
     call = _merge(calls)
     for index, (request, option) in enumerate(zip(call.requests, options, strict=True)):
         if option.start > len(request.prompt):
@@ -247,8 +240,7 @@ def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> J
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
     values = given_fields(params)
     fields: JSON = {field: values[name] for field, name in _PARAM_NAMES.items() if name in values}
-    if params.max_new_tokens is None:
-        fields["max_tokens"] = max(1, params.min_new_tokens or 0)  # passes validation; `fill_context` removes the limit
+    fields["max_tokens"] = params.max_new_tokens
     if options.logprobs:
         fields["logprobs"] = options.top
     if options.start >= 0:
