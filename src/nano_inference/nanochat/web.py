@@ -114,7 +114,6 @@ class WebReply(Reply):
         return _event({"done": True, **version_facts(transcripts[0], self._call.shape)})
 
     def error_events(self, error: ApiError) -> bytes:
-        """Return the event of an error."""
         return _event({"error": shortened(error.message)})
 
 

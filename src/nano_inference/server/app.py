@@ -193,7 +193,8 @@ class App:
 
         def to_call() -> tuple[Body, Call]:
             body = parse(data, route.body)
-            salt = self._salt(request, getattr(body, "cache_salt", None))
+            index, asked = request.scope["state"].get("key_index"), getattr(body, "cache_salt", None)
+            salt = self._policy.keys.cache_salt(index, asked)
             return body, route.to_call(body, serving.model, self.config, salt)
 
         seconds = self.config.request_timeout
@@ -338,9 +339,6 @@ class App:
 
     async def _read(self, request: Request) -> bytes:
         return await read_body(request.receive, self._policy.max_body_bytes, self._policy.body_timeout)
-
-    def _salt(self, request: Request, asked: str | None) -> str:
-        return self._policy.keys.cache_salt(request.scope["state"].get("key_index"), asked)
 
     def _report_unknown_fields(self, body: Body) -> None:
         """Log each unknown field once; with `strict`, raise `ApiError`."""

@@ -37,7 +37,6 @@ class OpenAIReply(Reply):
         self._created = created
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the body of a reply that is not streamed."""
         call, make = self._call, self._chat_choice if self._is_chat else self._completion_choice
         reply: JSON = {
             "id": call.id,
@@ -59,7 +58,6 @@ class OpenAIReply(Reply):
         return self._events(self.first_chunks(transcripts), transcripts)
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the chunks of a delta."""
         return self._events(self.delta_chunks(transcript, decoded), transcripts)
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:

@@ -64,7 +64,6 @@ class LlamaReply(Reply):
         self._progress = [StreamProgress() for _ in range(call.total_samples)]
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
-        """Return the reply's JSON."""
         answers = [self._answer(transcript) for transcript in transcripts]
         return answers if len(answers) > 1 else answers[0]
 
@@ -79,7 +78,6 @@ class LlamaReply(Reply):
         return b""
 
     def error_events(self, error: ApiError) -> bytes:
-        """Return the error."""
         return event(error_body(error))
 
     def _chunk(self, transcript: Transcript, decoded: DecodedDelta) -> JSON:

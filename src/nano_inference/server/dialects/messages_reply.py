@@ -52,7 +52,6 @@ class MessagesReply(Reply):
         self._state = BlockState()
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the message."""
         state, events = content_events(BlockState(), transcripts[0].events, self._call.id)
         content = content_of([*events, *_stop_block(state)])
         return message(self._call, content) | _ending(self._call, transcripts, state)

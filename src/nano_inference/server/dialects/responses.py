@@ -291,9 +291,10 @@ def _add_item(messages: _Messages, item: InputItem, place: str, calls: set[str])
         role, content = _required(item, place, "role"), _text_parts(_required(item, place, "content"), place, "content")
         messages.add(place, role=role, content=content, **({} if item.parts is None else {"parts": item.parts}))
     elif kind == "function_call":
-        call = _call_of(item, place)
-        calls.add(call["id"])
-        _add_call(messages, call, place)
+        function = {"name": _required(item, place, "name"), "arguments": _required(item, place, "arguments")}
+        call_id = _required(item, place, "call_id")
+        calls.add(call_id)
+        _add_call(messages, {"id": call_id, "type": "function", "function": function}, place)
     elif kind == "function_call_output":
         call_id = _required(item, place, "call_id")
         if call_id not in calls:
@@ -310,11 +311,6 @@ def _add_call(messages: _Messages, call: JSON, place: str) -> None:
         messages.chat[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
     else:
         messages.add(place, role="assistant", content="", tool_calls=[call])
-
-
-def _call_of(item: InputItem, place: str) -> JSON:
-    function = {"name": _required(item, place, "name"), "arguments": _required(item, place, "arguments")}
-    return {"id": _required(item, place, "call_id"), "type": "function", "function": function}
 
 
 def _required(item: InputItem, place: str, name: str) -> Any:

@@ -73,7 +73,6 @@ class ResponsesReply(Reply):
         self._num_events = 0
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the response."""
         (transcript,) = transcripts
         self._take(transcript.events, transcript.entries, transcript.parts)
         self._finish(transcript)
@@ -87,7 +86,6 @@ class ResponsesReply(Reply):
         )
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the events of a delta."""
         return self._encode(self._take(decoded.events, decoded.entries, decoded.parts))
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:

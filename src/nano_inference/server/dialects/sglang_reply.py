@@ -72,7 +72,6 @@ class SglangReply(Reply):
         """Number of tokens of each sample at which its next event is sent."""
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
-        """Return the reply's JSON."""
         answers = [self._answer(transcript, _masks(transcript)) for transcript in transcripts]
         return answers if self._is_list else answers[0]
 

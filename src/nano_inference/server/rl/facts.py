@@ -11,7 +11,6 @@ import nano_inference
 from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
 from nano_inference.server.rl.context import Command, RLContext
-from nano_inference.types import LogprobsMode
 
 
 async def _is_paused(context: RLContext, request: Request) -> JSON:
@@ -92,7 +91,7 @@ async def _vllm_config(context: RLContext) -> dict[str, Any]:
             "served_model_name": model.name,
             "dtype": f"torch.{await context.link.call(engine.weights_dtype)}",
             "max_model_len": model.limits.max_model_len,
-            "logprobs_mode": vllm_logprobs_mode(context.config.logprobs_mode),
+            "logprobs_mode": f"{context.config.logprobs_mode}_logprobs",
             "max_logprobs": context.config.max_logprobs,
         },
         "weight_transfer_config": {"backend": context.backend},
@@ -100,11 +99,6 @@ async def _vllm_config(context: RLContext) -> dict[str, Any]:
         "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
         "cache_config": {"block_size": model.limits.block_size, "num_gpu_blocks": model.limits.num_blocks},
     }
-
-
-def vllm_logprobs_mode(mode: LogprobsMode) -> str:
-    """Return vLLM's name of a mode; "tempered" has no equivalent in vLLM."""
-    return f"{mode}_logprobs"
 
 
 QUERIES: Mapping[str, Command] = {
