@@ -60,6 +60,7 @@ class Machine(NamedTuple):
 
 def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str, Any]]:
     """Return estimates of every model on this machine, in the file's precision and in int8."""
+    precisions = ("auto", "int8") if machine.has_kernels else ("float32",)
     rows: list[dict[str, Any]] = []
     for entry in entries:
         for name, path in _models_in(entry):
@@ -68,7 +69,7 @@ def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str,
             except (ModelError, BadRequest) as error:
                 rows.append({"model": name, "problem": str(error)})
                 continue
-            rows += [of_model(name, checkpoint, precision, machine) for precision in _precisions(machine)]
+            rows += [of_model(name, checkpoint, precision, machine) for precision in precisions]
     return rows
 
 
@@ -126,10 +127,6 @@ def _costs(weights: int, read: int, kv_bytes: int, context: int, machine: Machin
         "fits": weights + kv_bytes * context <= machine.available,
         "decode_limit_tokens_per_s": machine.bytes_per_s / read,
     }
-
-
-def _precisions(machine: Machine) -> tuple[str, ...]:
-    return ("auto", "int8") if machine.has_kernels else ("float32",)
 
 
 def _models_in(entry: ModelEntry) -> list[tuple[str, Path]]:
