@@ -84,27 +84,28 @@ class Transcript:
         """Add a delta; return it decoded. `keep`: keep text and entries, for a reply that is not streamed."""
         self.detokenizer, decoded = detokenize(self.detokenizer, delta, shape, tokenizer)
         decoded = self._parse_calls(decoded, shape.functions, is_end=delta.sample is not None)
-        self.token_ids += decoded.token_ids
-        self.mask += delta.mask
-        self.versions += delta.versions
-        if keep:
-            self._keep(decoded)
-        self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
-        self.sample = delta.sample
+        self.append(decoded, keep=keep)
         return decoded
 
     def cut_short(self, shape: ReplyShape, reason: str) -> DecodedDelta:
         """End the sample at the deadline; return the text that was held back."""
         decoded = self._parse_calls(flush(self.detokenizer, shape, reason), shape.functions, is_end=True)
-        self._keep(decoded)
-        self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
+        self.append(decoded)
         return decoded
 
-    def _keep(self, decoded: DecodedDelta) -> None:
-        self.text += decoded.text
-        self.entries += decoded.entries
-        self.parts += decoded.parts
-        self.events += decoded.events
+    def append(self, decoded: DecodedDelta, *, keep: bool = True) -> None:
+        """Add a decoded delta; `keep`: also its text, entries, parts and events."""
+        self.token_ids += decoded.token_ids
+        if decoded.delta is not None:
+            self.mask += decoded.delta.mask
+            self.versions += decoded.delta.versions
+            self.sample = decoded.delta.sample
+        if keep:
+            self.text += decoded.text
+            self.entries += decoded.entries
+            self.parts += decoded.parts
+            self.events += decoded.events
+        self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
 
     def _parse_calls(self, decoded: DecodedDelta, use: ToolUse | None, *, is_end: bool) -> DecodedDelta:
         """Parse tool calls in the text; leave out events that the client does not get."""

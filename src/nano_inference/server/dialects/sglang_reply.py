@@ -34,18 +34,6 @@ def next_event(num_tokens: int) -> int:
     return num_tokens + max(1, num_tokens // _GROWTH_DIVISOR)
 
 
-def append(sent: Transcript, decoded: DecodedDelta) -> None:
-    """Add a delta to a sample's transcript."""
-    sent.text += decoded.text
-    sent.token_ids += decoded.token_ids
-    sent.entries += decoded.entries
-    sent.finish_reason, sent.stop_reason = decoded.finish_reason, decoded.stop_reason
-    if decoded.delta is not None:
-        sent.mask += decoded.delta.mask
-        sent.versions += decoded.delta.versions
-        sent.sample = decoded.delta.sample
-
-
 class SglangReply(Reply):
     """The reply to /generate: an object for one prompt, a list for several or for several samples."""
 
@@ -78,7 +66,7 @@ class SglangReply(Reply):
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with all of one sample so far, or nothing if its next event is not due."""
         index, sent = transcript.index, self._sent[transcript.index]
-        append(sent, decoded)
+        sent.append(decoded)
         if decoded.delta is not None:
             self._masks[index] += decoded.delta.sampling_masks or ()
         count = len(sent.token_ids)
