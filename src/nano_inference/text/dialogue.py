@@ -68,14 +68,7 @@ class TemplateDialogue:
 
     def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
         """Return the rendered messages as text."""
-        return render(
-            self.template,
-            messages,
-            add_generation_prompt=rendering.add_generation_prompt,
-            continue_final=rendering.continue_final,
-            tools=rendering.tools,
-            extra=rendering.extra,
-        )
+        return render(self.template, messages, rendering)
 
     def knows(self, name: str) -> bool:
         """Return True if the template mentions a variable of that name."""
