@@ -34,11 +34,9 @@ from nano_inference.types import (
     EngineDead,
     EnginePaused,
     ModelError,
-    OnRunning,
     UpdateBusy,
     WeightError,
     WeightInfo,
-    WeightLabel,
 )
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -129,19 +127,6 @@ class RLContext:
             world_size=info.world_size,
             backend=info.backend or self.backend,
         )
-
-    async def install_directory(
-        self,
-        path: str,
-        field: str,
-        *,
-        label: WeightLabel | None,
-        checksum: str | None,
-        on_running: OnRunning = "keep",
-    ) -> WeightInfo:
-        """Install the weights of a directory below `root`. Raises `ApiError` as `weights_in` and `Updates` do."""
-        source = await self.weights_in(path, field)
-        return await self.updates.install(source, label=label, checksum=checksum, on_running=on_running)
 
     async def weights_in(self, path: str, field: str) -> Source:
         """Return the weights of a directory below `root`. The path is resolved in a thread.

@@ -110,9 +110,8 @@ def _tags(body: MemoryBody) -> list[str]:
 async def _update_from_disk(context: RLContext, request: Request) -> JSON:
     body = await context.read(request, FromDiskBody)
     _require_format(body.load_format, ("auto", "safetensors"))
-    info = await context.install_directory(
-        body.model_path,
-        "model_path",
+    info = await context.updates.install(
+        await context.weights_in(body.model_path, "model_path"),
         label=body.weight_version,
         checksum=body.checksum,
         on_running="abort" if body.abort_all_requests else "keep",

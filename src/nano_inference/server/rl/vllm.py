@@ -99,7 +99,8 @@ async def _update_weights(context: RLContext, request: Request) -> JSON:
     directory, field = _directory_of(body)
     is_part = context.updates.is_open or (context.updates.takes_parts and body.weight_dir is None)
     if directory is not None and not is_part:
-        info = await context.install_directory(directory, field, label=_label_of(body), checksum=body.checksum)
+        label, weights = _label_of(body), await context.weights_in(directory, field)
+        info = await context.updates.install(weights, label=label, checksum=body.checksum)
     else:
         _require_no_version(body)
         source = await _source_of(context, body.update_info, directory, field)
