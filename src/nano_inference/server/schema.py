@@ -231,41 +231,41 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatBody(Sampling, ToolFields):
-    """POST /v1/chat/completions."""
+class RenderingFields(ToolFields):
+    """Fields about the rendering of messages with the chat template."""
 
     neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
+
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(Sampling, RenderingFields):
+    """POST /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     echo: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     answer_token_ids: TokenIds | None = None
     """Specific to this server: ids that start the answer; the reply has the rest (with `echo`: all of it)."""
     sample_index: Count | None = None
     """Specific to this server: sample with the random numbers of this index among several samples of a request."""
     lineage: Lineage | None = None
     """Specific to this server: lineage of the tokens to continue; refused unless it is this server's."""
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeBody(ToolFields):
+class TokenizeBody(RenderingFields):
     """POST /tokenize: vLLM's form (`prompt` or `messages`) or llama.cpp's (`content`)."""
-
-    neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
 
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
     with_pieces: bool | None = None
 
@@ -277,13 +277,8 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
 
 
-class ApplyTemplateBody(ToolFields):
+class ApplyTemplateBody(RenderingFields):
     """POST /apply-template: render messages without generating."""
-
-    neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
 
     model: str | None = None
     messages: Messages
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
