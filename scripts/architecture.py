@@ -23,7 +23,8 @@ BANDS = {
     "Foundations": "frozen registry checks samples types exclusive children files packages memory",
     "Kernels and sources": "kernels config hub chat_defaults wheels catalog logprobs",
     "Models and files": "models loader text kinds",
-    "Core": "kv sampling runner matching sequence scheduling admission ngram_drafter speculation recovery core state",
+    "Core": "kv sampling runner matching sequence scheduling admission ngram_drafter speculation appending recovery "
+    "core state",
     "Executors and weights": "executors weights",
     "Engine": "calls requests control assemble engine",
     "Faces of the engine": "engine_thread async_engine rollout reference workloads",

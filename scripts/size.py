@@ -10,7 +10,19 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src" / "nano_inference"
 LONG_FILE, MOST_LINES, LONG_FUNCTION = 350, 450, 40
 CORE_ROOMS = {
-    *("types", "samples", "config", "checks", "admission", "requests", "sequence", "scheduling", "kv", "sampling"),
+    *(
+        "types",
+        "samples",
+        "config",
+        "checks",
+        "admission",
+        "requests",
+        "sequence",
+        "appending",
+        "scheduling",
+        "kv",
+        "sampling",
+    ),
     *("matching", "ngram_drafter", "speculation", "runner", "core", "recovery", "state", "exclusive", "calls"),
     *("control", "engine", "engine_thread", "async_engine"),
 }

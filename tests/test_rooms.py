@@ -303,7 +303,7 @@ def test_a_wrong_part_of_the_server_is_seen() -> None:
         return wrong_parts(f"nano_inference.server.{module}", ast.parse(line))
 
     assert wrong("app", "from nano_inference.server.dialects import openai")
-    assert wrong("guard", "from nano_inference.server.rl.paths import ADMIN_PATHS")
+    assert wrong("guard", "from nano_inference.server.rl.routes import ADMIN_PATHS")
     assert wrong("app", "from nano_inference.server.wiring import make_app")
     assert wrong("dialects.sglang", "from nano_inference.server.dialects.llamacpp import props")
     assert wrong("dialects.sglang", "from nano_inference.server import wiring")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -51,9 +50,7 @@ _DTYPES: dict[Dtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ROUNDINGS: Mapping[Dtype, Rounding] = MappingProxyType(
-    {"auto": "own", "float32": "own", "bfloat16": "bfloat16", "int8": "int8"}
-)
+ROUNDINGS: Mapping[Dtype, Rounding] = {"auto": "own", "float32": "own", "bfloat16": "bfloat16", "int8": "int8"}
 """How the kernels store weights; "own" keeps the file's values exactly, in as few bytes as they need."""
 _CPU_CACHE_SHARE = 4
 """The default KV cache on a CPU is at most one part in 4 of the available memory."""

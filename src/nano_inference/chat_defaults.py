@@ -13,7 +13,7 @@ from nano_inference.types import MODELS_OWN, SamplingParams
 
 ChatSource = Literal["the model's generation_config.json", "measured for this model", "default for chats"]
 
-CHAT_SAMPLING: Mapping[str, Any] = MappingProxyType({"temperature": 0.7, "top_p": 0.95, "min_p": 0.05})
+CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
 CHAT_MAX_TOKENS = 1024
 """Default limit on an answer's tokens, unless the catalog has another."""
 CHAT_FIELDS = (*MODELS_OWN, "max_tokens")

@@ -8,29 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 
 from nano_inference.types import ModelError
 
-PACKAGES: Mapping[str, str] = MappingProxyType(
-    {
-        "cyclopts": "cyclopts",
-        "gguf": "gguf",
-        "h11": "h11",
-        "httpx2": "httpx2",
-        "huggingface_hub": "huggingface-hub",
-        "markdown_it": "rich",
-        "minijinja": "minijinja",
-        "prometheus_client": "prometheus-client",
-        "prompt_toolkit": "prompt-toolkit",
-        "pydantic": "pydantic",
-        "pydantic_core": "pydantic",
-        "rich": "rich",
-        "starlette": "starlette",
-        "tiktoken": "tiktoken",
-        "uvicorn": "uvicorn",
-    }
-)
+PACKAGES: Mapping[str, str] = {
+    "cyclopts": "cyclopts",
+    "gguf": "gguf",
+    "h11": "h11",
+    "httpx2": "httpx2",
+    "huggingface_hub": "huggingface-hub",
+    "markdown_it": "rich",
+    "minijinja": "minijinja",
+    "prometheus_client": "prometheus-client",
+    "prompt_toolkit": "prompt-toolkit",
+    "pydantic": "pydantic",
+    "pydantic_core": "pydantic",
+    "rich": "rich",
+    "starlette": "starlette",
+    "tiktoken": "tiktoken",
+    "uvicorn": "uvicorn",
+}
 """Maps top-level modules to the names of their packages for pip."""
 
 

@@ -12,8 +12,8 @@ import pytest
 from nano_inference.catalog import default_cache
 from nano_inference.config import EngineConfig
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.opening import open_model
-from nano_inference.server.served import LoadedModel
 from tests.docs.furniture import NANOCHAT_HOME, furnish
 from tests.docs.shell import Place
 from tests.server.tiny import Running, make_tiny, running

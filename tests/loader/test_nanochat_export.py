@@ -545,7 +545,7 @@ def test_export_is_atomic(
         assert not (tmp_path / "b").exists()
         raise error
 
-    monkeypatch.setattr(nanochat_export, "_sync_to_disk", fail)
+    monkeypatch.setattr(nanochat_export, "sync", fail)
     with pytest.raises(ModelError if isinstance(error, OSError) else KeyboardInterrupt):
         export(open_checkpoint(source), source, tmp_path / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -15,7 +15,7 @@ import pytest
 
 from nano_inference.text import chat, template_guard
 from nano_inference.text.chat import chat_template, load_chat_template, render
-from nano_inference.text.kinds import TokenizerSource
+from nano_inference.text.kinds import Rendering, TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest, ModelError
 from tests.security.model_seeds import SPECIALS, tokenizer_config, tokenizer_json
@@ -207,7 +207,7 @@ def test_a_template_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("name", sorted(chat.RESERVED | template_guard.OWN))
 def test_variables_of_the_caller_do_not_replace_ours(name: str) -> None:
     with pytest.raises(BadRequest, match="is reserved"):
-        render(chat_template("x", where="m"), MESSAGES, extra={name: 1})
+        render(chat_template("x", where="m"), MESSAGES, Rendering(extra={name: 1}))
 
 
 @pytest.mark.parametrize("name", sorted(template_guard.OWN))

@@ -28,7 +28,7 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.control import Control
 from nano_inference.engine_thread import DrivenEngine
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.served import LoadedModel
+from nano_inference.server.engine_link import LoadedModel
 from nano_inference.text.fast import BYTE_OF_CHAR
 from nano_inference.types import (
     Delta,

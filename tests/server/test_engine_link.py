@@ -18,10 +18,9 @@ import pytest
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Capacity, Dispatcher
-from nano_inference.server.engine_link import EngineLink
+from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
-from nano_inference.server.served import LoadedModel
 from nano_inference.server.ticket import MAX_UNREAD, PromptDelta, PromptRequest, Ticket
 from nano_inference.types import Delta, TrainingSample
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference

@@ -12,7 +12,7 @@ import torch
 
 from nano_inference.server.rl import schema
 from nano_inference.server.rl.groups import Groups
-from nano_inference.server.rl.paths import REFUSED_COMMANDS
+from nano_inference.server.rl.routes import REFUSED_COMMANDS
 from nano_inference.server.rl.schema import UPDATE_FORMS
 from nano_inference.server.schema import Body
 from tests.server import test_rl_control, test_rl_group, test_rl_weights

@@ -13,7 +13,7 @@ import pytest
 
 import nano_inference
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
+from nano_inference.server.rl.routes import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
 from tests.server.tiny import Running
 from tests.server.trainer import LONG, PROMPT, SHORT, Hold, Stream, held, ok, refused, serving, until
 

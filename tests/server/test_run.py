@@ -13,8 +13,8 @@ import httpx2
 import pytest
 
 from nano_inference.server.config import ServerConfig, SettingError
+from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.run import SEND_BUFFER, Listener, bind, serve
-from nano_inference.server.served import LoadedModel
 from tests.server.tiny import opened
 
 CONFIG = ServerConfig(port=0, log_requests=False)

@@ -13,7 +13,7 @@ import pytest
 from nano_inference.text import template_guard
 from nano_inference.text.chat import chat_template, encode_chat, load_chat_template, render
 from nano_inference.text.json_view import ListView, MapView
-from nano_inference.text.kinds import TokenizerSource
+from nano_inference.text.kinds import Rendering, TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest, ModelError
 
@@ -231,7 +231,7 @@ def theirs(source: str, messages: Any, **more: Any) -> str | None:
 
 def ours(source: str, messages: Any, **more: Any) -> str | None:
     try:
-        return render(chat_template(source, where="m", named=NAMED), messages, **more)
+        return render(chat_template(source, where="m", named=NAMED), messages, Rendering(**more))
     except BadRequest:
         return None
 
@@ -282,7 +282,7 @@ def test_variables_and_date() -> None:
     assert ours("{{ enable_thinking }}{{ bos_token }}", CHATS["one"], extra={"enable_thinking": False}) == "False<s>"
     assert ours("{{ strftime_now('%Y') }}", CHATS["one"]) == str(datetime.datetime.now().year)
     with pytest.raises(BadRequest, match="'messages' is reserved"):
-        render(chat_template("x", where="m"), CHATS["one"], extra={"messages": []})
+        render(chat_template("x", where="m"), CHATS["one"], Rendering(extra={"messages": []}))
 
 
 def test_error_raised_by_a_template_is_a_bad_request() -> None:
@@ -407,7 +407,9 @@ def test_templates_of_a_directory(tmp_path: Path, tokenizer: Tokenizer) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     template = load_chat_template(write(tmp_path, chat_template=named), tokenizer)
     assert template is not None
-    assert render(template, CHATS["one"]) == "plain" and render(template, CHATS["one"], tools=TOOLS) == "tools"
+    assert (
+        render(template, CHATS["one"]) == "plain" and render(template, CHATS["one"], Rendering(tools=TOOLS)) == "tools"
+    )
     template = load_chat_template(write(tmp_path, chat_template="{{ eos_token }}"), tokenizer)
     assert template is not None and render(template, CHATS["one"]) == "<|im_end|>"
     (tmp_path / "chat_template.jinja").write_text("own file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +41,27 @@ def dialogue(source: str, tokenizer: Tokenizer) -> TemplateDialogue:
 def test_text_ends_after_the_last_message(role: str, content: str) -> None:
     messages = [ASK, {"role": role, "content": content}]
     template = chat_template(CHATML, where="here")
-    text = render(template, messages, add_generation_prompt=False, continue_final=True)
+    text = render(template, messages, OPEN)
     assert text == f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>{role}\n{content}"
-    closed = render(template, messages, add_generation_prompt=False)
+    closed = render(template, messages, Rendering(add_generation_prompt=False))
     assert closed == text + "<|im_end|>\n"
     assert messages[-1] == {"role": role, "content": content}, "the caller's messages are unchanged"
 
 
 def test_earlier_message_with_the_same_text_is_kept() -> None:
     messages = [{"role": "assistant", "content": "So"}, ASK, {"role": "assistant", "content": "So"}]
-    text = render(chat_template(CHATML, where="here"), messages, add_generation_prompt=False, continue_final=True)
+    text = render(chat_template(CHATML, where="here"), messages, OPEN)
     assert text.count("So") == 2 and text.endswith("<|im_start|>assistant\nSo")
 
 
 def test_template_that_writes_a_message_twice() -> None:
     template = chat_template("{{ messages[-1].content }}|{{ messages[-1].content }}.", where="here")
-    assert render(template, [ASK], add_generation_prompt=False, continue_final=True) == "hello|hello"
+    assert render(template, [ASK], OPEN) == "hello|hello"
 
 
 def test_template_that_trims_content() -> None:
     template = chat_template(TRIMMED, where="here")
-    text = render(template, [{"role": "user", "content": "  So  "}], add_generation_prompt=False, continue_final=True)
+    text = render(template, [{"role": "user", "content": "  So  "}], OPEN)
     assert text == "[user] So  "
 
 
@@ -76,7 +77,7 @@ def test_template_that_trims_content() -> None:
 )
 def test_continue_final_rejects_invalid_messages(source: str, messages: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
-        render(chat_template(source, where="here"), messages, add_generation_prompt=False, continue_final=True)
+        render(chat_template(source, where="here"), messages, OPEN)
 
 
 def test_continue_final_excludes_generation_prompt(tokenizer: Tokenizer) -> None:
@@ -89,12 +90,11 @@ def test_continue_final_excludes_generation_prompt(tokenizer: Tokenizer) -> None
 
 def test_variables_and_tools_with_continue_final() -> None:
     template = chat_template("{{ x }}{{ tools[0].name }}{{ messages[-1].content }}.", where="here")
-    text = render(
-        template, [ASK], add_generation_prompt=False, continue_final=True, tools=[{"name": "t"}], extra={"x": "v"}
-    )
+    more = replace(OPEN, tools=[{"name": "t"}], extra={"x": "v"})
+    text = render(template, [ASK], more)
     assert text == "vthello"
     with pytest.raises(BadRequest, match="chat template variable 'tools' is reserved"):
-        render(template, [ASK], add_generation_prompt=False, continue_final=True, extra={"tools": 1})
+        render(template, [ASK], replace(OPEN, extra={"tools": 1}))
 
 
 @pytest.mark.parametrize("content", CONTENTS)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nano_inference.text.chat import chat_template, render
+from nano_inference.text.kinds import Rendering
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Event, finish, push, start
 from nano_inference.text.tool_format import HERMES, ToolFormat, tool_format
 from nano_inference.text.tool_prompt import MAX_CALLS, explained, plain_calls, with_tools
@@ -151,7 +152,7 @@ def test_calls_written_by_real_templates_are_parsed(name: str) -> None:
     messages = [ASK, {"role": "assistant", "content": None, "tool_calls": [call("weather", '{"city": "Zürich"}')]}]
     messages.append({"role": "tool", "tool_call_id": "call_1", "content": "rain"})
     template = chat_template(source, where="m", named={"bos_token": "<s>", "eos_token": "</s>"})
-    text = render(template, with_tools(messages, TOOLS, source), tools=TOOLS)
+    text = render(template, with_tools(messages, TOOLS, source), Rendering(tools=TOOLS))
     assert "Wetter für {city}" in text and "rain" in text
     if "qwen3_5" not in name:  # Qwen 3.5 writes XML
         assert calls_in(fmt, text[text.rindex('{"name": "weather"') :]) == [("weather", {"city": "Zürich"})]

@@ -11,7 +11,6 @@ from nano_inference.registry import table
 
 COMMANDS_GROUP = "nano_inference.commands"
 """Entry-point group by which a package adds a command or replaces a built-in one."""
-_HERE = "nano_inference.cli.commands"
 _LAST = "models rm"
 """Listed after the commands of other packages."""
 
@@ -41,35 +40,24 @@ class Command:
             raise ValueError(f"a command's words must be NAME or models NAME, got {self.words!r}")
 
 
+def _own(words: str, text: str, arguments: str = "") -> Command:
+    """Return a command of this package; its function has the name of its words."""
+    target = f"nano_inference.cli.commands:{words.replace(' ', '_')}"
+    return Command(words=words, target=target, text=text, arguments=arguments)
+
+
 OWN_COMMANDS = (
-    Command(words="chat", target=f"{_HERE}:chat", text="Chat with a model in the terminal."),
-    Command(
-        words="generate",
-        target=f"{_HERE}:generate",
-        arguments=" [PROMPT]",
-        text="Answer or continue one prompt, or many as one batch.",
-    ),
-    Command(words="serve", target=f"{_HERE}:serve", text="Serve a model behind an OpenAI-compatible URL."),
-    Command(words="bench", target=f"{_HERE}:bench", text="Measure this engine on the benchmark workloads."),
-    Command(
-        words="tokenize",
-        target=f"{_HERE}:tokenize",
-        arguments=" [TEXT]",
-        text="Show a text's token ids, or the text of ids.",
-    ),
-    Command(words="doctor", target=f"{_HERE}:doctor", text="Show what this machine can run, and how fast."),
-    Command(words="completion", target=f"{_HERE}:completion", text="Install shell completion."),
-    Command(words="models list", target=f"{_HERE}:models_list", text="List the models on this machine."),
-    Command(
-        words="models pull", target=f"{_HERE}:models_pull", arguments=" NAME", text="Fetch a model into the cache."
-    ),
-    Command(
-        words="models info",
-        target=f"{_HERE}:models_info",
-        arguments=" [NAME]",
-        text="Show a model's facts and memory use.",
-    ),
-    Command(words=_LAST, target=f"{_HERE}:models_rm", arguments=" NAME", text="Delete a model from the cache."),
+    _own("chat", "Chat with a model in the terminal."),
+    _own("generate", "Answer or continue one prompt, or many as one batch.", " [PROMPT]"),
+    _own("serve", "Serve a model behind an OpenAI-compatible URL."),
+    _own("bench", "Measure this engine on the benchmark workloads."),
+    _own("tokenize", "Show a text's token ids, or the text of ids.", " [TEXT]"),
+    _own("doctor", "Show what this machine can run, and how fast."),
+    _own("completion", "Install shell completion."),
+    _own("models list", "List the models on this machine."),
+    _own("models pull", "Fetch a model into the cache.", " NAME"),
+    _own("models info", "Show a model's facts and memory use.", " [NAME]"),
+    _own(_LAST, "Delete a model from the cache.", " NAME"),
 )
 
 

@@ -13,7 +13,6 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from cyclopts import App, Argument, ArgumentCollection
@@ -39,13 +38,21 @@ NOT_IN_FILES = ("config", "print-config")
 FROM_FILE = "file "
 """Prefix of the source of a value from a file."""
 
-_TYPES: Mapping[Kind, tuple[type, ...]] = MappingProxyType(
-    {"boolean": (bool,), "integer": (int,), "number": (int, float), "string": (str,)}
-)
+_TYPES: Mapping[Kind, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+}
 """Types that TOML yields for each kind of value."""
-_NAMES: Mapping[type, str] = MappingProxyType(
-    {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "a table"}
-)
+_NAMES: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "a table",
+}
 _HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(?:#.*)?")
 
 Table = tuple[str, ...]

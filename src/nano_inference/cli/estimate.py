@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nano_inference.catalog import ModelEntry
@@ -45,7 +44,7 @@ SIZES = (
     Size("8B (Qwen3)", 8_190_735_360, 8_190_735_360 - 151_936 * 4096, 2 * 36 * 8 * 128),
     Size("8B (Llama 3.1)", 8_030_261_248, 8_030_261_248 - 128_256 * 4096, 2 * 32 * 8 * 128),
 )
-PRECISIONS: Mapping[str, float] = MappingProxyType({"bfloat16": 2.0, "int8": 1.0, "4 bits (Q4_0)": 18 / 32})
+PRECISIONS: Mapping[str, float] = {"bfloat16": 2.0, "int8": 1.0, "4 bits (Q4_0)": 18 / 32}
 """Bytes per weight; int8's scales per row are neglected."""
 
 
@@ -61,6 +60,7 @@ class Machine(NamedTuple):
 
 def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str, Any]]:
     """Return estimates of every model on this machine, in the file's precision and in int8."""
+    precisions = ("auto", "int8") if machine.has_kernels else ("float32",)
     rows: list[dict[str, Any]] = []
     for entry in entries:
         for name, path in _models_in(entry):
@@ -69,7 +69,7 @@ def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str,
             except (ModelError, BadRequest) as error:
                 rows.append({"model": name, "problem": str(error)})
                 continue
-            rows += [of_model(name, checkpoint, precision, machine) for precision in _precisions(machine)]
+            rows += [of_model(name, checkpoint, precision, machine) for precision in precisions]
     return rows
 
 
@@ -127,10 +127,6 @@ def _costs(weights: int, read: int, kv_bytes: int, context: int, machine: Machin
         "fits": weights + kv_bytes * context <= machine.available,
         "decode_limit_tokens_per_s": machine.bytes_per_s / read,
     }
-
-
-def _precisions(machine: Machine) -> tuple[str, ...]:
-    return ("auto", "int8") if machine.has_kernels else ("float32",)
 
 
 def _models_in(entry: ModelEntry) -> list[tuple[str, Path]]:

@@ -92,14 +92,10 @@ def _command(app: App, commands: tuple[str, ...], view: str, width: int, order: 
 
 def _sections(options: Iterable[Argument], order: Sequence[str]) -> dict[str, list[Argument]]:
     """Return options by heading, in the given order; those of an unknown heading come first."""
-    named = [(_heading(option, order), option) for option in options]
+    headings = ((heading_of(option), option) for option in options)
+    named = [(heading if heading in order else _GENERAL, option) for heading, option in headings]
     named.sort(key=lambda pair: order.index(pair[0]))
     return {heading: [pair[1] for pair in members] for heading, members in groupby(named, key=lambda pair: pair[0])}
-
-
-def _heading(option: Argument, order: Sequence[str]) -> str:
-    name = heading_of(option)
-    return name if name in order else _GENERAL
 
 
 def _main(options: list[Argument]) -> list[Argument]:

@@ -13,7 +13,7 @@ from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.kinds import ModelKinds, installed_kinds
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.models.config import ModelConfig, RopeConfig
+from nano_inference.models.config import RopeConfig
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.tokenizer import kind_of, load_tokenizer
 
@@ -48,7 +48,7 @@ def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "context_length": config.max_positions,
-        "windows": _windows(config),
+        "windows": dict(Counter("full" if layer.window is None else str(layer.window) for layer in config.layers)),
         "ropes": [_rope(rope) for rope in config.ropes],
         "tied_embeddings": config.tie_embeddings,
         "file_precision": checkpoint.dtype,
@@ -75,12 +75,6 @@ def _inferred(checkpoint: Checkpoint) -> dict[str, Any]:
 def file_bytes(path: Path) -> int:
     """Return the size of a model's weight files."""
     return path.stat().st_size if path.is_file() else sum(part.stat().st_size for part in path.glob("*.safetensors"))
-
-
-def _windows(config: ModelConfig) -> dict[str, int]:
-    """Return the number of layers per attention window."""
-    counts = Counter("full" if layer.window is None else str(layer.window) for layer in config.layers)
-    return dict(counts)
 
 
 def _rope(rope: RopeConfig) -> str:

@@ -88,7 +88,9 @@ class LocalBackend:
 
     def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
         """Answer; the oldest turns are dropped if the context is too short."""
-        params = with_seed(question.sampling.params)
+        params = question.sampling.params
+        if params.seed is None:  # of at most six digits, so that it can be typed
+            params = replace(params, seed=secrets.randbelow(_NUM_SEEDS))
         params = with_alternatives(params) if question.has_tokens else params
         prompt, kept = fit_to_context(self.session, question.system, question.turns, params)
         inside: PartKind = "text"
@@ -112,11 +114,6 @@ class LocalBackend:
             stats=stats if question.sampling.params.temperature else stats._replace(seed=None),  # greedy: no seed
             tokens=shown_tokens(self.session, sample) if question.has_tokens else (),
         )
-
-
-def with_seed(params: SamplingParams) -> SamplingParams:
-    """Return parameters with a random seed of at most six digits, so that it can be typed, unless one is set."""
-    return replace(params, seed=secrets.randbelow(_NUM_SEEDS)) if params.seed is None else params
 
 
 def with_alternatives(params: SamplingParams) -> SamplingParams:

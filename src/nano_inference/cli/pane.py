@@ -76,9 +76,4 @@ class Pane:
         """Return the number of window rows of the live rows, which rewrap if the window became narrower."""
         if size.columns >= self._size.columns or not any(os.environ.get(name) for name in _REWRAPS):
             return len(self._rows)
-        return sum(max(1, -(-cells_of(row) // size.columns)) for row in self._rows)
-
-
-def cells_of(row: str) -> int:
-    """Return the width in cells of a row with escape sequences."""
-    return cell_len(Text.from_ansi(row).plain)
+        return sum(max(1, -(-cell_len(Text.from_ansi(row).plain) // size.columns)) for row in self._rows)

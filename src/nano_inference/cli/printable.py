@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 FORCED, END_FORCED = "\ufff9", "\ufffb"
 """Markers around tool output within a rendered answer; `printable` replaces both in untrusted text."""
@@ -16,7 +15,7 @@ _MISLEADING = (
     *(0x2028, 0x2029, 0xFFF9, 0xFFFA, 0xFFFB),
     *range(0xD800, 0xE000),  # surrogates, which cannot be encoded
 )
-_SHOWN_AS: Mapping[int, int | None] = MappingProxyType({**_CONTROLS, **dict.fromkeys(_MISLEADING, _REPLACEMENT)})
+_SHOWN_AS: Mapping[int, int | None] = {**_CONTROLS, **dict.fromkeys(_MISLEADING, _REPLACEMENT)}
 
 
 def printable(text: str) -> str:

@@ -85,7 +85,6 @@ class PlainOutput:
         self._is_used = False
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Write and flush."""
         self._is_used = True
         for piece in pieces:
             text = piece.text if self._is_pipe else printable(piece.text)
@@ -95,7 +94,6 @@ class PlainOutput:
         self._out.flush()
 
     def finish(self) -> None:
-        """End the last line."""
         if self._is_used:
             self._out.write("\n")
             self._out.flush()

@@ -21,11 +21,11 @@ from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
 from nano_inference.files import exists, path_of
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.log import set_up_logs
 from nano_inference.server.rl.threads import JOINING
 from nano_inference.server.run import bind, serve
-from nano_inference.server.served import LoadedModel
 from nano_inference.server.worker_pool import has_stuck_threads
 
 

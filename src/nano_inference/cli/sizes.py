@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from cyclopts import App, Argument, ArgumentCollection, Token
 
@@ -13,7 +12,7 @@ from nano_inference.types import BadRequest
 
 SIZES = ("kv_cache_bytes", "max_body_bytes")
 """Fields in bytes."""
-UNITS: Mapping[str, int] = MappingProxyType(
+UNITS: Mapping[str, int] = (
     {"": 1, "b": 1}
     | {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
     | {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nano_inference.cli import saved
@@ -213,25 +212,21 @@ def _files(text: str) -> list[str]:
     return []
 
 
-_TABLE: Mapping[str, Command] = MappingProxyType(
-    {
-        "/help": Command(_help, "", "Show this list."),
-        "/model": Command(_model, "", "Show the model and its backend."),
-        "/system": Command(_system, "TEXT", "Set the system message and start a new conversation."),
-        "/set": Command(_set, "[NAME VALUE]", "List the sampling fields, or change one: /set top_k 40.", _field_names),
-        "/show": Command(_show, "", "Show the conversation's length and your settings."),
-        "/save": Command(_save, "FILE", "Write the conversation to a new file; /save! overwrites.", _files),
-        "/save!": Command(partial(_save, overwrite=True), "FILE", "", _files),
-        "/load": Command(_load, "FILE", "Continue a saved conversation.", _files),
-        "/clear": Command(_clear, "", "Forget the conversation and start a new one."),
-        "/tokens": Command(_tokens, "[on|off|N]", "Show each token's probability, or token N's alternatives."),
-        "/seed": Command(_seed, "[N|off]", "Set the random seed, so that answers can be repeated."),
-        "/regen": Command(_regen, "[N]", "Answer the last message again (with seed N)."),
-        "/exit": Command(_exit, "", "Quit. Ctrl-D and /bye do the same."),
-    }
-)
-_ALIASES: Mapping[str, str] = MappingProxyType({"/bye": "/exit", "/quit": "/exit", "/?": "/help"})
-COMMANDS: Mapping[str, Callable[[str], Sequence[str]]] = MappingProxyType(
-    {name: command.complete for name, command in _TABLE.items()}
-)
+_TABLE: Mapping[str, Command] = {
+    "/help": Command(_help, "", "Show this list."),
+    "/model": Command(_model, "", "Show the model and its backend."),
+    "/system": Command(_system, "TEXT", "Set the system message and start a new conversation."),
+    "/set": Command(_set, "[NAME VALUE]", "List the sampling fields, or change one: /set top_k 40.", _field_names),
+    "/show": Command(_show, "", "Show the conversation's length and your settings."),
+    "/save": Command(_save, "FILE", "Write the conversation to a new file; /save! overwrites.", _files),
+    "/save!": Command(partial(_save, overwrite=True), "FILE", "", _files),
+    "/load": Command(_load, "FILE", "Continue a saved conversation.", _files),
+    "/clear": Command(_clear, "", "Forget the conversation and start a new one."),
+    "/tokens": Command(_tokens, "[on|off|N]", "Show each token's probability, or token N's alternatives."),
+    "/seed": Command(_seed, "[N|off]", "Set the random seed, so that answers can be repeated."),
+    "/regen": Command(_regen, "[N]", "Answer the last message again (with seed N)."),
+    "/exit": Command(_exit, "", "Quit. Ctrl-D and /bye do the same."),
+}
+_ALIASES: Mapping[str, str] = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
+COMMANDS: Mapping[str, Callable[[str], Sequence[str]]] = {name: command.complete for name, command in _TABLE.items()}
 """Maps each command to the completion of its argument."""

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from nano_inference.children import find_program, run
@@ -31,21 +30,17 @@ _log = logging.getLogger("nano_inference")
 _ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 """Fused multiply-add only where the source calls it."""
 _FLAGS = ("-O3", "-std=gnu11", *_ARITHMETIC, "-fPIC", "-shared", "-pthread")
-_NEEDED: Mapping[Isa, tuple[str, ...]] = MappingProxyType(
-    {
-        "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
-        "avx2": ("avx2", "fma", "f16c"),
-        "generic": (),
-    }
-)
+_NEEDED: Mapping[Isa, tuple[str, ...]] = {
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "generic": (),
+}
 """Required CPU flags; the names of Linux and of the compiler's -m options agree."""
-_USEFUL: Mapping[Isa, Mapping[str, str]] = MappingProxyType(
-    {
-        "avx512": MappingProxyType({"avx512_vnni": "-mavx512vnni"}),
-        "avx2": MappingProxyType({"avx_vnni": "-mavxvnni"}),
-        "generic": MappingProxyType({}),
-    }
-)
+_USEFUL: Mapping[Isa, Mapping[str, str]] = {
+    "avx512": {"avx512_vnni": "-mavx512vnni"},
+    "avx2": {"avx_vnni": "-mavxvnni"},
+    "generic": {},
+}
 """Optional CPU flags and their compiler options."""
 
 

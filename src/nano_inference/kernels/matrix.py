@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -16,11 +15,11 @@ from torch import Tensor
 from nano_inference.kernels.library import BF16, F16, F32, INT8, Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, Library
 from nano_inference.memory import Slabs
 
-GGML: Mapping[str, int] = MappingProxyType({"Q4_0": Q4_0, "Q4_1": Q4_1, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q6_K": Q6_K})
+GGML: Mapping[str, int] = {"Q4_0": Q4_0, "Q4_1": Q4_1, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q6_K": Q6_K}
 """ggml types that have a kernel, by name."""
-PLAIN: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16})
+PLAIN: Mapping[torch.dtype, int] = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 _NIBBLES = ("Q4_0", "Q4_1", "Q4_K")
-_BLOCK_INPUTS: Mapping[int, int] = MappingProxyType({Q4_0: 32, Q4_1: 32, Q8_0: 32, Q4_K: 256, Q6_K: 256})
+_BLOCK_INPUTS: Mapping[int, int] = {Q4_0: 32, Q4_1: 32, Q8_0: 32, Q4_K: 256, Q6_K: 256}
 
 
 @dataclass(frozen=True, slots=True)

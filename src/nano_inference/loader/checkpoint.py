@@ -106,12 +106,8 @@ def _open_hugging_face(directory: Path, _: Iterable[str]) -> Checkpoint:
     )
 
 
-OWN_FORMATS: Mapping[str, ModelFormat] = MappingProxyType(
-    {
-        "huggingface": ModelFormat(
-            title="a Hugging Face directory", recognises=_is_hugging_face, open=_open_hugging_face
-        ),
-        "gguf": ModelFormat(title="a GGUF file", recognises=_is_gguf, open=_open_gguf),
-    }
-)
+OWN_FORMATS: Mapping[str, ModelFormat] = {
+    "huggingface": ModelFormat(title="a Hugging Face directory", recognises=_is_hugging_face, open=_open_hugging_face),
+    "gguf": ModelFormat(title="a GGUF file", recognises=_is_gguf, open=_open_gguf),
+}
 """The formats of this package."""

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 
 from nano_inference.files import open_buffered
 from nano_inference.loader.fields import Fields, shown
@@ -23,7 +22,7 @@ from nano_inference.types import ModelError
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _TURN_END = "<end_of_turn>"
 _MAX_ROPE_FACTORS = 4096
-_LARGEST_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma3": 62})
+_LARGEST_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +45,14 @@ class _Rules:
     """n: every nth layer has no rotary embedding. 0: all layers have one."""
 
 
-RULES: Mapping[str, _Rules] = MappingProxyType(
-    {
-        "llama": _Rules(name="LlamaForCausalLM", permuted=True, window_period=1),
-        "qwen2": _Rules(name="Qwen2ForCausalLM"),
-        "qwen3": _Rules(name="Qwen3ForCausalLM", qk_norm=True),
-        "smollm3": _Rules(name="SmolLM3ForCausalLM", permuted=True, unrotated_period=4),
-        "gemma2": _Rules(name="Gemma2ForCausalLM", family="gemma", window_period=2, window=4096),
-        "gemma3": _Rules(name="Gemma3ForCausalLM", family="gemma", qk_norm=True, window_period=6, local_theta=10000.0),
-    }
-)
+RULES: Mapping[str, _Rules] = {
+    "llama": _Rules(name="LlamaForCausalLM", permuted=True, window_period=1),
+    "qwen2": _Rules(name="Qwen2ForCausalLM"),
+    "qwen3": _Rules(name="Qwen3ForCausalLM", qk_norm=True),
+    "smollm3": _Rules(name="SmolLM3ForCausalLM", permuted=True, unrotated_period=4),
+    "gemma2": _Rules(name="Gemma2ForCausalLM", family="gemma", window_period=2, window=4096),
+    "gemma3": _Rules(name="Gemma3ForCausalLM", family="gemma", qk_norm=True, window_period=6, local_theta=10000.0),
+}
 
 
 def architecture_of(file: GgufFile) -> str:

@@ -40,11 +40,9 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
-_SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
-    {code: struct.Struct("<" + letter) for code, letter in enumerate("BbHhIif?")}
-    | {10: struct.Struct("<Q")}
-    | {11: struct.Struct("<q"), 12: struct.Struct("<d")}
-)
+_SCALARS: Mapping[int, struct.Struct] = {
+    code: struct.Struct(f"<{letter}") for code, letter in (*enumerate("BbHhIif?"), (10, "Q"), (11, "q"), (12, "d"))
+}
 """Layouts by value type: u8 i8 u16 i16 u32 i32 f32 bool, then u64 i64 f64."""
 
 

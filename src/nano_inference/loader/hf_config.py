@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 from nano_inference.loader.fields import Fields, shown
@@ -19,9 +18,7 @@ from nano_inference.types import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LAYERS = 10_000
-_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-)
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MIXTURE_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
 
@@ -66,32 +63,28 @@ _GEMMA_2 = _Rules(
     softcaps=(50.0, 30.0),
 )
 _GEMMA_3 = replace(_GEMMA_2, window_period=6, theta=1e6, max_positions=131072, qk_norm=True, softcaps=(None, None))
-_RULES: Mapping[str, _Rules] = MappingProxyType(
-    {
-        "LlamaForCausalLM": _Rules(max_positions=2048, bos=1, eos=2, mlp_bias=True),
-        "MistralForCausalLM": _Rules(
-            windows="all", window=4096, kv_heads=8, max_positions=131072, bos=1, eos=2, bias="none"
-        ),
-        "Qwen2ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, bias="qkv"),
-        "Qwen3ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, head_dim=128, qk_norm=True),
-        "SmolLM3ForCausalLM": _Rules(
-            windows="unrotated", theta=2e6, kv_heads=4, tied=True, bos=128000, eos=128001, mlp_bias=True
-        ),
-        "Gemma2ForCausalLM": _GEMMA_2,
-        "Gemma3ForCausalLM": _GEMMA_3,
-    }
-)
-_BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "smollm3": "SmolLM3ForCausalLM",
-        "gemma2": "Gemma2ForCausalLM",
-        "gemma3_text": "Gemma3ForCausalLM",
-    }
-)
+_RULES: Mapping[str, _Rules] = {
+    "LlamaForCausalLM": _Rules(max_positions=2048, bos=1, eos=2, mlp_bias=True),
+    "MistralForCausalLM": _Rules(
+        windows="all", window=4096, kv_heads=8, max_positions=131072, bos=1, eos=2, bias="none"
+    ),
+    "Qwen2ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, bias="qkv"),
+    "Qwen3ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, head_dim=128, qk_norm=True),
+    "SmolLM3ForCausalLM": _Rules(
+        windows="unrotated", theta=2e6, kv_heads=4, tied=True, bos=128000, eos=128001, mlp_bias=True
+    ),
+    "Gemma2ForCausalLM": _GEMMA_2,
+    "Gemma3ForCausalLM": _GEMMA_3,
+}
+_BY_MODEL_TYPE: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
 
 
 def model_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
@@ -108,6 +101,7 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
     layer_types, rotated = _layers(config, rules)
     ropes = _ropes(config, rules, architecture, head_dim, sorted(set(layer_types)))
     vocab_size = config.integer("vocab_size")
+    is_gemma = rules.family == "gemma"
     try:
         return ModelConfig(
             architecture=architecture,
@@ -120,7 +114,7 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
             head_dim=head_dim,
             layers=_layer_configs(config, rules, layer_types, rotated, ropes),
             ropes=tuple(dict.fromkeys(ropes.values())),
-            max_positions=_max_positions(config, rules, ropes),
+            max_positions=stretched(config.integer("max_position_embeddings", rules.max_positions), ropes.values()),
             norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
             activation=_activation(config, rules),
             tie_embeddings=config.flag("tie_word_embeddings", rules.tied),
@@ -128,10 +122,10 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
             out_bias=rules.bias == "field" and config.flag("attention_bias", False),
             mlp_bias=rules.mlp_bias and config.flag("mlp_bias", False),
             qk_norm=rules.qk_norm,
-            attention_scale=_attention_scale(config, rules),
+            attention_scale=config.number("query_pre_attn_scalar", 256.0, high=1e9) ** -0.5 if is_gemma else None,
             attention_softcap=_softcap(config, rules, "attn_logit_softcapping", 0),
             logits_softcap=_softcap(config, rules, "final_logit_softcapping", 1),
-            embedding_scale=math.sqrt(hidden) if rules.family == "gemma" else None,
+            embedding_scale=math.sqrt(hidden) if is_gemma else None,
             eos_token_ids=_eos_ids(config, generation, rules, vocab_size),
             bos_token_id=_bos_id(config, generation, rules, vocab_size),
         )
@@ -190,10 +184,6 @@ def _activation(config: Fields, rules: _Rules) -> Activation:
     if name not in _ACTIVATIONS:
         raise ModelError(f"{config.origin}: {field} {shown(name)} is not supported; known: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
-
-
-def _attention_scale(config: Fields, rules: _Rules) -> float | None:
-    return config.number("query_pre_attn_scalar", 256.0, high=1e9) ** -0.5 if rules.family == "gemma" else None
 
 
 def _softcap(config: Fields, rules: _Rules, field: str, index: int) -> float | None:
@@ -378,13 +368,8 @@ def _yarn_rope(rope: Fields, config: Callable[..., RopeConfig], theta: float, ma
     )
 
 
-def _max_positions(config: Fields, rules: _Rules, ropes: Mapping[str, RopeConfig]) -> int:
-    """Return the longest supported sequence; some YaRN files give the length before the extension."""
-    return stretched(config.integer("max_position_embeddings", rules.max_positions), ropes.values())
-
-
 def stretched(max_positions: int, ropes: Iterable[RopeConfig]) -> int:
-    """Return `max_positions`, or the extended length of YaRN if that is larger."""
+    """Return the longest supported sequence: some YaRN files give, as `max_positions`, the length before extension."""
     lengths = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.kind == "yarn"]
     return min(max(max_positions, *lengths), 2**31 - 1) if lengths else max_positions
 

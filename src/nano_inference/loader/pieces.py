@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,9 +19,12 @@ from nano_inference.types import ModelError
 
 PIECE_BYTES = 8 * 2**20
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-)
+DTYPES: Mapping[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 """Dtypes whose file contents are plain little-endian values."""
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from nano_inference.files import is_present, open_buffered
@@ -25,7 +24,7 @@ MAX_HEADER_BYTES = 16_000_000
 """The format allows 100 MB; a hundred thousand tensors take 12 MB."""
 MAX_TENSORS = 100_000
 
-_KNOWN: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+_KNOWN: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ENTRY_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 

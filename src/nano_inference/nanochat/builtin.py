@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import MappingProxyType
 
 from nano_inference.catalog import BuiltinModel
 
 CALCULATOR = BuiltinModel(
     name="calculator",
     directory=Path(__file__).parents[1] / "data" / "calculator",
-    sampling=MappingProxyType({"temperature": 0}),
+    sampling={"temperature": 0},
 )
 """A nanochat model of 1.9 MB that calls the calculator (examples/train_calculator.py)."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
-from types import EllipsisType, MappingProxyType
+from types import EllipsisType
 from typing import Any
 
 MAX_EXPRESSION = 256
@@ -35,16 +35,14 @@ _DENIED = (
     *("__", "import", "exec", "eval", "compile", "open", "file", "input", "raw_input", "globals", "locals", "vars"),
     *("dir", "getattr", "setattr", "delattr", "hasattr"),
 )
-_METHODS: Mapping[type, frozenset[str]] = MappingProxyType(
-    {
-        str: frozenset(
-            {"count", "upper", "lower", "strip", "lstrip", "rstrip", "title", "capitalize", "swapcase", "split"}
-        ),
-        list: frozenset({"count"}),
-        int: frozenset({"bit_length"}),
-        bool: frozenset({"bit_length"}),
-    }
-)
+_METHODS: Mapping[type, frozenset[str]] = {
+    str: frozenset(
+        {"count", "upper", "lower", "strip", "lstrip", "rstrip", "title", "capitalize", "swapcase", "split"}
+    ),
+    list: frozenset({"count"}),
+    int: frozenset({"bit_length"}),
+    bool: frozenset({"bit_length"}),
+}
 _WORDS = "|".join({"and", "or", "not", "True", "False", "None"}.union(*_METHODS.values()))
 # Possessive quantifiers make matching linear, and keep "1or" from being split, for which Python's parser warns.
 _TOKENS = re.compile(
@@ -190,15 +188,11 @@ def _call(name: str, subject: Any, *arguments: Any) -> Any:
     return operator.methodcaller(name, *arguments)(subject)
 
 
-_UNARY: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
-    {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Not: operator.not_}
-)
-_BINARY: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
-    {
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-        ast.Mult: _product,
-        ast.Div: operator.truediv,
-        ast.FloorDiv: operator.floordiv,
-    }
-)
+_UNARY: Mapping[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Not: operator.not_}
+_BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: _product,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 from cyclopts import App, ArgumentCollection, Group, Parameter
@@ -35,11 +34,11 @@ HEADING = "nanochat"
 """Heading of the options in --help."""
 BASE = "(nanochat's base directory)"
 """Value of --model that means nanochat's base directory."""
-_SHORT: Mapping[str, str] = MappingProxyType({"source": "-i", "model_tag": "-g", "step": "-s"})
-NANOCHATS_OWN: Mapping[str, str] = MappingProxyType(
-    {"temperature": "0.6", "top_k": "50", "max_tokens": "256", "seed": "42"}
-    | {"top_p": "1", "min_p": "0", "repetition_penalty": "1"}
-)
+_SHORT: Mapping[str, str] = {"source": "-i", "model_tag": "-g", "step": "-s"}
+NANOCHATS_OWN: Mapping[str, str] = {
+    **{"temperature": "0.6", "top_k": "50", "max_tokens": "256", "seed": "42"},
+    **{"top_p": "1", "min_p": "0", "repetition_penalty": "1"},
+}
 """Sampling defaults of nanochat's chat; they take precedence over the model's generation_config.json."""
 
 

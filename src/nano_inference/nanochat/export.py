@@ -7,7 +7,6 @@ Weights keep their bits and precision.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 import tempfile
@@ -15,16 +14,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nano_inference.files import exists, path_of
+from nano_inference.executors.staging import rows_of
+from nano_inference.files import exists, path_of, sync
 from nano_inference.loader.fields import read_json
 from nano_inference.loader.opened import Checkpoint
-from nano_inference.loader.pieces import DTYPES, PIECE_BYTES, FileRange
+from nano_inference.loader.pieces import DTYPES, PIECE_BYTES
 from nano_inference.loader.safetensors_file import SINGLE_NAME
 from nano_inference.loader.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
@@ -44,7 +43,7 @@ from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError
 
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_CODES: Mapping[str, str] = MappingProxyType({"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"})
+_CODES: Mapping[str, str] = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _SHOWN = 80
 _ENDS = frozenset({"eos_token_ids", "bos_token_id"})
 """Fields that nanochat's own files lack: the tokenizer's special tokens define them."""
@@ -59,7 +58,7 @@ def export_hf(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path)
     config = _for_hf(checkpoint)
     sources = {hf_name(name): source for name, source in _own_names(checkpoint).items()}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        sources[name] = _first_rows(sources[name], config.vocab_size)
+        sources[name] = rows_of(sources[name], 0, config.vocab_size)
     with _appearing(out_dir) as hidden:
         _write_json(hidden / "config.json", _hf_config(config, sources))
         _write_json(hidden / "generation_config.json", _hf_generation(config))
@@ -127,7 +126,7 @@ def _appearing(target: Path) -> Iterator[Path]:
     try:
         yield hidden
         for path in hidden.iterdir():
-            _sync_to_disk(path)
+            sync(path)
         hidden.chmod(0o755)
         if target.is_dir():
             target.rmdir()
@@ -136,12 +135,6 @@ def _appearing(target: Path) -> Iterator[Path]:
         raise ModelError(f"{target}: cannot be written: {error.strerror}") from None
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _sync_to_disk(path: Path) -> None:
-    """Write a file's bytes to disk, before the directory is renamed."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _terms(checkpoint: Checkpoint) -> NanochatTerms:
@@ -336,11 +329,3 @@ def _tensor(name: str, source: WeightSource) -> Tensor:
     tensor = torch.empty(source.shape, dtype=_dtype(name, source))
     source.read_into(tensor)
     return tensor
-
-
-def _first_rows(source: WeightSource, num_rows: int) -> WeightSource:
-    """Return the first `num_rows` rows, without padding."""
-    if isinstance(source, TensorSource):
-        return TensorSource(source.tensor[:num_rows])
-    assert isinstance(source, FileRange)
-    return source.rows(0, num_rows)

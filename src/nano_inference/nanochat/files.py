@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from nano_inference.files import is_present, path_of
 from nano_inference.loader.fields import read_json, shown
@@ -21,14 +20,12 @@ SOURCES = ("sft", "rl", "mid", "base")
 """Stages of training, the preferred one for chats first."""
 TOKENIZER_FILES = ("tokenizer.pkl", "tokenizer.json")
 
-_DIRECTORIES: Mapping[str, str] = MappingProxyType(
-    {
-        "base_checkpoints": "base",
-        "mid_checkpoints": "mid",
-        "chatsft_checkpoints": "sft",
-        "chatrl_checkpoints": "rl",
-    }
-)
+_DIRECTORIES: Mapping[str, str] = {
+    "base_checkpoints": "base",
+    "mid_checkpoints": "mid",
+    "chatsft_checkpoints": "sft",
+    "chatrl_checkpoints": "rl",
+}
 _DIRECTORIES_TEXT = ", ".join(f"{name}/" for name in _DIRECTORIES)
 _MODEL = re.compile(r"model_([0-9]+)\.pt")
 _DEPTH = re.compile(r"d([0-9]+)")

@@ -313,7 +313,8 @@ class GPT:
         start = 0
         if kv_cache is not None:
             start = kv_cache.get_pos()
-            k_BTKD, v_BTKD = _cached(kv_cache, index, k_BTKD, v_BTKD)
+            all_BKSD = kv_cache.insert_kv(index, k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2))
+            k_BTKD, v_BTKD = (x_BKSD.transpose(1, 2) for x_BKSD in all_BKSD)
         window = None if start and self.terms.has_full_decode else layer.window
         out_BTHD = _attention(q_BTHD, k_BTKD, v_BTKD, start, window)
         return out_BTHD.flatten(2) @ self.weights[f"transformer.h.{index}.attn.c_proj.weight"].T
@@ -357,19 +358,6 @@ def _rotated(x_BTHD: Tensor, cos_1T1D: Tensor, sin_1T1D: Tensor) -> Tensor:
     first, second = x_BTHD.chunk(2, dim=-1)
     turned = (first * cos_1T1D + second * sin_1T1D, -first * sin_1T1D + second * cos_1T1D)
     return torch.cat(turned, dim=-1)
-
-
-def _cached(kv_cache: KVCache, index: int, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:
-    """Append a layer's keys and values to the cache; return all of them."""
-    num_tokens, start = k_BTKD.size(1), kv_cache.get_pos()
-    kv_cache.take_dtype(k_BTKD.dtype)
-    kv_cache.grow(num_tokens)
-    k_cache, v_cache = kv_cache.get_layer_cache(index)
-    end = start + num_tokens
-    k_cache[:, start:end], v_cache[:, start:end] = k_BTKD, v_BTKD
-    if index == kv_cache.n_layers - 1:
-        kv_cache.advance(num_tokens)
-    return k_cache[:, :end], v_cache[:, :end]
 
 
 def _attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, start: int, window: int | None) -> Tensor:

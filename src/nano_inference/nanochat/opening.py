@@ -27,11 +27,11 @@ from nano_inference.text.tokenizer import OWN_TOKENIZERS, load_tokenizer
 from nano_inference.text.tools import special_tokens
 from nano_inference.types import ModelError
 
-TOKENIZERS: Mapping[str, TokenizerKind] = MappingProxyType({**OWN_TOKENIZERS, "nanochat": TOKENIZER})
+TOKENIZERS: Mapping[str, TokenizerKind] = {**OWN_TOKENIZERS, "nanochat": TOKENIZER}
 """Tokenizers that a nanochat checkpoint can have."""
 _SMALL = 4096
 """Most values of a weight that is tested for zeros."""
-_FILL = MappingProxyType({"resid_lambdas": 1.0, "x0_lambdas": 0.0})
+_FILL: Mapping[str, float] = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}
 """Values for a missing weight, as in upstream's loader."""
 _END_FROM_LAST = (5, 9)
 """Distance of assistant_end and bos from the vocabulary's end, in nanochat's order of special tokens."""

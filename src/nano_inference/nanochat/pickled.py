@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import tiktoken
@@ -188,43 +187,37 @@ class _Machine:
             target[key] = value
 
 
-_BARE: Mapping[bytes, Callable[[_Machine], None]] = MappingProxyType(
-    {
-        pickle.EMPTY_DICT: _Machine.empty_dict,
-        pickle.EMPTY_TUPLE: lambda machine: machine.push(()),
-        pickle.MARK: _Machine.mark,
-        pickle.SETITEM: _Machine.set_item,
-        pickle.SETITEMS: _Machine.set_items,
-        pickle.STACK_GLOBAL: _Machine.stack_global,
-        pickle.TUPLE2: _Machine.pair,
-        pickle.REDUCE: _Machine.reduce,
-        pickle.NEWOBJ: _Machine.new,
-        pickle.BUILD: _Machine.build,
-        pickle.MEMOIZE: lambda machine: machine.put(len(machine.memo)),
-    }
-)
+_BARE: Mapping[bytes, Callable[[_Machine], None]] = {
+    pickle.EMPTY_DICT: _Machine.empty_dict,
+    pickle.EMPTY_TUPLE: lambda machine: machine.push(()),
+    pickle.MARK: _Machine.mark,
+    pickle.SETITEM: _Machine.set_item,
+    pickle.SETITEMS: _Machine.set_items,
+    pickle.STACK_GLOBAL: _Machine.stack_global,
+    pickle.TUPLE2: _Machine.pair,
+    pickle.REDUCE: _Machine.reduce,
+    pickle.NEWOBJ: _Machine.new,
+    pickle.BUILD: _Machine.build,
+    pickle.MEMOIZE: lambda machine: machine.put(len(machine.memo)),
+}
 """Opcodes without an argument."""
-_NUMBERED: Mapping[bytes, tuple[int, Callable[[_Machine, int], None]]] = MappingProxyType(
-    {
-        pickle.BININT: (4, _Machine.push),
-        pickle.BININT1: (1, _Machine.push),
-        pickle.BININT2: (2, _Machine.push),
-        pickle.BINPUT: (1, _Machine.put),
-        pickle.LONG_BINPUT: (4, _Machine.put),
-        pickle.BINGET: (1, _Machine.get),
-        pickle.LONG_BINGET: (4, _Machine.get),
-        pickle.FRAME: (8, lambda machine, size: None),
-    }
-)
+_NUMBERED: Mapping[bytes, tuple[int, Callable[[_Machine, int], None]]] = {
+    pickle.BININT: (4, _Machine.push),
+    pickle.BININT1: (1, _Machine.push),
+    pickle.BININT2: (2, _Machine.push),
+    pickle.BINPUT: (1, _Machine.put),
+    pickle.LONG_BINPUT: (4, _Machine.put),
+    pickle.BINGET: (1, _Machine.get),
+    pickle.LONG_BINGET: (4, _Machine.get),
+    pickle.FRAME: (8, lambda machine, size: None),
+}
 """Opcodes with a little-endian number, and its bytes. BININT is read as unsigned: ids are not negative."""
-_COUNTED: Mapping[bytes, tuple[int, bool]] = MappingProxyType(
-    {
-        pickle.SHORT_BINBYTES: (1, False),
-        pickle.BINBYTES: (4, False),
-        pickle.SHORT_BINUNICODE: (1, True),
-        pickle.BINUNICODE: (4, True),
-    }
-)
+_COUNTED: Mapping[bytes, tuple[int, bool]] = {
+    pickle.SHORT_BINBYTES: (1, False),
+    pickle.BINBYTES: (4, False),
+    pickle.SHORT_BINUNICODE: (1, True),
+    pickle.BINUNICODE: (4, True),
+}
 """Opcodes with a length and a string: bytes of the length, and whether the string is text."""
 
 

@@ -32,9 +32,10 @@ _MANY_TOKENS = 41_943_040
 _SHOWN = 5
 _SMEAR_SHAPE = (1, 24)
 _BY_HAND = "set by hand"
-_ROPE_REASONS: Mapping[RopeDtype, str] = MappingProxyType(
-    {"bfloat16": "rounded by upstream until 2026-03-04", "float32": "the computation's since 2026-03-04"}
-)
+_ROPE_REASONS: Mapping[RopeDtype, str] = {
+    "bfloat16": "rounded by upstream until 2026-03-04",
+    "float32": "the computation's since 2026-03-04",
+}
 _WITH_WINDOWS = "as trained; upstream's fallback of 2026-01-16 to 30 had full"
 _SOFTCAP_WARNING = (
     "soft cap 15 is assumed; runs of 2026-03-02 to 09 had 20 (override softcap=20). Greedy output is the same"
@@ -66,19 +67,15 @@ class Rules(NamedTuple):
     """What identifies the generation, for messages."""
 
 
-GENERATIONS: Mapping[str, Rules] = MappingProxyType(
-    {
-        "G0": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "no resid_lambdas"),
-        "G1": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "resid_lambdas, no value embeddings"),
-        "G2": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "value gates of 32 columns"),
-        "G2e": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "bigram_embed"),
-        "G2s": Rules(
-            10_000.0, 1.0, 20.0, 2.0, 2, False, "float32", "value gates of 32 columns, trained 2026-03-02 to 09"
-        ),
-        "G3": Rules(100_000.0, 1.15, 15.0, 3.0, 3, True, "float32", "value gates of 12 columns, no smear_gate"),
-        "G4": Rules(100_000.0, 1.2, 15.0, 3.0, 4, True, "float32", "smear_gate"),
-    }
-)
+GENERATIONS: Mapping[str, Rules] = {
+    "G0": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "no resid_lambdas"),
+    "G1": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "resid_lambdas, no value embeddings"),
+    "G2": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "value gates of 32 columns"),
+    "G2e": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "bigram_embed"),
+    "G2s": Rules(10_000.0, 1.0, 20.0, 2.0, 2, False, "float32", "value gates of 32 columns, trained 2026-03-02 to 09"),
+    "G3": Rules(100_000.0, 1.15, 15.0, 3.0, 3, True, "float32", "value gates of 12 columns, no smear_gate"),
+    "G4": Rules(100_000.0, 1.2, 15.0, 3.0, 4, True, "float32", "smear_gate"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nano_inference.server.call import JSON, Call, Transcript
+from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.calls import chat_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
@@ -95,7 +95,7 @@ def health(is_ready: bool, running: int, capacity: int) -> JSON:
     }
 
 
-class WebReply:
+class WebReply(Reply):
     """Writes the events of a stream."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
@@ -104,10 +104,6 @@ class WebReply:
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the text as one event; not used, because replies are always streamed."""
         return {"token": transcripts[0].text, "gpu": 0}
-
-    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return no bytes: the first event has text."""
-        return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with the new text, or no bytes without text."""
@@ -118,7 +114,6 @@ class WebReply:
         return _event({"done": True, **version_facts(transcripts[0], self._call.shape)})
 
     def error_events(self, error: ApiError) -> bytes:
-        """Return the event of an error."""
         return _event({"error": shortened(error.message)})
 
 

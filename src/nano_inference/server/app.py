@@ -34,17 +34,16 @@ from nano_inference.server.dialect import (
     health_fields,
 )
 from nano_inference.server.dispatch import Capacity, Dispatcher
-from nano_inference.server.engine_link import EngineLink
+from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
-from nano_inference.server.info import info
 from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
+from nano_inference.server.model import info
 from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.queue_limits import QueueLimits
 from nano_inference.server.schema import Body
-from nano_inference.server.served import LoadedModel
 from nano_inference.server.serving import CallResponse, OpenCalls, Serving
 from nano_inference.server.unsupported import unknown_fields
 from nano_inference.server.worker_pool import BodyWorkers
@@ -194,7 +193,8 @@ class App:
 
         def to_call() -> tuple[Body, Call]:
             body = parse(data, route.body)
-            salt = self._salt(request, getattr(body, "cache_salt", None))
+            index, asked = request.scope["state"].get("key_index"), getattr(body, "cache_salt", None)
+            salt = self._policy.keys.cache_salt(index, asked)
             return body, route.to_call(body, serving.model, self.config, salt)
 
         seconds = self.config.request_timeout
@@ -339,9 +339,6 @@ class App:
 
     async def _read(self, request: Request) -> bytes:
         return await read_body(request.receive, self._policy.max_body_bytes, self._policy.body_timeout)
-
-    def _salt(self, request: Request, asked: str | None) -> str:
-        return self._policy.keys.cache_salt(request.scope["state"].get("key_index"), asked)
 
     def _report_unknown_fields(self, body: Body) -> None:
         """Log each unknown field once; with `strict`, raise `ApiError`."""

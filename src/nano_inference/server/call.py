@@ -18,6 +18,7 @@ from nano_inference.server.detokenizer import (
     start_detokenizer,
 )
 from nano_inference.server.errors import ApiError
+from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
 from nano_inference.server.tools import ToolUse, is_reported
@@ -32,22 +33,28 @@ Kind = Literal["chat", "completion"]
 
 
 class Reply(Protocol):
-    """Makes one call's reply in one dialect. Made for each call; used only by the coroutine that answers it."""
+    """Makes one call's reply in one dialect. Made for each call; used only by the coroutine that answers it.
+
+    A class that derives from this one starts a stream without events, and ends it as OpenAI's API does.
+    """
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the JSON value of a reply that is not streamed."""
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events that start a stream."""
+        return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events of one decoded delta of a sample."""
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the events that end a stream without an error."""
+        """Return the events that end a stream without an error: [DONE]."""
+        return DONE
 
     def error_events(self, error: ApiError) -> bytes:
-        """Return the events that end a stream with an error."""
+        """Return the events that end a stream with an error: the error object and [DONE]."""
+        return events([error.to_dict()]) + DONE
 
 
 @dataclass(slots=True)
@@ -77,27 +84,28 @@ class Transcript:
         """Add a delta; return it decoded. `keep`: keep text and entries, for a reply that is not streamed."""
         self.detokenizer, decoded = detokenize(self.detokenizer, delta, shape, tokenizer)
         decoded = self._parse_calls(decoded, shape.functions, is_end=delta.sample is not None)
-        self.token_ids += decoded.token_ids
-        self.mask += delta.mask
-        self.versions += delta.versions
-        if keep:
-            self._keep(decoded)
-        self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
-        self.sample = delta.sample
+        self.append(decoded, keep=keep)
         return decoded
 
     def cut_short(self, shape: ReplyShape, reason: str) -> DecodedDelta:
         """End the sample at the deadline; return the text that was held back."""
         decoded = self._parse_calls(flush(self.detokenizer, shape, reason), shape.functions, is_end=True)
-        self._keep(decoded)
-        self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
+        self.append(decoded)
         return decoded
 
-    def _keep(self, decoded: DecodedDelta) -> None:
-        self.text += decoded.text
-        self.entries += decoded.entries
-        self.parts += decoded.parts
-        self.events += decoded.events
+    def append(self, decoded: DecodedDelta, *, keep: bool = True) -> None:
+        """Add a decoded delta; `keep`: also its text, entries, parts and events."""
+        self.token_ids += decoded.token_ids
+        if decoded.delta is not None:
+            self.mask += decoded.delta.mask
+            self.versions += decoded.delta.versions
+            self.sample = decoded.delta.sample
+        if keep:
+            self.text += decoded.text
+            self.entries += decoded.entries
+            self.parts += decoded.parts
+            self.events += decoded.events
+        self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
 
     def _parse_calls(self, decoded: DecodedDelta, use: ToolUse | None, *, is_end: bool) -> DecodedDelta:
         """Parse tool calls in the text; leave out events that the client does not get."""

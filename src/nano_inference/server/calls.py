@@ -34,7 +34,7 @@ from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.dialogue import shown
 from nano_inference.text.kinds import Tool
 from nano_inference.text.stops import stop_matcher
-from nano_inference.text.tool_format import ToolFormat, calls_grammar
+from nano_inference.text.tool_format import calls_grammar
 from nano_inference.text.tools import resume_program, special_tokens
 from nano_inference.types import FROM_THE_PROMPT, BadRequest, Beginning, MatcherFactory, SamplingParams, TokenProgram
 
@@ -107,7 +107,8 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     params = _sampling_params(body, model, config, shape, max_tokens)
     if use is not None and use.parses:
         special = special_tokens(model.tokenizer)
-        shape = replace(shape, functions=use, markers=_markers(use.format, special))
+        markers = frozenset(special[mark] for mark in (use.format.begin, use.format.end) if mark in special)
+        shape = replace(shape, functions=use, markers=markers)
         structure = _structure(structure, use, special)
     beginning = Beginning(min(len(shape.prefix_ids), len(prompts[0].ids)), body.sample_index or 0)
     return _call(body, model, "chat", name, prompts, params, shape, structure, salt, program, beginning)
@@ -189,11 +190,6 @@ def _answer_or_call(asked: Structure, use: ToolUse) -> Mapping[str, Any]:
         raise ApiError(400, message, param=asked.field)
     schema = json.loads(asked.grammar.text) if asked.grammar.kind == "json_schema" else {"type": "object"}
     return schema if isinstance(schema, dict) else {}
-
-
-def _markers(fmt: ToolFormat, special: Mapping[str, int]) -> frozenset[int]:
-    """Return the special tokens that start and end tool calls."""
-    return frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
 
 
 def _calculator(is_wanted: bool, model: ServedModel, *, has_others: bool) -> Tool | None:

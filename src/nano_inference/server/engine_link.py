@@ -1,4 +1,4 @@
-"""`EngineLink`: wraps an `AsyncEngine` with the server's state, tickets, metrics and errors."""
+"""`EngineLink`: wraps an `AsyncEngine` with the server's state, tickets, metrics and errors; `LoadedModel`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from nano_inference.async_engine import AsyncEngine
@@ -14,7 +15,7 @@ from nano_inference.engine_thread import DrivenEngine, Turn
 from nano_inference.server.dispatch import Enqueue
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.metrics import Metrics, SampleRecord
-from nano_inference.server.served import LoadedModel
+from nano_inference.server.model import ServedModel
 from nano_inference.server.ticket import PromptRequest, SampleTimes, Ticket, bare_id
 from nano_inference.types import BadRequest, Delta, StepStats, TrainingSample
 
@@ -22,6 +23,17 @@ State = Literal["loading", "ready", "draining", "stopped", "dead"]
 Answer = TypeVar("Answer")
 
 _log = logging.getLogger("nano_inference.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A loaded model, ready to be served."""
+
+    engine: DrivenEngine
+    metrics: Metrics
+    model: ServedModel
+    step_tokens: int = 256
+    """Maximum tokens of one step."""
 
 
 class EngineLink:
@@ -32,7 +44,7 @@ class EngineLink:
         self.failure: BaseException | None = None
         """The error that stopped the engine or its loading."""
         self.last_stats: StepStats | None = None
-        self.after_step: Callable[[StepStats], StepStats] = _unchanged
+        self.after_step: Callable[[StepStats], StepStats] = lambda stats: stats
         """Called after each step; returns the counts for the metrics."""
         self._step_timeout = step_timeout
         self._engine: AsyncEngine[DrivenEngine] | None = None
@@ -51,7 +63,10 @@ class EngineLink:
             return loaded[0].engine
 
         self._engine = AsyncEngine(
-            load_engine, observer=self, step_timeout=self._step_timeout, end_error=_stopped_error
+            load_engine,
+            observer=self,
+            step_timeout=self._step_timeout,
+            end_error=lambda cause: _shutting_down() if cause is None else internal_error(),
         )
         try:
             await self._engine.start()
@@ -258,17 +273,8 @@ def _ended_record(
     )
 
 
-def _stopped_error(cause: BaseException | None) -> ApiError:
-    """Return the clients' error when the engine stops; `cause` is its failure, None for a shutdown."""
-    return _shutting_down() if cause is None else internal_error()
-
-
 def _shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
-
-
-def _unchanged(stats: StepStats) -> StepStats:
-    return stats
 
 
 def _unexpected(error: Exception) -> ApiError:

@@ -11,7 +11,7 @@ from typing import Any
 MAX_MESSAGE = 1500
 """Characters of an error's message."""
 
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+_NO_HEADERS: Mapping[str, str] = {}
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

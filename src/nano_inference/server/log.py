@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import TextIO
 
 ACCESS_LOGGER = "nano_inference.access"
@@ -25,7 +24,7 @@ MAX_MESSAGE = 8192
 MAX_EXCEPTION = 16384
 """Characters of a traceback; the start is cut, as the error is at the end."""
 
-MAX_LENGTHS: Mapping[str, int] = MappingProxyType({"level": 16, "request_id": 128, "method": 16, "finish_reason": 32})
+MAX_LENGTHS: Mapping[str, int] = {"level": 16, "request_id": 128, "method": 16, "finish_reason": 32}
 _DURATIONS = frozenset(("queue_ms", "ttft_ms", "total_ms", "decode_tps"))
 
 

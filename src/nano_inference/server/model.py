@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import nano_inference
 from nano_inference.admission import Limits
 from nano_inference.chat_defaults import ChatDefaults
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.text.dialogue import Dialogue
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import MODELS_OWN, SamplingParams
+
+_PLAIN = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +82,28 @@ class ServedModel:
             "calculator": self.calculates,
             "chat_defaults": dict(self.chat_defaults.sampling),
         }
+
+
+def info(model: ServedModel, config: ServerConfig, max_running: int) -> dict[str, Any]:
+    """Return the reply of GET /info, for the web page; it has no file paths and nothing about clients."""
+    limits = model.limits
+    return {
+        "server": f"nano-inference {nano_inference.__version__}",
+        "model": model.name,
+        "names": list(model.names),
+        "context": limits.max_model_len,
+        "model_context": model.max_positions,
+        "vocabulary": limits.vocab_size,
+        "kv_tokens": limits.num_blocks * limits.block_size,
+        "max_running": max_running,
+        "max_n": config.max_n,
+        "max_logprobs": config.max_logprobs,
+        "logprobs_mode": config.logprobs_mode,
+        "chats": model.dialogue is not None,
+        "calculator": model.calculates,
+        "sampling_defaults": {name: model.generation.get(name, getattr(_PLAIN, name)) for name in MODELS_OWN},
+        "generation_config": config.generation_config,
+        "chat_defaults": dict(model.chat_defaults.sampling),
+        "chat_defaults_source": model.chat_defaults.source,
+        **model.facts,
+    }

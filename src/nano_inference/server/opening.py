@@ -19,9 +19,9 @@ from nano_inference.executors.loading import LoadProgress
 from nano_inference.kinds import installed_kinds
 from nano_inference.loader.opened import Checkpoint, sampling_defaults
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
-from nano_inference.server.served import LoadedModel
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import load_tokenizer

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import api_errors
-from nano_inference.server.schema import ChatBody, CompletionBody, Message, Sampling, TextPart
+from nano_inference.server.schema import ChatBody, CompletionBody, Message, RenderingFields, Sampling, TextPart
 from nano_inference.server.tools import ToolUse
 from nano_inference.text.chat import RESERVED
 from nano_inference.text.dialogue import Dialogue, Rendering
@@ -57,11 +56,11 @@ def chat_prompt(
 
 
 def read_messages(
-    body: Any, dialogue: Dialogue, use: ToolUse | None, extra: Mapping[str, Any] = MappingProxyType({})
+    body: RenderingFields, dialogue: Dialogue, use: ToolUse | None, extra: Mapping[str, Any]
 ) -> tuple[Sequence[Mapping[str, Any]], Rendering]:
     """Return a body's messages and rendering options for the chat template, with tools. Raises `ApiError`."""
     rendering = rendering_of(body, dialogue, extra)
-    messages: Sequence[Mapping[str, Any]] = plain_messages(body.messages, dialogue)
+    messages: Sequence[Mapping[str, Any]] = plain_messages(body.messages or (), dialogue)
     functions = () if use is None else use.functions
     if functions or any(_has_calls(message) for message in messages):
         with api_errors("messages"):
@@ -87,7 +86,7 @@ def require_dialogue(model: ServedModel) -> Dialogue:
     return model.dialogue
 
 
-def rendering_of(body: Any, dialogue: Dialogue, extra: Mapping[str, Any] = MappingProxyType({})) -> Rendering:
+def rendering_of(body: RenderingFields, dialogue: Dialogue, extra: Mapping[str, Any]) -> Rendering:
     """Return the rendering options: vLLM's four fields, and `reasoning_effort` if the template uses it."""
     variables = dict(body.chat_template_kwargs or {})
     _check_variables(variables)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any
 
-from nano_inference.server.call import JSON, Call, Transcript, usage
+from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
 from nano_inference.server.detokenizer import (
     DecodedDelta,
     LogprobEntry,
@@ -17,7 +16,6 @@ from nano_inference.server.detokenizer import (
     token_bytes_of,
     token_text,
 )
-from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.tools import call_deltas, message_content
@@ -25,10 +23,10 @@ from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import TrainingSample, spans_of
 
-_NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
+_NO_EXTRAS: Mapping[str, Any] = {}
 
 
-class OpenAIReply:
+class OpenAIReply(Reply):
     """The reply to a completion or a chat completion."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
@@ -39,7 +37,6 @@ class OpenAIReply:
         self._created = created
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the body of a reply that is not streamed."""
         call, make = self._call, self._chat_choice if self._is_chat else self._completion_choice
         reply: JSON = {
             "id": call.id,
@@ -61,16 +58,11 @@ class OpenAIReply:
         return self._events(self.first_chunks(transcripts), transcripts)
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the chunks of a delta."""
         return self._events(self.delta_chunks(transcript, decoded), transcripts)
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the usage chunk if requested, and [DONE]."""
         return events([self.usage_chunk(transcripts)] if self._call.include_usage else []) + DONE
-
-    def error_events(self, error: ApiError) -> bytes:
-        """Return the error, and [DONE]."""
-        return events([error.to_dict()]) + DONE
 
     def first_chunks(self, transcripts: Sequence[Transcript]) -> list[JSON]:
         """Return the first chunks of a stream: in a chat each choice's role, then echoed text and the prompt's ids."""

@@ -21,11 +21,10 @@ import uvicorn
 from nano_inference.server.accepting import Acceptor
 from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig, SettingError
-from nano_inference.server.engine_link import EngineLink
+from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
-from nano_inference.server.served import LoadedModel
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
 Open = Callable[[], LoadedModel]

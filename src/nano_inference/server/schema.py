@@ -131,14 +131,11 @@ class StreamOptions(Body):
     """Accepted and ignored."""
 
 
-class Sampling(Body):
-    """The fields that completions and chat completions share."""
+class SamplingFields(Body):
+    """The fields about sampling, stops and log-probabilities, with vLLM's names."""
 
-    model: Annotated[str, Field(max_length=512)] | None = None
     n: Samples | None = None
     stop: Stops | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: PositiveShare | None = None
     presence_penalty: Penalty | None = None
@@ -159,18 +156,27 @@ class Sampling(Body):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
     truncate_prompt_tokens: CountOrOff | None = None
     prompt_logprobs: Alternatives | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     return_raw_logprobs: bool | None = None
     """Specific to this server: also return log-probabilities of the raw logits, whatever `--logprobs-mode` is."""
     return_sampling_mask: bool | None = None
     """Specific to this server: also return the tokens that could be sampled at each position."""
+
+
+class Sampling(SamplingFields):
+    """The fields that completions and chat completions share."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     request_id: Name | None = None
     cache_salt: Salt | None = None
 
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -179,7 +185,7 @@ class Sampling(Body):
     ebnf: str | None = None
     grammar: str | None = None
     json_schema: str | dict[str, Any] | bool | None = None
-    """Structured output in the fields of OpenAI, vLLM, SGLang and llama.cpp; at most one of them (`structured`)."""
+    """Structured output as in OpenAI, vLLM, SGLang and llama.cpp; at most one of these and `structured_outputs`."""
     calculator: bool | None = None
     """Specific to this server: run the model's calculator calls during generation."""
 
@@ -225,41 +231,41 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatBody(Sampling, ToolFields):
-    """POST /v1/chat/completions."""
+class RenderingFields(ToolFields):
+    """Fields about the rendering of messages with the chat template."""
 
     neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
+
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(Sampling, RenderingFields):
+    """POST /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     echo: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     answer_token_ids: TokenIds | None = None
     """Specific to this server: ids that start the answer; the reply has the rest (with `echo`: all of it)."""
     sample_index: Count | None = None
     """Specific to this server: sample with the random numbers of this index among several samples of a request."""
     lineage: Lineage | None = None
     """Specific to this server: lineage of the tokens to continue; refused unless it is this server's."""
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeBody(ToolFields):
+class TokenizeBody(RenderingFields):
     """POST /tokenize: vLLM's form (`prompt` or `messages`) or llama.cpp's (`content`)."""
-
-    neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
 
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
     with_pieces: bool | None = None
 
@@ -271,13 +277,8 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
 
 
-class ApplyTemplateBody(ToolFields):
+class ApplyTemplateBody(RenderingFields):
     """POST /apply-template: render messages without generating."""
-
-    neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
 
     model: str | None = None
     messages: Messages
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None

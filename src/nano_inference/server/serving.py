@@ -12,12 +12,11 @@ from nano_inference.server.answering import Answer, Timing
 from nano_inference.server.call import Call, Transcript, transcripts_of, usage
 from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Dispatcher
-from nano_inference.server.engine_link import EngineLink
+from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
 from nano_inference.server.queue_limits import QueueLimits
-from nano_inference.server.served import LoadedModel
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.worker_pool import WorkerPool
 

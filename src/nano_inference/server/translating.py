@@ -15,8 +15,11 @@ from pydantic_core import to_json
 from nano_inference.admission import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call
+from nano_inference.server.calls import completion_call
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
-from nano_inference.server.schema import Body
+from nano_inference.server.model import ServedModel
+from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.structured import Structure
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
@@ -120,6 +123,22 @@ def given_fields(body: Body) -> dict[str, Any]:
         value = getattr(body, name)
         values[name] = field.default if value is None else value
     return {name: value for name, value in values.items() if value is not None}
+
+
+def translated_completion(
+    fields: Mapping[str, Any], names: Mapping[str, str], model: ServedModel, config: ServerConfig, salt: str
+) -> Call:
+    """Return the call of a completion with these fields; its errors, also later ones, have a dialect's names.
+
+    `names`: field of `CompletionBody` -> the dialect's. With `max_tokens` None, an output may fill the context.
+    """
+    is_unlimited = fields["max_tokens"] is None
+    if is_unlimited:
+        fields = {**fields, "max_tokens": max(1, fields.get("min_tokens") or 0)}  # passes validation
+    with renamed_errors(names):
+        call = completion_call(as_body(fields, CompletionBody), model, config, salt)
+    call = rename_structures(call, names)
+    return fill_context(call, model.limits) if is_unlimited else call
 
 
 def fill_context(call: Call, limits: Limits) -> Call:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from nano_inference.server.errors import ApiError
@@ -11,73 +10,71 @@ from nano_inference.server.errors import ApiError
 OFF: tuple[Any, ...] = (None, False)
 EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        # supported on paths whose body declares them
-        "tools": EMPTY,
-        "tool_choice": (None, "none", "auto"),
-        "parallel_tool_calls": (None, True, False),
-        "functions": EMPTY,
-        "function_call": (None, "none", "auto"),
-        "response_format": (None, {"type": "text"}),
-        "structured_outputs": EMPTY,
-        "guided_json": EMPTY,
-        "guided_regex": EMPTY,
-        "guided_choice": EMPTY,
-        "guided_grammar": EMPTY,
-        "regex": EMPTY,
-        "ebnf": EMPTY,
-        "json_schema": EMPTY,
-        "grammar": EMPTY,
-        # OpenAI
-        "suffix": EMPTY,
-        "modalities": (None, ["text"]),
-        "audio": EMPTY,
-        "prediction": EMPTY,
-        "web_search_options": (None,),
-        "moderation": (None,),
-        # vLLM
-        "use_beam_search": OFF,
-        "length_penalty": (None, 1, 1.0),
-        "early_stopping": OFF,
-        "spaces_between_special_tokens": (None, True),
-        "truncation_side": (None, "left"),
-        "logprob_token_ids": EMPTY,
-        "guided_decoding_backend": (None,),
-        "prompt_embeds": EMPTY,
-        "documents": EMPTY,
-        "chat_template": (None,),
-        "media_io_kwargs": EMPTY,
-        "mm_processor_kwargs": EMPTY,
-        "priority": (None, 0),
-        "stream_interval": (None, 1),
-        "vllm_xargs": EMPTY,
-        "kv_transfer_params": EMPTY,
-        "repetition_detection": (None,),
-        "thinking_token_budget": (None,),
-        # SGLang
-        "stop_regex": EMPTY,
-        "lora_path": EMPTY,
-        "session_params": EMPTY,
-        "return_hidden_states": OFF,
-        "custom_logit_processor": EMPTY,
-        # llama.cpp
-        "n_predict": (None,),
-        "n_probs": (None, 0),
-        "n_keep": (None, 0),
-        "id_slot": (None, -1),
-        "cache_prompt": (None, True),
-        "timings_per_token": OFF,
-        "return_progress": OFF,
-        "t_max_predict_ms": (None, 0),
-        "samplers": EMPTY,
-        "mirostat": (None, 0),
-        "typical_p": (None, 1, 1.0),
-        "dynatemp_range": (None, 0, 0.0),
-        "dry_multiplier": (None, 0, 0.0),
-        "xtc_probability": (None, 0, 0.0),
-    }
-)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    # supported on paths whose body declares them
+    "tools": EMPTY,
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": EMPTY,
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": EMPTY,
+    "guided_json": EMPTY,
+    "guided_regex": EMPTY,
+    "guided_choice": EMPTY,
+    "guided_grammar": EMPTY,
+    "regex": EMPTY,
+    "ebnf": EMPTY,
+    "json_schema": EMPTY,
+    "grammar": EMPTY,
+    # OpenAI
+    "suffix": EMPTY,
+    "modalities": (None, ["text"]),
+    "audio": EMPTY,
+    "prediction": EMPTY,
+    "web_search_options": (None,),
+    "moderation": (None,),
+    # vLLM
+    "use_beam_search": OFF,
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": OFF,
+    "spaces_between_special_tokens": (None, True),
+    "truncation_side": (None, "left"),
+    "logprob_token_ids": EMPTY,
+    "guided_decoding_backend": (None,),
+    "prompt_embeds": EMPTY,
+    "documents": EMPTY,
+    "chat_template": (None,),
+    "media_io_kwargs": EMPTY,
+    "mm_processor_kwargs": EMPTY,
+    "priority": (None, 0),
+    "stream_interval": (None, 1),
+    "vllm_xargs": EMPTY,
+    "kv_transfer_params": EMPTY,
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None,),
+    # SGLang
+    "stop_regex": EMPTY,
+    "lora_path": EMPTY,
+    "session_params": EMPTY,
+    "return_hidden_states": OFF,
+    "custom_logit_processor": EMPTY,
+    # llama.cpp
+    "n_predict": (None,),
+    "n_probs": (None, 0),
+    "n_keep": (None, 0),
+    "id_slot": (None, -1),
+    "cache_prompt": (None, True),
+    "timings_per_token": OFF,
+    "return_progress": OFF,
+    "t_max_predict_ms": (None, 0),
+    "samplers": EMPTY,
+    "mirostat": (None, 0),
+    "typical_p": (None, 1, 1.0),
+    "dynatemp_range": (None, 0, 0.0),
+    "dry_multiplier": (None, 0, 0.0),
+    "xtc_probability": (None, 0, 0.0),
+}
 """Field -> values with which it changes nothing."""
 
 

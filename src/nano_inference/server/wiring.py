@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 
 from nano_inference.registry import table
 from nano_inference.server import guard
@@ -15,21 +14,18 @@ from nano_inference.server.dialects import embeddings, generate, llamacpp, messa
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.keys import KeyRing
-from nano_inference.server.rl.paths import ADMIN_PATHS
-from nano_inference.server.rl.routes import rl_routes
+from nano_inference.server.rl.routes import ADMIN_PATHS, rl_routes
 
-OWN_DIALECTS: Mapping[str, Dialect] = MappingProxyType(
-    {
-        "openai": openai.DIALECT,
-        "responses": responses.DIALECT,
-        "messages": messages.DIALECT,
-        "generate": generate.DIALECT,
-        "sglang": sglang.DIALECT,
-        "llamacpp": llamacpp.DIALECT,
-        "embeddings": embeddings.DIALECT,
-        "tokens": tokens.DIALECT,
-    }
-)
+OWN_DIALECTS: Mapping[str, Dialect] = {
+    "openai": openai.DIALECT,
+    "responses": responses.DIALECT,
+    "messages": messages.DIALECT,
+    "generate": generate.DIALECT,
+    "sglang": sglang.DIALECT,
+    "llamacpp": llamacpp.DIALECT,
+    "embeddings": embeddings.DIALECT,
+    "tokens": tokens.DIALECT,
+}
 """The dialects of this package."""
 
 

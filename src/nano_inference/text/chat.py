@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,8 +21,8 @@ from nano_inference.packages import needed
 from nano_inference.text import template_guard
 from nano_inference.text.hf import MAX_FILE, read_json
 from nano_inference.text.json_view import view
+from nano_inference.text.kinds import ANSWER, Rendering, Tokenizer, TokenizerSource
 from nano_inference.text.kinds import Message as Message
-from nano_inference.text.kinds import Tokenizer, TokenizerSource
 from nano_inference.text.literals import literal_pattern
 from nano_inference.text.template_digests import is_known
 from nano_inference.text.templates import Renderer, Templates, size_of
@@ -35,7 +35,7 @@ MAX_IN_PROCESS = 1 << 18
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Variable names that `extra` must not contain."""
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,36 +107,27 @@ def chat_template(
     )
 
 
-def render(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool = True,
-    continue_final: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    extra: Mapping[str, Any] = _NOTHING,
-) -> str:
+def render(template: ChatTemplate, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
     """Return the prompt text of these messages.
 
-    With `continue_final` it ends after the last message's content, so that the model continues that message. `extra`:
-    further template variables, such as `enable_thinking`. Raises `BadRequest` for malformed messages and for those the
-    template refuses, `ModelError` for a template that exceeds a limit on time, memory or output.
+    Raises `BadRequest` for malformed messages and for those the template refuses, `ModelError` for a template that
+    exceeds a limit on time, memory or output.
     """
     check_messages(messages)
-    if continue_final:
-        return _render_open(template, messages, add_generation_prompt, tools, extra)
-    taken = sorted((RESERVED | template_guard.OWN) & set(extra))
+    if rendering.continue_final:
+        return _render_open(template, messages, rendering)
+    taken = sorted((RESERVED | template_guard.OWN) & set(rendering.extra))
     if taken:
         raise BadRequest(f"chat template variable {taken[0]!r} is reserved")
     data = {
         **template.named,
-        **view(extra, "extra"),
+        **view(rendering.extra, "extra"),
         "messages": view(messages, "messages"),
-        "tools": view(tools, "tools"),
+        "tools": view(rendering.tools, "tools"),
         "documents": None,
-        "add_generation_prompt": add_generation_prompt,
+        "add_generation_prompt": rendering.add_generation_prompt,
     }
-    name = "tool_use" if tools and template.tool_source is not None else "default"
+    name = "tool_use" if rendering.tools and template.tool_source is not None else "default"
     if template.render_here is not None and size_of(data, MAX_IN_PROCESS) <= MAX_IN_PROCESS:
         return template.render_here(name, data)
     return template.workers.render(name, data)
@@ -157,36 +148,32 @@ def encode_chat(
     The text of a special token inside a message is encoded as plain text, so that a message cannot forge a turn.
     Raises as `render` does, and `BadRequest` if the tokenizer cannot encode such a message as plain text.
     """
-    rendered = partial(render, template, add_generation_prompt=add_generation_prompt, continue_final=continue_final)
+    rendering = Rendering(
+        add_generation_prompt=add_generation_prompt, continue_final=continue_final, tools=tools, extra=extra
+    )
     special = _special_pattern(tokenizer)
     if special is None or not any(special.search(text) for text in _strings([messages, tools, extra])):
-        return tokenizer.encode(rendered(messages, tools=tools, extra=extra), add_special=False)
+        return tokenizer.encode(render(template, messages, rendering), add_special=False)
     mark = _unused_character([messages, tools, extra, template.source])
 
     def marked(value: Any) -> Any:
         return _map_strings(value, lambda text: special.sub(lambda m: m[0][0] + mark + m[0][1:], text))
 
     check_messages(messages)
-    text = rendered(marked(messages), tools=marked(tools), extra=marked(extra))
+    text = render(template, marked(messages), replace(rendering, tools=marked(tools), extra=marked(extra)))
     return _encode_marked(tokenizer, text, special, mark)
 
 
-def _render_open(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]] | None,
-    extra: Mapping[str, Any],
-) -> str:
+def _render_open(template: ChatTemplate, messages: Sequence[Message], rendering: Rendering) -> str:
     """Render with a mark at the end of the last message, and cut the text at the mark."""
     last = messages[-1]
-    if add_generation_prompt:
+    if rendering.add_generation_prompt:
         raise BadRequest("continue_final_message and add_generation_prompt exclude each other")
     if not isinstance(last.get("content"), str):
         raise BadRequest("continue_final_message needs a last message whose content is a text")
-    mark = _unused_character([messages, tools, extra, template.source])
+    mark = _unused_character([messages, rendering.tools, rendering.extra, template.source])
     marked = [*messages[:-1], {**last, "content": last["content"] + mark}]
-    text = render(template, marked, add_generation_prompt=False, tools=tools, extra=extra)
+    text = render(template, marked, replace(rendering, continue_final=False))
     if mark not in text:
         raise BadRequest("continue_final_message: the chat template changes the last message's content")
     return text[: text.rindex(mark)].replace(mark, "")  # a template may write a message twice

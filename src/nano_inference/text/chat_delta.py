@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from types import MappingProxyType
 from typing import Any
 
 from nano_inference.text.chat import ChatTemplate, Message, check_messages, encode_chat, render
-from nano_inference.text.kinds import Tokenizer
+from nano_inference.text.kinds import Rendering, Tokenizer
 from nano_inference.types import ModelError
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-_QUESTION: Message = MappingProxyType({"role": "user", "content": "question"})
+_NOTHING: Mapping[str, Any] = {}
+_QUESTION: Message = {"role": "user", "content": "question"}
 
 
 def encode_chat_delta(
@@ -43,7 +42,7 @@ def encode_chat_delta(
 
     def text_of(answer: str, more: Sequence[Message]) -> str:
         chat = [*_chat(answer), *more]
-        return render(template, chat, add_generation_prompt=bool(more), tools=tools, extra=extra)
+        return render(template, chat, Rendering(add_generation_prompt=bool(more), tools=tools, extra=extra))
 
     check_messages(messages)
     answer = tokenizer.decode(sampled, skip_special=False)  # only compared, never encoded

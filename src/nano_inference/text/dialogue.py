@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template, render
@@ -24,9 +23,13 @@ PartKind = Literal["text", "python", "python_output"]
 
 _CALL, _RESULT, _RETURN, _NOTHING, _CUT = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
 _SPELLED = str.maketrans({_CALL: "[", _RESULT: " → ", _RETURN: "] ", _NOTHING: " → no result] ", _CUT: " …]"})
-_ENDS_IN: Mapping[str, PartKind] = MappingProxyType(
-    {_CALL: "python", _RESULT: "python_output", _RETURN: "text", _NOTHING: "text", _CUT: "text"}
-)
+_ENDS_IN: Mapping[str, PartKind] = {
+    _CALL: "python",
+    _RESULT: "python_output",
+    _RETURN: "text",
+    _NOTHING: "text",
+    _CUT: "text",
+}
 """Maps each mark to the kind of the text after it."""
 _MARK = re.compile(f"([{_CALL}{_RESULT}{_RETURN}{_NOTHING}{_CUT}])")
 
@@ -65,14 +68,7 @@ class TemplateDialogue:
 
     def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
         """Return the rendered messages as text."""
-        return render(
-            self.template,
-            messages,
-            add_generation_prompt=rendering.add_generation_prompt,
-            continue_final=rendering.continue_final,
-            tools=rendering.tools,
-            extra=rendering.extra,
-        )
+        return render(self.template, messages, rendering)
 
     def knows(self, name: str) -> bool:
         """Return True if the template mentions a variable of that name."""

@@ -34,11 +34,9 @@ def _byte_of_char() -> dict[str, int]:
     return {chr(byte): byte for byte in itself} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
 
 
-BYTE_OF_CHAR: Mapping[str, int] = MappingProxyType(_byte_of_char())
-CHAR_OF_BYTE: Mapping[int, str] = MappingProxyType({byte: char for char, byte in BYTE_OF_CHAR.items()})
-_LATIN: Mapping[int, int] = MappingProxyType(
-    dict.fromkeys(range(256), 256) | {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
-)
+BYTE_OF_CHAR: Mapping[str, int] = _byte_of_char()
+CHAR_OF_BYTE: Mapping[int, str] = {byte: char for char, byte in BYTE_OF_CHAR.items()}
+_LATIN: Mapping[int, int] = dict.fromkeys(range(256), 256) | {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
 """Maps code points to bytes; a Latin-1 character that is not in the table becomes 256, which Latin-1 cannot encode."""
 
 

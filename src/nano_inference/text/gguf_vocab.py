@@ -7,7 +7,6 @@ from the scores.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -47,17 +46,15 @@ TEKKEN_WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
-        **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion"), (GPT2_WORDS,)),
-        **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", GPT2_WORDS)),
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), (LLAMA3_WORDS,)),
-        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (QWEN2_WORDS,)),
-        "qwen35": (QWEN35_WORDS,),
-        "tekken": (TEKKEN_WORDS,),
-    }
-)
+PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion"), (GPT2_WORDS,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", GPT2_WORDS)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), (LLAMA3_WORDS,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (QWEN2_WORDS,)),
+    "qwen35": (QWEN35_WORDS,),
+    "tekken": (TEKKEN_WORDS,),
+}
 """Maps `tokenizer.ggml.pre` to patterns that split a text in turn, each the pieces of the one before.
 
 Sources: llama.cpp's src/llama-vocab.cpp and the models' tokenizer.json files.
@@ -68,6 +65,8 @@ WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}
 
 ADDS_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"})
 """Pre-tokenizers for which `add_bos_token` defaults to true."""
+
+_MISFIT = "the vocabulary and its merges do not fit"
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
@@ -136,7 +135,8 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) 
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ModelError(f"{where}: pre-tokenizer {shown(pre)} (tokenizer.ggml.pre) is not supported; known: {known}")
     merges = [_pair(merge, where) for merge in _strings(metadata, "merges", where)]
-    core = tokenizers.Tokenizer(_bpe(vocab, merges, where, ignore_merges=pre in WHOLE_WORDS))
+    with refused_files(where, _MISFIT):
+        core = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE_WORDS))
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]),
@@ -154,26 +154,6 @@ def _pair(merge: str, where: str) -> tuple[str, str]:
     return left, right
 
 
-def _bpe(
-    vocab: dict[str, int],
-    merges: list[tuple[str, str]],
-    where: str,
-    *,
-    ignore_merges: bool = False,
-    unknown: str | None = None,
-    byte_fallback: bool = False,
-) -> models.BPE:
-    with refused_files(where, "the vocabulary and its merges do not fit"):
-        return models.BPE(
-            vocab=vocab,
-            merges=merges,
-            ignore_merges=ignore_merges,
-            unk_token=unknown,
-            fuse_unk=unknown is not None,
-            byte_fallback=byte_fallback,
-        )
-
-
 def _sentencepiece(
     metadata: Mapping[str, Any], pieces: Sequence[str], types: Sequence[int], vocab: dict[str, int], where: str
 ) -> tokenizers.Tokenizer:
@@ -186,7 +166,9 @@ def _sentencepiece(
         raise ModelError(f"{where}: the vocabulary has no piece <0x{missing[0]:02X}> for that byte")
     unknown = next((piece for piece, kind in zip(pieces, types, strict=True) if kind == UNKNOWN), None)
     merges = _merges_of_scores(pieces, types, scores, vocab)
-    core = tokenizers.Tokenizer(_bpe(vocab, merges, where, unknown=unknown, byte_fallback=True))
+    with refused_files(where, _MISFIT):
+        bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=unknown is not None, byte_fallback=True)
+    core = tokenizers.Tokenizer(bpe)
     spaces = normalizers.Replace(" ", SPACE_MARK)
     prefix = _flag(metadata, "add_space_prefix", True)
     core.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), spaces]) if prefix else spaces

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from types import MappingProxyType
 from typing import Any, Literal
 
 from nano_inference.types import BadRequest
@@ -20,17 +19,15 @@ from nano_inference.types import BadRequest
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "calls"]
 """"calls" is Lark written by `tool_format`; only it may contain special tokens."""
 
-MAX_BYTES = MappingProxyType(
-    {
-        "json_schema": 65536,
-        "json_object": 1024,
-        "regex": 8192,
-        "choice": 131072,
-        "lark": 32768,
-        "gbnf": 32768,
-        "calls": 131072,
-    }
-)
+MAX_BYTES: Mapping[Kind, int] = {
+    "json_schema": 65536,
+    "json_object": 1024,
+    "regex": 8192,
+    "choice": 131072,
+    "lark": 32768,
+    "gbnf": 32768,
+    "calls": 131072,
+}
 """Limits on a grammar's UTF-8 bytes; compile time is at worst quadratic in a regex and linear in a schema."""
 MAX_PATTERN = MAX_BYTES["regex"]
 """Limit on the characters of a `pattern` in a schema."""

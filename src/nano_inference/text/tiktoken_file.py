@@ -17,18 +17,16 @@ from nano_inference.text.tiktoken_ranks import read_ranks
 from nano_inference.text.tokenizer_limits import check_added, check_pattern, check_pieces
 from nano_inference.types import BadRequest, ModelError
 
-LLAMA3_SPECIALS: Mapping[int, str] = MappingProxyType(
-    {
-        0: "<|begin_of_text|>",
-        1: "<|end_of_text|>",
-        4: "<|finetune_right_pad_id|>",
-        6: "<|start_header_id|>",
-        7: "<|end_header_id|>",
-        8: "<|eom_id|>",
-        9: "<|eot_id|>",
-        10: "<|python_tag|>",
-    }
-)
+LLAMA3_SPECIALS: Mapping[int, str] = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
 """Llama 3's special tokens with a name, by their offset after the ranks (meta-llama/llama-models); there are 256."""
 
 

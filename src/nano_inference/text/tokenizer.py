@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from nano_inference.files import is_present, path_of
 from nano_inference.packages import needed
@@ -58,22 +57,20 @@ def _load_ranks(directory: Path) -> Tokenizer:
     return tiktoken_tokenizer(directory, ranks)
 
 
-OWN_TOKENIZERS: Mapping[str, TokenizerKind] = MappingProxyType(
-    {
-        "tiktoken": TokenizerKind(
-            title="a tiktoken file",
-            description="tiktoken",
-            reads=lambda directory: find_ranks(directory) is not None,
-            load=_load_ranks,
-        ),
-        "huggingface": TokenizerKind(
-            title="tokenizer.json",
-            description="tokenizer.json",
-            reads=lambda directory: is_present(directory / "tokenizer.json"),
-            load=hf_tokenizer,
-        ),
-    }
-)
+OWN_TOKENIZERS: Mapping[str, TokenizerKind] = {
+    "tiktoken": TokenizerKind(
+        title="a tiktoken file",
+        description="tiktoken",
+        reads=lambda directory: find_ranks(directory) is not None,
+        load=_load_ranks,
+    ),
+    "huggingface": TokenizerKind(
+        title="tokenizer.json",
+        description="tokenizer.json",
+        reads=lambda directory: is_present(directory / "tokenizer.json"),
+        load=hf_tokenizer,
+    ),
+}
 """The kinds of this package."""
 
 

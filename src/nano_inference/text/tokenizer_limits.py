@@ -15,7 +15,6 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -39,16 +38,14 @@ MAX_TEMPLATE_IDS = 256
 MAX_REPEAT = 4
 """Largest number of repetitions of a regex group that contains an unbounded repeat."""
 
-_FIXED_GROWTH: Mapping[str, int] = MappingProxyType(
-    {
-        **dict.fromkeys(("NFC", "NFD"), 3),
-        **dict.fromkeys(("NFKC", "NFKD"), 11),
-        **dict.fromkeys(("Strip", "StripAccents", "Nmt"), 1),
-        "Lowercase": 2,
-        "BertNormalizer": 6,  # NFD, lower case, spaces around Chinese characters
-        "ByteLevel": 2,
-    }
-)
+_FIXED_GROWTH: Mapping[str, int] = {
+    **dict.fromkeys(("NFC", "NFD"), 3),
+    **dict.fromkeys(("NFKC", "NFKD"), 11),
+    **dict.fromkeys(("Strip", "StripAccents", "Nmt"), 1),
+    "Lowercase": 2,
+    "BertNormalizer": 6,  # NFD, lower case, spaces around Chinese characters
+    "ByteLevel": 2,
+}
 _STUB_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
 _MAX_PARTS = 64

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from nano_inference.text.grammar_text import WHITESPACE, Grammar
@@ -46,7 +45,7 @@ MAX_FORCED_CALLS = 4
 _PARAMETERS = re.compile(r"""["']parameters\\?["']\s*:[\s'"{}+~-]*[\w.]*\.arguments""")
 """A template's expression that writes a call's arguments as "parameters", which elsewhere is a function's schema."""
 _SPEAKS = re.compile(r"\btools\b")
-_NO_SPECIAL: Mapping[str, int] = MappingProxyType({})
+_NO_SPECIAL: Mapping[str, int] = {}
 _OTHERS = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "dependentSchemas"}
     | {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nano_inference.files import exists, is_present, path_of
+from nano_inference.files import exists, is_present, path_of, sync
 from nano_inference.loader.pieces import FileRange
 from nano_inference.loader.safetensors_file import SINGLE_NAME, open_weights
 from nano_inference.types import WeightError
@@ -32,7 +31,7 @@ def save_weights(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dir
     hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         save_file(_plain(dict(named)), hidden / SINGLE_NAME)
-        _sync_to_disk(hidden / SINGLE_NAME)
+        sync(hidden / SINGLE_NAME)
         (hidden / MARKER).touch()
         hidden.chmod(0o755)
         hidden.rename(target)
@@ -75,9 +74,3 @@ def _signature(directory: Path) -> dict[str, tuple[int, int, int]]:
     """Return inode, size and modification time of each weight file."""
     stats = {file.name: file.stat() for file in directory.glob("*.safetensors")}
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-
-
-def _sync_to_disk(path: Path) -> None:
-    """Flush a file to disk, so that the later rename cannot become durable first."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -296,19 +295,17 @@ def _activate(state: Lowering, op: ops.Activate) -> None:
     state.ops.append(kernel.Activate(x=x, out=out, kind=op.kind))
 
 
-LOWERINGS: Lowerings = MappingProxyType(
-    {
-        ops.Embed: _embed,
-        ops.Copy: _mix,
-        ops.Add: _mix,
-        ops.Mix: _mix,
-        ops.Activate: _activate,
-        ops.GateValues: _gate_values,
-        ops.Smear: _smear,
-        ops.Widen: _widen,
-        ops.Softcap: _softcap,
-    }
-)
+LOWERINGS: Lowerings = {
+    ops.Embed: _embed,
+    ops.Copy: _mix,
+    ops.Add: _mix,
+    ops.Mix: _mix,
+    ops.Activate: _activate,
+    ops.GateValues: _gate_values,
+    ops.Smear: _smear,
+    ops.Widen: _widen,
+    ops.Softcap: _softcap,
+}
 """Operations that are never fused."""
 _FUSED = (ops.Linear, ops.Norm, ops.HeadNorm, ops.Rotate, ops.Store, ops.Attend, ops.Keep)
 """Operations that `_lower` handles, because they may be fused with the next one."""

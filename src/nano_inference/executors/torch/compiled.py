@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -326,21 +325,19 @@ def _softcap(op: ops.Softcap, scope: Scope) -> Value:
     return scope.like(op.x, op.x, lambda step: compute.softcap(x(step), op.cap))
 
 
-OPERATIONS: Operations = MappingProxyType(
-    {
-        ops.Embed: _embed,
-        ops.Norm: _norm,
-        ops.Linear: _linear,
-        ops.HeadNorm: _head_norm,
-        ops.Rotate: _rotate,
-        ops.Attend: _attend,
-        ops.Add: _add,
-        ops.Mix: _mix,
-        ops.Activate: _activate,
-        ops.GateValues: _gate_values,
-        ops.Smear: _smear,
-        ops.Widen: _widen,
-        ops.Softcap: _softcap,
-    }
-)
+OPERATIONS: Operations = {
+    ops.Embed: _embed,
+    ops.Norm: _norm,
+    ops.Linear: _linear,
+    ops.HeadNorm: _head_norm,
+    ops.Rotate: _rotate,
+    ops.Attend: _attend,
+    ops.Add: _add,
+    ops.Mix: _mix,
+    ops.Activate: _activate,
+    ops.GateValues: _gate_values,
+    ops.Smear: _smear,
+    ops.Widen: _widen,
+    ops.Softcap: _softcap,
+}
 """Operations that compute a value; `_bound` handles `Store`, `Keep` and `Copy`."""

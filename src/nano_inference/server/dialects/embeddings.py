@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from nano_inference.admission import checked
 from nano_inference.checks import unit_vector
-from nano_inference.server.call import JSON, Call, Transcript
+from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Dialect, Generating
@@ -101,7 +101,7 @@ def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig
     )
 
 
-class EmbeddingReply:
+class EmbeddingReply(Reply):
     """The reply to a call for embeddings; it is never streamed."""
 
     def __init__(self, body: EmbeddingBody, call: Call, tokenizer: Tokenizer, created: int) -> None:
@@ -117,16 +117,7 @@ class EmbeddingReply:
             reply["lineage"] = next((sample.lineage for sample in samples), None)
         return reply
 
-    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        return b""
-
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        return b""
-
-    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        return b""
-
-    def error_events(self, error: ApiError) -> bytes:
         return b""
 
 

@@ -13,13 +13,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nano_inference.server.call import JSON, Call, Transcript, usage
-from nano_inference.server.calls import completion_call
+from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialect import Dialect, Generating
@@ -28,12 +26,8 @@ from nano_inference.server.events import DONE, events
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import OpenAIReply, sample_facts, token_facts, version_facts
 from nano_inference.server.schema import (
-    MAX_BIAS,
-    MAX_TOKEN_LIST,
     Alternatives,
-    Bias,
     Body,
-    CompletionBody,
     Count,
     CountOrOff,
     Factor,
@@ -42,60 +36,49 @@ from nano_inference.server.schema import (
     PositiveShare,
     Salt,
     Samples,
-    Seed,
+    SamplingFields,
     Share,
-    Stops,
     StreamOptions,
     Temperature,
-    TokenId,
 )
 from nano_inference.server.schema import TokenIds as Ids
 from nano_inference.server.translating import (
-    as_body,
-    fill_context,
     given_fields,
     refuse_foreign,
     refuse_unknown,
-    rename_structures,
-    renamed_errors,
+    translated_completion,
     without_prefix_cache,
 )
 from nano_inference.server.unsupported import EMPTY, OFF
 from nano_inference.text.tokenizer import Tokenizer
 
-_BadWords = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)]
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "features": (None,),
-        "content_parts": EMPTY,
-        "lora_request": (None,),
-        "kv_transfer_params": EMPTY,
-        "ec_transfer_params": EMPTY,
-        "priority": (None, 0),
-    }
-)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "features": (None,),
+    "content_parts": EMPTY,
+    "lora_request": (None,),
+    "kv_transfer_params": EMPTY,
+    "ec_transfer_params": EMPTY,
+    "priority": (None, 0),
+}
 """Unsupported fields of vLLM's request -> the values that are accepted because they have no effect."""
 
-UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "best_of": (None, 1),
-        "spaces_between_special_tokens": (None, True),
-        "truncation_side": (None, "left"),
-        "logprob_token_ids": EMPTY,
-        "prompt_logprob_start": (None, 0),
-        "logits_processors": EMPTY,
-        "extra_args": EMPTY,
-        "guided_decoding": (None,),
-        "thinking_token_budget": (None,),
-        "repetition_detection": (None,),
-        "stream_interval": (None, 1),
-        "routed_experts_prompt_start": (None, 0),
-        "use_beam_search": OFF,
-        "length_penalty": (None, 1, 1.0),
-        "early_stopping": OFF,
-    }
-)
+UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "spaces_between_special_tokens": (None, True),
+    "truncation_side": (None, "left"),
+    "logprob_token_ids": EMPTY,
+    "prompt_logprob_start": (None, 0),
+    "logits_processors": EMPTY,
+    "extra_args": EMPTY,
+    "guided_decoding": (None,),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+    "stream_interval": (None, 1),
+    "routed_experts_prompt_start": (None, 0),
+    "use_beam_search": OFF,
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": OFF,
+}
 """The same for `sampling_params`."""
 
 _NOT_IN_COMPLETION = frozenset(
@@ -104,7 +87,7 @@ _NOT_IN_COMPLETION = frozenset(
 """Fields of `GenerateParams` that `CompletionBody` lacks."""
 
 
-class GenerateParams(Body):
+class GenerateParams(SamplingFields):
     """vLLM's SamplingParams with vLLM's defaults; the model's recommended values are not applied."""
 
     n: Samples | None = 1
@@ -112,33 +95,19 @@ class GenerateParams(Body):
     top_p: PositiveShare | None = 1.0
     top_k: CountOrOff | None = 0
     min_p: Share | None = 0.0
-    seed: Seed | None = None
     max_tokens: Count | None = 16
     """None: up to the end of the context."""
     min_tokens: Count | None = 0
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
     repetition_penalty: Factor | None = 1.0
-    logit_bias: Bias | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
-    bad_words: _BadWords | None = None
-    stop: Stops | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIAS)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: CountOrOff | None = None
     logprobs: Alternatives | None = None
-    prompt_logprobs: Alternatives | None = None
-    structured_outputs: dict[str, Any] | None = None
     detokenize: bool | None = None
     flat_logprobs: bool | None = None
     skip_clone: bool | None = None
     skip_reading_prefix_cache: bool | None = None
     output_kind: Literal[0, 1, 2] | None = None
     """0: all tokens so far, 1: new tokens, 2: only the final result. Streams support 1 only."""
-    return_raw_logprobs: bool | None = None
-    return_sampling_mask: bool | None = None
 
 
 class GenerateBody(Body):
@@ -159,9 +128,9 @@ class GenerateBody(Body):
     assistant_tokens_mask: list[Any] | None = None
 
 
-_CLIENT_NAMES: Mapping[str, str] = MappingProxyType(
-    {name: f"sampling_params.{name}" for name in GenerateParams.model_fields} | {"prompt": "token_ids"}
-)
+_CLIENT_NAMES: Mapping[str, str] = {name: f"sampling_params.{name}" for name in GenerateParams.model_fields} | {
+    "prompt": "token_ids"
+}
 """Field of `CompletionBody` -> field of `GenerateBody`, for error messages."""
 
 
@@ -171,10 +140,7 @@ def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, 
     refuse_foreign(body, UNSUPPORTED)
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
     _check(body, params)
-    with renamed_errors(_CLIENT_NAMES):
-        call = completion_call(as_body(_fields(body, params), CompletionBody), model, config, salt)
-    call = fill_context(call, model.limits) if params.max_tokens is None else call
-    call = rename_structures(call, _CLIENT_NAMES)
+    call = translated_completion(_fields(body, params), _CLIENT_NAMES, model, config, salt)
     call = without_prefix_cache(call) if params.skip_reading_prefix_cache else call
     name = body.request_id or f"generate-{uuid.uuid4().hex}"
     shape = replace(call.shape, token_ids=True, tokens_as_ids=True)
@@ -197,14 +163,12 @@ def _fields(body: GenerateBody, params: GenerateParams) -> JSON:
     fields.pop("structured_outputs", None)
     if structure:
         fields["structured_outputs"] = structure
-    if params.max_tokens is None:
-        fields["max_tokens"] = max(1, params.min_tokens or 0)  # passes validation; `fill_context` removes the limit
     options = body.stream_options
-    fields |= {"model": body.model, "prompt": body.token_ids, "stream": body.stream}
+    fields |= {"model": body.model, "prompt": body.token_ids, "stream": body.stream, "max_tokens": params.max_tokens}
     return fields | {"stream_options": None if options is None else options.model_dump(exclude_none=True)}
 
 
-class GenerateReply:
+class GenerateReply(Reply):
     """The reply to /inference/v1/generate."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, with_prompt: bool) -> None:
@@ -215,7 +179,6 @@ class GenerateReply:
         """Emptied after the first chunk of a stream."""
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the reply's JSON."""
         return {
             **self._head(),
             **self._prompt,
@@ -224,9 +187,6 @@ class GenerateReply:
             "kv_transfer_params": None,
             "usage": usage(self._call, transcripts),
         }
-
-    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return one chunk with the new tokens and, at the end of the sample, its finish reason."""
@@ -244,10 +204,6 @@ class GenerateReply:
         if not self._call.include_usage:
             return DONE
         return events([{**self._head(), "choices": [], "usage": usage(self._call, transcripts)}]) + DONE
-
-    def error_events(self, error: ApiError) -> bytes:
-        """Return the error, and [DONE]."""
-        return events([error.to_dict()]) + DONE
 
     def _head(self) -> JSON:
         return {"request_id": self._call.id, "model": self._call.model, "created": self._created}

@@ -11,14 +11,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 import nano_inference
 from nano_inference.server.call import JSON, Call
-from nano_inference.server.calls import completion_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body
@@ -30,7 +28,6 @@ from nano_inference.server.schema import (
     MAX_BIAS,
     Alternatives,
     Body,
-    CompletionBody,
     CountOrOff,
     Factor,
     Penalty,
@@ -43,11 +40,9 @@ from nano_inference.server.schema import (
     TokenIds,
 )
 from nano_inference.server.translating import (
-    as_body,
-    fill_context,
     given_fields,
     refuse_foreign,
-    renamed_errors,
+    translated_completion,
     unsupported_field,
     without_prefix_cache,
 )
@@ -60,32 +55,28 @@ _FORBIDDEN_BIAS = -100.0
 _RANDOM_SEEDS = (None, -1, 2**32 - 1)
 _MAX_PIECES = 1 << 20
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        **dict.fromkeys(("samplers", "dry_sequence_breakers", "lora", "image_data", "multimodal_data"), EMPTY),
-        **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
-        **dict.fromkeys(("return_progress", "post_sampling_probs", "grammar_lazy", "backend_sampling"), OFF),
-        **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
-        **dict.fromkeys(("n_keep", "n_indent", "min_keep", "n_discard", "t_max_predict_ms"), (None, 0)),
-        "typical_p": (None, 1, 1.0),
-        "tfs_z": (None, 1, 1.0),
-        "top_n_sigma": (None, -1, -1.0, 0, 0.0),
-        "adaptive_target": (None, -1, -1.0),
-        "id_slot": (None, -1),
-        "reasoning_format": (None, "none"),
-        "reasoning_budget_tokens": (None, -1),
-    }
-)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("samplers", "dry_sequence_breakers", "lora", "image_data", "multimodal_data"), EMPTY),
+    **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
+    **dict.fromkeys(("return_progress", "post_sampling_probs", "grammar_lazy", "backend_sampling"), OFF),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
+    **dict.fromkeys(("n_keep", "n_indent", "min_keep", "n_discard", "t_max_predict_ms"), (None, 0)),
+    "typical_p": (None, 1, 1.0),
+    "tfs_z": (None, 1, 1.0),
+    "top_n_sigma": (None, -1, -1.0, 0, 0.0),
+    "adaptive_target": (None, -1, -1.0),
+    "id_slot": (None, -1),
+    "reasoning_format": (None, "none"),
+    "reasoning_budget_tokens": (None, -1),
+}
 """Unsupported fields of llama.cpp's request -> the values that are accepted because they have no effect."""
 
-_CLIENT_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "max_tokens": "n_predict",
-        "repetition_penalty": "repeat_penalty",
-        "logprobs": "n_probs",
-        "n": "n_cmpl",
-    }
-)
+_CLIENT_NAMES: Mapping[str, str] = {
+    "max_tokens": "n_predict",
+    "repetition_penalty": "repeat_penalty",
+    "logprobs": "n_probs",
+    "n": "n_cmpl",
+}
 """Field of `CompletionBody` -> llama.cpp's field, where the names differ."""
 
 _SAME_NAME = (
@@ -147,9 +138,7 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise unsupported_field("repeat_last_n", message)
-    with renamed_errors(_CLIENT_NAMES):
-        call = completion_call(as_body(_fields(body, model), CompletionBody), model, config, salt)
-    call = fill_context(call, model.limits) if _is_unlimited(body) else call
+    call = translated_completion(_fields(body, model), _CLIENT_NAMES, model, config, salt)
     call = without_prefix_cache(call) if body.cache_prompt is False else call
     options = ReplyOptions(
         settings=_settings(body, call),
@@ -179,10 +168,6 @@ def props(model: ServedModel, occupancy: Occupancy) -> JSON:
     }
 
 
-def _is_unlimited(body: LlamaBody) -> bool:
-    return body.n_predict is None or body.n_predict < 0
-
-
 def _fields(body: LlamaBody, model: ServedModel) -> JSON:
     """Return the fields of a `CompletionBody`."""
     values = given_fields(body)
@@ -197,9 +182,7 @@ def _fields(body: LlamaBody, model: ServedModel) -> JSON:
         "model": body.model,
         "prompt": _prompts(body.prompt, model),
         "n": body.n_cmpl,
-        "max_tokens": 1
-        if _is_unlimited(body)
-        else body.n_predict,  # 1 passes validation; `fill_context` removes the limit
+        "max_tokens": None if body.n_predict is None or body.n_predict < 0 else body.n_predict,
         "seed": None if body.seed in _RANDOM_SEEDS else body.seed,
         "logit_bias": _bias(body.logit_bias, model.tokenizer),
         "stream": body.stream,

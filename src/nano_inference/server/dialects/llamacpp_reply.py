@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.server.call import JSON, Call, Transcript
+from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_bytes_of, token_text
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
@@ -53,7 +53,7 @@ class StreamProgress:
             self.first = self.last if self.first is None else self.first
 
 
-class LlamaReply:
+class LlamaReply(Reply):
     """The reply to /completion: an object for one answer, a list for several."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, options: ReplyOptions) -> None:
@@ -64,12 +64,8 @@ class LlamaReply:
         self._progress = [StreamProgress() for _ in range(call.total_samples)]
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
-        """Return the reply's JSON."""
         answers = [self._answer(transcript) for transcript in transcripts]
         return answers if len(answers) > 1 else answers[0]
-
-    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with the new text and, at the end of the sample, one with all remaining fields."""
@@ -82,7 +78,6 @@ class LlamaReply:
         return b""
 
     def error_events(self, error: ApiError) -> bytes:
-        """Return the error."""
         return event(error_body(error))
 
     def _chunk(self, transcript: Transcript, decoded: DecodedDelta) -> JSON:

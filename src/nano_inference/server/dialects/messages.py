@@ -11,7 +11,6 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from nano_inference.server.call import JSON, Call
@@ -27,21 +26,19 @@ from nano_inference.server.schema import ChatBody
 from nano_inference.server.translating import as_body, errors_reworded, rename_structures, unsupported_field
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "container": (None,),
-        "mcp_servers": (None, []),
-        "context_management": (None, {}),
-        "compaction": (None,),
-        "inference_geo": (None,),
-        "speed": (None, "standard"),
-        "diagnostics": (None,),
-        "fallbacks": (None, []),
-        "fallback_credit_token": (None,),
-        "thread": (None,),
-        "billing_policy": (None,),
-    }
-)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "container": (None,),
+    "mcp_servers": (None, []),
+    "context_management": (None, {}),
+    "compaction": (None,),
+    "inference_geo": (None,),
+    "speed": (None, "standard"),
+    "diagnostics": (None,),
+    "fallbacks": (None, []),
+    "fallback_credit_token": (None,),
+    "thread": (None,),
+    "billing_policy": (None,),
+}
 """Unsupported fields of Anthropic's API -> the values that are accepted because they have no effect."""
 _IGNORED = frozenset({"user", "store", "prompt_cache_key", "safety_identifier", "verbosity"})
 """Fields without effect in a chat completion."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
@@ -30,9 +29,11 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.translating import unsupported_field
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {"defer_loading": (None, False), "allowed_callers": (None, ["direct"]), "input_examples": (None, [])}
-)
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "defer_loading": (None, False),
+    "allowed_callers": (None, ["direct"]),
+    "input_examples": (None, []),
+}
 """Unsupported field of a tool -> the values that are accepted because they have no effect."""
 _ERROR_PREFIX = "Error: "
 """Begins the result of a failed tool call: a chat's message has no field for it."""

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from pydantic_core import from_json
 
-from nano_inference.server.call import JSON, Call, Transcript, usage
+from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
@@ -44,7 +44,7 @@ class BlockState(NamedTuple):
     """True after the end of a tool call."""
 
 
-class MessagesReply:
+class MessagesReply(Reply):
     """The reply to POST /v1/messages."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
@@ -52,7 +52,6 @@ class MessagesReply:
         self._state = BlockState()
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the message."""
         state, events = content_events(BlockState(), transcripts[0].events, self._call.id)
         content = content_of([*events, *_stop_block(state)])
         return message(self._call, content) | _ending(self._call, transcripts, state)

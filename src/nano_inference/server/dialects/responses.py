@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 from pydantic import Field
@@ -37,36 +36,32 @@ _ENCRYPTED = "reasoning.encrypted_content"
 
 _MAX_TOOLS = 1024
 _EMPTY: tuple[Any, ...] = (None, False, [], {})
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "background": (None, False),
-        "background_options": (None,),
-        "context_management": (None, []),
-        "conversation": (None,),
-        "max_tool_calls": (None,),
-        "moderation": (None,),
-        "previous_response_id": (None,),
-        "prompt": (None,),
-        "prompt_cache_options": (None,),
-        "prompt_cache_retention": (None, "in_memory"),
-        "truncation": (None, "disabled"),
-        "access_programs": (None,),
-        "image": (None,),
-        "n": (None, 1),
-        "prompt_logprobs": (None,),
-    }
-)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "background_options": (None,),
+    "context_management": (None, []),
+    "conversation": (None,),
+    "max_tool_calls": (None,),
+    "moderation": (None,),
+    "previous_response_id": (None,),
+    "prompt": (None,),
+    "prompt_cache_options": (None,),
+    "prompt_cache_retention": (None, "in_memory"),
+    "truncation": (None, "disabled"),
+    "access_programs": (None,),
+    "image": (None,),
+    "n": (None, 1),
+    "prompt_logprobs": (None,),
+}
 """Unsupported field -> the values that are accepted because they have no effect."""
-CHAT_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "max_completion_tokens": "max_output_tokens",
-        "response_format": "text.format",
-        "logprobs": "include",
-        "reasoning_effort": "reasoning.effort",
-    }
-)
+CHAT_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "include",
+    "reasoning_effort": "reasoning.effort",
+}
 """Field of a chat completion -> its name in this API."""
 _CHAT_FIELD = re.compile(
     rf"(?<![\w.])(?P<head>{'|'.join(CHAT_NAMES)}|tools|tool_choice)(?P<rest>(?:\.\w+|\[\d+\])*)(?!\w)"
@@ -296,9 +291,10 @@ def _add_item(messages: _Messages, item: InputItem, place: str, calls: set[str])
         role, content = _required(item, place, "role"), _text_parts(_required(item, place, "content"), place, "content")
         messages.add(place, role=role, content=content, **({} if item.parts is None else {"parts": item.parts}))
     elif kind == "function_call":
-        call = _call_of(item, place)
-        calls.add(call["id"])
-        _add_call(messages, call, place)
+        function = {"name": _required(item, place, "name"), "arguments": _required(item, place, "arguments")}
+        call_id = _required(item, place, "call_id")
+        calls.add(call_id)
+        _add_call(messages, {"id": call_id, "type": "function", "function": function}, place)
     elif kind == "function_call_output":
         call_id = _required(item, place, "call_id")
         if call_id not in calls:
@@ -315,11 +311,6 @@ def _add_call(messages: _Messages, call: JSON, place: str) -> None:
         messages.chat[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
     else:
         messages.add(place, role="assistant", content="", tool_calls=[call])
-
-
-def _call_of(item: InputItem, place: str) -> JSON:
-    function = {"name": _required(item, place, "name"), "arguments": _required(item, place, "arguments")}
-    return {"id": _required(item, place, "call_id"), "type": "function", "function": function}
 
 
 def _required(item: InputItem, place: str, name: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_inference.server.call import JSON, Call, Transcript, usage
+from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
@@ -57,7 +57,7 @@ class _Function:
         return head | {"name": self.name, "arguments": "".join(self.arguments)}
 
 
-class ResponsesReply:
+class ResponsesReply(Reply):
     """The reply to one call of POST /v1/responses."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, echo: JSON, id_stem: str) -> None:
@@ -73,7 +73,6 @@ class ResponsesReply:
         self._num_events = 0
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the response."""
         (transcript,) = transcripts
         self._take(transcript.events, transcript.entries, transcript.parts)
         self._finish(transcript)
@@ -87,7 +86,6 @@ class ResponsesReply:
         )
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the events of a delta."""
         return self._encode(self._take(decoded.events, decoded.entries, decoded.parts))
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:

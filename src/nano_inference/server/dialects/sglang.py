@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
 from nano_inference.server.call import JSON, Call
-from nano_inference.server.calls import completion_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect, Generating, Probing
 from nano_inference.server.dialects.sglang_reply import PromptOptions, SglangReply
@@ -30,7 +28,6 @@ from nano_inference.server.schema import (
     Alternatives,
     Bias,
     Body,
-    CompletionBody,
     Count,
     CountOrOff,
     Factor,
@@ -48,80 +45,69 @@ from nano_inference.server.schema import (
 )
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.translating import (
-    as_body,
-    fill_context,
     given_fields,
     refuse_foreign,
     refuse_unknown,
-    rename_structures,
-    renamed_errors,
+    translated_completion,
 )
 from nano_inference.server.unsupported import EMPTY, OFF
 
 _T = TypeVar("_T")
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "input_embeds": EMPTY,
-        "image_data": EMPTY,
-        "video_data": EMPTY,
-        "audio_data": EMPTY,
-        "modalities": EMPTY,
-        "token_ids_logprob": EMPTY,
-        "multi_item_scoring_delimiter": (None,),
-        "session_params": EMPTY,
-        "lora_path": EMPTY,
-        "lora_id": EMPTY,
-        "custom_logit_processor": EMPTY,
-        "return_hidden_states": OFF,
-        "return_routed_experts": OFF,
-        "return_prompt_token_ids": OFF,
-        "return_entropy": OFF,
-        "return_bytes": OFF,
-        "priority": (None, 0),
-        "data_parallel_rank": (None, 0),
-        "routed_dp_rank": (None, 0),
-        "bootstrap_host": EMPTY,
-        "bootstrap_port": EMPTY,
-        "bootstrap_room": (None,),
-    }
-)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "input_embeds": EMPTY,
+    "image_data": EMPTY,
+    "video_data": EMPTY,
+    "audio_data": EMPTY,
+    "modalities": EMPTY,
+    "token_ids_logprob": EMPTY,
+    "multi_item_scoring_delimiter": (None,),
+    "session_params": EMPTY,
+    "lora_path": EMPTY,
+    "lora_id": EMPTY,
+    "custom_logit_processor": EMPTY,
+    "return_hidden_states": OFF,
+    "return_routed_experts": OFF,
+    "return_prompt_token_ids": OFF,
+    "return_entropy": OFF,
+    "return_bytes": OFF,
+    "priority": (None, 0),
+    "data_parallel_rank": (None, 0),
+    "routed_dp_rank": (None, 0),
+    "bootstrap_host": EMPTY,
+    "bootstrap_port": EMPTY,
+    "bootstrap_room": (None,),
+}
 """Unsupported fields of SGLang's request -> the values that are accepted because they have no effect."""
 
-UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "stop_regex": EMPTY,
-        "structural_tag": EMPTY,
-        "spaces_between_special_tokens": (None, True),
-        "custom_params": EMPTY,
-        "stream_interval": (None, 1),
-        "beam_width": (None, 1),
-        "thinking_budget": (None,),
-    }
-)
+UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
+    "stop_regex": EMPTY,
+    "structural_tag": EMPTY,
+    "spaces_between_special_tokens": (None, True),
+    "custom_params": EMPTY,
+    "stream_interval": (None, 1),
+    "beam_width": (None, 1),
+    "thinking_budget": (None,),
+}
 """The same for `sampling_params`."""
 
-_PARAM_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids")},
-        **{name: name for name in ("ignore_eos", "skip_special_tokens", "logit_bias")},
-        **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
-        **{name: name for name in ("json_schema", "regex", "ebnf")},
-        "max_tokens": "max_new_tokens",
-        "min_tokens": "min_new_tokens",
-        "seed": "sampling_seed",
-        "include_stop_str_in_output": "no_stop_trim",
-    }
-)
+_PARAM_NAMES: Mapping[str, str] = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids")},
+    **{name: name for name in ("ignore_eos", "skip_special_tokens", "logit_bias")},
+    **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
+    **{name: name for name in ("json_schema", "regex", "ebnf")},
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+}
 """Field of `CompletionBody` -> SGLang's sampling parameter."""
 
-_BODY_NAMES = MappingProxyType(
-    {
-        "logprobs": "top_logprobs_num",
-        "prompt_logprobs": "logprob_start_len",
-        "cache_salt": "extra_key",
-    }
-)
+_BODY_NAMES: Mapping[str, str] = {
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
+    "cache_salt": "extra_key",
+}
 """Field of `CompletionBody` -> field of `SglangBody`, for error messages."""
 
 
@@ -184,14 +170,12 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
     fields = [_fields(one, option, body) for one, option in zip(params, options, strict=True)]
     source = "text" if body.text is not None else "input_ids"
     calls: list[Call] = []
-    for _, run in groupby(range(len(prompts)), key=lambda index: (fields[index], params[index].max_new_tokens)):
+    for _, run in groupby(range(len(prompts)), key=fields.__getitem__):
         indices = list(run)
         first = indices[0]
         names = _client_names(source, first if isinstance(body.sampling_params, list) else None)
-        with renamed_errors(names):
-            completion = as_body({**fields[first], "prompt": [prompts[index] for index in indices]}, CompletionBody)
-            call = rename_structures(completion_call(completion, model, config, salt), names)
-            calls.append(fill_context(call, model.limits) if params[first].max_new_tokens is None else call)
+        completion = {**fields[first], "prompt": [prompts[index] for index in indices]}
+        calls.append(translated_completion(completion, names, model, config, salt))
     call = _merge(calls)
     for index, (request, option) in enumerate(zip(call.requests, options, strict=True)):
         if option.start > len(request.prompt):
@@ -259,8 +243,7 @@ def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> J
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
     values = given_fields(params)
     fields: JSON = {field: values[name] for field, name in _PARAM_NAMES.items() if name in values}
-    if params.max_new_tokens is None:
-        fields["max_tokens"] = max(1, params.min_new_tokens or 0)  # passes validation; `fill_context` removes the limit
+    fields["max_tokens"] = params.max_new_tokens
     if options.logprobs:
         fields["logprobs"] = options.top
     if options.start >= 0:

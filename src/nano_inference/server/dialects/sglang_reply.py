@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nano_inference.server.call import JSON, Call, Transcript, transcripts_of
+from nano_inference.server.call import JSON, Call, Reply, Transcript, transcripts_of
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_text
-from nano_inference.server.errors import ApiError
-from nano_inference.server.events import DONE, events
+from nano_inference.server.events import events
 from nano_inference.server.replies import version_facts
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import SamplingMask, TopLogprobs
@@ -35,19 +34,7 @@ def next_event(num_tokens: int) -> int:
     return num_tokens + max(1, num_tokens // _GROWTH_DIVISOR)
 
 
-def append(sent: Transcript, decoded: DecodedDelta) -> None:
-    """Add a delta to a sample's transcript."""
-    sent.text += decoded.text
-    sent.token_ids += decoded.token_ids
-    sent.entries += decoded.entries
-    sent.finish_reason, sent.stop_reason = decoded.finish_reason, decoded.stop_reason
-    if decoded.delta is not None:
-        sent.mask += decoded.delta.mask
-        sent.versions += decoded.delta.versions
-        sent.sample = decoded.delta.sample
-
-
-class SglangReply:
+class SglangReply(Reply):
     """The reply to /generate: an object for one prompt, a list for several or for several samples."""
 
     def __init__(
@@ -73,17 +60,13 @@ class SglangReply:
         """Number of tokens of each sample at which its next event is sent."""
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
-        """Return the reply's JSON."""
         answers = [self._answer(transcript, _masks(transcript)) for transcript in transcripts]
         return answers if self._is_list else answers[0]
-
-    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with all of one sample so far, or nothing if its next event is not due."""
         index, sent = transcript.index, self._sent[transcript.index]
-        append(sent, decoded)
+        sent.append(decoded)
         if decoded.delta is not None:
             self._masks[index] += decoded.delta.sampling_masks or ()
         count = len(sent.token_ids)
@@ -92,13 +75,6 @@ class SglangReply:
         self._next[index] = next_event(count)
         answer = self._answer(sent, self._masks[index])
         return events([{**answer, "index": index} if self._is_list else answer])
-
-    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        return DONE
-
-    def error_events(self, error: ApiError) -> bytes:
-        """Return the error, and [DONE]."""
-        return events([error.to_dict()]) + DONE
 
     def _answer(self, transcript: Transcript, masks: Sequence[SamplingMask]) -> JSON:
         options = self._options[transcript.prompt_index]

@@ -18,7 +18,7 @@ from nano_inference.control import Control as EngineControl
 from nano_inference.server.body import parse, read_json
 from nano_inference.server.call import JSON
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.engine_link import EngineLink
+from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.rl.control import Control
@@ -29,17 +29,14 @@ from nano_inference.server.rl.schema import GROUP, InitGroupBody, InitInfo
 from nano_inference.server.rl.threads import in_thread
 from nano_inference.server.rl.updates import HOW_TO_END, Updates, client_error
 from nano_inference.server.schema import Body
-from nano_inference.server.served import LoadedModel
 from nano_inference.types import (
     BadRequest,
     EngineDead,
     EnginePaused,
     ModelError,
-    OnRunning,
     UpdateBusy,
     WeightError,
     WeightInfo,
-    WeightLabel,
 )
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -130,19 +127,6 @@ class RLContext:
             world_size=info.world_size,
             backend=info.backend or self.backend,
         )
-
-    async def install_directory(
-        self,
-        path: str,
-        field: str,
-        *,
-        label: WeightLabel | None,
-        checksum: str | None,
-        on_running: OnRunning = "keep",
-    ) -> WeightInfo:
-        """Install the weights of a directory below `root`. Raises `ApiError` as `weights_in` and `Updates` do."""
-        source = await self.weights_in(path, field)
-        return await self.updates.install(source, label=label, checksum=checksum, on_running=on_running)
 
     async def weights_in(self, path: str, field: str) -> Source:
         """Return the weights of a directory below `root`. The path is resolved in a thread.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +11,6 @@ import nano_inference
 from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
 from nano_inference.server.rl.context import Command, RLContext
-from nano_inference.types import LogprobsMode
 
 
 async def _is_paused(context: RLContext, request: Request) -> JSON:
@@ -93,7 +91,7 @@ async def _vllm_config(context: RLContext) -> dict[str, Any]:
             "served_model_name": model.name,
             "dtype": f"torch.{await context.link.call(engine.weights_dtype)}",
             "max_model_len": model.limits.max_model_len,
-            "logprobs_mode": vllm_logprobs_mode(context.config.logprobs_mode),
+            "logprobs_mode": f"{context.config.logprobs_mode}_logprobs",
             "max_logprobs": context.config.max_logprobs,
         },
         "weight_transfer_config": {"backend": context.backend},
@@ -103,21 +101,14 @@ async def _vllm_config(context: RLContext) -> dict[str, Any]:
     }
 
 
-def vllm_logprobs_mode(mode: LogprobsMode) -> str:
-    """Return vLLM's name of a mode; "tempered" has no equivalent in vLLM."""
-    return f"{mode}_logprobs"
-
-
-QUERIES: Mapping[str, Command] = MappingProxyType(
-    {
-        "/is_paused": _is_paused,
-        "/is_sleeping": _is_sleeping,
-        "/weight_info": _weight_info,
-        "/get_world_size": _world_size,
-        "/v1/loads": _loads,
-        "/get_model_info": _model_info,
-        "/model_info": _model_info,
-        "/server_info": _server_info,
-        "/get_server_info": _server_info,
-    }
-)
+QUERIES: Mapping[str, Command] = {
+    "/is_paused": _is_paused,
+    "/is_sleeping": _is_sleeping,
+    "/weight_info": _weight_info,
+    "/get_world_size": _world_size,
+    "/v1/loads": _loads,
+    "/get_model_info": _model_info,
+    "/model_info": _model_info,
+    "/server_info": _server_info,
+    "/get_server_info": _server_info,
+}

@@ -1,4 +1,9 @@
-"""The trainer routes; without `--enable-rl` their paths return an error that names the option."""
+"""The trainer routes; without `--enable-rl` their paths return an error that names the option.
+
+Commands, which change state, need an admin key. vLLM's names:
+vllm/entrypoints/serve/{rlhf,sleep,cache,instrumentator}/api_router.py. SGLang's names:
+sglang/srt/entrypoints/http_server.py.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,27 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.engine_link import EngineLink
+from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.rl.context import endpoint_of, make_context
 from nano_inference.server.rl.facts import QUERIES
-from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
 from nano_inference.server.rl.sglang import SGLANG_COMMANDS, sglang_endpoint_of, unsupported
 from nano_inference.server.rl.vllm import VLLM_COMMANDS
-from nano_inference.server.served import LoadedModel
 
+REFUSED_COMMANDS = frozenset(
+    {
+        *("/update_weights_from_tensor", "/update_weights_from_ipc", "/begin_weight_update", "/end_weight_update"),
+        *("/get_weights_by_name", "/weights_checker", "/collective_rpc", "/release_kv_cache_memory"),
+        *("/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    }
+)
+"""Commands that trainers send and this server does not support."""
+QUESTIONS = frozenset(QUERIES)
+"""GET paths, which change nothing; an ordinary key is enough."""
+
+ADMIN_PATHS = frozenset({*VLLM_COMMANDS, *SGLANG_COMMANDS}) | REFUSED_COMMANDS
+"""All paths that need an admin key."""
 _ALSO_GET = frozenset({"/flush_cache"})
 """Commands that SGLang also accepts as GET, as some trainers send them."""
 

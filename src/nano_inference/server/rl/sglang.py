@@ -6,7 +6,6 @@ Error replies have SGLang's `success` and `message` in addition to the error obj
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,9 +26,11 @@ from nano_inference.server.rl.schema import (
 )
 from nano_inference.types import PauseMode
 
-_MODES: Mapping[str, tuple[PauseMode, bool]] = MappingProxyType(
-    {"abort": ("abort", False), "retract": ("keep", True), "in_place": ("keep", False)}
-)
+_MODES: Mapping[str, tuple[PauseMode, bool]] = {
+    "abort": ("abort", False),
+    "retract": ("keep", True),
+    "in_place": ("keep", False),
+}
 """SGLang's pause mode -> the engine's, and whether the KV cache is cleared."""
 
 
@@ -109,9 +110,8 @@ def _tags(body: MemoryBody) -> list[str]:
 async def _update_from_disk(context: RLContext, request: Request) -> JSON:
     body = await context.read(request, FromDiskBody)
     _require_format(body.load_format, ("auto", "safetensors"))
-    info = await context.install_directory(
-        body.model_path,
-        "model_path",
+    info = await context.updates.install(
+        await context.weights_in(body.model_path, "model_path"),
         label=body.weight_version,
         checksum=body.checksum,
         on_running="abort" if body.abort_all_requests else "keep",
@@ -155,17 +155,15 @@ def _require_format(load_format: str | None, known: tuple[str, ...]) -> None:
         raise ApiError(400, f"load_format {load_format!r} is not supported{only}", param="load_format")
 
 
-SGLANG_COMMANDS: Mapping[str, Command] = MappingProxyType(
-    {
-        "/pause_generation": _pause,
-        "/continue_generation": _resume,
-        "/abort_request": _abort,
-        "/flush_cache": _flush,
-        "/release_memory_occupation": _release_memory,
-        "/resume_memory_occupation": _resume_memory,
-        "/update_weights_from_disk": _update_from_disk,
-        "/init_weights_update_group": _init_group,
-        "/update_weights_from_distributed": _update_from_group,
-        "/destroy_weights_update_group": _destroy_group,
-    }
-)
+SGLANG_COMMANDS: Mapping[str, Command] = {
+    "/pause_generation": _pause,
+    "/continue_generation": _resume,
+    "/abort_request": _abort,
+    "/flush_cache": _flush,
+    "/release_memory_occupation": _release_memory,
+    "/resume_memory_occupation": _resume_memory,
+    "/update_weights_from_disk": _update_from_disk,
+    "/init_weights_update_group": _init_group,
+    "/update_weights_from_distributed": _update_from_group,
+    "/destroy_weights_update_group": _destroy_group,
+}

@@ -6,7 +6,6 @@ Requests are named by the ids of their replies or by ids that clients chose; vLL
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from starlette.requests import Request
 
@@ -100,7 +99,8 @@ async def _update_weights(context: RLContext, request: Request) -> JSON:
     directory, field = _directory_of(body)
     is_part = context.updates.is_open or (context.updates.takes_parts and body.weight_dir is None)
     if directory is not None and not is_part:
-        info = await context.install_directory(directory, field, label=_label_of(body), checksum=body.checksum)
+        label, weights = _label_of(body), await context.weights_in(directory, field)
+        info = await context.updates.install(weights, label=label, checksum=body.checksum)
     else:
         _require_no_version(body)
         source = await _source_of(context, body.update_info, directory, field)
@@ -203,21 +203,19 @@ async def _check_weights(context: RLContext, request: Request) -> JSON:
     return {**reply, **await context.facts()}
 
 
-VLLM_COMMANDS: Mapping[str, Command] = MappingProxyType(
-    {
-        "/pause": _pause,
-        "/resume": _resume,
-        "/abort_requests": _abort_requests,
-        "/reset_prefix_cache": _reset_prefix_cache,
-        "/sleep": _sleep,
-        "/wake_up": _wake_up,
-        "/init_weight_transfer_engine": _init_transfer,
-        "/start_weight_update": _start_update,
-        "/update_weights": _update_weights,
-        "/finish_weight_update": _finish_update,
-        "/abort_weight_update": _abort_update,
-        "/shutdown_weight_transfer_engine": _shut_down_transfer,
-        "/update_weight_version": _set_label,
-        "/weight_checker": _check_weights,
-    }
-)
+VLLM_COMMANDS: Mapping[str, Command] = {
+    "/pause": _pause,
+    "/resume": _resume,
+    "/abort_requests": _abort_requests,
+    "/reset_prefix_cache": _reset_prefix_cache,
+    "/sleep": _sleep,
+    "/wake_up": _wake_up,
+    "/init_weight_transfer_engine": _init_transfer,
+    "/start_weight_update": _start_update,
+    "/update_weights": _update_weights,
+    "/finish_weight_update": _finish_update,
+    "/abort_weight_update": _abort_update,
+    "/shutdown_weight_transfer_engine": _shut_down_transfer,
+    "/update_weight_version": _set_label,
+    "/weight_checker": _check_weights,
+}
