@@ -67,7 +67,7 @@ def test_startup_prints_both_defaults(opinionated: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"generation_config": "vllm"}, r"^generation_config must be auto or none, got 'vllm'"),
+        ({"generation_config": "vllm"}, r"^generation_config must be one of auto, none, got 'vllm'"),
         ({"generation_config": "auto", "enable_rl": True}, "^generation_config must be none with enable_rl: "),
     ],
 )
