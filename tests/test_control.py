@@ -296,6 +296,15 @@ def test_flush_frees_idle_blocks_now_and_held_ones_on_release() -> None:
     assert again.num_cached_tokens == 0
 
 
+def test_a_request_named_twice_is_aborted_once() -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
+    first, second = (engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True), 2) for _ in range(2))
+    engine.step()
+    assert [sample.request_id for sample in engine.abort([first, second, first])] == [first, first, second, second]
+    engine.parts.kv.check()
+    assert not engine.has_pending()
+
+
 def test_all_requests_are_aborted_at_once() -> None:
     engine = fake(max_batch_size=2)
     first = started(engine)

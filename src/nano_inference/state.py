@@ -52,7 +52,7 @@ class OpenRequests:
 
     def sequences(self, request_ids: Iterable[int] | None = None) -> list[Sequence]:
         """Return the sequences of these requests that have not ended; those of all requests, oldest first, for None."""
-        ids = tuple(self._live if request_ids is None else request_ids)
+        ids = tuple(self._live if request_ids is None else dict.fromkeys(request_ids))
         return [seq for one in ids for seq in self._live.get(one, ())]
 
     def is_live(self, request_id: int) -> bool:
