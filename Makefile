@@ -13,8 +13,12 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscop
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-test: .venv/ready-dev lint browser
-	$(PYTEST)
+# Lint runs beside the tests: mypy takes a minute of one core. Its output follows theirs.
+test: .venv/ready-dev browser
+	@log=$$(mktemp); make --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
+	$(PYTEST); tests=$$?; \
+	wait $$lint; lint=$$?; cat "$$log"; rm "$$log"; \
+	test $$tests = 0 -a $$lint = 0
 
 # The pages are tested in Debian's Chromium; without it those tests are skipped, which pytest says at its end.
 browser:

@@ -81,7 +81,7 @@ def improve(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-def warm_model(directory: str) -> LlamaForCausalLM:
+def warm_model(directory: str, steps: int) -> LlamaForCausalLM:
     """Return the model in the directory, pretraining and saving it first if it is missing; independent of the seed."""
     if Path(directory, "model.safetensors").exists():
         return LlamaForCausalLM.from_pretrained(directory)
@@ -93,7 +93,7 @@ def warm_model(directory: str) -> LlamaForCausalLM:
     model = LlamaForCausalLM(LlamaConfig(**size, **heads, **ids, initializer_range=0.08))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     rng, mistakes = random.Random(1), (0,) * 8 + (-20, -10, -2, -1, 1, 2, 10, 20)
-    for _ in range(500):
+    for _ in range(steps):
         problems = [problem(rng, mistakes) for _ in range(128)]
         mask = pad([[0] * len(prompt) + [1] * len(answer) for prompt, answer in problems])[:, 1:]
         tokens = pad([encode(prompt + answer) for prompt, answer in problems])
@@ -216,6 +216,7 @@ def options(description: str | None, plot: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="random seed of problems and samples")
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--pretraining", type=int, default=500, help="supervised steps before the first one")
     parser.add_argument("--prompts", type=int, default=32, help="problems per step")
     parser.add_argument("--group", type=int, default=8, help="samples per problem")
     parser.add_argument("--lr", type=float, default=3e-4)
@@ -239,7 +240,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         path = str(args.cache or temporary)
-        model = warm_model(path)
+        model = warm_model(path, args.pretraining)
         size = args.prompts * args.group
         with InferenceEngine(EngineConfig(model_path=path, seed=args.seed, max_batch_size=size, **ENGINE)) as engine:
             log = train(model, engine, args)

@@ -228,7 +228,7 @@ def train(model: Model, args: argparse.Namespace) -> None:
 
 
 @torch.inference_mode()
-def validation_loss(model: Model, seed: int, count: int = 8) -> float:
+def validation_loss(model: Model, seed: int, count: int) -> float:
     """Return the mean loss on batches from another seed."""
     pairs = [pair for pair, _ in zip(batches(seed, 4096), range(count), strict=False)]
     losses = [functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten()) for ids, targets in pairs]
@@ -305,6 +305,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.004, help="learning rate of the matrices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--validation", type=int, default=8, help="batches of the validation loss")
     parser.add_argument("--examples", type=int, default=250, help="held-out questions of each kind, 0 for none")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -317,7 +318,7 @@ def main() -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16() if weight.dim() > 1 else weight)
-    loss = round(validation_loss(model, args.seed + 1), 5)
+    loss = round(validation_loss(model, args.seed + 1, args.validation), 5)
     write(model, args.out, args, loss)
     print(f"validation loss {loss}, {time.process_time():.0f} s of processor time", flush=True)
     if args.examples:

@@ -128,13 +128,13 @@ def is_right(completion_ids: list[list[int]], answer: list[str], **_: Any) -> li
     return [float(ids == encode(right)) for ids, right in zip(completion_ids, answer, strict=True)]
 
 
-def warm_pair(path: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def warm_pair(path: str, steps: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Return the model in `path`, training and saving it first if it is missing, and save its tokenizer there."""
     characters = Tokenizer(models.BPE({character: i for i, character in enumerate(VOCABULARY)}, []))
     characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="_", eos_token="$")
-    model = warm_model(path)
+    model = warm_model(path, steps)
     tokenizer.save_pretrained(path)
     return model, tokenizer
 
@@ -146,7 +146,7 @@ def make_trainer(args: argparse.Namespace, path: str, output: str, **more: Any) 
     size = {"per_device_train_batch_size": args.prompts * args.group, "num_generations": args.group}
     rates = {"learning_rate": args.lr, "temperature": args.temperature, "lr_scheduler_type": "constant"}
     config = GRPOConfig(output, seed=args.seed, max_steps=args.steps, **size, **rates, **FIXED, **QUIET, **more)
-    model, tokenizer = warm_pair(path)
+    model, tokenizer = warm_pair(path, args.pretraining)
     trainer = GRPOTrainer(model, is_right, config, data, None, tokenizer, callbacks=[Progress])
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -165,7 +165,7 @@ def train_in_process(args: argparse.Namespace, path: str, output: str) -> tuple[
 
 def train_over_http(args: argparse.Namespace, path: str, output: str) -> tuple[GRPOTrainer, dict[str, float]]:
     """Train with TRL's server mode; count the updates of the server."""
-    warm_pair(path)
+    warm_pair(path, args.pretraining)
     with tempfile.TemporaryDirectory() as weights, served(path, weights, args.seed) as url:
         patch_trl_client(weights)
         server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 120}

@@ -192,14 +192,6 @@ def test_an_answer_that_is_no_http_is_named(tmp_path: Path) -> None:
 
 
 @needs_linux_without_gpu
-def test_an_environment_whose_making_was_interrupted_is_made_again(index: str, tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    done = install(str(venv), "--source", index)
-    assert done.returncode == 0, done.stderr
-
-
-@needs_linux_without_gpu
 def test_an_index_without_this_version_is_not_taken(index: str, tmp_path: Path) -> None:
     (tmp_path / "index" / "torch" / "index.html").write_text("torch-1.0.0")
     notice, command = plan(tmp_path, "--source", index)
@@ -233,8 +225,10 @@ def test_nvidia_smi_without_a_gpu_changes_nothing(script: str, index: str, tmp_p
 
 
 @needs_linux_without_gpu
-def test_it_installs_and_does_not_do_it_twice(index: str, tmp_path: Path) -> None:
+def test_it_installs_into_an_environment_whose_making_was_interrupted_and_not_twice(index: str, tmp_path: Path) -> None:
+    """`test_what_pip_cannot_install_ends_in_one_line_of_ours` makes an environment from nothing."""
     venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     first = install(str(venv), "--source", index)
     assert first.returncode == 0, first.stderr
     assert f"torch-{VERSION}" in first.stdout and first.stdout.startswith("no NVIDIA GPU: downloading")
@@ -246,6 +240,7 @@ def test_it_installs_and_does_not_do_it_twice(index: str, tmp_path: Path) -> Non
 def test_what_pip_cannot_install_ends_in_one_line_of_ours(tmp_path: Path) -> None:
     done = install(str(tmp_path / "venv"), "--source", "http://127.0.0.1:9")
     assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert (tmp_path / "venv" / "bin" / "python").exists()
     assert done.stderr.splitlines()[-1].startswith(f"install_torch: pip could not install torch=={VERSION}: see above")
 
 

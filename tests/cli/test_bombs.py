@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from nano_inference.cli import main
 from tests.cli.test_serve import Process, command
 from tests.server.tiny import make_tiny
 
@@ -60,12 +60,13 @@ def test_template_bomb_fails_alone_and_sigterm_ends_the_server(bombed: Path) -> 
         process.end()
 
 
-def test_generate_and_chat_report_template_timeout_in_one_line(bombed: Path) -> None:
-    start = [sys.executable, "-m", "nano_inference"]
+def test_generate_and_chat_report_template_timeout_in_one_line(
+    bombed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--model", str(bombed), "--max-tokens", "2"]
-    done = subprocess.run([*start, "generate", "bomb", *options], capture_output=True, text=True, timeout=GUARD_S)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1] == f"nano-inference: {bombed}: {SAYS}"
-    talk = "bomb\nhello\n"
-    done = subprocess.run([*start, "chat", *options], input=talk, capture_output=True, text=True, timeout=GUARD_S)
-    assert f"nano-inference: {bombed}: {SAYS}\n" in done.stderr
-    assert done.returncode == 0 and done.stdout
+    assert main(["generate", "bomb", *options]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"nano-inference: {bombed}: {SAYS}"
+    monkeypatch.setattr("sys.stdin", io.StringIO("bomb\nhello\n"))
+    assert main(["chat", *options]) == 0
+    out, err = capsys.readouterr()
+    assert f"nano-inference: {bombed}: {SAYS}\n" in err and out

@@ -222,13 +222,12 @@ def test_cache_smaller_than_context_is_printed(tiny: Path, capsys: Capture) -> N
 
 
 def test_serve_prints_context_limits(tiny: Path) -> None:
-    with process(tiny, "--max-model-len", "100000") as server:
-        server.wait_for(r"context 32768 tokens, the model's limit \(--max-model-len 100000 is more\)")
     with process(tiny, "--max-model-len", "100") as server:
         server.wait_for(r"context 100 tokens of the model's 32768")
-    words = [word if word != str(8 << 20) else "16KiB" for word in command(tiny)]
+    words = [word if word != str(8 << 20) else "16KiB" for word in command(tiny, "--max-model-len", "100000")]
     server = Process(words)
     try:
+        server.wait_for(r"context 32768 tokens, the model's limit \(--max-model-len 100000 is more\)")
         server.wait_for(r"a request has at most \d+ tokens, the size of the KV cache")
     finally:
         server.popen.kill()

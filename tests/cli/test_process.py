@@ -127,7 +127,7 @@ class Terminal:
         os.close(self._master)
 
 
-def test_ctrl_c_stops_the_answer_and_the_chat_continues(tiny: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(tiny: Path) -> None:
     terminal = Terminal("chat", "-m", str(tiny), "--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos")
     try:
         terminal.wait_for("> ")
@@ -139,16 +139,6 @@ def test_ctrl_c_stops_the_answer_and_the_chat_continues(tiny: Path) -> None:
         terminal.send("/help\n")
         terminal.wait_for("/clear")
         terminal.wait_for("quits.\r\n", more=2)
-        terminal.send("/exit\n")
-        assert terminal.process.wait(_PATIENCE_S) == 0
-    finally:
-        terminal.close()
-
-
-def test_ctrl_d_ends_the_chat(tiny: Path) -> None:
-    terminal = Terminal("chat", "-m", str(tiny))
-    try:
-        terminal.wait_for("> ")
         terminal.send("\x04")
         assert terminal.process.wait(_PATIENCE_S) == 0
     finally:

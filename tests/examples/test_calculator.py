@@ -28,7 +28,7 @@ def data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_few_steps_write_a_checkpoint_of_g4(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train_calculator.py"), "--out", str(tmp_path), "--threads", "1"]
-    command += ["--steps", "3", "--tokens", "512", "--examples", "0"]
+    command += ["--steps", "3", "--tokens", "512", "--validation", "1", "--examples", "0"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     checkpoint = open_checkpoint(tmp_path)

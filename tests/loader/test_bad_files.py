@@ -21,7 +21,7 @@ from nano_inference.loader.gguf_file import read_gguf
 from nano_inference.loader.safetensors_file import read_header
 from nano_inference.types import BadRequest, ModelError
 
-MUTANTS = 2500
+MUTANTS = 600
 PEAK_BYTES = 16 * 2**20
 SECONDS_EACH = 2.0
 

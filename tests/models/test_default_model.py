@@ -72,14 +72,14 @@ def test_scores_match_transformers_cold_chunked_and_cached(
         assert gap_to(expected, ids, chunked.score(ids)) <= TOLERANCE
 
 
-def test_greedy_tokens_are_identical_on_50_prompts(
+def test_greedy_tokens_are_identical_on_20_prompts(
     engine: InferenceEngine, tokenizer: Tokenizer, witness: transformers.PreTrainedModel
 ) -> None:
-    prompts = [chat(tokenizer, question.format(topic)) for question in QUESTIONS for topic in TOPICS]
-    samples = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
-    assert len(samples) == 50
+    prompts = [chat(tokenizer, question.format(topic)) for question in QUESTIONS for topic in TOPICS[::3]]
+    samples = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+    assert len(samples) == 20
     for sample in samples:
-        table = reference_logprobs(witness, [*sample.prompt_tokens, *sample.completion_tokens], 64)
+        table = reference_logprobs(witness, [*sample.prompt_tokens, *sample.completion_tokens], 48)
         assert table.argmax(-1).tolist() == list(sample.completion_tokens)
         chosen = table.gather(-1, torch.tensor(sample.completion_tokens).unsqueeze(-1)).squeeze(-1)
         assert float((chosen - torch.tensor(sample.logprobs)).abs().max()) <= TOLERANCE
@@ -89,10 +89,10 @@ def test_preempted_rollout_matches_transformers(
     default_model_path: Path, tokenizer: Tokenizer, witness: transformers.PreTrainedModel
 ) -> None:
     model_bytes_per_block = 45 * 1024 * 16
-    config = EngineConfig(model_path=str(default_model_path), device="cpu", kv_cache_bytes=14 * model_bytes_per_block)
-    prompts = [chat(tokenizer, QUESTIONS[0].format(topic)) for topic in TOPICS]
+    config = EngineConfig(model_path=str(default_model_path), device="cpu", kv_cache_bytes=8 * model_bytes_per_block)
+    prompts = [chat(tokenizer, QUESTIONS[0].format(topic)) for topic in TOPICS[:5]]
     with InferenceEngine(config) as tight:
-        samples = tight.generate(prompts, SamplingParams(max_tokens=60, seed=3, ignore_eos=True))
+        samples = tight.generate(prompts, SamplingParams(max_tokens=40, seed=3, ignore_eos=True))
     assert sum(sample.num_preemptions for sample in samples) > 0
     for sample in samples:
         assert gap(witness, [*sample.prompt_tokens, *sample.completion_tokens], list(sample.logprobs)) <= TOLERANCE
@@ -101,11 +101,11 @@ def test_preempted_rollout_matches_transformers(
 def test_seeded_request_draws_the_same_tokens_in_any_batch(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
     rng = random.Random(5)
     prompt = chat(tokenizer, "Tell me a story.")
-    params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=48, seed=11, ignore_eos=True)
+    params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=32, seed=11, ignore_eos=True)
     alone = engine.generate([prompt], params)[0]
-    mates = [[rng.randrange(1000, 40_000) for _ in range(rng.randrange(5, 90))] for _ in range(15)]
-    others = [SamplingParams(temperature=rng.random() * 2, max_tokens=rng.randrange(5, 60), top_k=5) for _ in mates]
-    among = engine.generate([*mates[:7], prompt, *mates[7:]], [*others[:7], params, *others[7:]])[7]
+    mates = [[rng.randrange(1000, 40_000) for _ in range(rng.randrange(5, 90))] for _ in range(9)]
+    others = [SamplingParams(temperature=rng.random() * 2, max_tokens=rng.randrange(5, 40), top_k=5) for _ in mates]
+    among = engine.generate([*mates[:5], prompt, *mates[5:]], [*others[:5], params, *others[5:]])[5]
     assert among.completion_tokens == alone.completion_tokens
 
 

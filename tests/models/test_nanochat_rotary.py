@@ -10,6 +10,7 @@ import math
 import random
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,23 +141,34 @@ def greedy(gpt: GPT, prompt: list[int], num_tokens: int) -> list[int]:
     return found
 
 
-@pytest.fixture(scope="module", params=["G1", "G2", "G2e"])
-def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPT, GPT]:
-    """Return a checkpoint, its model with decode_window=full, and its model with the default."""
-    config = model_config(request.param)
-    state = state_dict(request.param, config)
-    directory = tmp_path_factory.mktemp("full")
-    write_checkpoint(directory, request.param, config=config, state=state)
-    short = ("short_window=24",)
-    return directory, load(state, config, *short, "decode_window=full"), load(state, config, *short)
-
-
 PROMPTS = [text(40 + seed, 30 + 13 * seed) for seed in range(6)]
 FULL = ("short_window=24", "decode_window=full")
 
 
-def test_windows_apply_to_prompts_only(full: tuple[Path, GPT, GPT]) -> None:
-    _, gpt, windowed = full
+@dataclass(frozen=True)
+class FullCase:
+    """A checkpoint, its model with decode_window=full and with the default, and the plain loop's greedy answers."""
+
+    directory: Path
+    gpt: GPT
+    windowed: GPT
+    answers: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=["G1", "G2", "G2e"])
+def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FullCase:
+    config = model_config(request.param)
+    state = state_dict(request.param, config)
+    directory = tmp_path_factory.mktemp("full")
+    write_checkpoint(directory, request.param, config=config, state=state)
+    gpt, windowed = load(state, config, *FULL), load(state, config, "short_window=24")
+    answers = [greedy(gpt, prompt, 48) for prompt in PROMPTS]
+    assert answers != [greedy(windowed, prompt, 48) for prompt in PROMPTS]
+    return FullCase(directory, gpt, windowed, answers)
+
+
+def test_windows_apply_to_prompts_only(full: FullCase) -> None:
+    gpt, windowed = full.gpt, full.windowed
     ids = torch.tensor([text(3, 90)])
     assert torch.equal(gpt.forward(ids), windowed.forward(ids))
     everything = load(dict(gpt.weights), model_config(gpt.terms.generation), "window_pattern=L")
@@ -175,43 +187,37 @@ def test_windows_apply_to_prompts_only(full: tuple[Path, GPT, GPT]) -> None:
     [{}, {"max_tokens_per_batch": 17, "block_size": 5}, {"speculation": "ngram"}, {"cache_type": "paged"}],
     ids=str,
 )
-def test_core_matches_the_plain_loop(full: tuple[Path, GPT, GPT], kernels: str, options: dict[str, Any]) -> None:
-    directory, gpt, windowed = full
-    wanted = [greedy(gpt, prompt, 48) for prompt in PROMPTS]
-    assert wanted != [greedy(windowed, prompt, 48) for prompt in PROMPTS]
-    with core(directory, *FULL, kernels=kernels, **options) as ours:
+def test_core_matches_the_plain_loop(full: FullCase, kernels: str, options: dict[str, Any]) -> None:
+    with core(full.directory, *FULL, kernels=kernels, **options) as ours:
         for _ in range(2):  # the second time on cached prefixes
             found = [list(sample.completion_tokens) for sample in ours.generate(PROMPTS, GREEDY)]
-            assert found == wanted
+            assert found == full.answers
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_preempted_answer_is_recomputed_without_windows(full: tuple[Path, GPT, GPT], kernels: str) -> None:
-    directory, gpt, _ = full
-    block_bytes = gpt.model.config.kv_bytes_per_token(4) * 16
-    with core(directory, *FULL, kernels=kernels, kv_cache_bytes=block_bytes * 14) as ours:
+def test_preempted_answer_is_recomputed_without_windows(full: FullCase, kernels: str) -> None:
+    block_bytes = full.gpt.model.config.kv_bytes_per_token(4) * 16
+    with core(full.directory, *FULL, kernels=kernels, kv_cache_bytes=block_bytes * 14) as ours:
         samples = ours.generate(PROMPTS, GREEDY)
     assert sum(sample.num_preemptions for sample in samples) > 0
-    assert [list(sample.completion_tokens) for sample in samples] == [greedy(gpt, prompt, 48) for prompt in PROMPTS]
+    assert [list(sample.completion_tokens) for sample in samples] == full.answers
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_next_prompt_does_not_reuse_keys_of_generated_tokens(full: tuple[Path, GPT, GPT], kernels: str) -> None:
+def test_next_prompt_does_not_reuse_keys_of_generated_tokens(full: FullCase, kernels: str) -> None:
     """In the next prompt, the answer's tokens are prompt tokens, which windows restrict: their keys differ."""
-    directory, gpt, _ = full
-    with core(directory, *FULL, kernels=kernels) as ours:
+    with core(full.directory, *FULL, kernels=kernels) as ours:
         first = ours.generate(PROMPTS[:1], GREEDY)[0]
         prompt = [*first.prompt_tokens, *first.completion_tokens, *text(5, 9)]
         second = ours.generate([prompt], GREEDY)[0]
         again = ours.generate([prompt], GREEDY)[0]
-    assert list(second.completion_tokens) == greedy(gpt, prompt, 48)
+    assert list(second.completion_tokens) == greedy(full.gpt, prompt, 48)
     assert second.num_cached_tokens == 0
     assert (again.completion_tokens, again.num_cached_tokens > 0) == (second.completion_tokens, True)
 
 
-def test_resumed_answer_is_computed_without_windows(full: tuple[Path, GPT, GPT]) -> None:
-    directory, gpt, _ = full
-    with core(directory, *FULL) as ours:
+def test_resumed_answer_is_computed_without_windows(full: FullCase) -> None:
+    with core(full.directory, *FULL) as ours:
         request = ours.add_request(PROMPTS[3], GREEDY)
         for _ in range(20):
             ours.step()
@@ -219,12 +225,11 @@ def test_resumed_answer_is_computed_without_windows(full: tuple[Path, GPT, GPT])
         assert 10 < len(partial.completion_tokens) < 48
         ours.flush_cache()
         (whole,) = ours.complete([partial], GREEDY)
-    assert list(whole.completion_tokens) == greedy(gpt, PROMPTS[3], 48)
+    assert list(whole.completion_tokens) == full.answers[3]
 
 
-def test_nanochat_engine_matches_the_plain_loop(full: tuple[Path, GPT, GPT]) -> None:
-    _, gpt, _ = full
-    for prompt in PROMPTS:
-        columns = Engine(gpt, CharacterTokenizer()).generate(prompt, max_tokens=48, temperature=0.0)
+def test_nanochat_engine_matches_the_plain_loop(full: FullCase) -> None:
+    for prompt, answer in zip(PROMPTS, full.answers, strict=True):
+        columns = Engine(full.gpt, CharacterTokenizer()).generate(prompt, max_tokens=48, temperature=0.0)
         tokens = [column[0] for column, _ in columns]
-        assert len(tokens) > 5 and tokens == greedy(gpt, prompt, 48)[: len(tokens)]
+        assert len(tokens) > 5 and tokens == answer[: len(tokens)]

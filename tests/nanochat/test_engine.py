@@ -45,13 +45,13 @@ def num_tool_results(rows: list[Row]) -> int:
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-@pytest.mark.parametrize("num_samples", [1, 4, 16])
+@pytest.mark.parametrize("num_samples", [1, 12])
 def test_stream_equals_nanochat_loop(generation: str, num_samples: int) -> None:
     model = talkative(generation)
     ours, plain = Engine(model, TOKENIZER), Engine(Foreign(model), TOKENIZER)
     results = ends = 0
     wishes = [(0.0, None, 70), (1.0, None, 90), (1.0, 12, 23), (0.8, 0, 14), (1.1, 200, 31), (1.0, 9, 11)]
-    for number, (temperature, top_k, max_tokens) in enumerate(wishes * (2 if num_samples == 16 else 1)):
+    for number, (temperature, top_k, max_tokens) in enumerate(wishes):
         prompt = [BOS, *TOKENIZER.encode("12+3"[: 1 + number % 4])]
         wish: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "max_tokens": max_tokens, "seed": number}
         columns = list(ours.generate(prompt, num_samples, **wish))
@@ -61,18 +61,18 @@ def test_stream_equals_nanochat_loop(generation: str, num_samples: int) -> None:
         assert rows == rows_of(expected, num_samples)
         results += num_tool_results(rows)
         ends += sum(row[-1][0] == END for row in rows)
-    if num_samples == 16:
-        assert results >= 4 and ends >= 5, (results, ends)
+    if num_samples == 12:
+        assert results > 0 and ends >= 5, (results, ends)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_max_tokens_can_truncate_tool_result(generation: str) -> None:
     model = talkative(generation)
     ours, plain = Engine(model, TOKENIZER), Engine(Foreign(model), TOKENIZER)
-    long = [rows_of(list(ours.generate([BOS, 1], 8, max_tokens=80, seed=seed)), 8) for seed in range(4)]
-    seed, place = next(
-        (seed, row.index((OUTPUT_START, 0)))
-        for seed, rows in enumerate(long)
+    seed, long, place = next(
+        (seed, rows, row.index((OUTPUT_START, 0)))
+        for seed in range(4)
+        for rows in [rows_of(list(ours.generate([BOS, 1], 8, max_tokens=80, seed=seed)), 8)]
         for row in rows
         if (OUTPUT_START, 0) in row
     )
@@ -80,7 +80,7 @@ def test_max_tokens_can_truncate_tool_result(generation: str) -> None:
         rows, expected = (
             rows_of(list(engine.generate([BOS, 1], 8, max_tokens=max_tokens, seed=seed)), 8) for engine in (ours, plain)
         )
-        assert rows == expected == [row[:max_tokens] for row in long[seed]]
+        assert rows == expected == [row[:max_tokens] for row in long]
 
 
 def test_batches_equal_nanochat_loop() -> None:

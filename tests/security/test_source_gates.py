@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
@@ -48,9 +49,15 @@ def trees() -> dict[str, ast.Module]:
     return {path.relative_to(HOME).as_posix(): ast.parse(path.read_text()) for path in sorted(HOME.rglob("*.py"))}
 
 
+@cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return a tree's nodes, which almost every rule reads."""
+    return tuple(ast.walk(tree))
+
+
 def imports(tree: ast.AST) -> Iterator[str]:
     """Every module that is imported, whole names, also by `importlib.import_module("name")`."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -73,7 +80,7 @@ def called(node: ast.Call) -> tuple[str, str]:
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Call):
             yield (*called(node), node)
 
@@ -92,7 +99,7 @@ def pickle_uses(trees: dict[str, ast.Module]) -> set[Finding]:
         found |= {(path, name) for name in taken}
         found |= {
             (path, node.attr)
-            for node in ast.walk(tree)
+            for node in nodes_of(tree)
             if isinstance(node, ast.Attribute) and node.attr in ("Unpickler", "Pickler", "loads", "load")
             if ast.unparse(node.value) in PICKLE_NAMES
         }
@@ -111,7 +118,7 @@ def run_uses(trees: dict[str, ast.Module]) -> set[Finding]:
             if before == "subprocess" or name in ("create_subprocess_exec", "create_subprocess_shell"):
                 found.add((path, f"{before}.{name}"))
         # A name that is handed over, `map(eval, …)`, runs as well.
-        loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        loaded = {node.id for node in nodes_of(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         found |= {(path, name) for name in loaded & {"eval", "exec", "__import__"}}
     return found
 
@@ -122,7 +129,7 @@ def open_pythons(tree: ast.AST) -> list[str]:
     A script by its path puts its own directory first. A command handed over whole, behind the program, is not seen.
     """
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         parts = node.args if isinstance(node, ast.Call) else getattr(node, "elts", [])
         for part, following in zip_longest(parts, parts[1:]):
             if ast.unparse(part) not in ("sys.executable", "str(sys.executable)"):

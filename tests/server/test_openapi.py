@@ -36,7 +36,7 @@ from nano_inference.server.wiring import guard_policy, installed_dialects, make_
 from tests.server.tiny import Running, running
 
 DIALECTS = installed_dialects()
-EXAMPLES = 25
+EXAMPLES = 10
 """Requests for each operation; the more thorough run takes 200."""
 MAX_LEN = 64
 CHECKS = [
