@@ -1,0 +1,109 @@
+"""Every configuration of the kernels that the launchers can choose, for compilation ahead of time.
+
+A configuration needs no GPU: `triton.compile` makes a cubin from the kernel, the types of its arguments and a variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations, product
+from types import MappingProxyType
+from typing import Any, get_args
+
+import torch
+
+from nano_inference.executors.cuda.kernels import attend, attention
+from nano_inference.executors.cuda.kernels.variant import DTYPES, Variant
+
+TYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
+    {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+)
+_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("q_TW", "k_SJD", "v_SJD", "out_THD"), "*P"),
+        **dict.fromkeys(("table_RB", "start_R", "length_R", "shared_R", "row_QX", "shared_Q", "position_T"), "*i32"),
+        **dict.fromkeys(("part_THND", "score_THN"), "*fp32"),
+        **dict.fromkeys(("scale", "cap"), "fp32"),
+    }
+)
+"""Types of arguments by name; P is the model's precision. All others are int32."""
+_ALIGNED = frozenset({"q_stride"})
+"""Numbers that are multiples of 16 in every model, so that loads are wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A kernel with its constants and the types of its arguments."""
+
+    kernel: Any
+    variant: Variant
+    traits: Mapping[str, str]
+    """What distinguishes it from other configurations of the same kernel."""
+
+    @property
+    def kernel_name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.kernel_name, *(f"{key}={value}" for key, value in self.traits.items())))
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """Return the type of each argument, as Triton writes it."""
+        precision = self.traits.get("dtype", "fp32")
+        names = {name: _TYPES.get(name, "i32") for name in self.kernel.arg_names}
+        constants = dict.fromkeys(self.variant.constants, "constexpr")
+        return {name: text.replace("*P", f"*{precision}") for name, text in (names | constants).items()}
+
+    @property
+    def attributes(self) -> dict[tuple[int, ...], list[list[str | int]]]:
+        """Return the arguments that are multiples of 16 (pointers are), by index."""
+        return {
+            (index,): [["tt.divisibility", 16]]
+            for index, (name, text) in enumerate(self.signature.items())
+            if text.startswith("*") or name in _ALIGNED
+        }
+
+
+def configurations() -> tuple[Configuration, ...]:
+    """Return every configuration."""
+    return tuple(_attention())
+
+
+def _attention() -> Iterator[Configuration]:
+    kernels = {"split": attention.attend_split, "group": attention.attend_group, "chunk": attention.attend_chunk}
+    for kind, dtype, ratio, dim, has_cap in product(
+        get_args(attend.Kind), DTYPES, attend.RATIOS, attend.HEAD_DIMS, (False, True)
+    ):
+        variant = attend.attend_variant(kind, dtype, ratio, dim, has_cap=has_cap)
+        traits = {"dtype": TYPE_NAMES[dtype], "ratio": str(ratio), "head_dim": str(dim), "cap": str(has_cap)}
+        yield Configuration(kernels[kind], variant, traits)
+    for dtype, dim in product(DTYPES, attend.HEAD_DIMS):
+        traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim)}
+        yield Configuration(attention.merge_split, attend.merge_variant(dim), traits)
+
+
+def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuration, ...]:
+    """Return at most `limit` configurations: every trait of every kernel, then as many pairs of traits as fit.
+
+    Greedy: each time, the first of those with the most traits or pairs that are still missing.
+    """
+    chosen: dict[str, Configuration] = {}
+    for size in (1, 2):
+        covers = [_combinations(one, size) for one in found]
+        missing = frozenset[tuple[str, ...]]().union(*covers)
+        missing -= frozenset(key for one in chosen.values() for key in _combinations(one, size))
+        while missing and len(chosen) < limit:
+            best = max(range(len(found)), key=lambda index: len(covers[index] & missing))
+            chosen[found[best].name] = found[best]
+            missing -= covers[best]
+    return tuple(chosen.values())
+
+
+def _combinations(one: Configuration, size: int) -> frozenset[tuple[str, ...]]:
+    values = (f"{key}={value}" for key, value in one.traits.items())
+    return frozenset((one.kernel_name, *parts) for parts in combinations(values, size)) or frozenset(
+        {(one.kernel_name,)}
+    )
