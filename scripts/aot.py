@@ -66,7 +66,7 @@ def compiled(one: Configuration) -> Result:
     try:
         kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     except Exception as error:
-        return Result(one.name, error=f"{type(error).__name__}: {error}")
+        return Result(one.name, error="\n".join(f"{type(cause).__name__}: {cause}" for cause in causes(error)))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -77,6 +77,13 @@ def compiled(one: Configuration) -> Result:
     ptx = kernel.asm["ptx"]
     used = sorted({*re.findall(r"wgmma", ptx), *re.findall(r"mma\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)})
     return Result(one.name, kernel.metadata.shared, int(found[1]), int(found[2]), " ".join(used))
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its causes; Triton's last one has the reason."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def compiled_by_name(name: str) -> Result:
@@ -146,8 +153,8 @@ def main() -> int:
 
     from nano_inference.executors.cuda.kernels.configurations import configurations, pairwise
 
-    found = configurations() if given.pairwise is None else pairwise(configurations(), given.pairwise)
-    found = tuple(one for one in found if one.name.startswith(given.only))
+    found = tuple(one for one in configurations() if one.name.startswith(given.only))
+    found = found if given.pairwise is None else pairwise(found, given.pairwise)
     started = time.monotonic()
     results = list(ResultCache(triton.__version__).results(found, given.jobs))
     if given.json:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import torch
 
-from nano_inference.executors.cuda.kernels import attend, attention
+from nano_inference.executors.cuda.kernels import advance, attend, attention, sample, sampler, select
 from nano_inference.executors.cuda.kernels.variant import DTYPES, Variant
 
 TYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
@@ -25,6 +25,16 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("table_RB", "start_R", "length_R", "shared_R", "row_QX", "shared_Q", "position_T"), "*i32"),
         **dict.fromkeys(("part_THND", "score_THN"), "*fp32"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
+        "logits_BV": "*P",
+        **dict.fromkeys(("work_BV", "best_BN", "raw_best_BN", "temperature_S", "bias_PV"), "*fp32"),
+        **dict.fromkeys(("repetition_S", "presence_S", "frequency_S"), "*fp32"),
+        **dict.fromkeys(("logprob_B", "raw_logprob_B", "top_logprob_BK", "ring_logprob_SK"), "*fp32"),
+        **dict.fromkeys(("raw_mass_BN", "mass_BN", "kept_BN", "normaliser_B5", "top_p_S", "min_p_S"), "*fp64"),
+        **dict.fromkeys(("cut_key_B", "seed_S"), "*i64"),
+        **dict.fromkeys(("cut_id_B", "slot_B", "token_B", "top_id_BK", "ring_token_SK"), "*i32"),
+        **dict.fromkeys(("count_PV", "mask_PW", "stop_SX", "report_S", "count_row_S", "bias_row_S"), "*i32"),
+        **dict.fromkeys(("mask_row_S", "min_tokens_S", "max_tokens_S", "num_new_S", "sample_S", "position_S"), "*i32"),
+        **dict.fromkeys(("top_k_S", "num_tops_S", "token_S", "previous_S", "state_S"), "*i32"),
     }
 )
 """Types of arguments by name; P is the model's precision. All others are int32."""
@@ -69,7 +79,7 @@ class Configuration:
 
 def configurations() -> tuple[Configuration, ...]:
     """Return every configuration."""
-    return tuple(_attention())
+    return (*_attention(), *_sampler())
 
 
 def _attention() -> Iterator[Configuration]:
@@ -83,6 +93,25 @@ def _attention() -> Iterator[Configuration]:
     for dtype, dim in product(DTYPES, attend.HEAD_DIMS):
         traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim)}
         yield Configuration(attention.merge_split, attend.merge_variant(dim), traits)
+
+
+def _sampler() -> Iterator[Configuration]:
+    sizes = [1 << power for power in range(14, sample.MOST_TOKENS.bit_length())]
+    for dtype, has_cap in product(DTYPES, (False, True)):
+        traits = {"dtype": TYPE_NAMES[dtype], "cap": str(has_cap)}
+        yield Configuration(sampler.adjust_chunk, sample.adjust_variant(has_cap=has_cap), traits)
+        for has_cut in (False, True):
+            more = {**traits, "cut": str(has_cut)}
+            yield Configuration(select.top_row, sample.tops_variant(has_cap=has_cap, has_cut=has_cut), more)
+            for size in sizes:
+                variant = sample.draw_variant(size, has_cap=has_cap, has_cut=has_cut)
+                yield Configuration(sampler.draw_row, variant, {**more, "vocabulary": str(size)})
+    for size in sizes:
+        yield Configuration(select.cut_row, sample.cut_variant(size), {"vocabulary": str(size)})
+        for has_cut in (False, True):
+            variant = sample.sum_variant(size, has_cut=has_cut)
+            yield Configuration(sampler.sum_chunk, variant, {"cut": str(has_cut), "vocabulary": str(size)})
+    yield Configuration(advance.advance_rows, sample.advance_variant(), {})
 
 
 def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuration, ...]:
