@@ -16,6 +16,8 @@ class Case(NamedTuple):
     run: Callable[[torch.device], float]
     """Returns the largest difference on a device."""
     bound: float
+    needs_gpu: bool = False
+    """The interpreter rounds to bfloat16 by truncation."""
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.cuda import attention_cases, sampler_cases
+from tests.cuda import attention_cases, pointwise_cases, sampler_cases
 from tests.cuda.case import Case
 
 
 def all_cases() -> Iterator[Case]:
     """Yield the cases of every kernel."""
     yield from attention_cases.cases()
+    yield from pointwise_cases.cases()
     yield from sampler_cases.cases()
 
 
@@ -30,6 +31,8 @@ def main(prefixes: list[str]) -> int:
     warnings.simplefilter("ignore")  # numpy warns about NaN and infinity, which the cases contain on purpose
     found: dict[str, tuple[float | str, float, float]] = {}
     for case in all_cases():
+        if case.needs_gpu:
+            continue
         if not prefixes or case.name.startswith(tuple(prefixes)):
             started = time.process_time()
             try:

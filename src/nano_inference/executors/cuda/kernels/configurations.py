@@ -13,7 +13,16 @@ from typing import Any, get_args
 
 import torch
 
-from nano_inference.executors.cuda.kernels import advance, attend, attention, sample, sampler, select
+from nano_inference.executors.cuda.kernels import (
+    advance,
+    attend,
+    attention,
+    operate,
+    pointwise,
+    sample,
+    sampler,
+    select,
+)
 from nano_inference.executors.cuda.kernels.variant import DTYPES, Variant
 
 TYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
@@ -26,6 +35,12 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("part_THND", "score_THN"), "*fp32"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
         "logits_BV": "*P",
+        **dict.fromkeys(("x_TW", "more_TW", "sum_TW", "weight_W", "out_TW", "gate_TW", "up_TW", "y_TW", "v_TW"), "*P"),
+        **dict.fromkeys(("gate_TJ", "gate_T1", "before_TW", "table_VW", "qkv_TW", "q_THD", "q_norm_D"), "*P"),
+        **dict.fromkeys(("k_norm_D", "cos_LF", "sin_LF"), "*P"),
+        **dict.fromkeys(("a_1", "b_1", "share_1"), "*fp32"),
+        **dict.fromkeys(("eps", "offset"), "fp32"),
+        **dict.fromkeys(("row_T", "token_T", "previous_T"), "*i32"),
         **dict.fromkeys(("work_BV", "best_BN", "raw_best_BN", "temperature_S", "bias_PV"), "*fp32"),
         **dict.fromkeys(("repetition_S", "presence_S", "frequency_S"), "*fp32"),
         **dict.fromkeys(("logprob_B", "raw_logprob_B", "top_logprob_BK", "ring_logprob_SK"), "*fp32"),
@@ -38,7 +53,7 @@ _TYPES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Types of arguments by name; P is the model's precision. All others are int32."""
-_ALIGNED = frozenset({"q_stride"})
+_ALIGNED = frozenset({"q_stride", "stride", "x_stride", "more_stride", "out_stride", "up_stride", "y_stride", "width"})
 """Numbers that are multiples of 16 in every model, so that loads are wide."""
 
 
@@ -79,7 +94,7 @@ class Configuration:
 
 def configurations() -> tuple[Configuration, ...]:
     """Return every configuration."""
-    return (*_attention(), *_sampler())
+    return (*_attention(), *_sampler(), *_rows(), *_blocks())
 
 
 def _attention() -> Iterator[Configuration]:
@@ -112,6 +127,41 @@ def _sampler() -> Iterator[Configuration]:
             variant = sample.sum_variant(size, has_cut=has_cut)
             yield Configuration(sampler.sum_chunk, variant, {"cut": str(has_cut), "vocabulary": str(size)})
     yield Configuration(advance.advance_rows, sample.advance_variant(), {})
+
+
+def _rows() -> Iterator[Configuration]:
+    """Kernels with a row or a head per program."""
+    weights = ((False, False), (True, False), (True, True))
+    widths = [1 << power for power in range(4, operate.MOST_COLUMNS.bit_length())]
+    for dtype, width, has_more, (has_weight, has_offset) in product(DTYPES, widths, (False, True), weights):
+        variant = operate.norm_variant(width, has_more=has_more, has_weight=has_weight, has_offset=has_offset)
+        traits = {"dtype": TYPE_NAMES[dtype], "width": str(width), "more": str(has_more)}
+        traits["weight"] = f"{has_weight}{'+offset' * has_offset}"
+        yield Configuration(pointwise.norm_row, variant, traits)
+    for dtype, dim, has_rotary, order, (has_weight, has_offset) in product(
+        DTYPES, attend.HEAD_DIMS, (False, True), operate.NORM_ORDERS, weights
+    ):
+        if order != "none" or not has_weight:
+            variant = operate.rotate_variant(
+                dim, order, has_rotary=has_rotary, has_weight=has_weight, has_offset=has_offset
+            )
+            traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim), "rotary": str(has_rotary)}
+            traits["norm"] = f"{order}{'+weight' * has_weight}{'+offset' * has_offset}"
+            yield Configuration(pointwise.rotate_head, variant, traits)
+
+
+def _blocks() -> Iterator[Configuration]:
+    """Kernels with a block of columns per program."""
+    for dtype in DTYPES:
+        traits = {"dtype": TYPE_NAMES[dtype]}
+        for kind in range(3):
+            more, variant = {**traits, "kind": str(kind)}, operate.block_variant(KIND=kind)
+            yield Configuration(pointwise.activate_block, variant, more)
+            yield Configuration(pointwise.embed_block, variant, more)
+        for has_a in (False, True):
+            yield Configuration(pointwise.mix_block, operate.block_variant(HAS_A=has_a), {**traits, "a": str(has_a)})
+        for kernel in (pointwise.gate_values_block, pointwise.smear_block, pointwise.softcap_block):
+            yield Configuration(kernel, operate.block_variant(), traits)
 
 
 def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuration, ...]:
