@@ -14,13 +14,14 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.cuda import attention_cases, pointwise_cases, sampler_cases
+from tests.cuda import attention_cases, linear_cases, pointwise_cases, sampler_cases
 from tests.cuda.case import Case
 
 
 def all_cases() -> Iterator[Case]:
     """Yield the cases of every kernel."""
     yield from attention_cases.cases()
+    yield from linear_cases.cases()
     yield from pointwise_cases.cases()
     yield from sampler_cases.cases()
 

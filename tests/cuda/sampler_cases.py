@@ -227,7 +227,10 @@ def advance_error(device: torch.device) -> float:
     ring_logprob_SK = torch.zeros(5, 3, device=device)
     for _ in range(2):
         sample.advance(scratch, slot_B, slots, tables, ring_SK, ring_logprob_SK)
+    inputs = [torch.full((4,), -7, dtype=torch.int32, device=device) for _ in range(4)]
+    sample.load(slot_B, slots, *inputs)
     found = {
+        "inputs": [one.tolist() for one in inputs],
         "ring": ring_SK[slot_B].tolist(),
         "state": slots.state[slot_B].tolist(),
         "num_new": slots.num_new[slot_B].tolist(),
@@ -237,6 +240,7 @@ def advance_error(device: torch.device) -> float:
         "counts": [int(tables.count[index, token]) for index, token in enumerate((11, 12, 13, 14))],
     }
     expected = {
+        "inputs": [[11, 12, 13, 7], [7, 7, 13, 6], [-1, -1, 7, -1], [0, 0, 8, 0]],
         "ring": [[-1, -1, 11], [-1, -1, 12], [13, -1, 13], [-1, -1, -1]],
         "state": [sample.STOPPED, sample.FULL, sample.RUNNING, sample.STOPPED],
         "num_new": [3, 3, 4, 2],

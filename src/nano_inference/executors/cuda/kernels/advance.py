@@ -1,4 +1,4 @@
-"""The kernel that ends a decode step: it stores each row's token and prepares the slot for the next one.
+"""The kernels that begin and end a decode step: from slots to the inputs of the model, and from draws to slots.
 
 Shapes: B rows, S slots, K entries of a slot's ring, X stop tokens of a slot, P rows of the count table, V vocabulary.
 """
@@ -9,6 +9,32 @@ import triton
 import triton.language as tl
 
 RUNNING, STOPPED, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def load_rows(
+    slot_B: tl.tensor,
+    token_S: tl.tensor,
+    previous_S: tl.tensor,
+    position_S: tl.tensor,
+    state_S: tl.tensor,
+    token_B: tl.tensor,
+    previous_B: tl.tensor,
+    position_B: tl.tensor,
+    length_B: tl.tensor,
+    num_rows: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """Write the inputs of each row's step; position -1 and length 0 if the slot is not running. Grid: (rows / C,)."""
+    row_C = tl.program_id(0) * C + tl.arange(0, C)
+    valid_C = row_C < num_rows
+    slot_C = tl.load(slot_B + row_C, mask=valid_C, other=0).to(tl.int64)
+    runs_C = tl.load(state_S + slot_C, mask=valid_C, other=1) == RUNNING
+    position_C = tl.where(runs_C, tl.load(position_S + slot_C, mask=valid_C, other=0), -1)
+    tl.store(token_B + row_C, tl.load(token_S + slot_C, mask=valid_C, other=0), mask=valid_C)
+    tl.store(previous_B + row_C, tl.load(previous_S + slot_C, mask=valid_C, other=-1), mask=valid_C)
+    tl.store(position_B + row_C, position_C, mask=valid_C)
+    tl.store(length_B + row_C, position_C + 1, mask=valid_C)
 
 
 @triton.jit

@@ -17,6 +17,8 @@ from nano_inference.executors.cuda.kernels import (
     advance,
     attend,
     attention,
+    linear,
+    multiply,
     operate,
     pointwise,
     sample,
@@ -32,7 +34,8 @@ _TYPES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("q_TW", "k_SJD", "v_SJD", "out_THD"), "*P"),
         **dict.fromkeys(("table_RB", "start_R", "length_R", "shared_R", "row_QX", "shared_Q", "position_T"), "*i32"),
-        **dict.fromkeys(("part_THND", "score_THN"), "*fp32"),
+        **dict.fromkeys(("x_TK", "weight_NK", "bias_N", "out_TN"), "*P"),
+        **dict.fromkeys(("part_THND", "score_THN", "part_ZTN"), "*fp32"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
         "logits_BV": "*P",
         **dict.fromkeys(("x_TW", "more_TW", "sum_TW", "weight_W", "out_TW", "gate_TW", "up_TW", "y_TW", "v_TW"), "*P"),
@@ -46,15 +49,32 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("logprob_B", "raw_logprob_B", "top_logprob_BK", "ring_logprob_SK"), "*fp32"),
         **dict.fromkeys(("raw_mass_BN", "mass_BN", "kept_BN", "normaliser_B5", "top_p_S", "min_p_S"), "*fp64"),
         **dict.fromkeys(("cut_key_B", "seed_S"), "*i64"),
-        **dict.fromkeys(("cut_id_B", "slot_B", "token_B", "top_id_BK", "ring_token_SK"), "*i32"),
+        **dict.fromkeys(
+            ("cut_id_B", "slot_B", "token_B", "previous_B", "position_B", "length_B", "top_id_BK", "ring_token_SK"),
+            "*i32",
+        ),
         **dict.fromkeys(("count_PV", "mask_PW", "stop_SX", "report_S", "count_row_S", "bias_row_S"), "*i32"),
         **dict.fromkeys(("mask_row_S", "min_tokens_S", "max_tokens_S", "num_new_S", "sample_S", "position_S"), "*i32"),
         **dict.fromkeys(("top_k_S", "num_tops_S", "token_S", "previous_S", "state_S"), "*i32"),
     }
 )
 """Types of arguments by name; P is the model's precision. All others are int32."""
-_ALIGNED = frozenset({"q_stride", "stride", "x_stride", "more_stride", "out_stride", "up_stride", "y_stride", "width"})
-"""Numbers that are multiples of 16 in every model, so that loads are wide."""
+_ALIGNED = frozenset(
+    {
+        "q_stride",
+        "stride",
+        "x_stride",
+        "more_stride",
+        "out_stride",
+        "up_stride",
+        "y_stride",
+        "weight_stride",
+        "width",
+        "range_size",
+        "vocab_size",
+    }
+)
+"""Numbers that are multiples of 16 in most models, so that loads are wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +114,7 @@ class Configuration:
 
 def configurations() -> tuple[Configuration, ...]:
     """Return every configuration."""
-    return (*_attention(), *_sampler(), *_rows(), *_blocks())
+    return (*_attention(), *_sampler(), *_rows(), *_blocks(), *_linear())
 
 
 def _attention() -> Iterator[Configuration]:
@@ -126,7 +146,8 @@ def _sampler() -> Iterator[Configuration]:
         for has_cut in (False, True):
             variant = sample.sum_variant(size, has_cut=has_cut)
             yield Configuration(sampler.sum_chunk, variant, {"cut": str(has_cut), "vocabulary": str(size)})
-    yield Configuration(advance.advance_rows, sample.advance_variant(), {})
+    for kernel in (advance.load_rows, advance.advance_rows):
+        yield Configuration(kernel, sample.advance_variant(), {})
 
 
 def _rows() -> Iterator[Configuration]:
@@ -162,6 +183,18 @@ def _blocks() -> Iterator[Configuration]:
             yield Configuration(pointwise.mix_block, operate.block_variant(HAS_A=has_a), {**traits, "a": str(has_a)})
         for kernel in (pointwise.gate_values_block, pointwise.smear_block, pointwise.softcap_block):
             yield Configuration(kernel, operate.block_variant(), traits)
+
+
+def _linear() -> Iterator[Configuration]:
+    for dtype in DTYPES:
+        traits = {"dtype": TYPE_NAMES[dtype]}
+        for outputs, num_in in product((16, 32), (1024, 576, 100)):
+            variant = multiply.range_variant(outputs, num_in, dtype)
+            shape = {"outputs": str(outputs), "inputs": "{BK} even={IS_EVEN}".format(**variant.constants)}
+            yield Configuration(linear.multiply_range, variant, traits | shape)
+        for has_bias in (False, True):
+            variant = multiply.merge_variant(has_bias=has_bias)
+            yield Configuration(linear.merge_range, variant, {**traits, "bias": str(has_bias)})
 
 
 def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuration, ...]:

@@ -183,7 +183,7 @@ def activate_block(
     gate_TW: tl.tensor,
     up_TW: tl.tensor,
     out_TW: tl.tensor,
-    gate_stride: tl.tensor,
+    x_stride: tl.tensor,
     up_stride: tl.tensor,
     out_stride: tl.tensor,
     width: tl.tensor,
@@ -193,7 +193,7 @@ def activate_block(
     """Write act(gate) · up, or relu(gate)². Grid: (T, W / C)."""
     row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     valid_C = column_C < width
-    x_C = tl.load(gate_TW + row * gate_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    x_C = tl.load(gate_TW + row * x_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
     if KIND == RELU_SQUARED:
         x_C = tl.maximum(x_C, 0.0) * tl.maximum(x_C, 0.0)
     else:

@@ -1,4 +1,5 @@
-"""Launchers of the sampler: `adjust`, then `cut` if a row truncates, then `draw`, `tops` if wanted, then `advance`.
+"""Launchers of both ends of a decode step: `load` before the model; after it `adjust`, `cut` if a row truncates,
+`draw`, `tops` if wanted, and `advance`.
 
 `sampling.draw` is the reference. All arguments are tensors on the device, indexed by slot where the parameters of a
 request are concerned; `slot_B` maps the rows of a step to distinct slots. Nothing is copied to the host.
@@ -169,13 +170,29 @@ def tops_variant(*, has_cap: bool, has_cut: bool) -> Variant:
 
 
 def advance_variant() -> Variant:
-    """Return the constants of `advance`."""
+    """Return the constants of `load` and `advance`."""
     return Variant(constants={"C": 128}, num_warps=4, fuses=False)
 
 
 def padded_chunks(vocab_size: int) -> int:
     """Return the number of chunks of a vocabulary, as a power of two."""
     return padded(-(-vocab_size // CHUNK))
+
+
+def load(
+    slot_B: Tensor, slots: Slots, token_B: Tensor, previous_B: Tensor, position_B: Tensor, length_B: Tensor
+) -> None:
+    """Write the inputs of a decode step, int32: each row's token, the one before it, its position, its number of keys.
+
+    A slot that is not running gets position -1 and length 0: it writes no K/V and attends to nothing.
+    """
+    variant = advance_variant()
+    variant.launch(
+        advance_kernel.load_rows,
+        (-(-slot_B.size(0) // variant.constants["C"]),),
+        *(slot_B, slots.token, slots.previous, slots.position, slots.state),
+        *(token_B, previous_B, position_B, length_B, slot_B.size(0)),
+    )
 
 
 def adjust(
