@@ -57,5 +57,6 @@ def cases() -> Iterator[Case]:
         name = f"linear-{num_tokens}-{num_out}-{num_in}"
         shape = (num_tokens, num_out, num_in)
         yield Case(name, lambda d, s=shape: difference(*s, torch.float32, d), 2e-6)
-        yield Case(f"{name}-half", lambda d, s=shape: difference(*s, torch.float16, d, has_bias=False), 3e-3)
+        if num_out < 4096:
+            yield Case(f"{name}-half", lambda d, s=shape: difference(*s, torch.float16, d, has_bias=False), 3e-3)
     yield Case("linear-row-dependence", row_dependence, 0.0)

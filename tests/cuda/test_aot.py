@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    """The resources of a choice in which every trait of every kernel occurs."""
+    """The resources of a choice in which every kernel and every value of a trait occurs."""
     command = [sys.executable, str(ROOT / "scripts" / "aot.py"), "--json", "--jobs", "1"]
     command += ["--pairwise", str(MOST_CONFIGURATIONS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)

@@ -198,9 +198,9 @@ def _linear() -> Iterator[Configuration]:
 
 
 def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuration, ...]:
-    """Return at most `limit` configurations: every trait of every kernel, then as many pairs of traits as fit.
+    """Return at most `limit` configurations: every kernel and every value of a trait, then as many pairs as fit.
 
-    Greedy: each time, the first of those with the most traits or pairs that are still missing.
+    Greedy: each time, the first of those with the most values, or pairs of values, that are still missing.
     """
     chosen: dict[str, Configuration] = {}
     for size in (1, 2):
@@ -215,7 +215,5 @@ def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuratio
 
 
 def _combinations(one: Configuration, size: int) -> frozenset[tuple[str, ...]]:
-    values = (f"{key}={value}" for key, value in one.traits.items())
-    return frozenset((one.kernel_name, *parts) for parts in combinations(values, size)) or frozenset(
-        {(one.kernel_name,)}
-    )
+    traits = {"kernel": one.kernel_name, **one.traits}
+    return frozenset(combinations((f"{key}={value}" for key, value in traits.items()), size))
