@@ -165,7 +165,7 @@ def cases() -> Iterator[Case]:
     short = [(8, 9), (3, 270), (1, 40), (2, 2)]
     worlds = {
         "decode-ratio7": World(rows=decode, ratio=7, head_dim=64),
-        "decode-ratio1-dim80-window": World(rows=decode, ratio=1, head_dim=80, spec=window),
+        "decode-ratio1-dim80-window": World(rows=[(1, 1), (1, 560), (1, 16)], ratio=1, head_dim=80, spec=window),
         "decode-ratio3-dim96-cap": World(rows=decode, ratio=3, head_dim=96, spec=cap),
         "decode-ratio8-dim128-half": World(rows=decode, ratio=8, head_dim=128, dtype=torch.float16),
         "decode-ratio2-dim256-both": World(rows=decode, ratio=2, head_dim=256, spec=both),

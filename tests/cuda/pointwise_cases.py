@@ -140,7 +140,9 @@ def cases() -> Iterator[Case]:
     for dtype in BOUNDS:
         for offset, has_weight, has_more in product((0.0, 1.0), (True, False), (True, False)):
             name = f"norm-{offset}-{has_weight}-{has_more}"
-            yield case(name, norm, dtype, offset, has_weight=has_weight, has_more=has_more)
+            one = case(name, norm, dtype, offset, has_weight=has_weight, has_more=has_more)
+            # below one unit in the last place, which shows a missing rounding
+            yield one._replace(bound=4e-4) if dtype == torch.float16 and not offset else one
         for order, offset, rotary, dim in (
             ("none", 0.0, 64, 64), ("first", 0.0, 128, 128), ("first", 1.0, 80, 80), ("last", 0.0, 64, 64),
             ("none", 0.0, 32, 96), ("none", 0.0, 0, 64),

@@ -190,15 +190,15 @@ def tied_rows() -> tuple[Tensor, list[Row]]:
 
 
 def normaliser_error(vocab_size: int, device: torch.device) -> float:
-    """Return the largest difference from float64 of both log-sum-exps and of the log-probability, in units of 1e-6."""
+    """Return the largest difference from float64: of log-sum-exps in units of 1e-10, of the log-probability in ulps."""
     logits_1V = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(3)) * 2
     scratch, *_ = sampled(logits_1V, [row(0, "raw", temperature=0.5)], device, num_tops=0)
     exact_2V = torch.stack((logits_1V[0].double(), logits_1V[0].double() / 0.5))
     best_2, sum_2 = exact_2V.amax(-1), exact_2V.logsumexp(-1)
     found_2 = torch.stack((scratch.normaliser[0, 4], scratch.normaliser[0, 1])).cpu() + best_2
     logprob = torch.tensor([float(exact_2V[0, int(scratch.token[0])] - sum_2[0])]).double()
-    ulp = max(1e-6, abs(float(logprob)) * 2**-24)
-    return max(error(found_2, sum_2) / 1e-6, error(scratch.logprob, logprob) / ulp)
+    ulp = abs(float(logprob)) * 2**-23
+    return max(error(found_2, sum_2) / 1e-10, error(scratch.logprob, logprob) / ulp)
 
 
 @triton.jit
