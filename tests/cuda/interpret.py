@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.cuda import attention_cases, linear_cases, pointwise_cases, sampler_cases
+from tests.cuda import attention_cases, linear_cases, pointwise_cases, refusal_cases, sampler_cases
 from tests.cuda.case import Case
 
 
@@ -23,6 +23,7 @@ def all_cases() -> Iterator[Case]:
     yield from attention_cases.cases()
     yield from linear_cases.cases()
     yield from pointwise_cases.cases()
+    yield from refusal_cases.cases()
     yield from sampler_cases.cases()
 
 
