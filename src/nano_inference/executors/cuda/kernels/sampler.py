@@ -115,7 +115,7 @@ def scaled(x_C: tl.tensor, best: tl.tensor, temperature: tl.tensor) -> tl.tensor
 def key_of(x_C: tl.tensor) -> tl.tensor:
     """Return uint32 keys in the order of the float32 values."""
     bits_C = x_C.to(tl.uint32, bitcast=True)
-    return tl.where((bits_C >> 31) != 0, ~bits_C, bits_C | 0x80000000)
+    return tl.where((bits_C >> 31) != 0, bits_C ^ 0xFFFFFFFF, bits_C | 0x80000000)
 
 
 @triton.jit

@@ -112,7 +112,7 @@ def mass_key(
 @triton.jit
 def value_of(key: tl.tensor) -> tl.tensor:
     """Return the float32 value of a key."""
-    bits = tl.where((key >> 31) != 0, key & 0x7FFFFFFF, ~key)
+    bits = tl.where((key >> 31) != 0, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
