@@ -42,7 +42,7 @@ check: .venv/ready-dev
 fast: .venv/ready-dev
 	$(PYTEST) -m "not model"
 
-# Every configuration of the CUDA kernels, compiled without a GPU: about half an hour of one core at first.
+# Every configuration of the CUDA kernels, compiled without a GPU: about an hour of one core at first.
 aot: .venv/ready-dev .venv/ready-aot
 	$(BIN)/python scripts/aot.py
 
