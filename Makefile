@@ -8,14 +8,14 @@ BIN := .venv/bin
 # Two processes; files go out in their order, because the longest have few tests and would otherwise come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check browser test-clients lint fast bench docs clean
+.PHONY: demo test check browser test-clients lint fast aot bench docs clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 # Lint runs beside the tests: mypy takes a minute of one core. Its output follows theirs.
-test: .venv/ready-dev browser
-	@log=$$(mktemp); make --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
+test: .venv/ready-dev .venv/ready-aot browser
+	@log=$$(mktemp); $(MAKE) --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
 	$(PYTEST); tests=$$?; \
 	wait $$lint; lint=$$?; cat "$$log"; rm "$$log"; \
 	test $$tests = 0 -a $$lint = 0
@@ -46,6 +46,10 @@ check: .venv/ready-dev
 fast: .venv/ready-dev
 	$(PYTEST) -m "not model"
 
+# Every configuration of the CUDA kernels, compiled without a GPU: about an hour of one core at first.
+aot: .venv/ready-dev .venv/ready-aot
+	$(BIN)/python scripts/aot.py
+
 bench: .venv/ready-dev
 	$(BIN)/python benchmarks/compare.py
 
@@ -69,6 +73,13 @@ docs: .venv/ready
 	@echo "downloading the packages of the tests"
 	@$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
+
+# Triton compiles the CUDA kernels ahead of time, and interprets them on a CPU. Without it those tests are skipped, which
+# pytest says at its end.
+.venv/ready-aot: .venv/ready-dev
+	@echo "downloading Triton for the tests of the CUDA kernels: 286 MB"
+	@$(BIN)/python -m pip install -e '.[aot]' && touch $@ \
+		|| echo "WARNING: Triton could not be installed: THE CUDA KERNELS ARE NOT TESTED"
 
 # Versions that are known to go together: without them pip searches for long. litellm needs an older openai than the
 # other clients and instructor an older jiter, so each has an environment inside the environment.

@@ -54,9 +54,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly that the pages were not tested: a few more skipped tests are nothing that anybody would see."""
+    """Report loudly that pages or CUDA kernels were not tested: a few more skipped tests are easily overlooked."""
     skipped = terminalreporter.stats.get("skipped", [])
     count = sum("NO BROWSER" in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.section("THE WEB PAGES WERE NOT TESTED", red=True)
         terminalreporter.line(f"{count} tests need Chromium, which is not on this machine: `make browser`")
+    count = sum("NO TRITON" in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section("THE CUDA KERNELS WERE NOT COMPILED OR INTERPRETED", red=True)
+        terminalreporter.line(f"{count} tests need Triton, which is not installed: pip install -e '.[aot]' (286 MB)")

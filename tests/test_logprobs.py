@@ -115,7 +115,11 @@ NOT_FOR_LOGPROBS = {
     ("sampling.py", "softmax"),
 }
 NUMERIC = ("executors/", "kernels/", "logprobs.py", "models/", "nanochat/", "sampling.py")
-LOGS = {("logprobs.py", "log_")}
+LOGS = {
+    ("logprobs.py", "log_"),
+    ("executors/cuda/kernels/sampler.py", "log"),  # in float64; tests/cuda compares it with float64 at 512k logits
+    ("executors/cuda/kernels/select.py", "log"),  # of min_p
+}
 """Who takes the logarithm of a tensor."""
 
 

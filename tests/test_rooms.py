@@ -227,6 +227,20 @@ def test_rooms_without_torch_do_not_import_it(trees: dict[str, ast.Module]) -> N
         assert "torch" not in imported, path
 
 
+def test_only_the_cuda_kernels_import_triton_and_their_package_does_not(trees: dict[str, ast.Module]) -> None:
+    kernels = "executors/cuda/kernels/"
+    users = {path for path, tree in trees.items() if any(name.startswith("triton") for name in imported_modules(tree))}
+    assert users and all(path.startswith(kernels) for path in users) and f"{kernels}__init__.py" not in users
+    others = [tree for path, tree in trees.items() if not path.startswith("executors/cuda/")]
+    tops = [
+        ast.Module([one for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)], []) for tree in others
+    ]
+    early = {
+        name for top in tops for name in imported_modules(top) if name.startswith("nano_inference.executors.cuda.")
+    }
+    assert not early, "import parts of executors/cuda in functions: they need triton"
+
+
 def test_the_environment_is_read_by_the_command_line_and_by_assemble(trees: dict[str, ast.Module]) -> None:
     readers = {path for path, tree in trees.items() if reads_environment(tree)}
     assert {path for path in readers if not path.startswith("cli/")} <= {"assemble.py", "__main__.py", "children.py"}

@@ -1,0 +1,177 @@
+"""Compile the Triton kernels to sm_90a cubins, without a GPU, and print their resources.
+
+    python scripts/aot.py               all configurations (about an hour of one core at first)
+    python scripts/aot.py --pairwise 60 a choice with every kernel and trait (a minute or two at first)
+    python scripts/aot.py --triton DIR  with the Triton in DIR (`pip install --target DIR triton==3.6.*`)
+
+Results are stored in .cache/aot by the version of Triton and a hash of the kernel's source. Exits with 1 if
+a configuration does not compile, or exceeds a limit: shared memory of a Hopper block, 255 registers, bytes of stack
+(spilled registers are on the stack).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nano_inference.executors.cuda.kernels.configurations import Configuration
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_SHARED, MOST_STACK = 227 << 10, 64
+"""Bytes of shared memory that a block of sm_90 can have, and of stack that a thread may use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Resources of one compiled configuration."""
+
+    name: str
+    shared: int = 0
+    registers: int = 0
+    stack: int = 0
+    instructions: str = ""
+    """Tensor core instructions: "wgmma", the shape of "mma", or empty."""
+    error: str = ""
+
+    @property
+    def is_within_limits(self) -> bool:
+        return not self.error and self.shared <= MOST_SHARED and self.stack <= MOST_STACK
+
+
+def compiled(one: Configuration) -> Result:
+    """Compile one configuration; read its resources from the cubin."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(one.kernel, one.signature, dict(one.variant.constants), one.attributes)
+    options = {
+        "num_warps": one.variant.num_warps,
+        "num_stages": one.variant.num_stages,
+        "enable_fp_fusion": one.variant.fuses,
+    }
+    try:
+        kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    except Exception as error:
+        return Result(one.name, error="\n".join(f"{type(cause).__name__}: {cause}" for cause in causes(error)))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    ptx = kernel.asm["ptx"]
+    used = sorted({*re.findall(r"wgmma", ptx), *re.findall(r"mma\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)})
+    return Result(one.name, kernel.metadata.shared, int(found[1]), int(found[2]), " ".join(used))
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its causes; Triton's last one has the reason."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def compiled_by_name(name: str) -> Result:
+    """Compile the configuration of this name, in a worker process."""
+    from nano_inference.executors.cuda.kernels.configurations import configurations
+
+    return compiled(next(one for one in configurations() if one.name == name))
+
+
+def digest(one: Configuration) -> str:
+    """Return a hash of everything that a result depends on but the version of Triton."""
+    variant = one.variant
+    parts = (one.kernel.cache_key, one.signature, dict(variant.constants), one.attributes)
+    return hashlib.sha256(repr((*parts, variant.num_warps, variant.num_stages, variant.fuses)).encode()).hexdigest()
+
+
+class ResultCache:
+    """Owns the file of results of one version of Triton: one JSON array [hash, result] per line."""
+
+    def __init__(self, version: str) -> None:
+        self._path = ROOT / ".cache" / "aot" / f"{version}.jsonl"
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        self._known = {key: Result(**fields) for key, fields in map(json.loads, lines)}
+
+    def results(self, found: Iterable[Configuration], jobs: int) -> Iterator[Result]:
+        """Yield the result of each configuration, known ones first; compile the others in `jobs` processes."""
+        keys = {one.name: digest(one) for one in found}
+        yield from (replace(self._known[key], name=name) for name, key in keys.items() if key in self._known)
+        missing = [name for name, key in keys.items() if key not in self._known]
+        if not missing:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with ProcessPoolExecutor(jobs) as pool, self._path.open("a") as file:
+            for result in pool.map(compiled_by_name, missing):
+                file.write(json.dumps([keys[result.name], asdict(result)]) + "\n")
+                file.flush()
+                yield result
+
+
+def table(results: Iterable[Result]) -> Iterator[str]:
+    """Yield a Markdown table with a line for each kernel: the largest value of each resource."""
+    yield "| kernel | configurations | shared memory, bytes | registers | stack, bytes | tensor cores |"
+    yield "|---|---|---|---|---|---|"
+    for name, group in groupby(sorted(results, key=lambda one: one.name), key=lambda one: one.name.split()[0]):
+        part = list(group)
+        most = [max(getattr(one, field) for one in part) for field in ("shared", "registers", "stack")]
+        used = ", ".join(sorted({one.instructions for one in part} - {""}))
+        yield f"| `{name}` | {len(part)} | {most[0]:,} | {most[1]} | {most[2]} | {used or '-'} |"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--triton", metavar="DIR", help="directory of an installed Triton; default: the environment's")
+    parser.add_argument("--pairwise", type=int, metavar="N", help="compile a choice of at most N configurations")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per configuration instead")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="compile configurations whose name starts so")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Compile; print the table and every configuration beyond a limit; return 1 if there is one."""
+    given = arguments()
+    if given.triton:
+        sys.path.insert(0, str(Path(given.triton).resolve()))
+    import triton
+
+    from nano_inference.executors.cuda.kernels.configurations import configurations, pairwise
+
+    found = tuple(one for one in configurations() if one.name.startswith(given.only))
+    found = found if given.pairwise is None else pairwise(found, given.pairwise)
+    started = time.monotonic()
+    results = list(ResultCache(triton.__version__).results(found, given.jobs))
+    if given.json:
+        print("\n".join(json.dumps(asdict(one)) for one in results))
+    else:
+        print("\n".join(table(results)))
+        spilling = sum(one.stack > 0 for one in results)
+        print(
+            f"\nTriton {triton.__version__}: {len(results)} configurations for sm_90a in "
+            f"{time.monotonic() - started:.0f} s; {sum(bool(one.error) for one in results)} do not compile; "
+            f"{spilling} use stack, at most {max(one.stack for one in results)} bytes"
+        )
+    beyond = [one for one in results if not one.is_within_limits]
+    for one in beyond:
+        print(f"{one.name}: {one.error or one}", file=sys.stderr)
+    return int(bool(beyond))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""CUDA: the parts of an executor with Triton kernels. `kernels` needs triton; nothing is imported here."""

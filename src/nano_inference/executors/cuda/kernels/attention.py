@@ -1,0 +1,299 @@
+"""Grouped-query attention over a paged KV cache.
+
+Decode rows are split: one program per split of 256 positions, counted from 0, writes a partial result, and
+`merge_splits` adds the partial results in ascending order. Chunks are computed in one pass. Rows that share a prefix
+read its whole splits once (`attend_groups`). Tiles of keys start at multiples of the tile size, so a row's order of
+sums depends on its own positions only, not on the batch.
+
+    out = Σ e^(s - max s) v / Σ e^(s - max s),   s = cap(scale · q kᵀ),   online softmax (arXiv 1805.02867)
+
+Keys outside a row's range are not loaded: unwritten slots may hold NaN, and their block table entries any number.
+
+Shapes: T tokens of the step, R rows, H heads, J kv heads, G query heads per kv head, D head size (P padded), S slots of
+the cache, B blocks per row, N splits, M rows of a tile (queries times G), C keys of a tile, Q tiles of rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nano_inference.executors.cuda.kernels.language import capped, dot
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend_keys(
+    q_MP: tl.tensor,
+    k_SJD: tl.tensor,
+    v_SJD: tl.tensor,
+    table_B: tl.tensor,
+    low_M: tl.tensor,
+    high_M: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    kv_head: tl.tensor,
+    num_kv: tl.tensor,
+    block_size: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> tl.tensor:
+    """Return the largest score, the mass (both in base 2) and the output of each row m over its keys [low_M, high_M).
+
+    Reads keys in [low, high) only.
+    """
+    best_M = tl.full([M], float("-inf"), tl.float32)
+    mass_M = tl.zeros([M], tl.float32)
+    out_MP = tl.zeros([M, P], tl.float32)
+    dim_P = tl.arange(0, P)
+    for first in range(low // C * C, high, C):
+        position_C = first + tl.arange(0, C)
+        loaded_C = (position_C >= low) & (position_C < high)
+        block_C = tl.load(table_B + position_C // block_size, mask=loaded_C, other=0).to(tl.int64)
+        at_C = ((block_C * block_size + position_C % block_size) * num_kv + kv_head) * D
+        k_PC = tl.load(k_SJD + at_C[None, :] + dim_P[:, None], mask=loaded_C[None, :] & (dim_P < D)[:, None], other=0.0)
+        score_MC = dot(q_MP, k_PC, UPCAST) * scale
+        if HAS_CAP:
+            score_MC = capped(score_MC, cap)
+        seen_MC = (position_C[None, :] >= low_M[:, None]) & (position_C[None, :] < high_M[:, None])
+        score_MC = tl.where(seen_MC & loaded_C[None, :], score_MC * LOG2_E, float("-inf"))
+        new_M = tl.maximum(best_M, tl.max(score_MC, 1))
+        shift_M = tl.where(new_M == float("-inf"), 0.0, new_M)
+        weight_MC = tl.exp2(score_MC - shift_M[:, None])
+        decay_M = tl.exp2(best_M - shift_M)
+        v_CP = tl.load(v_SJD + at_C[:, None] + dim_P[None, :], mask=loaded_C[:, None] & (dim_P < D)[None, :], other=0.0)
+        out_MP = out_MP * decay_M[:, None] + dot(weight_MC.to(v_CP.dtype), v_CP, UPCAST)
+        mass_M = mass_M * decay_M + tl.sum(weight_MC, 1)
+        best_M = new_M
+    return best_M, mass_M, out_MP
+
+
+@triton.jit
+def store_partial(
+    part_THND: tl.tensor,
+    score_THN: tl.tensor,
+    best_M: tl.tensor,
+    mass_M: tl.tensor,
+    out_MP: tl.tensor,
+    index_M: tl.tensor,
+    valid_M: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+) -> None:
+    """Write one split's normalised output and the log2 of its mass. Rows that see no key of the split write NaN."""
+    dim_P = tl.arange(0, P)
+    tl.store(
+        part_THND + index_M[:, None] * D + dim_P[None, :],
+        out_MP / mass_M[:, None],
+        mask=valid_M[:, None] & (dim_P < D)[None, :],
+    )
+    tl.store(score_THN + index_M, best_M + tl.log2(mass_M), mask=valid_M)
+
+
+@triton.jit(do_not_specialize=["window", "num_splits", "num_tiles"])
+def attend_split(
+    q_TW: tl.tensor,
+    k_SJD: tl.tensor,
+    v_SJD: tl.tensor,
+    table_RB: tl.tensor,
+    start_R: tl.tensor,
+    length_R: tl.tensor,
+    shared_R: tl.tensor,
+    part_THND: tl.tensor,
+    score_THN: tl.tensor,
+    q_stride: tl.tensor,
+    table_stride: tl.tensor,
+    num_kv: tl.tensor,
+    block_size: tl.tensor,
+    num_splits: tl.tensor,
+    num_tiles: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """Attend for M // G queries of one row over one split. Grid: (rows · num_tiles, kv heads, splits)."""
+    row = tl.program_id(0) // num_tiles
+    first_query = tl.program_id(0) % num_tiles * (M // G)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    begin = tl.load(start_R + row)
+    num_queries = tl.load(start_R + row + 1) - begin
+    context = tl.load(length_R + row) - num_queries
+    last_query = tl.minimum(first_query + M // G, num_queries)
+    low = tl.maximum(split * SPLIT, context + first_query + 1 - window)
+    high = tl.minimum(split * SPLIT + SPLIT, context + last_query)
+    is_shared = split * SPLIT < tl.load(shared_R + row)
+    if (first_query < num_queries) & (low < high) & (not is_shared):
+        place_M, dim_P = tl.arange(0, M), tl.arange(0, P)
+        query_M = first_query + place_M // G
+        valid_M = (place_M < M // G * G) & (query_M < num_queries)
+        high_M = context + query_M + 1
+        head_M = (begin + query_M).to(tl.int64) * (num_kv * G) + kv_head * G + place_M % G
+        q_MP = tl.load(
+            q_TW
+            + ((begin + query_M).to(tl.int64) * q_stride + (kv_head * G + place_M % G) * D)[:, None]
+            + dim_P[None, :],
+            mask=valid_M[:, None] & (dim_P < D)[None, :],
+            other=0.0,
+        )
+        table_B = table_RB + row.to(tl.int64) * table_stride
+        best_M, mass_M, out_MP = attend_keys(
+            q_MP, k_SJD, v_SJD, table_B, high_M - window, high_M, low, high, kv_head, num_kv, block_size, scale, cap,
+            D, P, M, C, HAS_CAP, UPCAST,
+        )  # fmt: skip
+        store_partial(part_THND, score_THN, best_M, mass_M, out_MP, head_M * num_splits + split, valid_M, D, P)
+
+
+@triton.jit(do_not_specialize=["window", "num_splits"])
+def attend_group(
+    q_TW: tl.tensor,
+    k_SJD: tl.tensor,
+    v_SJD: tl.tensor,
+    table_RB: tl.tensor,
+    start_R: tl.tensor,
+    length_R: tl.tensor,
+    row_QX: tl.tensor,
+    shared_Q: tl.tensor,
+    part_THND: tl.tensor,
+    score_THN: tl.tensor,
+    q_stride: tl.tensor,
+    table_stride: tl.tensor,
+    num_kv: tl.tensor,
+    block_size: tl.tensor,
+    num_splits: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """Attend for M // G decode rows over one split of their common prefix. Grid: (tiles, kv heads, splits)."""
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place_M, dim_P = tl.arange(0, M), tl.arange(0, P)
+    row_M = tl.load(row_QX + tile * (M // G) + place_M // G, mask=place_M < M // G * G, other=-1)
+    valid_M = row_M >= 0
+    high_M = tl.load(length_R + row_M, mask=valid_M, other=2147483647)
+    low = tl.maximum(split * SPLIT, tl.min(high_M, 0) - window)
+    high = split * SPLIT + SPLIT
+    if (high <= tl.load(shared_Q + tile)) & (low < high):
+        token_M = tl.load(start_R + row_M, mask=valid_M, other=0).to(tl.int64)
+        head_M = token_M * (num_kv * G) + kv_head * G + place_M % G
+        q_MP = tl.load(
+            q_TW + (token_M * q_stride + (kv_head * G + place_M % G) * D)[:, None] + dim_P[None, :],
+            mask=valid_M[:, None] & (dim_P < D)[None, :],
+            other=0.0,
+        )
+        table_B = table_RB + tl.load(row_QX + tile * (M // G)).to(tl.int64) * table_stride
+        best_M, mass_M, out_MP = attend_keys(
+            q_MP, k_SJD, v_SJD, table_B, high_M - window, high_M, low, high, kv_head, num_kv, block_size, scale, cap,
+            D, P, M, C, HAS_CAP, UPCAST,
+        )  # fmt: skip
+        store_partial(part_THND, score_THN, best_M, mass_M, out_MP, head_M * num_splits + split, valid_M, D, P)
+
+
+@triton.jit(do_not_specialize=["window", "num_splits"])
+def merge_split(
+    part_THND: tl.tensor,
+    score_THN: tl.tensor,
+    position_T: tl.tensor,
+    out_THD: tl.tensor,
+    num_splits: tl.tensor,
+    window: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    """Add the partial results of one head of one token, in ascending order of splits. Grid: (tokens, heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = token * tl.num_programs(1) + tl.program_id(1)
+    position = tl.load(position_T + token)
+    dim_P = tl.arange(0, P)
+    best, mass = float("-inf"), 0.0
+    out_P = tl.zeros([P], tl.float32)
+    for split in range(tl.maximum(0, position + 1 - window) // SPLIT, position // SPLIT + 1):
+        score = tl.load(score_THN + head * num_splits + split)
+        part_P = tl.load(part_THND + (head * num_splits + split) * D + dim_P, mask=dim_P < D, other=0.0)
+        new = tl.maximum(best, score)
+        decay, weight = tl.exp2(best - new), tl.exp2(score - new)
+        out_P = out_P * decay + part_P * weight
+        mass = mass * decay + weight
+        best = new
+    if position >= 0:
+        tl.store(out_THD + head * D + dim_P, (out_P / mass).to(out_THD.dtype.element_ty), mask=dim_P < D)
+
+
+@triton.jit(do_not_specialize=["window", "num_tiles"])
+def attend_chunk(
+    q_TW: tl.tensor,
+    k_SJD: tl.tensor,
+    v_SJD: tl.tensor,
+    table_RB: tl.tensor,
+    start_R: tl.tensor,
+    length_R: tl.tensor,
+    out_THD: tl.tensor,
+    q_stride: tl.tensor,
+    table_stride: tl.tensor,
+    num_kv: tl.tensor,
+    block_size: tl.tensor,
+    num_tiles: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """Attend for M // G queries of one row over all their keys. Grid: (rows · num_tiles, kv heads)."""
+    row = tl.program_id(0) // num_tiles
+    first_query = tl.program_id(0) % num_tiles * (M // G)
+    kv_head = tl.program_id(1)
+    begin = tl.load(start_R + row)
+    num_queries = tl.load(start_R + row + 1) - begin
+    context = tl.load(length_R + row) - num_queries
+    if first_query < num_queries:
+        place_M, dim_P = tl.arange(0, M), tl.arange(0, P)
+        query_M = first_query + place_M // G
+        valid_M = (place_M < M // G * G) & (query_M < num_queries)
+        high_M = context + query_M + 1
+        token_M = (begin + query_M).to(tl.int64)
+        q_MP = tl.load(
+            q_TW + (token_M * q_stride + (kv_head * G + place_M % G) * D)[:, None] + dim_P[None, :],
+            mask=valid_M[:, None] & (dim_P < D)[None, :],
+            other=0.0,
+        )
+        low = tl.maximum(0, context + first_query + 1 - window)
+        high = context + tl.minimum(first_query + M // G, num_queries)
+        _best_M, mass_M, out_MP = attend_keys(
+            q_MP, k_SJD, v_SJD, table_RB + row.to(tl.int64) * table_stride, high_M - window, high_M, low, high,
+            kv_head, num_kv, block_size, scale, cap, D, P, M, C, HAS_CAP, UPCAST,
+        )  # fmt: skip
+        head_M = token_M * (num_kv * G) + kv_head * G + place_M % G
+        tl.store(
+            out_THD + head_M[:, None] * D + dim_P[None, :],
+            (out_MP / mass_M[:, None]).to(out_THD.dtype.element_ty),
+            mask=valid_M[:, None] & (dim_P < D)[None, :],
+        )

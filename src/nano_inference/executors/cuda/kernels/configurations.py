@@ -1,0 +1,219 @@
+"""Every configuration of the kernels that the launchers can choose, for compilation ahead of time.
+
+A configuration needs no GPU: `triton.compile` makes a cubin from the kernel, the types of its arguments and a variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations, product
+from types import MappingProxyType
+from typing import Any, get_args
+
+import torch
+
+from nano_inference.executors.cuda.kernels import (
+    advance,
+    attend,
+    attention,
+    linear,
+    multiply,
+    operate,
+    pointwise,
+    sample,
+    sampler,
+    select,
+)
+from nano_inference.executors.cuda.kernels.variant import DTYPES, Variant
+
+TYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
+    {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+)
+_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("q_TW", "k_SJD", "v_SJD", "out_THD"), "*P"),
+        **dict.fromkeys(("table_RB", "start_R", "length_R", "shared_R", "row_QX", "shared_Q", "position_T"), "*i32"),
+        **dict.fromkeys(("x_TK", "weight_NK", "bias_N", "out_TN"), "*P"),
+        **dict.fromkeys(("part_THND", "score_THN", "part_ZTN"), "*fp32"),
+        **dict.fromkeys(("scale", "cap"), "fp32"),
+        "logits_BV": "*P",
+        **dict.fromkeys(("x_TW", "more_TW", "sum_TW", "weight_W", "out_TW", "gate_TW", "up_TW", "y_TW", "v_TW"), "*P"),
+        **dict.fromkeys(("gate_TJ", "gate_T1", "before_TW", "table_VW", "qkv_TW", "q_THD", "q_norm_D"), "*P"),
+        **dict.fromkeys(("k_norm_D", "cos_LF", "sin_LF"), "*P"),
+        **dict.fromkeys(("a_1", "b_1", "share_1"), "*fp32"),
+        **dict.fromkeys(("eps", "offset"), "fp32"),
+        **dict.fromkeys(("row_T", "token_T", "previous_T"), "*i32"),
+        **dict.fromkeys(("work_BV", "best_BN", "raw_best_BN", "temperature_S", "bias_PV"), "*fp32"),
+        **dict.fromkeys(("repetition_S", "presence_S", "frequency_S"), "*fp32"),
+        **dict.fromkeys(("logprob_B", "raw_logprob_B", "top_logprob_BK", "ring_logprob_SK"), "*fp32"),
+        **dict.fromkeys(("raw_mass_BN", "mass_BN", "kept_BN", "normaliser_B5", "top_p_S", "min_p_S"), "*fp64"),
+        **dict.fromkeys(("cut_key_B", "seed_S"), "*i64"),
+        **dict.fromkeys(
+            ("cut_id_B", "slot_B", "token_B", "previous_B", "position_B", "length_B", "top_id_BK", "ring_token_SK"),
+            "*i32",
+        ),
+        **dict.fromkeys(("count_PV", "mask_PW", "stop_SX", "report_S", "count_row_S", "bias_row_S"), "*i32"),
+        **dict.fromkeys(("mask_row_S", "min_tokens_S", "max_tokens_S", "num_new_S", "sample_S", "position_S"), "*i32"),
+        **dict.fromkeys(("top_k_S", "num_tops_S", "token_S", "previous_S", "state_S"), "*i32"),
+    }
+)
+"""Types of arguments by name; P is the model's precision. All others are int32."""
+_ALIGNED = frozenset(
+    {
+        "q_stride",
+        "stride",
+        "x_stride",
+        "more_stride",
+        "out_stride",
+        "up_stride",
+        "y_stride",
+        "weight_stride",
+        "width",
+        "range_size",
+        "vocab_size",
+    }
+)
+"""Numbers that are multiples of 16 in most models, so that loads are wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A kernel with its constants and the types of its arguments."""
+
+    kernel: Any
+    variant: Variant
+    traits: Mapping[str, str]
+    """What distinguishes it from other configurations of the same kernel."""
+
+    @property
+    def kernel_name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.kernel_name, *(f"{key}={value}" for key, value in self.traits.items())))
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """Return the type of each argument, as Triton writes it."""
+        precision = self.traits.get("dtype", "fp32")
+        names = {name: _TYPES.get(name, "i32") for name in self.kernel.arg_names}
+        constants = dict.fromkeys(self.variant.constants, "constexpr")
+        return {name: text.replace("*P", f"*{precision}") for name, text in (names | constants).items()}
+
+    @property
+    def attributes(self) -> dict[tuple[int, ...], list[list[str | int]]]:
+        """Return the arguments that are multiples of 16 (pointers are), by index."""
+        return {
+            (index,): [["tt.divisibility", 16]]
+            for index, (name, text) in enumerate(self.signature.items())
+            if text.startswith("*") or name in _ALIGNED
+        }
+
+
+def configurations() -> tuple[Configuration, ...]:
+    """Return every configuration."""
+    return (*_attention(), *_sampler(), *_rows(), *_blocks(), *_linear())
+
+
+def _attention() -> Iterator[Configuration]:
+    kernels = {"split": attention.attend_split, "group": attention.attend_group, "chunk": attention.attend_chunk}
+    for kind, dtype, ratio, dim, has_cap in product(
+        get_args(attend.Kind), DTYPES, attend.RATIOS, attend.HEAD_DIMS, (False, True)
+    ):
+        variant = attend.attend_variant(kind, dtype, ratio, dim, has_cap=has_cap)
+        traits = {"dtype": TYPE_NAMES[dtype], "ratio": str(ratio), "head_dim": str(dim), "cap": str(has_cap)}
+        yield Configuration(kernels[kind], variant, traits)
+    for dtype, dim in product(DTYPES, attend.HEAD_DIMS):
+        traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim)}
+        yield Configuration(attention.merge_split, attend.merge_variant(dim), traits)
+
+
+def _sampler() -> Iterator[Configuration]:
+    sizes = [1 << power for power in range(14, sample.MOST_TOKENS.bit_length())]
+    for dtype, has_cap in product(DTYPES, (False, True)):
+        traits = {"dtype": TYPE_NAMES[dtype], "cap": str(has_cap)}
+        yield Configuration(sampler.adjust_chunk, sample.adjust_variant(has_cap=has_cap), traits)
+        for has_cut in (False, True):
+            more = {**traits, "cut": str(has_cut)}
+            yield Configuration(select.top_row, sample.tops_variant(has_cap=has_cap, has_cut=has_cut), more)
+            for size in sizes:
+                variant = sample.draw_variant(size, has_cap=has_cap, has_cut=has_cut)
+                yield Configuration(sampler.draw_row, variant, {**more, "vocabulary": str(size)})
+    for size in sizes:
+        yield Configuration(select.cut_row, sample.cut_variant(size), {"vocabulary": str(size)})
+        for has_cut in (False, True):
+            variant = sample.sum_variant(size, has_cut=has_cut)
+            yield Configuration(sampler.sum_chunk, variant, {"cut": str(has_cut), "vocabulary": str(size)})
+    for kernel in (advance.load_rows, advance.advance_rows):
+        yield Configuration(kernel, sample.advance_variant(), {})
+
+
+def _rows() -> Iterator[Configuration]:
+    """Kernels with a row or a head per program."""
+    weights = ((False, False), (True, False), (True, True))
+    widths = [1 << power for power in range(4, operate.MOST_COLUMNS.bit_length())]
+    for dtype, width, has_more, (has_weight, has_offset) in product(DTYPES, widths, (False, True), weights):
+        variant = operate.norm_variant(width, has_more=has_more, has_weight=has_weight, has_offset=has_offset)
+        traits = {"dtype": TYPE_NAMES[dtype], "width": str(width), "more": str(has_more)}
+        traits["weight"] = f"{has_weight}{'+offset' * has_offset}"
+        yield Configuration(pointwise.norm_row, variant, traits)
+    for dtype, dim, has_rotary, order, (has_weight, has_offset) in product(
+        DTYPES, attend.HEAD_DIMS, (False, True), operate.NORM_ORDERS, weights
+    ):
+        if order != "none" or not has_weight:
+            variant = operate.rotate_variant(
+                dim, order, has_rotary=has_rotary, has_weight=has_weight, has_offset=has_offset
+            )
+            traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim), "rotary": str(has_rotary)}
+            traits["norm"] = f"{order}{'+weight' * has_weight}{'+offset' * has_offset}"
+            yield Configuration(pointwise.rotate_head, variant, traits)
+
+
+def _blocks() -> Iterator[Configuration]:
+    """Kernels with a block of columns per program."""
+    for dtype in DTYPES:
+        traits = {"dtype": TYPE_NAMES[dtype]}
+        for kind in range(3):
+            more, variant = {**traits, "kind": str(kind)}, operate.block_variant(KIND=kind)
+            yield Configuration(pointwise.activate_block, variant, more)
+            yield Configuration(pointwise.embed_block, variant, more)
+        for has_a in (False, True):
+            yield Configuration(pointwise.mix_block, operate.block_variant(HAS_A=has_a), {**traits, "a": str(has_a)})
+        for kernel in (pointwise.gate_values_block, pointwise.smear_block, pointwise.softcap_block):
+            yield Configuration(kernel, operate.block_variant(), traits)
+
+
+def _linear() -> Iterator[Configuration]:
+    for dtype in DTYPES:
+        traits = {"dtype": TYPE_NAMES[dtype]}
+        for outputs, num_in in product((16, 32), (1024, 576, 100)):
+            variant = multiply.range_variant(outputs, num_in, dtype)
+            shape = {"outputs": str(outputs), "inputs": "{BK} even={IS_EVEN}".format(**variant.constants)}
+            yield Configuration(linear.multiply_range, variant, traits | shape)
+        for has_bias in (False, True):
+            variant = multiply.merge_variant(has_bias=has_bias)
+            yield Configuration(linear.merge_range, variant, {**traits, "bias": str(has_bias)})
+
+
+def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuration, ...]:
+    """Return at most `limit` configurations: every kernel and every value of a trait, then as many pairs as fit.
+
+    Greedy: each time, the first of those with the most values, or pairs of values, that are still missing.
+    """
+    chosen: dict[str, Configuration] = {}
+    for size in (1, 2):
+        covers = [_combinations(one, size) for one in found]
+        missing = frozenset[tuple[str, ...]]().union(*covers)
+        missing -= frozenset(key for one in chosen.values() for key in _combinations(one, size))
+        while missing and len(chosen) < limit:
+            best = max(range(len(found)), key=lambda index: len(covers[index] & missing))
+            chosen[found[best].name] = found[best]
+            missing -= covers[best]
+    return tuple(chosen.values())
+
+
+def _combinations(one: Configuration, size: int) -> frozenset[tuple[str, ...]]:
+    traits = {"kernel": one.kernel_name, **one.traits}
+    return frozenset(combinations((f"{key}={value}" for key, value in traits.items()), size))

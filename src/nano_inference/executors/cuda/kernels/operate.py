@@ -1,0 +1,218 @@
+"""Launchers of the kernels in `pointwise`: one function per operation of `models.ops`, fused where a step allows it.
+
+Buffers are rows of values, contiguous in the last dimension; they may be columns of a wider value.
+
+Shapes: T tokens of the step, W width of a buffer, R rows of the step, B blocks per row, S slots of the cache, H heads,
+J kv heads, D head size, L positions, F rotary size / 2, V rows of a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nano_inference.executors.cuda.kernels import pointwise
+from nano_inference.executors.cuda.kernels.attend import Cache
+from nano_inference.executors.cuda.kernels.variant import Variant, check_dtype, check_rows, padded
+from nano_inference.models.ops import Activation, TableRows
+
+COLUMNS = 1024
+"""Columns per program."""
+MOST_COLUMNS = 1 << 14
+"""Largest width of a norm."""
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
+TABLE_ROWS: tuple[TableRows, ...] = ("token", "previous", "pair")
+NormOrder = Literal["none", "first", "last"]
+NORM_ORDERS: tuple[NormOrder, ...] = ("none", "first", "last")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """Norms of query and key heads (`models.ops.HeadNorm`): before or after the rotation, or none."""
+
+    order: NormOrder = "none"
+    eps: float = 0.0
+    offset: float = 0.0
+    q_D: Tensor | None = None
+    """Weights of queries and keys: both or neither."""
+    k_D: Tensor | None = None
+
+
+def norm_variant(width: int, *, has_more: bool, has_weight: bool, has_offset: bool) -> Variant:
+    """Return the constants of `norm`. Raises `ValueError` if the rows are too wide."""
+    if width > MOST_COLUMNS:
+        raise ValueError(f"norms support rows of {MOST_COLUMNS} values, got {width}")
+    constants = {"P": padded(width), "HAS_MORE": has_more, "HAS_WEIGHT": has_weight, "HAS_OFFSET": has_offset}
+    return Variant(constants=constants, num_warps=max(1, min(16, padded(width) // 256)), fuses=False)
+
+
+def rotate_variant(head_dim: int, order: NormOrder, *, has_rotary: bool, has_weight: bool, has_offset: bool) -> Variant:
+    """Return the constants of `rotate_and_store`."""
+    constants = {"D": head_dim, "P": padded(head_dim), "HAS_ROTARY": has_rotary, "NORM": NORM_ORDERS.index(order)}
+    constants |= {"HAS_WEIGHT": has_weight, "HAS_OFFSET": has_offset}
+    return Variant(constants=constants, num_warps=1, fuses=False)
+
+
+def block_variant(**constants: int | bool) -> Variant:
+    """Return the constants of a kernel on blocks of columns."""
+    return Variant(constants={"C": COLUMNS, **constants}, num_warps=4, fuses=False)
+
+
+def norm(
+    out_TW: Tensor,
+    x_TW: Tensor,
+    weight_W: Tensor | None,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    more_TW: Tensor | None = None,
+    sum_TW: Tensor | None = None,
+) -> None:
+    """Write `models.ops.Norm` of x to out. With `more` and `sum`: write x + more to sum, and its norm to out.
+
+    `sum` may be x; it has the strides of out.
+    """
+    check_dtype("x", x_TW)
+    check_rows(out=out_TW, x=x_TW)
+    if (more_TW is None) != (sum_TW is None):
+        raise ValueError("norm needs both more_TW and sum_TW, or neither")
+    if sum_TW is not None and sum_TW.stride(0) != out_TW.stride(0):
+        raise ValueError(f"sum_TW and out_TW must have the same strides, got {sum_TW.stride(0)} and {out_TW.stride(0)}")
+    width = x_TW.size(1)
+    variant = norm_variant(width, has_more=more_TW is not None, has_weight=weight_W is not None, has_offset=offset != 0)
+    more, total = (x_TW if one is None else one for one in (more_TW, sum_TW))
+    weight = x_TW if weight_W is None else weight_W
+    variant.launch(
+        pointwise.norm_row,
+        (x_TW.size(0),),
+        *(x_TW, more, total, weight, out_TW),
+        *(x_TW.stride(0), more.stride(0), out_TW.stride(0), width, eps, offset),
+    )
+
+
+def rotate_and_store(
+    q_THD: Tensor,
+    qkv_TW: Tensor,
+    cos_LF: Tensor | None,
+    sin_LF: Tensor | None,
+    position_T: Tensor,
+    row_T: Tensor,
+    cache: Cache,
+    norms: HeadNorms,
+) -> None:
+    """Write normalised and rotated queries [T, H, D], and keys and values to the cache (`HeadNorm`, `Rotate`, `Store`).
+
+    `qkv_TW` holds the heads of queries, keys and values in this order. cos and sin have a row for each position, in the
+    model's precision; None: no rotation. Tokens at negative positions are skipped. int32: `position_T`, and `row_T`,
+    the row of the block table of each token.
+    """
+    check_dtype("qkv", qkv_TW)
+    check_rows(qkv=qkv_TW)
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_kv = cache.k_SJD.size(1)
+    if qkv_TW.size(1) != (num_heads + 2 * num_kv) * head_dim:
+        raise ValueError(f"qkv rows have {qkv_TW.size(1)} values, {num_heads} + 2 x {num_kv} heads need another number")
+    rotary_dim = 0 if cos_LF is None else 2 * cos_LF.size(1)
+    if cos_LF is not None and rotary_dim > head_dim:
+        raise ValueError(
+            f"cos_LF must have at most {head_dim // 2} columns, half of the head size; got {cos_LF.size(1)}"
+        )
+    has_weight, has_offset = norms.q_D is not None, norms.offset != 0
+    variant = rotate_variant(
+        head_dim, norms.order, has_rotary=rotary_dim > 0, has_weight=has_weight, has_offset=has_offset
+    )
+    cos, sin, q_norm, k_norm = (qkv_TW if one is None else one for one in (cos_LF, sin_LF, norms.q_D, norms.k_D))
+    variant.launch(
+        pointwise.rotate_head,
+        (num_tokens, num_heads + 2 * num_kv),
+        *(qkv_TW, q_norm, k_norm, cos, sin, position_T, row_T, cache.table_RB, q_THD, cache.k_SJD, cache.v_SJD),
+        *(qkv_TW.stride(0), cache.table_RB.stride(0), num_heads, num_kv, cache.block_size),
+        *(norms.eps, norms.offset, rotary_dim),
+    )
+
+
+def activate(out_TW: Tensor, gate_TW: Tensor, up_TW: Tensor | None, kind: Activation) -> None:
+    """Write act(gate) · up, or relu(gate)² (`models.ops.Activate`)."""
+    check_dtype("gate", gate_TW)
+    check_rows(out=out_TW, gate=gate_TW, **({} if up_TW is None else {"up": up_TW}))
+    up = gate_TW if up_TW is None else up_TW
+    block_variant(KIND=ACTIVATIONS.index(kind)).launch(
+        pointwise.activate_block, _grid(out_TW), gate_TW, up, out_TW, *_strides(gate_TW, up, out_TW), out_TW.size(1)
+    )
+
+
+def mix(out_TW: Tensor, x_TW: Tensor, y_TW: Tensor, a_1: Tensor | None, b_1: Tensor, sign: int) -> None:
+    """Write a · x + sign · b · y (`models.ops.Mix`); `a_1` and `b_1` are float32 numbers on the device."""
+    check_dtype("x", x_TW)
+    check_rows(out=out_TW, x=x_TW, y=y_TW)
+    block_variant(HAS_A=a_1 is not None).launch(
+        pointwise.mix_block,
+        _grid(out_TW),
+        *(x_TW, y_TW, out_TW, b_1 if a_1 is None else a_1, b_1),
+        *_strides(x_TW, y_TW, out_TW),
+        *(out_TW.size(1), sign),
+    )
+
+
+def gate_values(v_TW: Tensor, gate_TJ: Tensor, more_TW: Tensor, head_dim: int, scale: float) -> None:
+    """Add scale · sigmoid(gate) · more to v in place (`models.ops.GateValues`)."""
+    check_dtype("v", v_TW)
+    check_rows(v=v_TW, gate=gate_TJ, more=more_TW)
+    block_variant().launch(
+        pointwise.gate_values_block,
+        _grid(v_TW),
+        *(v_TW, gate_TJ, more_TW),
+        *_strides(v_TW, gate_TJ, more_TW),
+        *(v_TW.size(1), head_dim, scale),
+    )
+
+
+def smear(x_TW: Tensor, gate_T1: Tensor, before_TW: Tensor, share_1: Tensor, previous_T: Tensor) -> None:
+    """Add share · sigmoid(gate) · before to x in place (`models.ops.Smear`); `previous_T` is int32, -1: none."""
+    check_dtype("x", x_TW)
+    check_rows(x=x_TW, before=before_TW)
+    block_variant().launch(
+        pointwise.smear_block,
+        _grid(x_TW),
+        *(x_TW, gate_T1, before_TW, share_1, previous_T),
+        *_strides(x_TW, gate_T1, before_TW),
+        x_TW.size(1),
+    )
+
+
+def softcap(x_TW: Tensor, cap: float) -> None:
+    """Replace x by cap · tanh(x / cap) (`models.ops.Softcap`)."""
+    check_dtype("x", x_TW)
+    check_rows(x=x_TW)
+    block_variant().launch(pointwise.softcap_block, _grid(x_TW), x_TW, x_TW.stride(0), x_TW.size(1), cap)
+
+
+def embed(
+    out_TW: Tensor,
+    table_VW: Tensor,
+    token_T: Tensor,
+    previous_T: Tensor,
+    rows: TableRows = "token",
+    scale: float = 1.0,
+) -> None:
+    """Write scaled rows of a table (`models.ops.Embed`); ids are int32, `previous_T` is -1 where there is none."""
+    check_dtype("table", table_VW)
+    check_rows(out=out_TW, table=table_VW)
+    rounded_scale = float(torch.tensor(scale, dtype=table_VW.dtype))
+    block_variant(KIND=TABLE_ROWS.index(rows)).launch(
+        pointwise.embed_block,
+        _grid(out_TW),
+        *(table_VW, token_T, previous_T, out_TW),
+        *(out_TW.stride(0), out_TW.size(1), table_VW.size(0), rounded_scale),
+    )
+
+
+def _grid(out_TW: Tensor) -> tuple[int, int]:
+    return out_TW.size(0), -(-out_TW.size(1) // COLUMNS)
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride(0) for tensor in tensors)

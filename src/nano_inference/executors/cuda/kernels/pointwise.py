@@ -1,0 +1,315 @@
+"""Kernels of the operations of `models.ops` that read a row at a time: norms, rotation with the cache write, gates.
+
+Each computes in float32 and rounds where the operation's docstring says so; `executors.torch.ops` is the reference.
+
+Shapes: T tokens of the step, W width of a buffer, R rows of the step, B blocks per row, S slots of the cache, H heads,
+J kv heads, D head size, L positions, F rotary size / 2, V rows of a table, C columns of a block (P padded).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nano_inference.executors.cuda.kernels.language import capped, rounded, sigmoid, tanh
+
+SILU, GELU_TANH, RELU_SQUARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PREVIOUS, PAIR = tl.constexpr(1), tl.constexpr(2)
+NO_NORM, NORM_FIRST, NORM_LAST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def weighted(
+    x_P: tl.tensor, weight_P: tl.tensor, offset: tl.tensor, out: tl.tensor, HAS_OFFSET: tl.constexpr
+) -> tl.tensor:
+    """Return x · (offset + weight); without an offset, x is rounded to the precision of `out` first."""
+    return x_P * (offset + weight_P) if HAS_OFFSET else rounded(x_P, out) * weight_P
+
+
+@triton.jit
+def norm_row(
+    x_TW: tl.tensor,
+    more_TW: tl.tensor,
+    sum_TW: tl.tensor,
+    weight_W: tl.tensor,
+    out_TW: tl.tensor,
+    x_stride: tl.tensor,
+    more_stride: tl.tensor,
+    out_stride: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    offset: tl.tensor,
+    P: tl.constexpr,
+    HAS_MORE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+) -> None:
+    """Write sum = x + more, and norm(sum); or norm(x). Grid: (T,)."""
+    row = tl.program_id(0).to(tl.int64)
+    column_P = tl.arange(0, P)
+    valid_P = column_P < width
+    x_P = tl.load(x_TW + row * x_stride + column_P, mask=valid_P, other=0.0).to(tl.float32)
+    if HAS_MORE:
+        x_P += tl.load(more_TW + row * more_stride + column_P, mask=valid_P, other=0.0).to(tl.float32)
+        x_P = rounded(x_P, sum_TW)
+        tl.store(sum_TW + row * out_stride + column_P, x_P.to(sum_TW.dtype.element_ty), mask=valid_P)
+    x_P = x_P * tl.rsqrt(tl.sum(x_P * x_P, 0) / width + eps)
+    if HAS_WEIGHT:
+        weight_P = tl.load(weight_W + column_P, mask=valid_P, other=0.0).to(tl.float32)
+        x_P = weighted(x_P, weight_P, offset, out_TW, HAS_OFFSET)
+    tl.store(out_TW + row * out_stride + column_P, x_P.to(out_TW.dtype.element_ty), mask=valid_P)
+
+
+@triton.jit
+def head_norm(
+    x_P: tl.tensor,
+    inverse: tl.tensor,
+    norm_D: tl.tensor,
+    at_P: tl.tensor,
+    offset: tl.tensor,
+    out: tl.tensor,
+    D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+) -> tl.tensor:
+    """Return elements of a head times the inverse of its root mean square, weighted and rounded."""
+    x_P = x_P * inverse
+    if HAS_WEIGHT:
+        weight_P = tl.load(norm_D + at_P, mask=at_P < D, other=0.0).to(tl.float32)
+        x_P = weighted(x_P, weight_P, offset, out, HAS_OFFSET)
+    return rounded(x_P, out)
+
+
+@triton.jit
+def turned_head(
+    head_D: tl.tensor,
+    norm_D: tl.tensor,
+    cos_LF: tl.tensor,
+    sin_LF: tl.tensor,
+    position: tl.tensor,
+    eps: tl.tensor,
+    offset: tl.tensor,
+    rotary_dim: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    HAS_ROTARY: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+) -> tl.tensor:
+    """Return a head [P] after its norm, before or after the rotation of its first `rotary_dim` dimensions."""
+    dim_P = tl.arange(0, P)
+    x_P = tl.load(head_D + dim_P, mask=dim_P < D, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x_P * x_P, 0) / D + eps)
+    if NORM == NORM_FIRST:
+        x_P = head_norm(x_P, inverse, norm_D, dim_P, offset, head_D, D, HAS_WEIGHT, HAS_OFFSET)
+    if HAS_ROTARY:
+        half = rotary_dim // 2
+        is_low_P, turns_P = dim_P < half, dim_P < rotary_dim
+        partner_P = tl.where(is_low_P, dim_P + half, dim_P - half)
+        other_P = tl.load(head_D + partner_P, mask=turns_P, other=0.0).to(tl.float32)
+        if NORM == NORM_FIRST:
+            other_P = head_norm(other_P, inverse, norm_D, partner_P, offset, head_D, D, HAS_WEIGHT, HAS_OFFSET)
+        at_P = position.to(tl.int64) * half + tl.where(is_low_P, dim_P, partner_P)
+        cos_P = tl.load(cos_LF + at_P, mask=turns_P, other=1.0).to(tl.float32)
+        sin_P = tl.load(sin_LF + at_P, mask=turns_P, other=0.0).to(tl.float32)
+        turned_P = rounded(x_P * cos_P, head_D) + other_P * tl.where(is_low_P, -sin_P, sin_P)
+        x_P = tl.where(turns_P, rounded(turned_P, head_D), x_P)
+    if NORM == NORM_LAST:
+        inverse = tl.rsqrt(tl.sum(x_P * x_P, 0) / D + eps)
+        x_P = head_norm(x_P, inverse, norm_D, dim_P, offset, head_D, D, HAS_WEIGHT, HAS_OFFSET)
+    return x_P
+
+
+@triton.jit
+def rotate_head(
+    qkv_TW: tl.tensor,
+    q_norm_D: tl.tensor,
+    k_norm_D: tl.tensor,
+    cos_LF: tl.tensor,
+    sin_LF: tl.tensor,
+    position_T: tl.tensor,
+    row_T: tl.tensor,
+    table_RB: tl.tensor,
+    q_THD: tl.tensor,
+    k_SJD: tl.tensor,
+    v_SJD: tl.tensor,
+    stride: tl.tensor,
+    table_stride: tl.tensor,
+    num_q: tl.tensor,
+    num_kv: tl.tensor,
+    block_size: tl.tensor,
+    eps: tl.tensor,
+    offset: tl.tensor,
+    rotary_dim: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    HAS_ROTARY: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+) -> None:
+    """Write one query head, or one key head or value head to the cache. Grid: (T, q heads + 2 · kv heads)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(position_T + token)
+    dim_P = tl.arange(0, P)
+    head_D = qkv_TW + token * stride + head * D
+    if position >= 0:
+        if head < num_q:
+            x_P = turned_head(
+                head_D, q_norm_D, cos_LF, sin_LF, position, eps, offset, rotary_dim,
+                D, P, HAS_ROTARY, NORM, HAS_WEIGHT, HAS_OFFSET,
+            )  # fmt: skip
+            at_D = q_THD + (token * num_q + head) * D
+            tl.store(at_D + dim_P, x_P.to(q_THD.dtype.element_ty), mask=dim_P < D)
+        else:
+            table_B = table_RB + tl.load(row_T + token).to(tl.int64) * table_stride
+            slot = tl.load(table_B + position // block_size).to(tl.int64) * block_size + position % block_size
+            if head < num_q + num_kv:
+                x_P = turned_head(
+                    head_D, k_norm_D, cos_LF, sin_LF, position, eps, offset, rotary_dim,
+                D, P, HAS_ROTARY, NORM, HAS_WEIGHT, HAS_OFFSET,
+                )  # fmt: skip
+                at_D = k_SJD + (slot * num_kv + head - num_q) * D
+                tl.store(at_D + dim_P, x_P.to(k_SJD.dtype.element_ty), mask=dim_P < D)
+            else:
+                v_P = tl.load(head_D + dim_P, mask=dim_P < D, other=0.0)
+                at_D = v_SJD + (slot * num_kv + head - num_q - num_kv) * D
+                tl.store(at_D + dim_P, v_P.to(v_SJD.dtype.element_ty), mask=dim_P < D)
+
+
+@triton.jit
+def activate_block(
+    gate_TW: tl.tensor,
+    up_TW: tl.tensor,
+    out_TW: tl.tensor,
+    x_stride: tl.tensor,
+    up_stride: tl.tensor,
+    out_stride: tl.tensor,
+    width: tl.tensor,
+    C: tl.constexpr,
+    KIND: tl.constexpr,
+) -> None:
+    """Write act(gate) · up, or relu(gate)². Grid: (T, W / C)."""
+    row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
+    valid_C = column_C < width
+    x_C = tl.load(gate_TW + row * x_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    if KIND == RELU_SQUARED:
+        x_C = tl.maximum(x_C, 0.0) * tl.maximum(x_C, 0.0)
+    else:
+        if KIND == SILU:
+            x_C = x_C * sigmoid(x_C)
+        else:
+            x_C = 0.5 * x_C * (1.0 + tanh(0.7978845608028654 * (x_C + 0.044715 * x_C * x_C * x_C)))
+        up_C = tl.load(up_TW + row * up_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+        x_C = rounded(x_C, out_TW) * up_C
+    tl.store(out_TW + row * out_stride + column_C, x_C.to(out_TW.dtype.element_ty), mask=valid_C)
+
+
+@triton.jit
+def mix_block(
+    x_TW: tl.tensor,
+    y_TW: tl.tensor,
+    out_TW: tl.tensor,
+    a_1: tl.tensor,
+    b_1: tl.tensor,
+    x_stride: tl.tensor,
+    y_stride: tl.tensor,
+    out_stride: tl.tensor,
+    width: tl.tensor,
+    sign: tl.tensor,
+    C: tl.constexpr,
+    HAS_A: tl.constexpr,
+) -> None:
+    """Write a · x + sign · b · y, or x + sign · b · y; each product is rounded. Grid: (T, W / C)."""
+    row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
+    valid_C = column_C < width
+    x_C = tl.load(x_TW + row * x_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    y_C = tl.load(y_TW + row * y_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    if HAS_A:
+        x_C = rounded(tl.load(a_1) * x_C, out_TW)
+    out_C = x_C + sign * rounded(tl.load(b_1) * y_C, out_TW)
+    tl.store(out_TW + row * out_stride + column_C, out_C.to(out_TW.dtype.element_ty), mask=valid_C)
+
+
+@triton.jit
+def gate_values_block(
+    v_TW: tl.tensor,
+    gate_TJ: tl.tensor,
+    more_TW: tl.tensor,
+    v_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    more_stride: tl.tensor,
+    width: tl.tensor,
+    head_dim: tl.tensor,
+    scale: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """Add scale · sigmoid(gate of the kv head) · more to v, in place. Grid: (T, W / C)."""
+    row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
+    valid_C = column_C < width
+    v_C = tl.load(v_TW + row * v_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    gate_C = tl.load(gate_TJ + row * gate_stride + column_C // head_dim, mask=valid_C, other=0.0).to(tl.float32)
+    more_C = tl.load(more_TW + row * more_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    v_C += scale * sigmoid(gate_C) * more_C
+    tl.store(v_TW + row * v_stride + column_C, v_C.to(v_TW.dtype.element_ty), mask=valid_C)
+
+
+@triton.jit
+def smear_block(
+    x_TW: tl.tensor,
+    gate_T1: tl.tensor,
+    before_TW: tl.tensor,
+    share_1: tl.tensor,
+    previous_T: tl.tensor,
+    x_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    before_stride: tl.tensor,
+    width: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """Add share · sigmoid(gate) · before to x, in place, for tokens with a previous token. Grid: (T, W / C)."""
+    row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
+    valid_C = column_C < width
+    if tl.load(previous_T + row) >= 0:
+        factor = tl.load(share_1) * sigmoid(tl.load(gate_T1 + row * gate_stride).to(tl.float32))
+        x_C = tl.load(x_TW + row * x_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+        x_C += factor * tl.load(before_TW + row * before_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+        tl.store(x_TW + row * x_stride + column_C, x_C.to(x_TW.dtype.element_ty), mask=valid_C)
+
+
+@triton.jit
+def softcap_block(x_TW: tl.tensor, stride: tl.tensor, width: tl.tensor, cap: tl.tensor, C: tl.constexpr) -> None:
+    """Replace x by cap · tanh(x / cap). Grid: (T, W / C)."""
+    row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
+    valid_C = column_C < width
+    x_C = tl.load(x_TW + row * stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    tl.store(x_TW + row * stride + column_C, capped(x_C, cap).to(x_TW.dtype.element_ty), mask=valid_C)
+
+
+@triton.jit
+def embed_block(
+    table_VW: tl.tensor,
+    token_T: tl.tensor,
+    previous_T: tl.tensor,
+    out_TW: tl.tensor,
+    out_stride: tl.tensor,
+    width: tl.tensor,
+    num_rows: tl.tensor,
+    scale: tl.tensor,
+    C: tl.constexpr,
+    KIND: tl.constexpr,
+) -> None:
+    """Write scale · table[row of the token]. Grid: (T, W / C)."""
+    place, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
+    valid_C = column_C < width
+    row = tl.load(token_T + place).to(tl.int64)
+    if KIND == PREVIOUS:
+        row = tl.maximum(tl.load(previous_T + place).to(tl.int64), 0)
+    if KIND == PAIR:
+        previous = tl.load(previous_T + place).to(tl.int64)
+        row = ((row * 36313) ^ (tl.maximum(previous, 0) * 27191)) % tl.maximum(1, num_rows - 1)
+        row = tl.where(previous < 0, num_rows - 1, row)
+    x_C = tl.load(table_VW + row * width + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    x_C = x_C * scale
+    tl.store(out_TW + place * out_stride + column_C, x_C.to(out_TW.dtype.element_ty), mask=valid_C)

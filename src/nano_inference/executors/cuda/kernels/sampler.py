@@ -1,0 +1,301 @@
+"""Kernels that turn logits into a token and its log-probability (`sampling` is the reference).
+
+Three steps over chunks of the vocabulary: `adjust_chunk` writes adjusted logits and chunk maxima, `sum_chunk` the
+masses of the chunks, `draw_row` inverts the CDF in ascending order of ids. Before `sum_chunk`, `select.cut_row` finds
+which tokens truncation keeps. Masses and log-sum-exps are float64:
+
+    log-probability = (x - best) / T - log Σ e^((x - best) / T),   rounded to float32 once.
+
+Shapes: B rows, S slots, V vocabulary, N chunks of C tokens, P rows of the tables of penalties, biases or masks, X stop
+tokens of a slot, W = V / 32 words of a mask.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nano_inference.executors.cuda.kernels.language import capped, mix64
+
+RAW, TEMPERED, PROCESSED, WANTS_RAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+
+
+@triton.jit
+def penalised(
+    x_C: tl.tensor, count_C: tl.tensor, repetition: tl.tensor, presence: tl.tensor, frequency: tl.tensor
+) -> tl.tensor:
+    """Return penalised logits; `count` is twice the occurrences in the output, plus one if the prompt has the token."""
+    divided_C = tl.where(x_C > 0, tl.div_rn(x_C, repetition), x_C * repetition)
+    x_C = tl.where(count_C > 0, divided_C, x_C)
+    output_C = count_C >> 1
+    return tl.where(output_C > 0, x_C - (presence + frequency * output_C.to(tl.float32)), x_C)
+
+
+@triton.jit
+def adjust_chunk(
+    logits_BV: tl.tensor,
+    work_BV: tl.tensor,
+    best_BN: tl.tensor,
+    raw_best_BN: tl.tensor,
+    raw_mass_BN: tl.tensor,
+    slot_B: tl.tensor,
+    report_S: tl.tensor,
+    repetition_S: tl.tensor,
+    presence_S: tl.tensor,
+    frequency_S: tl.tensor,
+    count_row_S: tl.tensor,
+    bias_row_S: tl.tensor,
+    mask_row_S: tl.tensor,
+    min_tokens_S: tl.tensor,
+    num_new_S: tl.tensor,
+    stop_SX: tl.tensor,
+    count_PV: tl.tensor,
+    bias_PV: tl.tensor,
+    mask_PW: tl.tensor,
+    stride: tl.tensor,
+    vocab_size: tl.tensor,
+    num_stops: tl.tensor,
+    num_words: tl.tensor,
+    cap: tl.tensor,
+    C: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+) -> None:
+    """Write the adjusted logits of one chunk, their maximum, and the mass of the unmodified ones. Grid: (B, N)."""
+    row, chunk, num_chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    slot = tl.load(slot_B + row).to(tl.int64)
+    id_C = chunk * C + tl.arange(0, C)
+    valid_C = id_C < vocab_size
+    x_C = tl.load(logits_BV + row * stride + id_C, mask=valid_C, other=float("-inf")).to(tl.float32)
+    if HAS_CAP:
+        x_C = tl.where(valid_C, capped(x_C, cap), float("-inf"))
+    report = tl.load(report_S + slot)
+    if (report == RAW) | (report >= WANTS_RAW):
+        raw_best = tl.max(x_C, 0)
+        shift = tl.where(raw_best == float("-inf"), 0.0, raw_best).to(tl.float64)
+        tl.store(raw_best_BN + row * num_chunks + chunk, raw_best)
+        tl.store(raw_mass_BN + row * num_chunks + chunk, tl.sum(tl.exp(x_C.to(tl.float64) - shift), 0))
+    counts = tl.load(count_row_S + slot).to(tl.int64)
+    if counts >= 0:
+        count_C = tl.load(count_PV + counts * vocab_size + id_C, mask=valid_C, other=0)
+        repetition = tl.load(repetition_S + slot)
+        x_C = penalised(x_C, count_C, repetition, tl.load(presence_S + slot), tl.load(frequency_S + slot))
+    biases = tl.load(bias_row_S + slot).to(tl.int64)
+    if biases >= 0:
+        bias_C = tl.load(bias_PV + biases * vocab_size + id_C, mask=valid_C, other=0.0)
+        x_C = tl.where(bias_C == float("-inf"), float("-inf"), x_C + bias_C)
+    masks = tl.load(mask_row_S + slot).to(tl.int64)
+    if masks >= 0:
+        word_C = tl.load(mask_PW + masks * num_words + id_C // 32, mask=valid_C, other=0)
+        x_C = tl.where(((word_C >> (id_C % 32)) & 1) != 0, x_C, float("-inf"))
+    if tl.load(num_new_S + slot) < tl.load(min_tokens_S + slot):
+        for index in range(num_stops):
+            x_C = tl.where(id_C == tl.load(stop_SX + slot * num_stops + index), float("-inf"), x_C)
+    tl.store(work_BV + row * vocab_size + id_C, x_C, mask=valid_C)
+    tl.store(best_BN + row * num_chunks + chunk, tl.max(x_C, 0))
+
+
+@triton.jit
+def best_of(best_BN: tl.tensor, row: tl.tensor, num_chunks: tl.tensor, NP: tl.constexpr) -> tl.tensor:
+    """Return the largest of a row's chunk maxima."""
+    chunk_N = tl.arange(0, NP)
+    return tl.max(tl.load(best_BN + row * num_chunks + chunk_N, mask=chunk_N < num_chunks, other=float("-inf")), 0)
+
+
+@triton.jit
+def scaled(x_C: tl.tensor, best: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """Return logits divided by the temperature, bit-equal to `sampling.scaled`, without negative zeros."""
+    is_scaled = (temperature != 0.0) & (temperature != 1.0)
+    shift = tl.where(is_scaled & (tl.abs(best) < float("inf")), best, 0.0)
+    divisor = tl.where(is_scaled, tl.maximum(temperature, 1e-30), 1.0)
+    y_C = tl.div_rn(x_C - shift, tl.broadcast_to(divisor, x_C.shape))
+    return tl.where(y_C == 0.0, 0.0, y_C)
+
+
+@triton.jit
+def key_of(x_C: tl.tensor) -> tl.tensor:
+    """Return uint32 keys in the order of the float32 values."""
+    bits_C = x_C.to(tl.uint32, bitcast=True)
+    return tl.where((bits_C >> 31) != 0, bits_C ^ 0xFFFFFFFF, bits_C | 0x80000000)
+
+
+@triton.jit
+def is_kept(
+    x_C: tl.tensor, id_C: tl.tensor, best: tl.tensor, temperature: tl.tensor, key: tl.tensor, last: tl.tensor
+) -> tl.tensor:
+    """Return True for tokens above a row's cut: a key, and the last id kept among tokens with that key."""
+    key_C = key_of(scaled(x_C, best, temperature)).to(tl.int64)
+    return (key_C > key) | ((key_C == key) & (id_C <= last))
+
+
+@triton.jit
+def weights(x_C: tl.tensor, best: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """Return e^((x - best) / T) in float64; temperature 0 counts as 1."""
+    divisor = tl.where(temperature == 0.0, 1.0, tl.maximum(temperature, 1e-30)).to(tl.float64)
+    return tl.exp((x_C.to(tl.float64) - best.to(tl.float64)) / divisor)
+
+
+@triton.jit
+def sum_chunk(
+    work_BV: tl.tensor,
+    best_BN: tl.tensor,
+    mass_BN: tl.tensor,
+    kept_BN: tl.tensor,
+    cut_key_B: tl.tensor,
+    cut_id_B: tl.tensor,
+    slot_B: tl.tensor,
+    temperature_S: tl.tensor,
+    vocab_size: tl.tensor,
+    C: tl.constexpr,
+    NP: tl.constexpr,
+    HAS_CUT: tl.constexpr,
+) -> None:
+    """Write the mass of one chunk, of all tokens and of those that truncation keeps. Grid: (B, N)."""
+    row, chunk, num_chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    temperature = tl.load(temperature_S + tl.load(slot_B + row))
+    best = best_of(best_BN, row, num_chunks, NP)
+    id_C = chunk * C + tl.arange(0, C)
+    valid_C = id_C < vocab_size
+    x_C = tl.load(work_BV + row * vocab_size + id_C, mask=valid_C, other=float("-inf"))
+    weight_C = tl.where(valid_C, weights(x_C, best, temperature), 0.0)
+    mass = tl.sum(weight_C, 0)
+    tl.store(mass_BN + row * num_chunks + chunk, mass)
+    if HAS_CUT:
+        kept_C = is_kept(x_C, id_C, best, temperature, tl.load(cut_key_B + row), tl.load(cut_id_B + row))
+        mass = tl.sum(tl.where(kept_C, weight_C, 0.0), 0)
+    tl.store(kept_BN + row * num_chunks + chunk, mass)
+
+
+@triton.jit
+def uniform_of(seed: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """Return `sampling.uniform`, float64, of int64 arguments."""
+    state = mix64(seed.to(tl.uint64, bitcast=True))
+    state = mix64(state ^ sample.to(tl.uint64, bitcast=True))
+    state = mix64(state ^ position.to(tl.uint64, bitcast=True))
+    return (state >> 11).to(tl.float64) / 9007199254740992.0
+
+
+@triton.jit
+def first_above(mass_C: tl.tensor, target: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Return the first index whose cumulative mass exceeds the target; if none does, the last one with a mass."""
+    index_C = tl.arange(0, C)
+    above = tl.sum((tl.cumsum(mass_C, 0) <= target).to(tl.int32), 0)
+    last = tl.max(tl.where(mass_C > 0, index_C, 0), 0)
+    return tl.minimum(above, last)
+
+
+@triton.jit
+def token_of(
+    work_V: tl.tensor,
+    best_N: tl.tensor,
+    kept_N: tl.tensor,
+    uniform: tl.tensor,
+    temperature: tl.tensor,
+    cut_key: tl.tensor,
+    cut_id: tl.tensor,
+    vocab_size: tl.tensor,
+    num_chunks: tl.tensor,
+    C: tl.constexpr,
+    NP: tl.constexpr,
+    HAS_CUT: tl.constexpr,
+) -> tl.tensor:
+    """Return the token at the uniform, or at temperature 0 the lowest id with the largest logit."""
+    chunk_N, index_C = tl.arange(0, NP), tl.arange(0, C)
+    best, target = tl.max(best_N, 0), uniform * tl.sum(kept_N, 0)
+    greedy_chunk = tl.min(tl.where(best_N == best, chunk_N, NP), 0)
+    chunk = tl.where(temperature == 0.0, greedy_chunk, first_above(kept_N, target, NP))
+    chunk = tl.minimum(chunk, num_chunks - 1)
+    before = tl.sum(tl.where(chunk_N < chunk, kept_N, 0.0), 0)
+    id_C = chunk * C + index_C
+    valid_C = id_C < vocab_size
+    x_C = tl.load(work_V + id_C, mask=valid_C, other=float("-inf"))
+    weight_C = tl.where(valid_C, weights(x_C, best, temperature), 0.0)
+    if HAS_CUT:
+        weight_C = tl.where(is_kept(x_C, id_C, best, temperature, cut_key, cut_id), weight_C, 0.0)
+    greedy_index = tl.min(tl.where(x_C == best, index_C, C), 0)
+    index = tl.where(temperature == 0.0, greedy_index, first_above(weight_C, target - before, C))
+    return tl.minimum(chunk * C + index, vocab_size - 1)
+
+
+@triton.jit
+def raw_normaliser(raw_best_BN: tl.tensor, raw_mass_BN: tl.tensor, at_N: tl.tensor, valid_N: tl.tensor) -> tl.tensor:
+    """Return the largest unmodified logit and the log of the mass relative to it, float64."""
+    best_N = tl.load(raw_best_BN + at_N, mask=valid_N, other=float("-inf"))
+    best = tl.max(best_N, 0)
+    shift_N = tl.where(best_N == float("-inf"), best_N, best_N - best).to(tl.float64)
+    mass_N = tl.load(raw_mass_BN + at_N, mask=valid_N, other=0.0) * tl.exp(shift_N)
+    return best.to(tl.float64), tl.log(tl.sum(mass_N, 0))
+
+
+@triton.jit
+def draw_row(
+    logits_BV: tl.tensor,
+    work_BV: tl.tensor,
+    best_BN: tl.tensor,
+    raw_best_BN: tl.tensor,
+    raw_mass_BN: tl.tensor,
+    mass_BN: tl.tensor,
+    kept_BN: tl.tensor,
+    cut_key_B: tl.tensor,
+    cut_id_B: tl.tensor,
+    slot_B: tl.tensor,
+    temperature_S: tl.tensor,
+    report_S: tl.tensor,
+    seed_S: tl.tensor,
+    sample_S: tl.tensor,
+    position_S: tl.tensor,
+    token_B: tl.tensor,
+    logprob_B: tl.tensor,
+    raw_logprob_B: tl.tensor,
+    normaliser_B5: tl.tensor,
+    stride: tl.tensor,
+    vocab_size: tl.tensor,
+    num_chunks: tl.tensor,
+    cap: tl.tensor,
+    C: tl.constexpr,
+    NP: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_CUT: tl.constexpr,
+) -> None:
+    """Write one row's token, its log-probabilities and the normalisers of its distributions. Grid: (B,).
+
+    normaliser: the best logit, log mass of all and of kept tokens; the unmodified logits' best and log mass.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_B + row).to(tl.int64)
+    temperature, report = tl.load(temperature_S + slot), tl.load(report_S + slot)
+    chunk_N = tl.arange(0, NP)
+    at_N, valid_N = row * num_chunks + chunk_N, chunk_N < num_chunks
+    best_N = tl.load(best_BN + at_N, mask=valid_N, other=float("-inf"))
+    kept_N = tl.load(kept_BN + at_N, mask=valid_N, other=0.0)
+    position = tl.load(position_S + slot).to(tl.int64) + 1
+    uniform = uniform_of(tl.load(seed_S + slot), tl.load(sample_S + slot).to(tl.int64), position)
+    work_V = work_BV + row * vocab_size
+    token = token_of(
+        work_V, best_N, kept_N, uniform, temperature, tl.load(cut_key_B + row), tl.load(cut_id_B + row),
+        vocab_size, num_chunks, C, NP, HAS_CUT,
+    )  # fmt: skip
+    tl.store(token_B + row, token)
+
+    divisor = tl.where(temperature == 0.0, 1.0, tl.maximum(temperature, 1e-30)).to(tl.float64)
+    best = tl.max(best_N, 0).to(tl.float64)
+    log_mass = tl.log(tl.sum(tl.load(mass_BN + at_N, mask=valid_N, other=0.0), 0))
+    log_kept = tl.log(tl.sum(kept_N, 0))
+    y = (tl.load(work_V + token).to(tl.float64) - best) / divisor
+    processed = (y - log_kept).to(tl.float32)
+    logprob = tl.where(report % 4 == TEMPERED, (y - log_mass).to(tl.float32), processed)
+    tl.store(normaliser_B5 + row * 5, best)
+    tl.store(normaliser_B5 + row * 5 + 1, log_mass)
+    tl.store(normaliser_B5 + row * 5 + 2, log_kept)
+    if (report == RAW) | (report >= WANTS_RAW):
+        raw_best, log_raw = raw_normaliser(raw_best_BN, raw_mass_BN, at_N, valid_N)
+        raw = tl.load(logits_BV + row * stride + token).to(tl.float32)
+        if HAS_CAP:
+            raw = capped(raw, cap)
+        raw_logprob = ((raw.to(tl.float64) - raw_best) - log_raw).to(tl.float32)
+        raw_logprob = tl.where(raw_logprob == float("-inf"), -9999.0, raw_logprob)
+        tl.store(raw_logprob_B + row, raw_logprob)
+        tl.store(normaliser_B5 + row * 5 + 3, raw_best)
+        tl.store(normaliser_B5 + row * 5 + 4, log_raw)
+        logprob = tl.where((report % 4 == RAW) & (temperature != 0.0), raw_logprob, logprob)
+    is_finite = tl.abs(processed) < float("inf")
+    tl.store(logprob_B + row, tl.where(is_finite, logprob, processed))

@@ -1,0 +1,63 @@
+"""`Variant`: the compile-time constants of one kernel. The launchers and `configurations` make it the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Supported precisions of activations, weights and caches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """The constants and compiler options of one kernel."""
+
+    constants: Mapping[str, int | bool]
+    num_warps: int
+    num_stages: int = 1
+    fuses: bool = True
+    """Contract products and sums to fused multiply-adds. Explicit: Triton's default differs between releases."""
+
+    def upcast(self) -> Variant:
+        """Return the variant for the interpreter."""
+        return replace(self, constants={**self.constants, "UPCAST": True})
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+        """Start the kernel on a grid; `arguments` are those before the constants."""
+        if 0 in grid:
+            return
+        kernel[grid](
+            *arguments,
+            **self.constants,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+            enable_fp_fusion=self.fuses,
+        )
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Raise `ValueError` naming the argument if the kernels do not support its precision."""
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
+
+
+def check_rows(**tensors: Tensor) -> None:
+    """Raise `ValueError` naming an argument whose last dimension is not contiguous."""
+    for name, tensor in tensors.items():
+        if tensor.dim() and tensor.stride(-1) != 1 and tensor.size(-1) > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
+
+
+def padded(size: int) -> int:
+    """Return the smallest power of two that is at least `size` and 16, the least width of a matrix product."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def is_interpreted(tensor: Tensor) -> bool:
+    """Return True if kernels on this tensor run in Triton's interpreter, whose bfloat16 products are wrong."""
+    return tensor.device.type == "cpu"

@@ -1,0 +1,194 @@
+"""Attention kernels against float64: ragged rows, blocks out of order, NaN in every slot that no query may read.
+
+Shapes: T tokens of the step, R rows, H heads, J kv heads, D head size, S slots, B blocks per row, K keys of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nano_inference.executors.cuda.kernels import attend
+from nano_inference.executors.cuda.kernels.attend import Cache, Groups, Partials, Rows
+from nano_inference.executors.torch.attention.context import AttentionSpec
+from nano_inference.executors.torch.attention.masks import create_attention_mask
+from tests.cuda.case import Case, error
+
+_KV_HEADS, _BLOCK_SIZE = 2, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Rows of (tokens in the step, keys) with random queries, keys and values."""
+
+    rows: Sequence[tuple[int, int]]
+    ratio: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    spec: AttentionSpec = AttentionSpec(0.3)
+    shared: int = 0
+    """Positions that all rows have in common."""
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        num_tokens, width = sum(count for count, _ in self.rows), _KV_HEADS * self.ratio * self.head_dim
+        x_TW = torch.randn(num_tokens, width + 16, generator=generator).to(self.dtype)
+        put = object.__setattr__
+        put(self, "q_THD", x_TW[:, :width].unflatten(1, (-1, self.head_dim)))
+        num_blocks = [-(-keys // _BLOCK_SIZE) for _, keys in self.rows]
+        free = (torch.randperm(sum(num_blocks) + 1, generator=generator) + 1).tolist()
+        table_RB = torch.full((len(self.rows), max(num_blocks) + 1), -1, dtype=torch.int32)
+        slots = (sum(num_blocks) + 2) * _BLOCK_SIZE
+        k_SJD, v_SJD = (torch.full((slots, _KV_HEADS, self.head_dim), torch.nan, dtype=self.dtype) for _ in "kv")
+        for row, (count, keys) in enumerate(self.rows):
+            first = 0 if self.spec.window is None else max(0, keys - count + 1 - self.spec.window)
+            for block in range(first // _BLOCK_SIZE, num_blocks[row]):
+                is_shared = row > 0 and (block + 1) * _BLOCK_SIZE <= self.shared
+                table_RB[row, block] = table_RB[0, block] if is_shared else free.pop()
+            at_K = slots_of(table_RB[row], first, keys)
+            for x_SJD in (k_SJD, v_SJD):
+                is_new_K = x_SJD[at_K].isnan().all(-1).all(-1)
+                fresh_KJD = torch.randn(int(is_new_K.sum()), _KV_HEADS, self.head_dim, generator=generator)
+                x_SJD[at_K[is_new_K]] = fresh_KJD.to(self.dtype)
+        put(self, "cache", Cache(k_SJD, v_SJD, table_RB, _BLOCK_SIZE))
+
+    q_THD: Tensor = None  # type: ignore[assignment]
+    cache: Cache = None  # type: ignore[assignment]
+
+    def expected(self) -> Tensor:
+        """Return the outputs in float64."""
+        outputs = []
+        offset = 0
+        for row, (count, keys) in enumerate(self.rows):
+            first = 0 if self.spec.window is None else max(0, keys - count + 1 - self.spec.window)
+            at_K = slots_of(self.cache.table_RB[row], first, keys)
+            k_KHD, v_KHD = (
+                x_SJD[at_K].double().repeat_interleave(self.ratio, 1) for x_SJD in (self.cache.k_SJD, self.cache.v_SJD)
+            )
+            q_QHD = self.q_THD[offset : offset + count].double()
+            score_HQK = torch.einsum("qhd,khd->hqk", q_QHD, k_KHD) * self.spec.scale
+            if self.spec.softcap is not None:
+                score_HQK = torch.tanh(score_HQK / self.spec.softcap) * self.spec.softcap
+            mask_QK = create_attention_mask(
+                torch.arange(keys - count, keys), torch.arange(first, keys), self.spec.window
+            )
+            weight_HQK = score_HQK.masked_fill(~mask_QK, -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("hqk,khd->qhd", weight_HQK, v_KHD))
+            offset += count
+        return torch.cat(outputs)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Cache, Rows, Tensor]:
+        """Return queries, cache, rows and positions on a device."""
+        starts = [0]
+        positions: list[int] = []
+        for count, keys in self.rows:
+            starts.append(starts[-1] + count)
+            positions += range(keys - count, keys)
+        whole = [torch.tensor(x, dtype=torch.int32) for x in (starts, [keys for _, keys in self.rows], positions)]
+        start_R, length_R, position_T = (x.to(device) for x in whole)
+        k, v, table, size = self.cache
+        wide = self.q_THD.new_zeros(self.q_THD.size(0), self.q_THD.stride(0))
+        wide[:, : self.q_THD[0].numel()] = self.q_THD.flatten(1)
+        q_THD = wide.to(device)[:, : self.q_THD[0].numel()].unflatten(1, (-1, self.head_dim))
+        return (
+            q_THD,
+            Cache(k.to(device), v.to(device), table.to(device), size),
+            Rows(start_R, length_R, torch.zeros_like(length_R)),
+            position_T,
+        )
+
+
+def slots_of(table_B: Tensor, first: int, end: int) -> Tensor:
+    """Return the cache slots of positions [first, end) of a row."""
+    position_K = torch.arange(first, end)
+    return table_B[position_K // _BLOCK_SIZE].long() * _BLOCK_SIZE + position_K % _BLOCK_SIZE
+
+
+def split(world: World, device: torch.device, groups: Groups | None = None) -> Tensor:
+    """Return the outputs by split decode."""
+    q_THD, cache, rows, position_T = world.on(device)
+    num_splits = attend.num_splits(max(keys for _, keys in world.rows)) + 1
+    num_tokens, num_heads, head_dim = q_THD.shape
+    part_THND = torch.full((num_tokens, num_heads, num_splits, head_dim), torch.nan, device=device)
+    partials = Partials(part_THND, part_THND[..., 0].clone())
+    if groups is not None:
+        rows.shared_R.fill_(int(groups.shared_Q[0]))
+        attend.attend_groups(partials, q_THD, cache, rows, groups, world.spec)
+    max_queries = max(count for count, _ in world.rows)
+    attend.attend_splits(partials, q_THD, cache, rows, world.spec, max_queries=max_queries)
+    out_THD = torch.full(q_THD.shape, torch.nan, dtype=q_THD.dtype, device=device)
+    attend.merge_splits(out_THD, partials, position_T, world.spec.window)
+    return out_THD
+
+
+def chunk(world: World, device: torch.device) -> Tensor:
+    """Return the outputs by one pass."""
+    q_THD, cache, rows, _ = world.on(device)
+    out_THD = torch.full(q_THD.shape, torch.nan, dtype=q_THD.dtype, device=device)
+    max_queries = max(count for count, _ in world.rows)
+    attend.attend_chunks(out_THD, q_THD, cache, rows, world.spec, max_queries=max_queries)
+    return out_THD
+
+
+def grouped(world: World, device: torch.device) -> Tensor:
+    """Return the outputs by split decode with one group of all rows."""
+    width, num_rows = attend.group_rows(world.ratio), len(world.rows)
+    shared = world.shared // attend.SPLIT * attend.SPLIT
+    num_tiles = -(-num_rows // width)
+    row_QX = torch.full((num_tiles * width,), -1, dtype=torch.int32)
+    row_QX[:num_rows] = torch.arange(num_rows).flip(0)
+    shared_Q = torch.full((num_tiles,), shared, dtype=torch.int32, device=device)
+    return split(world, device, Groups(row_QX.view(num_tiles, width).to(device), shared_Q))
+
+
+def batch_dependence(world: World, device: torch.device) -> float:
+    """Return 0 if each row's bits are the same alone and in the batch, on a GPU also in a group; else 1."""
+    together = split(world, device)
+    in_group = grouped(world, device) if device.type == "cuda" else together  # numpy's products depend on the shape
+    alone = []
+    for row, one in enumerate(world.rows):
+        part = World(rows=[one], ratio=world.ratio, head_dim=world.head_dim, dtype=world.dtype, spec=world.spec)
+        table_RB = world.cache.table_RB[row : row + 1]
+        object.__setattr__(part, "cache", world.cache._replace(table_RB=table_RB))
+        object.__setattr__(part, "q_THD", world.q_THD[row : row + 1])
+        alone.append(split(part, device))
+    return float(not (torch.equal(together, torch.cat(alone)) and torch.equal(together, in_group)))
+
+
+def cases() -> Iterator[Case]:
+    """Yield every case; each returns the largest difference from float64."""
+    window, cap, both = AttentionSpec(0.3, 21), AttentionSpec(0.3, None, 2.0), AttentionSpec(0.2, 37, 1.5)
+    decode = [(1, 1), (1, 300), (1, 16), (1, 77)]
+    short = [(8, 9), (3, 270), (1, 40), (2, 2)]
+    worlds = {
+        "decode-ratio7": World(rows=decode, ratio=7, head_dim=64),
+        "decode-ratio1-dim80-window": World(rows=[(1, 1), (1, 560), (1, 16)], ratio=1, head_dim=80, spec=window),
+        "decode-ratio3-dim96-cap": World(rows=decode, ratio=3, head_dim=96, spec=cap),
+        "decode-ratio8-dim128-half": World(rows=decode, ratio=8, head_dim=128, dtype=torch.float16),
+        "decode-ratio2-dim256-both": World(rows=decode, ratio=2, head_dim=256, spec=both),
+        "queries8-ratio6": World(rows=short, ratio=6, head_dim=64),
+        "queries8-ratio4-both": World(rows=short, ratio=4, head_dim=64, spec=both),
+    }
+    for name, world in worlds.items():
+        yield Case(f"attention-{name}", lambda d, w=world: error(split(w, d), w.expected()), bound(world))
+    chunks = [(70, 70), (9, 300), (1, 5), (16, 90)]
+    for name, spec, ratio, dtype in (
+        ("ratio7", AttentionSpec(0.3), 7, torch.float32),
+        ("ratio3-both", both, 3, torch.float32),
+        ("ratio1-window-half", window, 1, torch.float16),
+    ):
+        world = World(rows=chunks, ratio=ratio, head_dim=64, dtype=dtype, spec=spec)
+        yield Case(f"attention-chunk-{name}", lambda d, w=world: error(chunk(w, d), w.expected()), bound(world))
+    members = [(1, 300), (1, 517), (1, 320), (1, 299)]
+    for name, spec in (("plain", AttentionSpec(0.3)), ("both", AttentionSpec(0.2, 290, 1.5))):
+        world = World(rows=members, ratio=7, head_dim=64, spec=spec, shared=288)
+        yield Case(f"attention-group-{name}", lambda d, w=world: error(grouped(w, d), w.expected()), bound(world))
+    yield Case("attention-batch-dependence", lambda d: batch_dependence(world, d), 0.0)
+
+
+def bound(world: World) -> float:
+    """Return the largest allowed difference."""
+    return 4e-6 if world.dtype == torch.float32 else 2e-3

@@ -1,0 +1,30 @@
+"""`Case`: one comparison of kernels with a reference, run in the interpreter (tests/cuda) and on a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Case(NamedTuple):
+    """A comparison."""
+
+    name: str
+    run: Callable[[torch.device], float]
+    """Returns the largest difference on a device."""
+    bound: float
+    needs_gpu: bool = False
+    """The interpreter rounds to bfloat16 by truncation."""
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference; infinity if shapes differ, or NaN or infinity are in different places."""
+    found, expected = found.cpu().double(), expected.cpu().double()
+    if found.shape != expected.shape:
+        return float("inf")
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, 0.0, (found - expected).abs())
+    return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max())

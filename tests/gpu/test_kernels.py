@@ -1,0 +1,22 @@
+"""The Triton kernels on CUDA: the comparisons of tests/cuda on a real device; skipped without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs CUDA; torch sees no device", allow_module_level=True)
+pytest.importorskip("triton", reason="NO TRITON: pip install -e '.[cuda]'")
+
+from tests.cuda.case import Case
+from tests.cuda.interpret import all_cases
+
+pytestmark = pytest.mark.gpu
+SLACK = 4.0
+"""Tensor cores and fused operations round differently from numpy; a bound of 0 stays 0."""
+
+
+@pytest.mark.parametrize("case", list(all_cases()), ids=lambda case: case.name)
+def test_kernel_matches_reference(case: Case) -> None:
+    assert case.run(torch.device("cuda")) <= SLACK * case.bound
