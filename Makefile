@@ -13,9 +13,10 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscop
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-# Lint runs beside the tests: mypy takes a minute of one core. Its output follows theirs.
+# Lint runs beside the tests: mypy takes a minute of one core. Its output follows theirs. `make`, because a line with
+# $(MAKE) runs even in `make --dry-run`.
 test: .venv/ready-dev .venv/ready-aot browser
-	@log=$$(mktemp); $(MAKE) --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
+	@log=$$(mktemp); make --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
 	$(PYTEST); tests=$$?; \
 	wait $$lint; lint=$$?; cat "$$log"; rm "$$log"; \
 	test $$tests = 0 -a $$lint = 0
