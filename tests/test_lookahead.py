@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine
 from tests.test_speculation import REPEATING, asks
 
 LENGTHS = (2, 3, 5, 8, 16)
-Ask = EngineRequest
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ class OneOfOne:
         return b"\x00\x08" if self.is_forcing else None
 
 
-def requests() -> list[Ask]:
+def requests() -> list[EngineRequest]:
     """Requests of all kinds: those of speculation's tests, matchers, programs, and what restricts lookahead."""
     rng = random.Random(4)
     found = [EngineRequest(prompt=prompt, params=params, num_samples=count) for prompt, params, count in asks()]
@@ -93,7 +93,9 @@ def requests() -> list[Ask]:
 REQUESTS = requests()
 
 
-def run_all(engine: InferenceEngine, wanted: list[Ask] = REQUESTS) -> tuple[list[TrainingSample], list[StepStats]]:
+def run_all(
+    engine: InferenceEngine, wanted: list[EngineRequest] = REQUESTS
+) -> tuple[list[TrainingSample], list[StepStats]]:
     """Run everything at once; fields that depend on how it was computed are cleared."""
     ids = [engine.add(request, claim=True) for request in wanted]
     stats = []
@@ -242,16 +244,15 @@ def test_steps_are_short_while_an_update_is_gathered(tiny: Path) -> None:
         engine.tick()
         assert engine.tick().stats.num_sampled == 16
 
-        def slow() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, value in weights:
-                while not ticked:
-                    pass
-                yield name, value
+        stepped = Event()
 
-        ticked: list[int] = []
+        def slow() -> Iterator[tuple[str, torch.Tensor]]:
+            stepped.wait()
+            yield from weights
+
         engine.update_weights(slow())
-        ticked.append(engine.tick().stats.num_sampled)
-        assert ticked == [1]
+        assert engine.tick().stats.num_sampled == 1
+        stepped.set()
         engine.finish_update()
         assert engine.tick().stats.num_sampled == 16
 
