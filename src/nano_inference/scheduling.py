@@ -179,7 +179,7 @@ def plan_step(
     prompts = [view for view in plan.live if _num_left(view) > 1] if has_prompts else []
     shares = _share_budget(plan, prompts + newcomers, urgent)
     if config.lookahead > 1 and not prompts and not newcomers:
-        plan.lookahead = _lookahead(plan)
+        _look_ahead(plan)
     _continue_running(plan, shares)
     if not plan.preempted:
         num_running = len(plan.work)
@@ -260,12 +260,12 @@ def _share_budget(plan: _Plan, prompts: Sequence[SeqView], urgent: Mapping[objec
     return shares
 
 
-def _lookahead(plan: _Plan) -> int:
-    """Return the most tokens that a row samples in this step; 1 if blocks for more of them are not free."""
+def _look_ahead(plan: _Plan) -> None:
+    """Set how many tokens a row samples in this step: more than one only if blocks for all rows are free."""
     is_streaming = any(view.is_streamed for view in plan.live)
     plan.lookahead = min(plan.config.lookahead, STREAM_LOOKAHEAD) if is_streaming else plan.config.lookahead
-    need = sum(plan.work_for(view, _num_left(view)).num_blocks for view in plan.live)
-    return plan.lookahead if need <= plan.free else 1
+    if sum(plan.work_for(view, _num_left(view)).num_blocks for view in plan.live) > plan.free:
+        plan.lookahead = 1
 
 
 def _continue_running(plan: _Plan, shares: Mapping[int, int]) -> None:
