@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cuda.kernels import attend
-from nano_inference.executors.cuda.kernels.attend import Cache, Groups, Partials, Rows
+from nano_inference.executors.cuda.records import SPLIT, Cache, Groups, Partials, Rows, group_rows, num_splits
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from nano_inference.executors.torch.attention.masks import create_attention_mask
 from tests.cuda.case import Case, error
@@ -110,9 +110,9 @@ def slots_of(table_B: Tensor, first: int, end: int) -> Tensor:
 def split(world: World, device: torch.device, groups: Groups | None = None) -> Tensor:
     """Return the outputs by split decode."""
     q_THD, cache, rows, position_T = world.on(device)
-    num_splits = attend.num_splits(max(keys for _, keys in world.rows)) + 1
+    splits = num_splits(max(keys for _, keys in world.rows)) + 1
     num_tokens, num_heads, head_dim = q_THD.shape
-    part_THND = torch.full((num_tokens, num_heads, num_splits, head_dim), torch.nan, device=device)
+    part_THND = torch.full((num_tokens, num_heads, splits, head_dim), torch.nan, device=device)
     partials = Partials(part_THND, part_THND[..., 0].clone())
     if groups is not None:
         rows.shared_R.fill_(int(groups.shared_Q[0]))
@@ -135,8 +135,8 @@ def chunk(world: World, device: torch.device) -> Tensor:
 
 def grouped(world: World, device: torch.device) -> Tensor:
     """Return the outputs by split decode with one group of all rows."""
-    width, num_rows = attend.group_rows(world.ratio), len(world.rows)
-    shared = world.shared // attend.SPLIT * attend.SPLIT
+    width, num_rows = group_rows(world.ratio), len(world.rows)
+    shared = world.shared // SPLIT * SPLIT
     num_tiles = -(-num_rows // width)
     row_QX = torch.full((num_tiles * width,), -1, dtype=torch.int32)
     row_QX[:num_rows] = torch.arange(num_rows).flip(0)

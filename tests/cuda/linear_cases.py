@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cuda.kernels import multiply
+from nano_inference.executors.cuda.records import num_ranges
 from tests.cuda.case import Case, error
 
 
 def product_of(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, device: torch.device) -> Tensor:
     """Return x Wᵀ + bias by the kernels."""
     num_out, num_in = weight_NK.shape
-    part = torch.full((multiply.num_ranges(num_out, num_in) * x_TK.size(0) * num_out,), torch.nan, device=device)
+    part = torch.full((num_ranges(num_out, num_in) * x_TK.size(0) * num_out,), torch.nan, device=device)
     out = torch.full((x_TK.size(0), num_out + 3), torch.nan, dtype=x_TK.dtype, device=device)[:, :num_out]
     bias = None if bias_N is None else bias_N.to(device)
     multiply.multiply(out, x_TK.to(device), weight_NK.to(device), bias, part)

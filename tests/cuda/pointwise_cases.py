@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cuda.kernels import operate
-from nano_inference.executors.cuda.kernels.attend import Cache
-from nano_inference.executors.cuda.kernels.operate import HeadNorms, NormOrder
+from nano_inference.executors.cuda.records import Cache, HeadNorms, NormOrder
 from nano_inference.executors.torch import ops as reference
 from tests.cuda.case import Case, error
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nano_inference.executors.cuda.kernels import attend, multiply, operate, sample
-from nano_inference.executors.cuda.kernels.attend import Partials
+from nano_inference.executors.cuda.kernels import attend, multiply, operate
+from nano_inference.executors.cuda.records import Partials
+from nano_inference.executors.cuda.sample_records import new_scratch
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from tests.cuda.attention_cases import World
 from tests.cuda.case import Case, error
@@ -31,7 +32,7 @@ def messages(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
     yield "head_dim", lambda: attend.attend_variant("chunk", torch.float32, 1, 72, has_cap=False)
     yield "16 tokens", lambda: multiply.multiply(wide, wide, wide, None, wide)
     yield "part_ZTN", lambda: multiply.multiply(wide[:4], wide[:4, :17], wide[:, :17], None, wide[0])
-    yield "vocabularies", lambda: sample.new_scratch(1, (1 << 19) + 1, 0, torch.device("meta"))
+    yield "vocabularies", lambda: new_scratch(1, (1 << 19) + 1, 0, torch.device("meta"))
     yield "16384", lambda: operate.norm_variant(16385, has_more=False, has_weight=False, has_offset=False)
     yield "contiguous", lambda: operate.softcap(wide.t(), 1.0)
     yield "more_TW and sum_TW", lambda: operate.norm(wide, wide, None, eps=0.0, more_TW=wide)

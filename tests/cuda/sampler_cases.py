@@ -16,8 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from nano_inference.executors.cuda.kernels import sample
-from nano_inference.executors.cuda.kernels.sample import Scratch, Slots, Tables
 from nano_inference.executors.cuda.kernels.sampler import uniform_of
+from nano_inference.executors.cuda.sample_records import (
+    FULL,
+    REPORTS,
+    RUNNING,
+    STOPPED,
+    WANTS_RAW,
+    Scratch,
+    Slots,
+    Tables,
+    new_scratch,
+)
 from nano_inference.runner import Row
 from nano_inference.sampling import draw as reference_draw
 from nano_inference.sampling import uniform
@@ -66,7 +76,7 @@ def as_tensors(rows: Sequence[Row], vocab_size: int) -> tuple[Slots, Tables]:
         return slot([index if used else -1 for index, used in enumerate(is_used)])
 
     float32, float64 = torch.float32, torch.float64
-    report = [sample.REPORTS[one.logprobs_mode] + one.params.raw_logprobs * sample.WANTS_RAW for one in rows]
+    report = [REPORTS[one.logprobs_mode] + one.params.raw_logprobs * WANTS_RAW for one in rows]
     slots = Slots(
         temperature=slot([one.temperature for one in params], float32),
         top_k=slot([one.top_k for one in params]),
@@ -111,7 +121,7 @@ def sampled(
     vocab_size = logits_BV.size(1)
     slots, tables = (moved(one, device) for one in as_tensors(rows, vocab_size))
     slot_B = torch.arange(len(rows), 0, -1, dtype=torch.int32, device=device)
-    scratch = sample.new_scratch(len(rows), vocab_size, num_tops, device)
+    scratch = new_scratch(len(rows), vocab_size, num_tops, device)
     has_cut = any(one.params.top_k or one.params.top_p < 1 or one.params.min_p for one in rows)
     on_device_BV = logits_BV.to(device)
     sample.adjust(scratch, on_device_BV, slot_B, slots, tables, softcap)
@@ -226,7 +236,7 @@ def advance_error(device: torch.device) -> float:
     scratch, slots, tables, slot_B = sampled(logits_BV, rows, device)
     slots.stop[slot_B[0].item(), 1] = 11
     slots.max_tokens[slot_B[1].item()] = 3
-    slots.state[slot_B[3].item()] = sample.STOPPED
+    slots.state[slot_B[3].item()] = STOPPED
     ring_SK = torch.full((5, 3), -1, dtype=torch.int32, device=device)
     ring_logprob_SK = torch.zeros(5, 3, device=device)
     for _ in range(2):
@@ -246,7 +256,7 @@ def advance_error(device: torch.device) -> float:
     expected = {
         "inputs": [[11, 12, 13, 7], [7, 7, 13, 6], [-1, -1, 7, -1], [0, 0, 8, 0]],
         "ring": [[-1, -1, 11], [-1, -1, 12], [13, -1, 13], [-1, -1, -1]],
-        "state": [sample.STOPPED, sample.FULL, sample.RUNNING, sample.STOPPED],
+        "state": [STOPPED, FULL, RUNNING, STOPPED],
         "num_new": [3, 3, 4, 2],
         "position": [6, 6, 7, 5],
         "token": [11, 12, 13, 7],
