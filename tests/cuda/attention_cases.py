@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.kernels import attend
+from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.records import SPLIT, Cache, Groups, Partials, Rows, group_rows, num_splits
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from nano_inference.executors.torch.attention.masks import create_attention_mask
@@ -107,7 +107,7 @@ def slots_of(table_B: Tensor, first: int, end: int) -> Tensor:
     return table_B[position_K // _BLOCK_SIZE].long() * _BLOCK_SIZE + position_K % _BLOCK_SIZE
 
 
-def split(world: World, device: torch.device, groups: Groups | None = None) -> Tensor:
+def split(kernels: Kernels, world: World, device: torch.device, groups: Groups | None = None) -> Tensor:
     """Return the outputs by split decode."""
     q_THD, cache, rows, position_T = world.on(device)
     splits = num_splits(max(keys for _, keys in world.rows)) + 1
@@ -116,24 +116,24 @@ def split(world: World, device: torch.device, groups: Groups | None = None) -> T
     partials = Partials(part_THND, part_THND[..., 0].clone())
     if groups is not None:
         rows.shared_R.fill_(int(groups.shared_Q[0]))
-        attend.attend_groups(partials, q_THD, cache, rows, groups, world.spec)
+        kernels.attend.attend_groups(partials, q_THD, cache, rows, groups, world.spec)
     max_queries = max(count for count, _ in world.rows)
-    attend.attend_splits(partials, q_THD, cache, rows, world.spec, max_queries=max_queries)
+    kernels.attend.attend_splits(partials, q_THD, cache, rows, world.spec, max_queries=max_queries)
     out_THD = torch.full(q_THD.shape, torch.nan, dtype=q_THD.dtype, device=device)
-    attend.merge_splits(out_THD, partials, position_T, world.spec.window)
+    kernels.attend.merge_splits(out_THD, partials, position_T, world.spec.window)
     return out_THD
 
 
-def chunk(world: World, device: torch.device) -> Tensor:
+def chunk(kernels: Kernels, world: World, device: torch.device) -> Tensor:
     """Return the outputs by one pass."""
     q_THD, cache, rows, _ = world.on(device)
     out_THD = torch.full(q_THD.shape, torch.nan, dtype=q_THD.dtype, device=device)
     max_queries = max(count for count, _ in world.rows)
-    attend.attend_chunks(out_THD, q_THD, cache, rows, world.spec, max_queries=max_queries)
+    kernels.attend.attend_chunks(out_THD, q_THD, cache, rows, world.spec, max_queries=max_queries)
     return out_THD
 
 
-def grouped(world: World, device: torch.device) -> Tensor:
+def grouped(kernels: Kernels, world: World, device: torch.device) -> Tensor:
     """Return the outputs by split decode with one group of all rows."""
     width, num_rows = group_rows(world.ratio), len(world.rows)
     shared = world.shared // SPLIT * SPLIT
@@ -141,20 +141,22 @@ def grouped(world: World, device: torch.device) -> Tensor:
     row_QX = torch.full((num_tiles * width,), -1, dtype=torch.int32)
     row_QX[:num_rows] = torch.arange(num_rows).flip(0)
     shared_Q = torch.full((num_tiles,), shared, dtype=torch.int32, device=device)
-    return split(world, device, Groups(row_QX.view(num_tiles, width).to(device), shared_Q))
+    return split(kernels, world, device, Groups(row_QX.view(num_tiles, width).to(device), shared_Q))
 
 
-def batch_dependence(world: World, device: torch.device) -> float:
+def batch_dependence(kernels: Kernels, world: World, device: torch.device) -> float:
     """Return 0 if each row's bits are the same alone and in the batch, on a GPU also in a group; else 1."""
-    together = split(world, device)
-    in_group = grouped(world, device) if device.type == "cuda" else together  # numpy's products depend on the shape
+    together = split(kernels, world, device)
+    in_group = together
+    if device.type == "cuda":  # numpy's products depend on the shape
+        in_group = grouped(kernels, world, device)
     alone = []
     for row, one in enumerate(world.rows):
         part = World(rows=[one], ratio=world.ratio, head_dim=world.head_dim, dtype=world.dtype, spec=world.spec)
         table_RB = world.cache.table_RB[row : row + 1]
         object.__setattr__(part, "cache", world.cache._replace(table_RB=table_RB))
         object.__setattr__(part, "q_THD", world.q_THD[row : row + 1])
-        alone.append(split(part, device))
+        alone.append(split(kernels, part, device))
     return float(not (torch.equal(together, torch.cat(alone)) and torch.equal(together, in_group)))
 
 
@@ -173,7 +175,7 @@ def cases() -> Iterator[Case]:
         "queries8-ratio4-both": World(rows=short, ratio=4, head_dim=64, spec=both),
     }
     for name, world in worlds.items():
-        yield Case(f"attention-{name}", lambda d, w=world: error(split(w, d), w.expected()), bound(world))
+        yield Case(f"attention-{name}", lambda k, d, w=world: error(split(k, w, d), w.expected()), bound(world))
     chunks = [(70, 70), (9, 300), (1, 5), (16, 90)]
     for name, spec, ratio, dtype in (
         ("ratio7", AttentionSpec(0.3), 7, torch.float32),
@@ -181,12 +183,12 @@ def cases() -> Iterator[Case]:
         ("ratio1-window-half", window, 1, torch.float16),
     ):
         world = World(rows=chunks, ratio=ratio, head_dim=64, dtype=dtype, spec=spec)
-        yield Case(f"attention-chunk-{name}", lambda d, w=world: error(chunk(w, d), w.expected()), bound(world))
+        yield Case(f"attention-chunk-{name}", lambda k, d, w=world: error(chunk(k, w, d), w.expected()), bound(world))
     members = [(1, 300), (1, 517), (1, 320), (1, 299)]
     for name, spec in (("plain", AttentionSpec(0.3)), ("both", AttentionSpec(0.2, 290, 1.5))):
         world = World(rows=members, ratio=7, head_dim=64, spec=spec, shared=288)
-        yield Case(f"attention-group-{name}", lambda d, w=world: error(grouped(w, d), w.expected()), bound(world))
-    yield Case("attention-batch-dependence", lambda d: batch_dependence(world, d), 0.0)
+        yield Case(f"attention-group-{name}", lambda k, d, w=world: error(grouped(k, w, d), w.expected()), bound(world))
+    yield Case("attention-batch-dependence", lambda k, d: batch_dependence(k, world, d), 0.0)
 
 
 def bound(world: World) -> float:
