@@ -14,7 +14,7 @@ import warnings
 import torch
 
 from nano_inference.executors.cuda.launchers import triton_kernels
-from tests.cuda import triton_cases
+from tests.cuda import executor_cases, triton_cases
 from tests.cuda.all_cases import all_cases
 
 
@@ -24,7 +24,7 @@ def main(prefixes: list[str]) -> int:
     warnings.simplefilter("ignore")  # numpy warns about NaN and infinity, which the cases contain on purpose
     kernels = triton_kernels()
     found: dict[str, tuple[float | str, float, float]] = {}
-    for case in (*all_cases(), *triton_cases.cases()):
+    for case in (*all_cases(), *triton_cases.cases(), *executor_cases.cases()):
         if case.needs_gpu:
             continue
         if not prefixes or case.name.startswith(tuple(prefixes)):

@@ -49,7 +49,6 @@ def check_queries(q_THD: Tensor, cache: Cache) -> None:
         raise ValueError(f"queries and cache must have one precision, got {q_THD.dtype} and {cache.k_SJD.dtype}")
     if num_heads % num_kv or head_dim != cache.k_SJD.size(2) or q_THD.stride(1) != head_dim:
         raise ValueError(f"queries {tuple(q_THD.shape)} do not match the cache {tuple(cache.k_SJD.shape)}")
-    check_heads(num_heads // num_kv, head_dim)
 
 
 def check_groups(groups: Groups, ratio: int) -> None:

@@ -180,6 +180,8 @@ class Kernels:
     operate: OperationKernels
     multiply: ProductKernels
     sample: SamplingKernels
+    has_fixed_heads: bool = True
+    """Attention supports `records.RATIOS` and `records.HEAD_DIMS` only."""
 
 
 def triton_kernels() -> Kernels:
@@ -195,4 +197,4 @@ def plain_kernels() -> Kernels:
     """Return the implementation in plain torch, for any device."""
     from nano_inference.executors.cuda.plain import attend, multiply, operate, sample
 
-    return Kernels(attend, operate, multiply, sample)
+    return Kernels(attend, operate, multiply, sample, has_fixed_heads=False)

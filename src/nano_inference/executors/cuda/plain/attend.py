@@ -55,20 +55,17 @@ def attend_groups(out: Partials, q_THD: Tensor, cache: Cache, rows: Rows, groups
     """Write the partial results of the splits that the rows of each group share. All rows have one token."""
     check_queries(q_THD, cache)
     check_groups(groups, q_THD.size(1) // cache.k_SJD.size(1))
-    row_P = groups.row_QX.flatten().long()
-    is_used_P, row_P = row_P >= 0, row_P.clamp(min=0)
-    token_P = rows.start_R.long()[row_P].clamp(max=q_THD.size(0) - 1)
-    position_P = torch.where(is_used_P, rows.length_R.long()[row_P] - 1, -1)
-    width = groups.row_QX.size(1)
-    first_P = groups.row_QX[:, 0].long().clamp(min=0).repeat_interleave(width)
-    queries = _Queries(q_THD[token_P].unsqueeze(1), cache.table_RB[first_P], position_P.unsqueeze(1))
-    found, sees_PLN = _attend(queries, cache, spec, out.score_THN.size(2))
-    end_N = (torch.arange(sees_PLN.size(2), device=q_THD.device) + 1) * SPLIT
-    sees_PN = sees_PLN[:, 0] & (end_N <= groups.shared_Q.repeat_interleave(width).unsqueeze(-1))
+    is_used_QX, row_QX = groups.row_QX >= 0, groups.row_QX.long().clamp(min=0)
+    token_QX = rows.start_R.long()[row_QX].clamp(max=q_THD.size(0) - 1)
+    position_QX = torch.where(is_used_QX, rows.length_R.long()[row_QX] - 1, -1)
+    queries = _Queries(q_THD[token_QX], cache.table_RB[row_QX[:, 0]], position_QX)
+    found, sees_QXN = _attend(queries, cache, spec, out.score_THN.size(2))
+    end_N = (torch.arange(sees_QXN.size(2), device=q_THD.device) + 1) * SPLIT
+    sees_PN = (sees_QXN & (end_N <= groups.shared_Q.view(-1, 1, 1))).flatten(0, 1)
     index_T1 = torch.arange(q_THD.size(0), device=q_THD.device).unsqueeze(-1)
-    is_here_TP = (token_P == index_T1) & is_used_P
+    is_here_TP = (token_QX.flatten() == index_T1) & is_used_QX.flatten()
     place_T = is_here_TP.int().argmax(-1)
-    part_PHND, score_PHN = (x[:, 0] for x in found)
+    part_PHND, score_PHN = (x.flatten(0, 1) for x in found)
     _write(out, Partials(part_PHND[place_T], score_PHN[place_T]), sees_PN[place_T] & is_here_TP.any(-1, keepdim=True))
 
 
