@@ -17,7 +17,7 @@ from nano_inference import SamplingParams, WeightError
 from nano_inference.executors.cuda.decode import EagerStepper, StepKey
 from nano_inference.executors.cuda.launchers import Kernels, plain_kernels
 from tests.cuda.engines import open_cuda
-from tests.cuda.test_executor import config_of
+from tests.cuda.test_executor import config_of, write_model
 from tests.models.families import make_model
 from tests.test_batch_invariance import ThreadsKept
 
@@ -226,3 +226,23 @@ def test_a_step_without_memory_is_computed_in_parts(most: int, tiny: Path) -> No
         assert one.prompt_logprobs == pytest.approx(other.prompt_logprobs, abs=1e-5)
     for vector, expected in zip(pooled, embedded, strict=True):
         assert list(vector) == pytest.approx(list(expected), abs=1e-5)
+
+
+def bits(sample: Any) -> tuple[Any, ...]:
+    return sample.completion_tokens, sample.logprobs, sample.top_logprobs, sample.raw_logprobs
+
+
+@pytest.mark.parametrize("name", ["llama3-rope-ratio3-tied", "gemma2", "G4"])
+def test_deterministic_results_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
+    write_model(name, tmp_path)
+    prompts = [[*range(40)], [7, 8], [*range(3, 20)], [3, 2, 1]] * 5
+    params = [dataclasses.replace(one, seed=i) for i, one in enumerate(PARAMS * 5)]
+    with open_cuda(tmp_path, config_of(tmp_path, deterministic=True)) as engine:
+        alone = []
+        for prompt, one in zip(prompts, params, strict=True):
+            alone.append(bits(engine.generate([prompt], one)[0]))
+            engine.flush_cache()
+        assert [bits(sample) for sample in engine.generate(prompts, params)] == alone
+    options = {"max_tokens_per_batch": 24, "max_batch_size": 24, "lookahead": 3, "block_size": 4}
+    with open_cuda(tmp_path, config_of(tmp_path, deterministic=True, **options)) as engine:
+        assert [bits(sample) for sample in engine.generate(prompts, params)] == alone

@@ -93,6 +93,10 @@ class DecodeStep:
     partials: PartialMemory
     tensors: StepTensors
     store: KVStore
+    has_full_decode: bool = False
+    """Windows of the program restrict prompt tokens only."""
+    reads_prefixes_once: bool = True
+    """Use groups of rows that share a prefix; their tiles are larger, so that bits might depend on the group."""
 
     def run(self, key: StepKey) -> None:
         """Sample a token for each running slot among the first `key.num_rows`."""
@@ -140,9 +144,6 @@ class DecodeStep:
             parts=(part,),
             has_windows=not self.has_full_decode,
         )
-
-    has_full_decode: bool = False
-    """Windows of the program restrict prompt tokens only."""
 
 
 class Stepper(Protocol):

@@ -152,4 +152,5 @@ class StepMemory:
             tensors=self._tensors,
             store=store,
             has_full_decode=self._has_full_decode,
+            reads_prefixes_once=not self.limits.is_deterministic,
         )

@@ -179,6 +179,8 @@ class Windows:
     def _group(self, placed: Placed) -> bool:
         """Send the groups of rows that share a prefix, if they changed; return whether there are any."""
         step, tensors = self._step, self._step.tensors
+        if not step.reads_prefixes_once:
+            return False
         prefixes = shared_prefixes(placed, step.store.block_size)
         if prefixes != self._groups:
             found = group_tables(prefixes, step.slots.num_slots, *tensors.row_QX.shape)

@@ -43,7 +43,7 @@ def attend_splits(
     """Write the partial results of every split that each token sees, except the first `shared_R` positions."""
     check_queries(q_THD, cache)
     queries = _queries(q_THD, cache, rows, max_queries)
-    found, sees_RLN = _attend(queries, cache, spec, out.score_THN.size(2))
+    found, sees_RLN = _attend_singly(queries, cache, spec, out.score_THN.size(2))
     start_N = torch.arange(sees_RLN.size(2), device=q_THD.device) * SPLIT
     sees_RLN = sees_RLN & (start_N >= rows.shared_R.view(-1, 1, 1))
     row_T, query_T, is_valid_T = _places(rows, q_THD.size(0), max_queries)
@@ -143,6 +143,17 @@ def _attend(queries: _Queries, cache: Cache, spec: AttentionSpec, splits: int) -
     part_RLJGND = part_RJNMD.view(*shape, head_dim).permute(0, 3, 1, 4, 2, 5)
     score_RLJGN = score_RJNM.view(shape).permute(0, 3, 1, 4, 2)
     return Partials(part_RLJGND.flatten(2, 3), score_RLJGN.flatten(2, 3)), seen_RLNC.any(-1)
+
+
+def _attend_singly(queries: _Queries, cache: Cache, spec: AttentionSpec, splits: int) -> tuple[Partials, Tensor]:
+    """Return the results of `_attend`, one query of each row at a time: its bits do not depend on their number."""
+    found = [
+        _attend(_Queries(q_RHD.unsqueeze(1), queries.table_RB, position_R.unsqueeze(1)), cache, spec, splits)
+        for q_RHD, position_R in zip(queries.q_RLHD.unbind(1), queries.position_RL.unbind(1), strict=True)
+    ]
+    part_RLHND = torch.cat([partials.part_THND for partials, _ in found], dim=1)
+    score_RLHN = torch.cat([partials.score_THN for partials, _ in found], dim=1)
+    return Partials(part_RLHND, score_RLHN), torch.cat([sees_R1N for _, sees_R1N in found], dim=1)
 
 
 def _keys(cache: Cache, table_RB: Tensor, is_read_RNC: Tensor) -> tuple[Tensor, Tensor]:
