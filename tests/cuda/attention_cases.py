@@ -41,6 +41,7 @@ class World:
         num_blocks = [-(-keys // _BLOCK_SIZE) for _, keys in self.rows]
         free = (torch.randperm(sum(num_blocks) + 1, generator=generator) + 1).tolist()
         table_RB = torch.full((len(self.rows), max(num_blocks) + 1), -1, dtype=torch.int32)
+        table_RB[:, ::2] = 1 << 30
         slots = (sum(num_blocks) + 2) * _BLOCK_SIZE
         k_SJD, v_SJD = (torch.full((slots, _KV_HEADS, self.head_dim), torch.nan, dtype=self.dtype) for _ in "kv")
         for row, (count, keys) in enumerate(self.rows):
