@@ -41,6 +41,7 @@ class World:
         num_blocks = [-(-keys // _BLOCK_SIZE) for _, keys in self.rows]
         free = (torch.randperm(sum(num_blocks) + 1, generator=generator) + 1).tolist()
         table_RB = torch.full((len(self.rows), max(num_blocks) + 1), -1, dtype=torch.int32)
+        table_RB[:, ::2] = 1 << 30
         slots = (sum(num_blocks) + 2) * _BLOCK_SIZE
         k_SJD, v_SJD = (torch.full((slots, _KV_HEADS, self.head_dim), torch.nan, dtype=self.dtype) for _ in "kv")
         for row, (count, keys) in enumerate(self.rows):
@@ -160,6 +161,17 @@ def batch_dependence(kernels: Kernels, world: World, device: torch.device) -> fl
     return float(not (torch.equal(together, torch.cat(alone)) and torch.equal(together, in_group)))
 
 
+def shared_error(kernels: Kernels, world: World, device: torch.device) -> float:
+    """Return 0 if `attend_splits` writes nothing below `shared_R`, and what follows; else 1."""
+    q_THD, cache, rows, _ = world.on(device)
+    rows.shared_R.fill_(SPLIT)
+    part_THND = torch.full((*q_THD.shape[:2], 2, world.head_dim), torch.nan, device=device)
+    partials = Partials(part_THND, part_THND[..., 0].clone())
+    kernels.attend.attend_splits(partials, q_THD, cache, rows, world.spec)
+    is_written_N = ~partials.score_THN.isnan().all(1).all(0)
+    return float(is_written_N.tolist() != [False, True])
+
+
 def cases() -> Iterator[Case]:
     """Yield every case; each returns the largest difference from float64."""
     window, cap, both = AttentionSpec(0.3, 21), AttentionSpec(0.3, None, 2.0), AttentionSpec(0.2, 37, 1.5)
@@ -189,6 +201,8 @@ def cases() -> Iterator[Case]:
         world = World(rows=members, ratio=7, head_dim=64, spec=spec, shared=288)
         yield Case(f"attention-group-{name}", lambda k, d, w=world: error(grouped(k, w, d), w.expected()), bound(world))
     yield Case("attention-batch-dependence", lambda k, d: batch_dependence(k, world, d), 0.0)
+    far = World(rows=[(1, 300), (1, 510)], ratio=2, head_dim=64)
+    yield Case("attention-shared", lambda k, d: shared_error(k, far, d), 0.0)
 
 
 def bound(world: World) -> float:

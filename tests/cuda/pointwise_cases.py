@@ -93,6 +93,27 @@ def rotate(
     return max(relative(q_THD, want_q), relative(k_SJD, want_cache[0]), error(v_SJD, want_cache[1]))
 
 
+def skipped(kernels: Kernels, device: torch.device) -> float:
+    """Return 0 if tokens at negative positions change nothing, alone and next to a token of their slot; else 1."""
+    qkv_TW = torch.randn(3, 4 * 16, generator=torch.Generator().manual_seed(4)).to(device)
+    table_RB = torch.tensor([[0], [1 << 30]], dtype=torch.int32, device=device)
+    row_T = torch.tensor([0, 0, 1], dtype=torch.int32, device=device)
+    wrong = 0
+    for positions in ([-1, -1, -1], [-1, 0, -1]):
+        q_THD, k_SJD, v_SJD = (
+            torch.full((size, heads, 16), 7.0, device=device) for size, heads in ((3, 2), (4, 1), (4, 1))
+        )
+        position_T = torch.tensor(positions, dtype=torch.int32, device=device)
+        kernels.operate.rotate_and_store(
+            q_THD, qkv_TW, None, None, position_T, row_T, Cache(k_SJD, v_SJD, table_RB, 4), HeadNorms()
+        )
+        want_q, want_k, want_v = (torch.full_like(x, 7.0) for x in (q_THD, k_SJD, v_SJD))
+        if positions[1] == 0:
+            want_q[1], want_k[0], want_v[0] = qkv_TW[1].view(4, 16).split((2, 1, 1))
+        wrong += not (torch.equal(q_THD, want_q) and torch.equal(k_SJD, want_k) and torch.equal(v_SJD, want_v))
+    return float(wrong)
+
+
 def gates(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
     """Compare activations, mixes, gated values, smears and soft caps."""
     x, y, gate = (rows(seed, dtype).to(device) for seed in (1, 2, 3))
@@ -160,3 +181,4 @@ def cases() -> Iterator[Case]:
             yield case(f"rotate-{order}-{offset}-{rotary}-{dim}", rotate, dtype, order, offset, rotary, dim)
         yield case("gates", gates, dtype)
         yield case("embed", embeddings, dtype)._replace(bound=0.0)
+    yield Case("pointwise-rotate-skipped", skipped, 0.0)

@@ -66,7 +66,20 @@ def idle_error(kernels: Kernels, device: torch.device) -> float:
     return error(out_THD, expected_THD)
 
 
+def idle_chunk_error(kernels: Kernels, device: torch.device) -> float:
+    """Return the largest difference of chunks if one row of three has length 0: its output is unchanged."""
+    world = World(rows=[(9, 20), (5, 40), (3, 7)], ratio=2, head_dim=64)
+    q_THD, cache, rows, _ = world.on(device)
+    rows.length_R[1] = 0
+    out_THD = torch.full(q_THD.shape, 7.0, device=device)
+    kernels.attend.attend_chunks(out_THD, q_THD, cache, rows, world.spec, max_queries=9)
+    expected_THD = world.expected()
+    expected_THD[9:14] = 7.0
+    return error(out_THD, expected_THD)
+
+
 def cases() -> Iterator[Case]:
     """Yield every case."""
     yield Case("refusals", accepted, 0.0)
     yield Case("attention-idle-row", idle_error, 4e-6)
+    yield Case("attention-idle-chunk", idle_chunk_error, 4e-6)
