@@ -34,7 +34,8 @@ class NoSynchronisation(TorchDispatchMode):
 
 def launchers_of(kernels: Kernels) -> Iterator[tuple[str, str, Callable[..., None]]]:
     """Yield group, name and function of each launcher."""
-    for field in dataclasses.fields(Kernels):
+    groups = (field for field in dataclasses.fields(Kernels) if str(field.type).endswith("Kernels"))
+    for field in groups:
         for name in vars(getattr(launchers, str(field.type))):
             if not name.startswith("_"):
                 yield field.name, name, getattr(getattr(kernels, field.name), name)
@@ -53,7 +54,8 @@ def guarded(kernels: Kernels, called: set[str]) -> Kernels:
     groups: dict[str, dict[str, Any]] = {}
     for group, name, launcher in launchers_of(kernels):
         groups.setdefault(group, {})[name] = wrap(name, launcher)
-    return Kernels(**{group: SimpleNamespace(**members) for group, members in groups.items()})
+    wrapped: dict[str, Any] = {group: SimpleNamespace(**members) for group, members in groups.items()}
+    return dataclasses.replace(kernels, **wrapped)
 
 
 def call_guarded(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:

@@ -28,8 +28,9 @@ def messages(kernels: Kernels, device: torch.device) -> Iterator[tuple[str, Call
     yield "float32, float16 or bfloat16", attends(q_THD.double())
     yield "one precision", attends(q_THD.half())
     yield "do not match the cache", attends(q_THD[:, :1])
-    yield "query heads per kv head", attends(q_THD.new_zeros(1, 18, 64))
-    yield "head_dim", attends(q_THD.new_zeros(1, 2, 40), 40)
+    if kernels.has_fixed_heads:
+        yield "query heads per kv head", attends(q_THD.new_zeros(1, 18, 64))
+        yield "head_dim", attends(q_THD.new_zeros(1, 2, 40), 40)
     yield "16 tokens", lambda: kernels.multiply.multiply(wide, wide, wide, None, wide)
     yield "part_ZTN", lambda: kernels.multiply.multiply(wide[:4], wide[:4, :17], wide[:, :17], None, wide[0])
     yield "vocabularies", lambda: new_scratch(1, (1 << 19) + 1, 0, torch.device("meta"))
