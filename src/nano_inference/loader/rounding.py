@@ -52,9 +52,8 @@ class MeasuredSource:
         exact = torch.empty(self.shape, dtype=torch.float32)
         self.source.read_into(exact)
         self.error.squares += float(exact.double().square().sum())
-        rounded = exact.to(self.error.dtype)
-        self.error.errors += float((rounded.float() - exact).double().square().sum())
-        target.copy_(rounded)
+        self.error.errors += float((exact.to(target.dtype).float() - exact).double().square().sum())
+        target.copy_(exact)
 
 
 def measured_sources(
