@@ -37,6 +37,8 @@ class Limits:
     lookahead: int = 16
     """Tokens of a window."""
     is_deterministic: bool = False
+    reads_prefixes_once: bool = True
+    """Read the keys that decode rows share once; never in deterministic windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,5 +154,5 @@ class StepMemory:
             tensors=self._tensors,
             store=store,
             has_full_decode=self._has_full_decode,
-            reads_prefixes_once=not self.limits.is_deterministic,
+            reads_prefixes_once=self.limits.reads_prefixes_once and not self.limits.is_deterministic,
         )
