@@ -46,6 +46,23 @@ def restored_logging() -> Iterator[None]:
 
 pytest_plugins = ["tests.weights.pairs"]
 
+LONGEST = (
+    *("web", "models/test_default_model.py", "cli/test_serve.py", "docs/test_site.py", "test_batch_invariance.py"),
+    *("docs/test_blocks.py", "nanochat/test_engine.py", "cuda", "examples", "test_rl.py", "test_install.py"),
+)
+"""Files, and directories of files, that take half a minute and more each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first: at the end one process would work on them while the other waits."""
+    root = Path(__file__).parent
+
+    def rank(item: pytest.Item) -> int:
+        name = item.path.relative_to(root).as_posix()
+        return next((index for index, start in enumerate(LONGEST) if name.startswith(start)), len(LONGEST))
+
+    items.sort(key=rank)
+
 
 def pytest_collection_finish() -> None:
     """Exempt imported modules from garbage collection: with torch and Transformers a full collection is slow."""

@@ -153,9 +153,9 @@ def test_options_that_need_kernels_are_rejected_without_a_compiler(
         ({"dtype": "int8", "kernels": "off"}, "dtype=int8: the kernels are off"),
         ({"dtype": "int8", "attention": "sdpa"}, "dtype=int8: the kernels cannot use attention=sdpa"),
         ({"dtype": "float16", "kernels": "generic"}, "kernels=generic: the kernels have no float16"),
-        ({"deterministic": True, "kernels": "off"}, "deterministic: requires the CPU kernels"),
-        ({"deterministic": True, "attention": "sdpa"}, "deterministic: requires the CPU kernels"),
-        ({"deterministic": True, "dtype": "float16"}, "deterministic: requires the CPU kernels"),
+        ({"deterministic": True, "kernels": "off"}, "deterministic: requires the CPU or the CUDA kernels"),
+        ({"deterministic": True, "attention": "sdpa"}, "deterministic: requires the CPU or the CUDA kernels"),
+        ({"deterministic": True, "dtype": "float16"}, "deterministic: requires the CPU or the CUDA kernels"),
     ],
 )
 def test_incompatible_options_are_rejected(options: dict[str, Any], line: str) -> None:

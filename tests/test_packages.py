@@ -126,6 +126,21 @@ def test_every_public_name_imports_with_the_essential_packages_alone(others: lis
     assert done.stdout.strip() == str(len(nano_inference.__all__)), done.stderr
 
 
+def test_the_cuda_benchmark_runs_with_the_essential_packages_alone(others: list[str], tmp_path: Path) -> None:
+    """Its dry run: every section but the slowest, on a CPU; the figures mean nothing."""
+    out = tmp_path / "cuda.json"
+    code = "import runpy; sys.argv[0] = 'benchmarks/cuda.py'; runpy.run_path('benchmarks/cuda.py', run_name='__main__')"
+    done = run_without(others, code, "--dry", "--only", "ceilings,kernels,profile,tests", "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert report["is_dry"] and {one["section"] for one in report["figures"]} == {
+        "ceilings", "kernels", "profile", "tests"
+    }  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("dry ")]
+    assert len(lines) == len(report["figures"]) > 15
+    assert any("share of the copy" in one for one in report["figures"])
+
+
 def test_each_feature_names_the_package_it_lacks(
     tiny: Path, gguf_file: Path, others: list[str], tmp_path: Path
 ) -> None:

@@ -236,9 +236,22 @@ def test_only_the_cuda_kernels_import_triton_and_their_package_does_not(trees: d
         ast.Module([one for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)], []) for tree in others
     ]
     early = {
-        name for top in tops for name in imported_modules(top) if name.startswith("nano_inference.executors.cuda.")
+        name
+        for top in tops
+        for name in imported_modules(top)
+        if name.startswith("nano_inference.executors.cuda.kernels.")
     }
-    assert not early, "import parts of executors/cuda in functions: they need triton"
+    assert not early, "import executors/cuda/kernels in functions: they need triton"
+
+
+def test_only_launchers_imports_the_cuda_kernels_and_in_a_function(trees: dict[str, ast.Module]) -> None:
+    """The plain launchers, the records and the checks can be imported without Triton."""
+    kernels, launchers = "nano_inference.executors.cuda.kernels", "executors/cuda/launchers.py"
+    outside = {path: tree for path, tree in trees.items() if not path.startswith("executors/cuda/kernels/")}
+    users = {path for path, tree in outside.items() if any(name.startswith(kernels) for name in imported_modules(tree))}
+    assert users == {launchers}
+    tops = [one for one in trees[launchers].body if isinstance(one, ast.Import | ast.ImportFrom)]
+    assert not any(name.startswith(kernels) for name in imported_modules(ast.Module(tops, [])))
 
 
 def test_the_environment_is_read_by_the_command_line_and_by_assemble(trees: dict[str, ast.Module]) -> None:

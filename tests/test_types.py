@@ -76,7 +76,7 @@ WRONG_CONFIG: dict[str, tuple[Any, ...]] = {
     "attention": ("", "flash", None),
     "speculation": ("", "eagle", None, True),
     "max_draft_tokens": (*NO_INTEGER, None, 0, -1, 65),
-    "lookahead": (*NO_INTEGER, None, 0, -1, 65),
+    "lookahead": (*NO_INTEGER, 0, -1, 65),
     "seed": (*NO_INTEGER, 2**64, -(2**63) - 1),
     "logprobs_mode": ("", "cooked", None, 1),
     "deterministic": (1, "no", None),

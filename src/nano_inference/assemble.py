@@ -17,6 +17,9 @@ from nano_inference.catalog import default_cache, resolve
 from nano_inference.config import AttentionName, Dtype, EngineConfig
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.weights import Rounding
+from nano_inference.executors.cuda.executor import CudaExecutor
+from nano_inference.executors.cuda.launchers import Kernels, triton_kernels
+from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.loading import LoadProgress, load_weights
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.step import Sampler
@@ -35,6 +38,7 @@ from nano_inference.kernels.library import Library
 from nano_inference.kinds import ModelKinds, installed_kinds
 from nano_inference.kv import KVManager, make_kv
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loader.rounding import measured_sources
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.families import Family, program_of
 from nano_inference.runner import Runner
@@ -55,6 +59,8 @@ ROUNDINGS: Mapping[Dtype, Rounding] = {"auto": "own", "float32": "own", "bfloat1
 _CPU_CACHE_SHARE = 4
 """The default KV cache on a CPU is at most one part in 4 of the available memory."""
 _CPU_CACHE_LIMIT = 4 << 30
+CUDA_LOOKAHEAD = 16
+"""Default of `EngineConfig.lookahead` with the CUDA kernels."""
 _COPY_SHARE = 8
 """The default KV cache of a copied engine has one block for 8 of the original."""
 
@@ -104,22 +110,25 @@ def assemble(
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
     library = pick_kernels(config, device)
-    if config.deterministic and library is None:
-        raise ValueError("deterministic: requires the CPU kernels (docs/batch-dependence.md)")
+    kernels = None if library is not None else pick_cuda_kernels(config, device)
+    if config.deterministic and library is None and kernels is None:
+        raise ValueError("deterministic: requires the CPU or the CUDA kernels (docs/batch-dependence.md)")
     check_cache_fits(config.kv_cache_bytes, device)
     kinds = installed_kinds() if kinds is None else kinds
     checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
     on_open(checkpoint)
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
     executor: Executor
-    if library is None:
+    if library is not None:
+        rounding = ROUNDINGS[config.dtype]
+        executor = load_kernel_model(checkpoint, library, rounding, max_model_len, progress, families=kinds.families)
+    elif kernels is not None:
+        executor = load_cuda_model(checkpoint, device, kernels, config, progress, families=kinds.families)
+    else:
         dtype = pick_dtype(config.dtype, device)
         executor = load_model(
             checkpoint, device, dtype, max_model_len, progress, attention=config.attention, families=kinds.families
         )
-    else:
-        rounding = ROUNDINGS[config.dtype]
-        executor = load_kernel_model(checkpoint, library, rounding, max_model_len, progress, families=kinds.families)
     parts = parts_of(executor, config)
     return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer, kinds.tokenizers), checkpoint=checkpoint)
 
@@ -150,7 +159,7 @@ def _with_cache(executor: Executor, config: EngineConfig, num_blocks: int, *, ea
         max_model_len=executor.config.max_positions,
         weights=WeightSyncManager(executor),
         executor=executor,
-        lookahead=config.lookahead,
+        lookahead=config.lookahead or executor.lookahead,
     )
 
 
@@ -230,6 +239,20 @@ def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
     return None
 
 
+def pick_cuda_kernels(config: EngineConfig, device: torch.device) -> Kernels | None:
+    """Return the CUDA kernels; None to use torch: on other devices, with kernels=off or a torch backend of attention.
+
+    Without Triton, torch is used after a warning.
+    """
+    if device.type != "cuda" or config.kernels == "off" or config.attention != "auto":
+        return None
+    try:
+        return triton_kernels()
+    except ValueError as error:
+        _log.warning("using torch, which is slower and whose results depend on the batch: %s", error)
+        return None
+
+
 def kernels_here() -> dict[str, str | bool]:
     """Return the CPU code that `pick_kernels` chooses on this machine, or the reason why it is torch."""
     try:
@@ -282,6 +305,37 @@ def load_kernel_model(
     return executor
 
 
+def load_cuda_model(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    kernels: Kernels,
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    *,
+    families: Mapping[str, Family] | None = None,
+) -> Executor:
+    """Load a checkpoint's weights for the CUDA kernels.
+
+    Raises `ValueError` naming what the kernels do not support, and `ModelError` as the other loaders.
+    """
+    max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
+    limits = Limits(
+        max_len=max_model_len,
+        max_rows=config.max_batch_size,
+        max_tokens=max(config.max_tokens_per_batch, config.max_batch_size),
+        lookahead=config.lookahead or CUDA_LOOKAHEAD,
+        is_deterministic=config.deterministic,
+    )
+    model = _with_length(checkpoint.config, max_model_len)
+    dtype = pick_dtype(config.dtype, device)
+    executor = CudaExecutor(model, program_of(model, families), device, dtype, kernels, limits)
+    sources, error = measured_sources(checkpoint.sources, dtype)
+    load_weights(executor, sources, progress)
+    if error.squares:
+        _log.warning("%s; dtype=float32 keeps them", error)
+    return executor
+
+
 def load_model(
     checkpoint: Checkpoint,
     device: torch.device,
@@ -315,7 +369,10 @@ def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -
     """
     check_cache_fits(config.kv_cache_bytes, executor.device)
     block_bytes = executor.block_bytes(config.block_size, config.kv_cache_dtype)
-    num_bytes = config.kv_cache_bytes or free_bytes(executor.device, config.gpu_memory_utilization)
+    step_bytes = executor.step_bytes(config.block_size)
+    num_bytes = config.kv_cache_bytes
+    if num_bytes is None:
+        num_bytes = max(0, free_bytes(executor.device, config.gpu_memory_utilization) - step_bytes)
     num_blocks = min(num_bytes // block_bytes, config.max_batch_size * -(-max_model_len // config.block_size))
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {num_bytes} bytes do not hold one block of {block_bytes} bytes")

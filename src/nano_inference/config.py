@@ -77,7 +77,7 @@ class EngineConfig:
     )
     kernels: KernelsName = helped(
         "auto",
-        "CPU code: auto uses the fastest that this machine supports and can compile; off uses torch",
+        "CPU code: auto uses the fastest that this machine supports and can compile; off uses torch, on CUDA too",
     )
     attention: AttentionName = helped("auto", "attention: sdpa or flex (torch); auto uses the kernels, else sdpa")
     speculation: Speculation = helped(
@@ -86,10 +86,11 @@ class EngineConfig:
         "be faster; it changes no token",
     )
     max_draft_tokens: int = helped(5, "most draft tokens of a sequence in one step, with speculation", integer(1, 64))
-    lookahead: int = helped(
-        1,
+    lookahead: int | None = helped(
+        None,
         "most tokens of a sequence sampled in one step, which saves work between them; 1 while a prompt is computed or "
-        "an update is gathered, at most 4 while a client streams; it changes no token",
+        "an update is gathered, at most 4 while a client streams; it changes no token; the default is 16 with the CUDA "
+        "kernels, else 1",
         integer(1, 64),
     )
     seed: int | None = helped(
@@ -97,7 +98,7 @@ class EngineConfig:
     )
     logprobs_mode: LogprobsMode = helped("processed", "distribution of reported log-probabilities")
     deterministic: bool = helped(
-        False, "require results that are bit-identical in any batch, which needs the CPU kernels"
+        False, "require results that are bit-identical in any batch, which needs the CPU or the CUDA kernels"
     )
     num_threads: int | None = helped(None, "CPU threads; the default is torch's", integer(1, MAX_THREADS))
     lineage: str | None = helped(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.kernels import attend
-from nano_inference.executors.cuda.kernels.attend import Cache, Groups, Partials, Rows
+from nano_inference.executors.cuda.launchers import Kernels
+from nano_inference.executors.cuda.records import SPLIT, Cache, Groups, Partials, Rows, group_rows, num_splits
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from nano_inference.executors.torch.attention.masks import create_attention_mask
 from tests.cuda.case import Case, error
@@ -41,6 +41,7 @@ class World:
         num_blocks = [-(-keys // _BLOCK_SIZE) for _, keys in self.rows]
         free = (torch.randperm(sum(num_blocks) + 1, generator=generator) + 1).tolist()
         table_RB = torch.full((len(self.rows), max(num_blocks) + 1), -1, dtype=torch.int32)
+        table_RB[:, ::2] = 1 << 30
         slots = (sum(num_blocks) + 2) * _BLOCK_SIZE
         k_SJD, v_SJD = (torch.full((slots, _KV_HEADS, self.head_dim), torch.nan, dtype=self.dtype) for _ in "kv")
         for row, (count, keys) in enumerate(self.rows):
@@ -107,55 +108,68 @@ def slots_of(table_B: Tensor, first: int, end: int) -> Tensor:
     return table_B[position_K // _BLOCK_SIZE].long() * _BLOCK_SIZE + position_K % _BLOCK_SIZE
 
 
-def split(world: World, device: torch.device, groups: Groups | None = None) -> Tensor:
+def split(kernels: Kernels, world: World, device: torch.device, groups: Groups | None = None) -> Tensor:
     """Return the outputs by split decode."""
     q_THD, cache, rows, position_T = world.on(device)
-    num_splits = attend.num_splits(max(keys for _, keys in world.rows)) + 1
+    splits = num_splits(max(keys for _, keys in world.rows)) + 1
     num_tokens, num_heads, head_dim = q_THD.shape
-    part_THND = torch.full((num_tokens, num_heads, num_splits, head_dim), torch.nan, device=device)
+    part_THND = torch.full((num_tokens, num_heads, splits, head_dim), torch.nan, device=device)
     partials = Partials(part_THND, part_THND[..., 0].clone())
     if groups is not None:
         rows.shared_R.fill_(int(groups.shared_Q[0]))
-        attend.attend_groups(partials, q_THD, cache, rows, groups, world.spec)
+        kernels.attend.attend_groups(partials, q_THD, cache, rows, groups, world.spec)
     max_queries = max(count for count, _ in world.rows)
-    attend.attend_splits(partials, q_THD, cache, rows, world.spec, max_queries=max_queries)
+    kernels.attend.attend_splits(partials, q_THD, cache, rows, world.spec, max_queries=max_queries)
     out_THD = torch.full(q_THD.shape, torch.nan, dtype=q_THD.dtype, device=device)
-    attend.merge_splits(out_THD, partials, position_T, world.spec.window)
+    kernels.attend.merge_splits(out_THD, partials, position_T, world.spec.window)
     return out_THD
 
 
-def chunk(world: World, device: torch.device) -> Tensor:
+def chunk(kernels: Kernels, world: World, device: torch.device) -> Tensor:
     """Return the outputs by one pass."""
     q_THD, cache, rows, _ = world.on(device)
     out_THD = torch.full(q_THD.shape, torch.nan, dtype=q_THD.dtype, device=device)
     max_queries = max(count for count, _ in world.rows)
-    attend.attend_chunks(out_THD, q_THD, cache, rows, world.spec, max_queries=max_queries)
+    kernels.attend.attend_chunks(out_THD, q_THD, cache, rows, world.spec, max_queries=max_queries)
     return out_THD
 
 
-def grouped(world: World, device: torch.device) -> Tensor:
+def grouped(kernels: Kernels, world: World, device: torch.device) -> Tensor:
     """Return the outputs by split decode with one group of all rows."""
-    width, num_rows = attend.group_rows(world.ratio), len(world.rows)
-    shared = world.shared // attend.SPLIT * attend.SPLIT
+    width, num_rows = group_rows(world.ratio), len(world.rows)
+    shared = world.shared // SPLIT * SPLIT
     num_tiles = -(-num_rows // width)
     row_QX = torch.full((num_tiles * width,), -1, dtype=torch.int32)
     row_QX[:num_rows] = torch.arange(num_rows).flip(0)
     shared_Q = torch.full((num_tiles,), shared, dtype=torch.int32, device=device)
-    return split(world, device, Groups(row_QX.view(num_tiles, width).to(device), shared_Q))
+    return split(kernels, world, device, Groups(row_QX.view(num_tiles, width).to(device), shared_Q))
 
 
-def batch_dependence(world: World, device: torch.device) -> float:
+def batch_dependence(kernels: Kernels, world: World, device: torch.device) -> float:
     """Return 0 if each row's bits are the same alone and in the batch, on a GPU also in a group; else 1."""
-    together = split(world, device)
-    in_group = grouped(world, device) if device.type == "cuda" else together  # numpy's products depend on the shape
+    together = split(kernels, world, device)
+    in_group = together
+    if device.type == "cuda":  # numpy's products depend on the shape
+        in_group = grouped(kernels, world, device)
     alone = []
     for row, one in enumerate(world.rows):
         part = World(rows=[one], ratio=world.ratio, head_dim=world.head_dim, dtype=world.dtype, spec=world.spec)
         table_RB = world.cache.table_RB[row : row + 1]
         object.__setattr__(part, "cache", world.cache._replace(table_RB=table_RB))
         object.__setattr__(part, "q_THD", world.q_THD[row : row + 1])
-        alone.append(split(part, device))
+        alone.append(split(kernels, part, device))
     return float(not (torch.equal(together, torch.cat(alone)) and torch.equal(together, in_group)))
+
+
+def shared_error(kernels: Kernels, world: World, device: torch.device) -> float:
+    """Return 0 if `attend_splits` writes nothing below `shared_R`, and what follows; else 1."""
+    q_THD, cache, rows, _ = world.on(device)
+    rows.shared_R.fill_(SPLIT)
+    part_THND = torch.full((*q_THD.shape[:2], 2, world.head_dim), torch.nan, device=device)
+    partials = Partials(part_THND, part_THND[..., 0].clone())
+    kernels.attend.attend_splits(partials, q_THD, cache, rows, world.spec)
+    is_written_N = ~partials.score_THN.isnan().all(1).all(0)
+    return float(is_written_N.tolist() != [False, True])
 
 
 def cases() -> Iterator[Case]:
@@ -173,7 +187,7 @@ def cases() -> Iterator[Case]:
         "queries8-ratio4-both": World(rows=short, ratio=4, head_dim=64, spec=both),
     }
     for name, world in worlds.items():
-        yield Case(f"attention-{name}", lambda d, w=world: error(split(w, d), w.expected()), bound(world))
+        yield Case(f"attention-{name}", lambda k, d, w=world: error(split(k, w, d), w.expected()), bound(world))
     chunks = [(70, 70), (9, 300), (1, 5), (16, 90)]
     for name, spec, ratio, dtype in (
         ("ratio7", AttentionSpec(0.3), 7, torch.float32),
@@ -181,12 +195,14 @@ def cases() -> Iterator[Case]:
         ("ratio1-window-half", window, 1, torch.float16),
     ):
         world = World(rows=chunks, ratio=ratio, head_dim=64, dtype=dtype, spec=spec)
-        yield Case(f"attention-chunk-{name}", lambda d, w=world: error(chunk(w, d), w.expected()), bound(world))
+        yield Case(f"attention-chunk-{name}", lambda k, d, w=world: error(chunk(k, w, d), w.expected()), bound(world))
     members = [(1, 300), (1, 517), (1, 320), (1, 299)]
     for name, spec in (("plain", AttentionSpec(0.3)), ("both", AttentionSpec(0.2, 290, 1.5))):
         world = World(rows=members, ratio=7, head_dim=64, spec=spec, shared=288)
-        yield Case(f"attention-group-{name}", lambda d, w=world: error(grouped(w, d), w.expected()), bound(world))
-    yield Case("attention-batch-dependence", lambda d: batch_dependence(world, d), 0.0)
+        yield Case(f"attention-group-{name}", lambda k, d, w=world: error(grouped(k, w, d), w.expected()), bound(world))
+    yield Case("attention-batch-dependence", lambda k, d: batch_dependence(k, world, d), 0.0)
+    far = World(rows=[(1, 300), (1, 510)], ratio=2, head_dim=64)
+    yield Case("attention-shared", lambda k, d: shared_error(k, far, d), 0.0)
 
 
 def bound(world: World) -> float:

@@ -1,4 +1,4 @@
-"""`Case`: one comparison of kernels with a reference, run in the interpreter (tests/cuda) and on a GPU (tests/gpu)."""
+"""`Case`: one comparison of launchers with a reference: plain torch, Triton's interpreter, or a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nano_inference.executors.cuda.launchers import Kernels
+
 
 class Case(NamedTuple):
     """A comparison."""
 
     name: str
-    run: Callable[[torch.device], float]
-    """Returns the largest difference on a device."""
+    run: Callable[[Kernels, torch.device], float]
+    """Returns the largest difference of an implementation on a device."""
     bound: float
     needs_gpu: bool = False
     """The interpreter rounds to bfloat16 by truncation."""

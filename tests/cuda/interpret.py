@@ -10,35 +10,27 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 
 import torch
 
-from tests.cuda import attention_cases, linear_cases, pointwise_cases, refusal_cases, sampler_cases
-from tests.cuda.case import Case
-
-
-def all_cases() -> Iterator[Case]:
-    """Yield the cases of every kernel."""
-    yield from attention_cases.cases()
-    yield from linear_cases.cases()
-    yield from pointwise_cases.cases()
-    yield from refusal_cases.cases()
-    yield from sampler_cases.cases()
+from nano_inference.executors.cuda.launchers import triton_kernels
+from tests.cuda import executor_cases, triton_cases
+from tests.cuda.all_cases import all_cases
 
 
 def main(prefixes: list[str]) -> int:
     """Run the cases whose names start with a prefix (default: all)."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # numpy warns about NaN and infinity, which the cases contain on purpose
+    kernels = triton_kernels()
     found: dict[str, tuple[float | str, float, float]] = {}
-    for case in all_cases():
+    for case in (*all_cases(), *triton_cases.cases(), *executor_cases.cases()):
         if case.needs_gpu:
             continue
         if not prefixes or case.name.startswith(tuple(prefixes)):
             started = time.process_time()
             try:
-                result: float | str = case.run(torch.device("cpu"))
+                result: float | str = case.run(kernels, torch.device("cpu"))
             except Exception:
                 result = traceback.format_exc(limit=-4)
             found[case.name] = (result, case.bound, round(time.process_time() - started, 2))

@@ -10,17 +10,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.kernels import multiply
+from nano_inference.executors.cuda.launchers import Kernels
+from nano_inference.executors.cuda.records import num_ranges
 from tests.cuda.case import Case, error
 
 
-def product_of(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, device: torch.device) -> Tensor:
+def product_of(
+    kernels: Kernels, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, device: torch.device
+) -> Tensor:
     """Return x Wᵀ + bias by the kernels."""
     num_out, num_in = weight_NK.shape
-    part = torch.full((multiply.num_ranges(num_out, num_in) * x_TK.size(0) * num_out,), torch.nan, device=device)
+    part = torch.full((num_ranges(num_out, num_in) * x_TK.size(0) * num_out,), torch.nan, device=device)
     out = torch.full((x_TK.size(0), num_out + 3), torch.nan, dtype=x_TK.dtype, device=device)[:, :num_out]
     bias = None if bias_N is None else bias_N.to(device)
-    multiply.multiply(out, x_TK.to(device), weight_NK.to(device), bias, part)
+    kernels.multiply.multiply(out, x_TK.to(device), weight_NK.to(device), bias, part)
     return out
 
 
@@ -33,21 +36,28 @@ def operands(num_tokens: int, num_out: int, num_in: int, dtype: torch.dtype) -> 
 
 
 def difference(
-    num_tokens: int, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device, *, has_bias: bool = True
+    kernels: Kernels,
+    num_tokens: int,
+    num_out: int,
+    num_in: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    has_bias: bool = True,
 ) -> float:
     """Return the largest difference from float64."""
     x_TK, weight_NK, bias_N = operands(num_tokens, num_out, num_in, dtype)
     expected = x_TK.double() @ weight_NK.double().t() + (bias_N.double() if has_bias else 0)
-    return error(product_of(x_TK, weight_NK, bias_N if has_bias else None, device), expected)
+    return error(product_of(kernels, x_TK, weight_NK, bias_N if has_bias else None, device), expected)
 
 
-def row_dependence(device: torch.device) -> float:
+def row_dependence(kernels: Kernels, device: torch.device) -> float:
     """Return 0 if rows have the same bits without the rows after them, on a GPU also alone."""
     x_TK, weight_NK, bias_N = operands(8, 70, 1200, torch.float32)
-    together = product_of(x_TK, weight_NK, bias_N, device)
+    together = product_of(kernels, x_TK, weight_NK, bias_N, device)
     spans = [range(count) for count in (1, 3, 7)]
     spans += [range(row, row + 1) for row in range(8)] if device.type == "cuda" else []  # numpy's rows depend on place
-    parts = [product_of(x_TK[one.start : one.stop], weight_NK, bias_N, device) for one in spans]
+    parts = [product_of(kernels, x_TK[one.start : one.stop], weight_NK, bias_N, device) for one in spans]
     return float(not all(torch.equal(together[s.start : s.stop], part) for s, part in zip(spans, parts, strict=True)))
 
 
@@ -56,7 +66,7 @@ def cases() -> Iterator[Case]:
     for num_tokens, num_out, num_in in ((1, 96, 576), (8, 70, 1200), (3, 33, 100), (5, 4100, 130)):
         name = f"linear-{num_tokens}-{num_out}-{num_in}"
         shape = (num_tokens, num_out, num_in)
-        yield Case(name, lambda d, s=shape: difference(*s, torch.float32, d), 2e-6)
+        yield Case(name, lambda k, d, s=shape: difference(k, *s, torch.float32, d), 2e-6)
         if num_out < 4096:
-            yield Case(f"{name}-half", lambda d, s=shape: difference(*s, torch.float16, d, has_bias=False), 3e-3)
+            yield Case(f"{name}-half", lambda k, d, s=shape: difference(k, *s, torch.float16, d, has_bias=False), 3e-3)
     yield Case("linear-row-dependence", row_dependence, 0.0)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.kernels import operate
-from nano_inference.executors.cuda.kernels.attend import Cache
-from nano_inference.executors.cuda.kernels.operate import HeadNorms, NormOrder
+from nano_inference.executors.cuda.launchers import Kernels
+from nano_inference.executors.cuda.records import Cache, HeadNorms, NormOrder
 from nano_inference.executors.torch import ops as reference
+from nano_inference.models.ops import Activation, TableRows
 from tests.cuda.case import Case, error
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -34,19 +35,23 @@ def rows(seed: int, dtype: torch.dtype, width: int = _WIDTH, extra: int = 16) ->
     return wide.to(dtype)[:, :width]
 
 
-def norm(device: torch.device, dtype: torch.dtype, offset: float, *, has_weight: bool, has_more: bool) -> float:
+def norm(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, offset: float, *, has_weight: bool, has_more: bool
+) -> float:
     """Compare a norm, after an addition if `has_more`."""
     x, more, weight = rows(1, dtype), rows(2, dtype), rows(3, dtype)[0] if has_weight else None
     out, total = (torch.empty(_TOKENS, _WIDTH, dtype=dtype, device=device) for _ in range(2))
     given = {"more_TW": more.to(device), "sum_TW": total} if has_more else {}
     on_device = None if weight is None else weight.to(device)
-    operate.norm(out, x.to(device), on_device, eps=1e-5, offset=offset, **given)
+    kernels.operate.norm(out, x.to(device), on_device, eps=1e-5, offset=offset, **given)
     summed = x + more if has_more else x
     worst = relative(out, reference.rms_norm(summed, weight, 1e-5, offset))
     return max(worst, error(total, summed)) if has_more else worst
 
 
-def rotate(device: torch.device, dtype: torch.dtype, order: NormOrder, offset: float, rotary: int, dim: int) -> float:
+def rotate(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, order: NormOrder, offset: float, rotary: int, dim: int
+) -> float:
     """Compare queries, and the whole cache: only the slots of the step may change."""
     num_heads, num_kv, block_size = 6, 2, 4
     qkv_TW = rows(4, dtype, (num_heads + 2 * num_kv) * dim)
@@ -62,7 +67,7 @@ def rotate(device: torch.device, dtype: torch.dtype, order: NormOrder, offset: f
     norms = HeadNorms(order=order, eps=1e-6, offset=offset)
     if has_weight:
         norms = HeadNorms(order=order, eps=1e-6, offset=offset, q_D=q_norm.to(device), k_D=k_norm.to(device))
-    operate.rotate_and_store(
+    kernels.operate.rotate_and_store(
         q_THD, qkv_TW.to(device), cos_LF.to(device) if rotary else None, sin_LF.to(device) if rotary else None,
         position_T.to(device), row_T.to(device), Cache(k_SJD, v_SJD, table_RB.to(device), block_size), norms,
     )  # fmt: skip
@@ -88,43 +93,64 @@ def rotate(device: torch.device, dtype: torch.dtype, order: NormOrder, offset: f
     return max(relative(q_THD, want_q), relative(k_SJD, want_cache[0]), error(v_SJD, want_cache[1]))
 
 
-def gates(device: torch.device, dtype: torch.dtype) -> float:
+def skipped(kernels: Kernels, device: torch.device) -> float:
+    """Return 0 if tokens at negative positions change nothing, alone and next to a token of their slot; else 1."""
+    qkv_TW = torch.randn(3, 4 * 16, generator=torch.Generator().manual_seed(4)).to(device)
+    table_RB = torch.tensor([[0], [1 << 30]], dtype=torch.int32, device=device)
+    row_T = torch.tensor([0, 0, 1], dtype=torch.int32, device=device)
+    wrong = 0
+    for positions in ([-1, -1, -1], [-1, 0, -1]):
+        q_THD, k_SJD, v_SJD = (
+            torch.full((size, heads, 16), 7.0, device=device) for size, heads in ((3, 2), (4, 1), (4, 1))
+        )
+        position_T = torch.tensor(positions, dtype=torch.int32, device=device)
+        kernels.operate.rotate_and_store(
+            q_THD, qkv_TW, None, None, position_T, row_T, Cache(k_SJD, v_SJD, table_RB, 4), HeadNorms()
+        )
+        want_q, want_k, want_v = (torch.full_like(x, 7.0) for x in (q_THD, k_SJD, v_SJD))
+        if positions[1] == 0:
+            want_q[1], want_k[0], want_v[0] = qkv_TW[1].view(4, 16).split((2, 1, 1))
+        wrong += not (torch.equal(q_THD, want_q) and torch.equal(k_SJD, want_k) and torch.equal(v_SJD, want_v))
+    return float(wrong)
+
+
+def gates(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
     """Compare activations, mixes, gated values, smears and soft caps."""
     x, y, gate = (rows(seed, dtype).to(device) for seed in (1, 2, 3))
     out = torch.empty_like(x)
     worst = 0.0
-    for kind in operate.ACTIVATIONS:
+    for kind in get_args(Activation):
         up = None if kind == "relu_squared" else y
-        operate.activate(out, x, up, kind)
+        kernels.operate.activate(out, x, up, kind)
         worst = max(worst, relative(out, reference.activate(kind, x.cpu(), None if up is None else y.cpu())))
     a_1, b_1 = torch.tensor([0.75], device=device), torch.tensor([-1.5], device=device)
     for a, sign in product((a_1, None), (1, -1)):
-        operate.mix(out, x, y, a, b_1, sign)
+        kernels.operate.mix(out, x, y, a, b_1, sign)
         want = (x.cpu() * 0.75 if a is not None else x.cpu()) + sign * (y.cpu() * -1.5)
         worst = max(worst, relative(out, want))
     values = x.clone()
-    operate.gate_values(values, gate[:, :11], y, 100, 2.0)
+    kernels.operate.gate_values(values, gate[:, :11], y, 100, 2.0)
     want = reference.gate_values(x.cpu().unflatten(1, (11, 100)), gate[:, :11].cpu(), y.cpu(), 2.0).flatten(1)
     worst = max(worst, relative(values, want))
     previous = torch.tensor([-1, 4, 2, -1, 0], dtype=torch.int32)
     smeared = x.clone()
-    operate.smear(smeared, gate[:, 5:6], y, b_1, previous.to(device))
+    kernels.operate.smear(smeared, gate[:, 5:6], y, b_1, previous.to(device))
     share = torch.tensor(-1.5, dtype=dtype)
     worst = max(worst, relative(smeared, reference.smear(x.cpu(), gate[:, 5:6].cpu(), y.cpu(), share, previous)))
     capped = x.clone()
-    operate.softcap(capped, 2.5)
+    kernels.operate.softcap(capped, 2.5)
     return max(worst, relative(capped, reference.softcap(x.cpu(), 2.5)))
 
 
-def embeddings(device: torch.device, dtype: torch.dtype) -> float:
+def embeddings(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
     """Compare the three kinds of table rows, exactly."""
     table = torch.randn(37, _WIDTH, generator=torch.Generator().manual_seed(9)).to(dtype)
     token, previous = torch.tensor([3, 36, 0, 9, 20]), torch.tensor([-1, 4, 36, 0, 2])
     out = torch.empty(_TOKENS, _WIDTH, dtype=dtype, device=device)
     worst = 0.0
-    for kind, scale in product(operate.TABLE_ROWS, (1.0, 33.94)):
+    for kind, scale in product(get_args(TableRows), (1.0, 33.94)):
         ids = (one.to(torch.int32).to(device) for one in (token, previous))
-        operate.embed(out, table.to(device), *ids, kind, scale)
+        kernels.operate.embed(out, table.to(device), *ids, kind, scale)
         want = reference.embed(table, token, previous, kind, torch.tensor(scale, dtype=dtype))
         worst = max(worst, error(out, want))
     return worst
@@ -135,7 +161,12 @@ def cases() -> Iterator[Case]:
 
     def case(name: str, run: Callable[..., float], dtype: torch.dtype, *given: object, **more: object) -> Case:
         whole = f"pointwise-{name}-{str(dtype).removeprefix('torch.')}"
-        return Case(whole, lambda device: run(device, dtype, *given, **more), BOUNDS[dtype], dtype == torch.bfloat16)
+        return Case(
+            whole,
+            lambda kernels, device: run(kernels, device, dtype, *given, **more),
+            BOUNDS[dtype],
+            dtype == torch.bfloat16,
+        )
 
     for dtype in BOUNDS:
         for offset, has_weight, has_more in product((0.0, 1.0), (True, False), (True, False)):
@@ -150,3 +181,4 @@ def cases() -> Iterator[Case]:
             yield case(f"rotate-{order}-{offset}-{rotary}-{dim}", rotate, dtype, order, offset, rotary, dim)
         yield case("gates", gates, dtype)
         yield case("embed", embeddings, dtype)._replace(bound=0.0)
+    yield Case("pointwise-rotate-skipped", skipped, 0.0)

@@ -45,6 +45,7 @@ class Writer:
     """Generates a random decoder; every operation can occur, sizes are small and often odd."""
 
     rng: random.Random
+    most_head_norms: int = 2
 
     def __post_init__(self) -> None:
         rng = self.rng
@@ -145,7 +146,7 @@ class Writer:
         steps: list[Op] = []
         if self.chance(0.7):
             steps.append(Rotate(x=("q", "k"), head_dim=dim, rope=self.rng.randrange(len(self.ropes))))
-        for _ in range(self.rng.choice((0, 1, 1, 2))):
+        for _ in range(min(self.rng.choice((0, 1, 1, 2)), self.most_head_norms)):
             norms = (self.vector(dim), self.vector(dim)) if self.chance() else ()
             steps.append(HeadNorm(x=("q", "k"), norms=norms, head_dim=dim, eps=1e-6, offset=float(bool(norms))))
         self.rng.shuffle(steps)

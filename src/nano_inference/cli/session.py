@@ -67,7 +67,9 @@ def open_session(
 
     with bar("loading", is_bytes=True, quiet=common.quiet) as progress:
         parts = assemble(config, progress=progress, on_open=on_open, kinds=kinds)
-    assert parts.checkpoint is not None, "assemble opens a checkpoint"
+    assert parts.checkpoint is not None and parts.executor is not None, "assemble opens a checkpoint"
+    with bar("warming up", quiet=common.quiet or not parts.is_on_cuda) as progress:
+        parts.executor.warm_up(progress)
     tokenizer, dialogue = text_sides[0]
     print_inferred(parts.checkpoint, common.quiet)
     print_context(config.max_model_len if "max_model_len" in typed.fields else 0, parts, common.quiet)

@@ -5,7 +5,7 @@ Shapes: T tokens of a step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,8 @@ class Executor(Protocol):
     config: ModelConfig
     program: Program
     device: torch.device
+    lookahead: int
+    """Default of `EngineConfig.lookahead`."""
 
     @property
     def code(self) -> str:
@@ -70,6 +72,15 @@ class Executor(Protocol):
 
     def recover(self) -> None:
         """Undo what an interrupted `run` left in this thread. Can be interrupted and called again."""
+
+    def step_bytes(self, block_size: int) -> int:
+        """Return the bytes that the largest step needs beside weights and cache, measured before there is a cache.
+
+        0 for devices whose memory is not divided in advance.
+        """
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Compile and record the usual steps; `progress` receives (done, total). Needs weights and a cache."""
 
     # ---- cache ----
 

@@ -79,7 +79,7 @@ class Engine:
         config: EngineConfig | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        if config is not None and config.lookahead > 1:
+        if config is not None and config.lookahead not in (None, 1):
             raise ValueError(f"lookahead must be 1 here, got {config.lookahead}: each column is drawn after the last")
         self.model = model
         self.tokenizer = tokenizer

@@ -55,7 +55,8 @@ def open_model(
 
     kinds = installed_kinds()
     parts = assemble(engine_config, progress, on_open=check, kinds=kinds)
-    assert parts.checkpoint is not None, "assemble opens a checkpoint"
+    assert parts.checkpoint is not None and parts.executor is not None, "assemble opens a checkpoint"
+    parts.executor.warm_up(lambda done, total: None)
     own = sampling_defaults(parts.checkpoint) if is_used else valid_defaults(parts.checkpoint)
     tokenizer = load_tokenizer(parts.checkpoint.tokenizer, kinds.tokenizers)
     engine = InferenceEngine(engine_config, parts=parts)

@@ -6,7 +6,7 @@ Shapes: T tokens of a step, K kept tokens, S rows, E hidden size, V vocabulary, 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
@@ -50,6 +50,8 @@ class CpuModel:
 
 class CpuExecutor:
     """Owns packed weights, the KV cache and a step's buffers; satisfies `protocol.Executor`, which documents it."""
+
+    lookahead = 1
 
     def __init__(
         self,
@@ -147,6 +149,12 @@ class CpuExecutor:
     def model(self) -> CpuModel:
         assert self._model is not None, "there are no weights"
         return self._model
+
+    def step_bytes(self, block_size: int) -> int:
+        return 0
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Do nothing: the kernels are compiled already."""
 
     # ---- cache ----
 

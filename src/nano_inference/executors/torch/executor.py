@@ -5,7 +5,7 @@ Shapes: T tokens of a step, K kept tokens, S rows, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class TorchExecutor:
     """Owns a model's weights and the memory of its KV cache; satisfies `protocol.Executor`, which documents it."""
 
     code = "torch"
+    lookahead = 1
 
     def __init__(
         self,
@@ -147,6 +148,12 @@ class TorchExecutor:
     def model(self) -> TorchModel:
         assert self._model is not None, "there are no weights"
         return self._model
+
+    def step_bytes(self, block_size: int) -> int:
+        return 0
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Do nothing: nothing is compiled in advance."""
 
     # ---- cache ----
 

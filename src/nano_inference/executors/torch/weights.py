@@ -84,13 +84,16 @@ class TorchStaged:
         pace: Pace | None,
         *,
         check_finite: bool,
+        is_pinned: bool = False,
     ) -> None:
         """Start without weights; `finish` turns complete weights into the argument of `commit`.
 
-        `spare` holds unused stacks by name, whose memory is reused.
+        `spare` holds unused stacks by name, whose memory is reused. `is_pinned`: allocate page-locked main memory,
+        which a GPU copies from at full speed.
         """
         self._layout, self._live, self._finish, self._spare = layout, live, finish, spare
         self._device, self._dtype, self._pace, self._check_finite = device, dtype, pace, check_finite
+        self._is_pinned = is_pinned
         self._home = {spec.name: name for name, specs in layout.items() for spec in specs}
         self._fresh: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
@@ -133,6 +136,8 @@ class TorchStaged:
         shape = (sum(spec.shape[0] for spec in specs), *specs[0].shape[1:])
         dtype = torch.float32 if specs[0].kind == "number" else self._dtype
         stack = self._spare.pop(name, None)
+        if stack is None and self._is_pinned:
+            stack = torch.empty(shape, dtype=dtype, pin_memory=True)
         self._fresh[name] = huge_empty(shape, dtype, self._device) if stack is None else stack
         self._views |= views_of(specs, self._fresh[name])
 

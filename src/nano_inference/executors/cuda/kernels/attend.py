@@ -8,72 +8,22 @@ N splits, Q tiles of rows that share a prefix, X rows per tile.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from nano_inference.executors.cuda.checks import check_groups, check_heads, check_queries
 from nano_inference.executors.cuda.kernels import attention
-from nano_inference.executors.cuda.kernels.variant import Variant, check_dtype, check_rows, is_interpreted, padded
+from nano_inference.executors.cuda.kernels.variant import Variant, is_interpreted, padded
+from nano_inference.executors.cuda.records import GROUP_ROWS, NO_WINDOW, SPLIT, Cache, Groups, Partials, Rows
 from nano_inference.executors.torch.attention.context import AttentionSpec
 
-SPLIT = 256
-"""Positions per split; a multiple of every tile."""
-RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
-HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
-NO_WINDOW = 1 << 30
-_DECODE_ROWS, _GROUP_ROWS, _CHUNK_ROWS = 16, 32, 64
-"""Rows of a tile: queries times query heads per kv head. Tiles of 16 and 32 use the same instruction."""
+_DECODE_ROWS, _CHUNK_ROWS = 16, 64
+"""Rows of a tile: queries times query heads per kv head. Tiles of 16 and of `GROUP_ROWS` use the same instruction."""
 
 
 Kind = Literal["split", "group", "chunk"]
-
-
-class Cache(NamedTuple):
-    """One layer's cache and the rows' block tables."""
-
-    k_SJD: Tensor
-    v_SJD: Tensor
-    table_RB: Tensor
-    """int32; only entries of blocks that a row reads need to be valid."""
-    block_size: int
-
-
-class Rows(NamedTuple):
-    """The rows of a step; int32 tensors."""
-
-    start_R: Tensor
-    """Index of each row's first token, [R + 1]; the last entry is T."""
-    length_R: Tensor
-    """Keys of each row, those of the step included; 0 makes a row do nothing."""
-    shared_R: Tensor
-    """Positions that `attend_groups` computes, a multiple of `SPLIT`; 0 for rows in no group."""
-
-
-class Groups(NamedTuple):
-    """Decode rows that share a prefix, in tiles of `group_rows(ratio)` rows; int32 tensors."""
-
-    row_QX: Tensor
-    """Row indices, -1 for unused places; the first of a tile is used."""
-    shared_Q: Tensor
-    """`Rows.shared_R` of the tile's rows, whose block tables are the same up to there."""
-
-
-class Partials(NamedTuple):
-    """Results of the splits: float32, uninitialised. N is at least the longest row's `num_splits`."""
-
-    part_THND: Tensor
-    score_THN: Tensor
-
-
-def num_splits(length: int) -> int:
-    """Return the number of splits of a row with `length` keys."""
-    return -(-length // SPLIT)
-
-
-def group_rows(ratio: int) -> int:
-    """Return how many rows one tile of a group holds, with `ratio` query heads per kv head."""
-    return _GROUP_ROWS // ratio
 
 
 def attend_variant(kind: Kind, dtype: torch.dtype, ratio: int, head_dim: int, *, has_cap: bool) -> Variant:
@@ -81,17 +31,14 @@ def attend_variant(kind: Kind, dtype: torch.dtype, ratio: int, head_dim: int, *,
 
     Raises `ValueError` if the ratio or the head size is not supported.
     """
-    if ratio not in RATIOS:
-        raise ValueError(f"query heads per kv head must be one of {RATIOS}, got {ratio}")
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
+    check_heads(ratio, head_dim)
     is_float32 = dtype == torch.float32
     is_large_chunk = kind == "chunk" and not is_float32 and head_dim <= 128
     constants = {
         "D": head_dim,
         "P": padded(head_dim),
         "G": ratio,
-        "M": _DECODE_ROWS if kind == "split" else _CHUNK_ROWS if is_large_chunk else _GROUP_ROWS,
+        "M": _DECODE_ROWS if kind == "split" else _CHUNK_ROWS if is_large_chunk else GROUP_ROWS,
         "C": 16 if is_float32 else 64 if is_large_chunk else 32,
         "HAS_CAP": has_cap,
         "UPCAST": False,
@@ -140,14 +87,11 @@ def attend_splits(
 def attend_groups(out: Partials, q_THD: Tensor, cache: Cache, rows: Rows, groups: Groups, spec: AttentionSpec) -> None:
     """Write the partial results of the splits that the rows of each group share. All rows have one token."""
     variant = _variant("group", q_THD, cache, spec)
-    num_tiles, width = groups.row_QX.shape
-    expected = variant.constants["M"] // variant.constants["G"]
-    if width != expected:
-        raise ValueError(f"groups.row_QX must have {expected} rows per tile, got {width}")
+    check_groups(groups, variant.constants["G"])
     splits = out.score_THN.size(2)
     variant.launch(
         attention.attend_group,
-        (num_tiles, cache.k_SJD.size(1), splits),
+        (groups.row_QX.size(0), cache.k_SJD.size(1), splits),
         *_read(q_THD, cache, rows),
         groups.row_QX,
         groups.shared_Q,
@@ -191,14 +135,9 @@ def attend_chunks(
 
 def _variant(kind: Kind, q_THD: Tensor, cache: Cache, spec: AttentionSpec) -> Variant:
     """Check the arguments; return the constants, for the interpreter if the tensors are on the CPU."""
-    check_dtype("q", q_THD)
-    check_rows(q=q_THD, k=cache.k_SJD, v=cache.v_SJD, table=cache.table_RB)
+    check_queries(q_THD, cache)
     num_heads, head_dim = q_THD.shape[1:]
     num_kv = cache.k_SJD.size(1)
-    if cache.k_SJD.dtype != q_THD.dtype or cache.v_SJD.dtype != q_THD.dtype:
-        raise ValueError(f"queries and cache must have one precision, got {q_THD.dtype} and {cache.k_SJD.dtype}")
-    if num_heads % num_kv or head_dim != cache.k_SJD.size(2) or q_THD.stride(1) != head_dim:
-        raise ValueError(f"queries {tuple(q_THD.shape)} do not match the cache {tuple(cache.k_SJD.shape)}")
     found = attend_variant(kind, q_THD.dtype, num_heads // num_kv, head_dim, has_cap=spec.softcap is not None)
     return found.upcast() if is_interpreted(q_THD) else found
 

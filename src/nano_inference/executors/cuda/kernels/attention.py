@@ -274,7 +274,7 @@ def attend_chunk(
     begin = tl.load(start_R + row)
     num_queries = tl.load(start_R + row + 1) - begin
     context = tl.load(length_R + row) - num_queries
-    if first_query < num_queries:
+    if (first_query < num_queries) & (context >= 0):
         place_M, dim_P = tl.arange(0, M), tl.arange(0, P)
         query_M = first_query + place_M // G
         valid_M = (place_M < M // G * G) & (query_M < num_queries)

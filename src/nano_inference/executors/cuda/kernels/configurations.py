@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import torch
 
+from nano_inference.executors.cuda.checks import DTYPES, MOST_COLUMNS
 from nano_inference.executors.cuda.kernels import (
     advance,
     attend,
@@ -25,7 +26,9 @@ from nano_inference.executors.cuda.kernels import (
     sampler,
     select,
 )
-from nano_inference.executors.cuda.kernels.variant import DTYPES, Variant
+from nano_inference.executors.cuda.kernels.variant import Variant
+from nano_inference.executors.cuda.records import HEAD_DIMS, NORM_ORDERS, RATIOS
+from nano_inference.executors.cuda.sample_records import MOST_TOKENS
 
 TYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -119,19 +122,17 @@ def configurations() -> tuple[Configuration, ...]:
 
 def _attention() -> Iterator[Configuration]:
     kernels = {"split": attention.attend_split, "group": attention.attend_group, "chunk": attention.attend_chunk}
-    for kind, dtype, ratio, dim, has_cap in product(
-        get_args(attend.Kind), DTYPES, attend.RATIOS, attend.HEAD_DIMS, (False, True)
-    ):
+    for kind, dtype, ratio, dim, has_cap in product(get_args(attend.Kind), DTYPES, RATIOS, HEAD_DIMS, (False, True)):
         variant = attend.attend_variant(kind, dtype, ratio, dim, has_cap=has_cap)
         traits = {"dtype": TYPE_NAMES[dtype], "ratio": str(ratio), "head_dim": str(dim), "cap": str(has_cap)}
         yield Configuration(kernels[kind], variant, traits)
-    for dtype, dim in product(DTYPES, attend.HEAD_DIMS):
+    for dtype, dim in product(DTYPES, HEAD_DIMS):
         traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim)}
         yield Configuration(attention.merge_split, attend.merge_variant(dim), traits)
 
 
 def _sampler() -> Iterator[Configuration]:
-    sizes = [1 << power for power in range(14, sample.MOST_TOKENS.bit_length())]
+    sizes = [1 << power for power in range(14, MOST_TOKENS.bit_length())]
     for dtype, has_cap in product(DTYPES, (False, True)):
         traits = {"dtype": TYPE_NAMES[dtype], "cap": str(has_cap)}
         yield Configuration(sampler.adjust_chunk, sample.adjust_variant(has_cap=has_cap), traits)
@@ -153,14 +154,14 @@ def _sampler() -> Iterator[Configuration]:
 def _rows() -> Iterator[Configuration]:
     """Kernels with a row or a head per program."""
     weights = ((False, False), (True, False), (True, True))
-    widths = [1 << power for power in range(4, operate.MOST_COLUMNS.bit_length())]
+    widths = [1 << power for power in range(4, MOST_COLUMNS.bit_length())]
     for dtype, width, has_more, (has_weight, has_offset) in product(DTYPES, widths, (False, True), weights):
         variant = operate.norm_variant(width, has_more=has_more, has_weight=has_weight, has_offset=has_offset)
         traits = {"dtype": TYPE_NAMES[dtype], "width": str(width), "more": str(has_more)}
         traits["weight"] = f"{has_weight}{'+offset' * has_offset}"
         yield Configuration(pointwise.norm_row, variant, traits)
     for dtype, dim, has_rotary, order, (has_weight, has_offset) in product(
-        DTYPES, attend.HEAD_DIMS, (False, True), operate.NORM_ORDERS, weights
+        DTYPES, HEAD_DIMS, (False, True), NORM_ORDERS, weights
     ):
         if order != "none" or not has_weight:
             variant = operate.rotate_variant(

@@ -8,43 +8,24 @@ J kv heads, D head size, L positions, F rotary size / 2, V rows of a table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from nano_inference.executors.cuda.checks import check_dtype, check_heads_of_rows, check_norm, check_rows, check_width
 from nano_inference.executors.cuda.kernels import pointwise
-from nano_inference.executors.cuda.kernels.attend import Cache
-from nano_inference.executors.cuda.kernels.variant import Variant, check_dtype, check_rows, padded
+from nano_inference.executors.cuda.kernels.variant import Variant, padded
+from nano_inference.executors.cuda.records import NORM_ORDERS, Cache, HeadNorms, NormOrder
 from nano_inference.models.ops import Activation, TableRows
 
 COLUMNS = 1024
 """Columns per program."""
-MOST_COLUMNS = 1 << 14
-"""Largest width of a norm."""
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
 TABLE_ROWS: tuple[TableRows, ...] = ("token", "previous", "pair")
-NormOrder = Literal["none", "first", "last"]
-NORM_ORDERS: tuple[NormOrder, ...] = ("none", "first", "last")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadNorms:
-    """Norms of query and key heads (`models.ops.HeadNorm`): before or after the rotation, or none."""
-
-    order: NormOrder = "none"
-    eps: float = 0.0
-    offset: float = 0.0
-    q_D: Tensor | None = None
-    """Weights of queries and keys: both or neither."""
-    k_D: Tensor | None = None
 
 
 def norm_variant(width: int, *, has_more: bool, has_weight: bool, has_offset: bool) -> Variant:
     """Return the constants of `norm`. Raises `ValueError` if the rows are too wide."""
-    if width > MOST_COLUMNS:
-        raise ValueError(f"norms support rows of {MOST_COLUMNS} values, got {width}")
+    check_width(width)
     constants = {"P": padded(width), "HAS_MORE": has_more, "HAS_WEIGHT": has_weight, "HAS_OFFSET": has_offset}
     return Variant(constants=constants, num_warps=max(1, min(16, padded(width) // 256)), fuses=False)
 
@@ -75,12 +56,7 @@ def norm(
 
     `sum` may be x; it has the strides of out.
     """
-    check_dtype("x", x_TW)
-    check_rows(out=out_TW, x=x_TW)
-    if (more_TW is None) != (sum_TW is None):
-        raise ValueError("norm needs both more_TW and sum_TW, or neither")
-    if sum_TW is not None and sum_TW.stride(0) != out_TW.stride(0):
-        raise ValueError(f"sum_TW and out_TW must have the same strides, got {sum_TW.stride(0)} and {out_TW.stride(0)}")
+    check_norm(out_TW, x_TW, more_TW, sum_TW)
     width = x_TW.size(1)
     variant = norm_variant(width, has_more=more_TW is not None, has_weight=weight_W is not None, has_offset=offset != 0)
     more, total = (x_TW if one is None else one for one in (more_TW, sum_TW))
@@ -109,17 +85,10 @@ def rotate_and_store(
     model's precision; None: no rotation. Tokens at negative positions are skipped. int32: `position_T`, and `row_T`,
     the row of the block table of each token.
     """
-    check_dtype("qkv", qkv_TW)
-    check_rows(qkv=qkv_TW)
+    check_heads_of_rows(q_THD, qkv_TW, cos_LF, cache)
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv = cache.k_SJD.size(1)
-    if qkv_TW.size(1) != (num_heads + 2 * num_kv) * head_dim:
-        raise ValueError(f"qkv rows have {qkv_TW.size(1)} values, {num_heads} + 2 x {num_kv} heads need another number")
     rotary_dim = 0 if cos_LF is None else 2 * cos_LF.size(1)
-    if cos_LF is not None and rotary_dim > head_dim:
-        raise ValueError(
-            f"cos_LF must have at most {head_dim // 2} columns, half of the head size; got {cos_LF.size(1)}"
-        )
     has_weight, has_offset = norms.q_D is not None, norms.offset != 0
     variant = rotate_variant(
         head_dim, norms.order, has_rotary=rotary_dim > 0, has_weight=has_weight, has_offset=has_offset

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Supported precisions of activations, weights and caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +34,6 @@ class Variant:
             num_stages=self.num_stages,
             enable_fp_fusion=self.fuses,
         )
-
-
-def check_dtype(name: str, tensor: Tensor) -> None:
-    """Raise `ValueError` naming the argument if the kernels do not support its precision."""
-    if tensor.dtype not in DTYPES:
-        raise ValueError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
-
-
-def check_rows(**tensors: Tensor) -> None:
-    """Raise `ValueError` naming an argument whose last dimension is not contiguous."""
-    for name, tensor in tensors.items():
-        if tensor.dim() and tensor.stride(-1) != 1 and tensor.size(-1) > 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
 
 
 def padded(size: int) -> int:

@@ -1,0 +1,109 @@
+"""Checks of arguments that the CUDA kernels and their plain counterparts share. Each raises `ValueError`.
+
+Shapes: T tokens of the step, H heads, J kv heads, D head size, S slots of the cache, B rows, V vocabulary, W width,
+N outputs and K inputs of a matrix, Z ranges of inputs, Q tiles, X rows per tile, L positions, F rotary size / 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nano_inference.executors.cuda.records import HEAD_DIMS, MOST_ROWS, RATIOS, Cache, Groups, group_rows, num_ranges
+from nano_inference.executors.cuda.sample_records import Scratch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Supported precisions of activations, weights and caches."""
+MOST_COLUMNS = 1 << 14
+"""Largest width of a norm."""
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Raise `ValueError` naming the argument if the kernels do not support its precision."""
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
+
+
+def check_rows(**tensors: Tensor) -> None:
+    """Raise `ValueError` naming an argument whose last dimension is not contiguous."""
+    for name, tensor in tensors.items():
+        if tensor.dim() and tensor.stride(-1) != 1 and tensor.size(-1) > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
+
+
+def check_heads(ratio: int, head_dim: int) -> None:
+    """Check query heads per kv head, and the head size."""
+    if ratio not in RATIOS:
+        raise ValueError(f"query heads per kv head must be one of {RATIOS}, got {ratio}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
+
+
+def check_queries(q_THD: Tensor, cache: Cache) -> None:
+    """Check queries against a cache."""
+    check_dtype("q", q_THD)
+    check_rows(q=q_THD, k=cache.k_SJD, v=cache.v_SJD, table=cache.table_RB)
+    num_heads, head_dim = q_THD.shape[1:]
+    num_kv = cache.k_SJD.size(1)
+    if cache.k_SJD.dtype != q_THD.dtype or cache.v_SJD.dtype != q_THD.dtype:
+        raise ValueError(f"queries and cache must have one precision, got {q_THD.dtype} and {cache.k_SJD.dtype}")
+    if num_heads % num_kv or head_dim != cache.k_SJD.size(2) or q_THD.stride(1) != head_dim:
+        raise ValueError(f"queries {tuple(q_THD.shape)} do not match the cache {tuple(cache.k_SJD.shape)}")
+
+
+def check_groups(groups: Groups, ratio: int) -> None:
+    """Check the number of rows per tile."""
+    width = groups.row_QX.size(1)
+    if width != group_rows(ratio):
+        raise ValueError(f"groups.row_QX must have {group_rows(ratio)} rows per tile, got {width}")
+
+
+def check_width(width: int) -> None:
+    """Check the width of a norm."""
+    if width > MOST_COLUMNS:
+        raise ValueError(f"norms support rows of {MOST_COLUMNS} values, got {width}")
+
+
+def check_norm(out_TW: Tensor, x_TW: Tensor, more_TW: Tensor | None, sum_TW: Tensor | None) -> None:
+    """Check the arguments of `norm`."""
+    check_dtype("x", x_TW)
+    check_rows(out=out_TW, x=x_TW)
+    if (more_TW is None) != (sum_TW is None):
+        raise ValueError("norm needs both more_TW and sum_TW, or neither")
+    if sum_TW is not None and sum_TW.stride(0) != out_TW.stride(0):
+        raise ValueError(f"sum_TW and out_TW must have the same strides, got {sum_TW.stride(0)} and {out_TW.stride(0)}")
+    check_width(x_TW.size(1))
+
+
+def check_heads_of_rows(q_THD: Tensor, qkv_TW: Tensor, cos_LF: Tensor | None, cache: Cache) -> None:
+    """Check the arguments of `rotate_and_store`."""
+    check_dtype("qkv", qkv_TW)
+    check_rows(qkv=qkv_TW)
+    num_heads, head_dim = q_THD.shape[1:]
+    num_kv = cache.k_SJD.size(1)
+    if qkv_TW.size(1) != (num_heads + 2 * num_kv) * head_dim:
+        raise ValueError(f"qkv rows have {qkv_TW.size(1)} values, {num_heads} + 2 x {num_kv} heads need another number")
+    if cos_LF is not None and 2 * cos_LF.size(1) > head_dim:
+        raise ValueError(
+            f"cos_LF must have at most {head_dim // 2} columns, half of the head size; got {cos_LF.size(1)}"
+        )
+
+
+def check_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, part_ZTN: Tensor) -> None:
+    """Check the arguments of `multiply`."""
+    check_dtype("x", x_TK)
+    check_rows(out=out_TN, x=x_TK, weight=weight_NK)
+    (num_out, num_in), num_tokens = weight_NK.shape, x_TK.size(0)
+    if num_tokens > MOST_ROWS:
+        raise ValueError(f"multiply supports {MOST_ROWS} tokens, got {num_tokens}: use a matrix product")
+    needed = num_ranges(num_out, num_in) * num_tokens * num_out
+    if part_ZTN.numel() < needed:
+        raise ValueError(f"part_ZTN must have {needed} values, got {part_ZTN.numel()}")
+
+
+def check_logits(out: Scratch, logits_BV: Tensor) -> None:
+    """Check logits against the sampler's buffers."""
+    check_dtype("logits", logits_BV)
+    check_rows(logits=logits_BV)
+    if logits_BV.size(1) < out.work.size(1) or logits_BV.size(0) > out.work.size(0):
+        raise ValueError(f"logits {tuple(logits_BV.shape)} do not fit the buffers {tuple(out.work.shape)}")

@@ -1,0 +1,296 @@
+"""`CudaExecutor`: computes decode rows in windows on the device, and all other rows in passes of the same launches.
+
+The same code runs on CPU tensors with the plain kernels, which is how it is tested without a GPU.
+
+Shapes: T tokens of a pass, K kept tokens, S rows, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.config import KvDtype
+from nano_inference.executors.batch import Rows
+from nano_inference.executors.cuda.decode import CapturedStepper, EagerStepper, StepKey, Stepper
+from nano_inference.executors.cuda.launchers import Kernels
+from nano_inference.executors.cuda.measure import largest_steps
+from nano_inference.executors.cuda.memory import Limits, StepMemory, check_program
+from nano_inference.executors.cuda.passes import Pass, PassRow, TokenRow, build_pass
+from nano_inference.executors.cuda.registers import Lowered
+from nano_inference.executors.cuda.shrink import run_in_parts
+from nano_inference.executors.cuda.weights import install, moved, stage_weights
+from nano_inference.executors.cuda.windows import Windows, fits_window
+from nano_inference.executors.protocol import CacheSize
+from nano_inference.executors.staging import Pace
+from nano_inference.executors.step import InferenceMode, run_step
+from nano_inference.executors.step_input import ForwardInput
+from nano_inference.executors.torch.executor import new_store
+from nano_inference.executors.torch.store import KVStore
+from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, layout_of
+from nano_inference.logprobs import normalise
+from nano_inference.models.config import ModelConfig
+from nano_inference.models.program import Program
+from nano_inference.runner import BlockCopy, RowResult
+
+StepperFactory = Callable[[Callable[[StepKey], None], torch.device], Stepper]
+
+
+def make_stepper(step: Callable[[StepKey], None], device: torch.device) -> Stepper:
+    """Return a stepper that captures graphs on CUDA, and an eager one elsewhere."""
+    return CapturedStepper(step, device) if device.type == "cuda" else EagerStepper(step)
+
+
+class CudaExecutor:
+    """Owns a model's weights, its KV cache and the memory of its steps; satisfies `protocol.Executor`."""
+
+    code = "cuda"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        program: Program,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        limits: Limits,
+        stepper: StepperFactory = make_stepper,
+    ) -> None:
+        """Create an executor without weights and cache. `dtype` is the precision P of the program (`models.ops`).
+
+        Raises `ValueError` if the kernels do not support the program.
+        """
+        check_program(program, kernels, limits)
+        self.config = config
+        self.program = program
+        self.device = torch.empty(0, device=device).device  # with an index, to compare equal to tensors' devices
+        self.dtype = dtype
+        self.lookahead = limits.lookahead
+        self._kernels, self._limits, self._stepper = kernels, limits, stepper
+        self._layout = layout_of(program)
+        self._mode = InferenceMode()
+        self._weights: TorchWeights | None = None
+        self._memory: StepMemory | None = None
+        self._store: KVStore | None = None
+        self._windows: Windows | None = None
+
+    # ---- steps ----
+
+    def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
+        return self._mode.run(lambda: self._run(rows, copies))
+
+    def _run(self, rows: Rows, copies: tuple[BlockCopy, ...]) -> Mapping[int, RowResult]:
+        """Run rows after copying blocks. Fresh blocks are not cleared: the kernels read written slots only."""
+        self.store.prepare((), copies)
+        is_full = self.program.has_full_decode
+        if len(rows) <= self._limits.max_rows and all(fits_window(row, has_full_decode=is_full) for row in rows):
+            return self.windows.run(rows)
+        return run_in_parts(rows, self._run_pass, self._limits.max_tokens)
+
+    def _run_pass(self, rows: Rows) -> dict[int, RowResult]:
+        return run_step(self, rows, self.memory.draws.draw, normalise)
+
+    def recover(self) -> None:
+        """Undo what an interrupted `run` left in this thread."""
+        self._mode.recover()
+        self._windows = None
+
+    def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
+        """Return the residual [K, E] in memory that the next pass overwrites."""
+        step = self._pass(rows, self.store, has_windows=windows)
+        return self._hidden(step, kept)
+
+    def _pass(self, rows: Sequence[PassRow], store: KVStore, *, has_windows: bool = True) -> Pass:
+        is_deterministic = self._limits.is_deterministic
+        return build_pass(rows, store, self.memory.partials, has_windows=has_windows, is_deterministic=is_deterministic)
+
+    def _hidden(self, step: Pass, kept: Sequence[int]) -> Tensor:
+        body, registers, size = self.memory.parts.body, self.memory.registers, step.token_T.size(0)
+        for launch in body.launches[: body.keep_after]:
+            launch(step, size)
+        if len(kept) < size:
+            kept_K = torch.tensor(kept, dtype=torch.long).to(self.device)
+            for register in body.kept:
+                registers.rows(register, len(kept)).copy_(registers.rows(register, size)[kept_K])
+        for launch in body.launches[body.keep_after :]:
+            launch(step, len(kept))
+        return registers.read(body.result, len(kept))
+
+    def step_logits(self, rows: Rows, kept: Sequence[int]) -> Tensor:
+        return self.logits(self.hidden(rows, kept))
+
+    def final(self, hidden_SE: Tensor) -> Tensor:
+        """Apply the final norm."""
+        return self._of_rows(self.memory.parts.final, hidden_SE)
+
+    def logits(self, hidden_SE: Tensor) -> Tensor:
+        """Return float32 logits [S, V]."""
+        logits_SV = self._of_rows(self.memory.parts.logits, hidden_SE).float()
+        cap = self.memory.parts.logits.softcap
+        if cap is not None:
+            self._kernels.operate.softcap(logits_SV, cap)
+        return logits_SV
+
+    def _of_rows(self, part: Lowered, hidden_SE: Tensor) -> Tensor:
+        """Return a part's result for any number of rows, in new memory."""
+        memory = self.memory
+        out_SW = torch.empty((hidden_SE.size(0), part.result.width), dtype=self.dtype, device=self.device)
+        for start in range(0, hidden_SE.size(0), self._limits.max_rows):
+            piece_SE = hidden_SE[start : start + self._limits.max_rows]
+            size = piece_SE.size(0)
+            memory.registers.read(memory.parts.given, size).copy_(piece_SE)
+            for launch in part.launches:
+                launch(None, size)
+            out_SW[start : start + size].copy_(memory.registers.read(part.result, size))
+        return out_SW
+
+    def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
+        """Return float32 logits [T, V] of every token, using the caller's `KVStore`."""
+        assert isinstance(cache, KVStore)
+        return self._mode.run(lambda: self._forward(inputs, cache))
+
+    def _forward(self, inputs: ForwardInput, store: KVStore) -> Tensor:
+        step = self._pass(rows_of(inputs), store)
+        return self.logits(self._hidden(step, range(step.token_T.size(0))))
+
+    @property
+    def memory(self) -> StepMemory:
+        """Return the memory of the steps; it is allocated when it is first needed after the weights."""
+        if self._memory is None:
+            assert self._weights is not None, "there are no weights"
+            self._memory = StepMemory(self.program, self._weights, self._kernels, self._limits, self.dtype)
+        return self._memory
+
+    @property
+    def windows(self) -> Windows:
+        if self._windows is None:
+            step = self.memory.decode_step(self.store)
+            self._windows = Windows(step, self._stepper(step.run, self.device))
+        return self._windows
+
+    def step_bytes(self, block_size: int) -> int:
+        """Return what the largest pass and window allocate on CUDA, beside the memory of steps, allocated here."""
+        if self.device.type != "cuda":
+            return 0
+        limits = self.memory.limits
+        self.new_cache(CacheSize(num_blocks=2 * limits.max_tokens, block_size=block_size))
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        for rows in largest_steps(limits, block_size):
+            self.run(rows, (), ())
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self._windows = self._store = None
+        torch.cuda.empty_cache()
+        return peak - before
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Capture the steps of windows without truncation, for rows of up to 2,048 keys."""
+        windows = self.windows
+        self._mode.run(lambda: windows.warm_up(progress))
+
+    # ---- cache ----
+
+    @property
+    def store(self) -> KVStore:
+        assert self._store is not None, "there is no cache"
+        return self._store
+
+    def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
+        """Return the program's precision. Raises `ValueError` for another one."""
+        if wanted == "bfloat16" and self.dtype != torch.bfloat16:
+            raise ValueError("kv_cache_dtype=bfloat16 needs the CPU kernels, or weights in bfloat16")
+        return self.dtype
+
+    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
+        return self.program.kv_bytes_per_token(self.cache_dtype(dtype).itemsize) * block_size
+
+    def new_cache(self, size: CacheSize) -> None:
+        """Allocate the KV cache; `eager` has no effect."""
+        self._windows = None
+        self._store = new_store(
+            self.program, size.num_blocks, size.block_size, self.cache_dtype(size.dtype), self.device
+        )
+
+    def free_cache(self) -> None:
+        self._windows = None
+        self.store.free()
+
+    def restore_cache(self) -> None:
+        self._windows = None
+        self.store.restore()
+
+    @property
+    def cache_bytes(self) -> int:
+        return 0 if self._store is None else self._store.num_bytes
+
+    # ---- weights ----
+
+    @property
+    def weights(self) -> TorchWeights:
+        assert self._weights is not None, "there are no weights"
+        return self._weights
+
+    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> TorchStaged:
+        """Start filling new weights in main memory; on the device if there are none yet."""
+        return stage_weights(self._layout, self._weights, self.device, self.dtype, pace, check_finite=check_finite)
+
+    def commit(self, staged: TorchWeights) -> None:
+        """Copy the staged weights over the current ones, at the same addresses."""
+        if self._weights is None:
+            self._weights = staged
+        elif self._weights is not staged:
+            install(self._weights, staged)
+
+    def drop_spare(self) -> None:
+        """Do nothing: updates reserve no memory on the device."""
+
+    def discard_weights(self) -> None:
+        self._drop_memory()
+        self._weights = None
+
+    def _drop_memory(self) -> None:
+        """Free the memory of the steps, which refers to the weights."""
+        self._windows = self._memory = None
+
+    def move_weights(self, device: torch.device) -> None:
+        """Move the weights to a device, for example to main memory while the engine sleeps."""
+        if self._weights is not None and any(s.device != device for s in self._weights.stacks.values()):
+            self._drop_memory()
+            self._weights = moved(self._weights, device)
+
+    def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, weight) without copying."""
+        yield from ((name, t) for name, t in self.weights.tensors.items() if names is None or name in names)
+
+    def staged_values(self, staged: TorchWeights) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, weight) of staged weights without copying."""
+        yield from staged.tensors.items()
+
+    @property
+    def weight_dtype(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weight_bytes(self) -> int:
+        return 0 if self._weights is None else self._weights.num_bytes
+
+    def copy(self) -> CudaExecutor:
+        """Return a second executor with copies of the weights."""
+        other = CudaExecutor(
+            self.config, self.program, self.device, self.dtype, self._kernels, self._limits, self._stepper
+        )
+        other.commit(self.weights.copied())
+        return other
+
+
+def rows_of(inputs: ForwardInput) -> list[TokenRow]:
+    """Return the rows of a step that is given as tensors."""
+    tokens, previous = inputs.token_T.tolist(), inputs.prev_T.tolist()
+    return [
+        TokenRow(tuple(tokens[one.offset : one.offset + one.num_tokens]), previous[one.offset], one.start, one.blocks)
+        for one in inputs.spans
+    ]

@@ -1,0 +1,200 @@
+"""What the step code of a CUDA executor calls: four groups of launchers, by Triton or in plain torch.
+
+Signatures are those of `kernels`, where the contracts are; every launcher writes its results to its arguments.
+
+Shapes: T tokens of the step, R rows, H heads, J kv heads, D head size, S slots, W width of a buffer, V vocabulary or
+rows of a table, L positions, F rotary size / 2, N outputs and K inputs of a matrix, Z ranges of inputs, B rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from nano_inference.executors.cuda.records import Cache, Groups, HeadNorms, Partials, Rows
+from nano_inference.executors.cuda.sample_records import Scratch, Slots, Tables
+from nano_inference.executors.torch.attention.context import AttentionSpec
+from nano_inference.models.ops import Activation, TableRows
+
+
+class AttentionKernels(Protocol):
+    """Attention over a paged cache: decode in splits, prefill in chunks."""
+
+    def attend_splits(
+        self,
+        out: Partials,
+        q_THD: Tensor,
+        cache: Cache,
+        rows: Rows,
+        spec: AttentionSpec,
+        *,
+        max_queries: int = 1,
+    ) -> None:
+        """Write the partial results of every split that each token sees, except the first `shared_R` positions."""
+
+    def attend_groups(
+        self, out: Partials, q_THD: Tensor, cache: Cache, rows: Rows, groups: Groups, spec: AttentionSpec
+    ) -> None:
+        """Write the partial results of the splits that the rows of each group share. All rows have one token."""
+
+    def merge_splits(self, out_THD: Tensor, partials: Partials, position_T: Tensor, window: int | None) -> None:
+        """Write the attention output of each token from its partial results; none at negative positions."""
+
+    def attend_chunks(
+        self, out_THD: Tensor, q_THD: Tensor, cache: Cache, rows: Rows, spec: AttentionSpec, *, max_queries: int
+    ) -> None:
+        """Write the attention output of every token."""
+
+
+class OperationKernels(Protocol):
+    """The operations of `models.ops` on rows of values."""
+
+    def norm(
+        self,
+        out_TW: Tensor,
+        x_TW: Tensor,
+        weight_W: Tensor | None,
+        *,
+        eps: float,
+        offset: float = 0.0,
+        more_TW: Tensor | None = None,
+        sum_TW: Tensor | None = None,
+    ) -> None:
+        """Write the norm of x to out; with `more` and `sum`: x + more to sum, and its norm to out."""
+
+    def rotate_and_store(
+        self,
+        q_THD: Tensor,
+        qkv_TW: Tensor,
+        cos_LF: Tensor | None,
+        sin_LF: Tensor | None,
+        position_T: Tensor,
+        row_T: Tensor,
+        cache: Cache,
+        norms: HeadNorms,
+    ) -> None:
+        """Write normalised and rotated queries, and keys and values to the cache; none at negative positions."""
+
+    def activate(self, out_TW: Tensor, gate_TW: Tensor, up_TW: Tensor | None, kind: Activation) -> None:
+        """Write act(gate) · up, or relu(gate)²."""
+
+    def mix(self, out_TW: Tensor, x_TW: Tensor, y_TW: Tensor, a_1: Tensor | None, b_1: Tensor, sign: int) -> None:
+        """Write a · x + sign · b · y."""
+
+    def gate_values(self, v_TW: Tensor, gate_TJ: Tensor, more_TW: Tensor, head_dim: int, scale: float) -> None:
+        """Add scale · sigmoid(gate) · more to v in place."""
+
+    def smear(self, x_TW: Tensor, gate_T1: Tensor, before_TW: Tensor, share_1: Tensor, previous_T: Tensor) -> None:
+        """Add share · sigmoid(gate) · before to x in place, for tokens with a previous token."""
+
+    def softcap(self, x_TW: Tensor, cap: float) -> None:
+        """Replace x by cap · tanh(x / cap)."""
+
+    def embed(
+        self,
+        out_TW: Tensor,
+        table_VW: Tensor,
+        token_T: Tensor,
+        previous_T: Tensor,
+        rows: TableRows = "token",
+        scale: float = 1.0,
+    ) -> None:
+        """Write scaled rows of a table."""
+
+
+class ProductKernels(Protocol):
+    """The matrix product with few rows."""
+
+    def multiply(
+        self, out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, part_ZTN: Tensor
+    ) -> None:
+        """Write x Wᵀ + bias for at most `records.MOST_ROWS` tokens."""
+
+
+class SamplingKernels(Protocol):
+    """Both ends of a decode step: from slots to the inputs of the model, and from logits to slots."""
+
+    def load(
+        self, slot_B: Tensor, slots: Slots, token_B: Tensor, previous_B: Tensor, position_B: Tensor, length_B: Tensor
+    ) -> None:
+        """Write the inputs of a decode step; position -1 and length 0 for slots that are not running."""
+
+    def adjust(
+        self,
+        out: Scratch,
+        logits_BV: Tensor,
+        slot_B: Tensor,
+        slots: Slots,
+        tables: Tables,
+        softcap: float | None = None,
+    ) -> None:
+        """Write the logits after soft cap, penalties, bias, masks and bans."""
+
+    def cut(self, out: Scratch, slot_B: Tensor, slots: Slots) -> None:
+        """Find which tokens top-k, top-p and min-p keep in each row; call after `adjust`."""
+
+    def draw(
+        self,
+        out: Scratch,
+        logits_BV: Tensor,
+        slot_B: Tensor,
+        slots: Slots,
+        *,
+        has_cut: bool,
+        softcap: float | None = None,
+    ) -> None:
+        """Draw each row's token at its uniform and compute its log-probabilities; call after `adjust`."""
+
+    def tops(
+        self,
+        out: Scratch,
+        logits_BV: Tensor,
+        slot_B: Tensor,
+        slots: Slots,
+        *,
+        has_cut: bool,
+        softcap: float | None = None,
+    ) -> None:
+        """Write each row's most probable tokens in its mode; call after `draw`."""
+
+    def advance(
+        self,
+        drawn: Scratch,
+        slot_B: Tensor,
+        slots: Slots,
+        tables: Tables,
+        ring_token_SK: Tensor,
+        ring_logprob_SK: Tensor,
+    ) -> None:
+        """Append the drawn tokens of running slots to their rings, and update the slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One implementation of all launchers."""
+
+    attend: AttentionKernels
+    operate: OperationKernels
+    multiply: ProductKernels
+    sample: SamplingKernels
+    has_fixed_heads: bool = True
+    """Attention supports `records.RATIOS` and `records.HEAD_DIMS` only."""
+
+
+def triton_kernels() -> Kernels:
+    """Return the Triton kernels. Raises `ValueError` if Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("CUDA kernels need Triton: pip install 'nano-inference[cuda]'")
+    from nano_inference.executors.cuda.kernels import attend, multiply, operate, sample
+
+    return Kernels(attend, operate, multiply, sample)
+
+
+def plain_kernels() -> Kernels:
+    """Return the implementation in plain torch, for any device."""
+    from nano_inference.executors.cuda.plain import attend, multiply, operate, sample
+
+    return Kernels(attend, operate, multiply, sample, has_fixed_heads=False)

@@ -1,0 +1,158 @@
+"""`StepMemory`: everything that a `CudaExecutor` allocates beside weights and cache, once and before the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nano_inference.executors.cuda.checks import check_heads
+from nano_inference.executors.cuda.decode import DecodeStep, StepModel, StepTensors, step_tensors
+from nano_inference.executors.cuda.draws import DrawMemory
+from nano_inference.executors.cuda.launchers import Kernels
+from nano_inference.executors.cuda.lower import lower, part_size
+from nano_inference.executors.cuda.passes import PartialMemory
+from nano_inference.executors.cuda.records import num_splits
+from nano_inference.executors.cuda.registers import Columns, Lowered, Machine, Registers, Ropes
+from nano_inference.executors.cuda.sample_records import MOST_TOKENS, new_scratch
+from nano_inference.executors.cuda.slots import MOST_TOPS, SlotMemory
+from nano_inference.executors.cuda.vocabulary import VocabularyTables
+from nano_inference.executors.torch.store import KVStore
+from nano_inference.executors.torch.weights import TorchWeights, layout_of
+from nano_inference.models.ops import Attend
+from nano_inference.models.program import Program
+from nano_inference.models.rope import RotaryTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The largest steps."""
+
+    max_len: int
+    """Positions of a sequence."""
+    max_rows: int = 256
+    """Rows of a window, and draws at a time."""
+    max_tokens: int = 2048
+    """Tokens of a pass."""
+    lookahead: int = 16
+    """Tokens of a window."""
+    is_deterministic: bool = False
+    reads_prefixes_once: bool = True
+    """Read the keys that decode rows share once; never in deterministic windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a program as launches on one set of registers."""
+
+    body: Lowered
+    head: Lowered
+    """Final norm and head, of the result of the body."""
+    final: Lowered
+    """The final norm of `given`."""
+    logits: Lowered
+    """Final norm and head of `given`."""
+    given: Columns
+
+
+def head_sizes(program: Program, kernels: Kernels) -> tuple[int, int, int]:
+    """Return (query heads, kv heads, head size). Raises `ValueError` if layers differ, or no kernel has these sizes."""
+    sizes = {(op.num_heads, op.num_kv_heads, op.head_dim) for op in program.body if isinstance(op, Attend)}
+    if len(sizes) != 1:
+        raise ValueError(f"Attend: the CUDA kernels need layers with the same heads, not {sorted(sizes)}")
+    num_heads, num_kv_heads, head_dim = sizes.pop()
+    if kernels.has_fixed_heads:
+        check_heads(num_heads // num_kv_heads, head_dim)
+    if program.vocab_size > MOST_TOKENS:
+        raise ValueError(f"the CUDA kernels support vocabularies of {MOST_TOKENS} tokens, not {program.vocab_size}")
+    return num_heads, num_kv_heads, head_dim
+
+
+def rope_tables(program: Program, max_len: int, dtype: torch.dtype, device: torch.device) -> Ropes:
+    """Return cosines and sines of every position, rounded to the model's precision."""
+    position_L = torch.arange(max_len, device=device)
+    tables = []
+    for rope in program.ropes:
+        cos_L1R, signed_sin_L1R = RotaryTable(rope, device).at(position_L, dtype)
+        half = cos_L1R.size(-1) // 2
+        tables.append((cos_L1R[:, 0, :half].contiguous(), signed_sin_L1R[:, 0, half:].contiguous()))
+    return Ropes(tuple(tables))
+
+
+def lowered_parts(program: Program, machine: Machine, limits: Limits) -> Parts:
+    """Lower all parts of a program. Raises `ValueError` naming what the kernels do not support."""
+    registers = machine.registers
+    body = lower(machine, program.body, limits.max_tokens, {}, "x")
+    tail = (*program.final, *program.head)
+    head = lower(machine, tail, limits.max_rows, {"x": body.result}, "logits")
+    given = Columns(registers.new(limits.max_rows, program.hidden_size), 0, program.hidden_size)
+    reusable = head.registers
+    final = lower(machine, program.final, limits.max_rows, {"x": given}, "h", reusable)
+    logits = lower(machine, tail, limits.max_rows, {"x": given}, "logits", reusable)
+    return Parts(body, head, final, logits, given)
+
+
+def check_program(program: Program, kernels: Kernels, limits: Limits) -> None:
+    """Raise `ValueError` naming what the kernels do not support, without allocating memory."""
+    meta = torch.device("meta")
+    stacks = {
+        name: torch.empty((sum(spec.shape[0] for spec in specs), *specs[0].shape[1:]), device=meta)
+        for name, specs in layout_of(program).items()
+    }
+    try:
+        head_sizes(program, kernels)
+        machine = Machine(
+            kernels=kernels,
+            registers=Registers(torch.float32, meta),
+            weights=TorchWeights(layout_of(program), stacks),
+            ropes=Ropes(tuple((torch.empty(0, device=meta),) * 2 for _ in program.ropes)),
+            one_1=torch.empty(1, device=meta),
+            part_N=torch.empty(0, device=meta),
+        )
+        lowered_parts(program, machine, limits)
+    except ValueError as error:
+        raise ValueError(f"{error}; kernels=off computes this model with torch") from None
+
+
+class StepMemory:
+    """Owns registers, slots, tables and scratch memory of all steps, and the launches that use them."""
+
+    def __init__(
+        self, program: Program, weights: TorchWeights, kernels: Kernels, limits: Limits, dtype: torch.dtype
+    ) -> None:
+        device = next(iter(weights.stacks.values())).device
+        num_heads, num_kv_heads, head_dim = head_sizes(program, kernels)
+        self.limits = limits
+        self.registers = Registers(dtype, device)
+        self.machine = Machine(
+            kernels=kernels,
+            registers=self.registers,
+            weights=weights,
+            ropes=rope_tables(program, limits.max_len, dtype, device),
+            one_1=torch.ones(1, device=device),
+            part_N=torch.zeros(part_size(program.ops), device=device),
+            is_deterministic=limits.is_deterministic,
+        )
+        self.parts = lowered_parts(program, self.machine, limits)
+        self.partials = PartialMemory(limits.max_rows, num_splits(limits.max_len), num_heads, head_dim, device)
+        self._scratch = new_scratch(limits.max_rows, program.vocab_size, MOST_TOPS, device)
+        self.draws = DrawMemory(kernels.sample, self._scratch, program.vocab_size)
+        self._vocabulary = VocabularyTables(program.vocab_size, device)
+        self._tensors: StepTensors = step_tensors(limits.max_rows, num_heads // num_kv_heads, device)
+        self._has_full_decode = program.has_full_decode
+        self._device = device
+
+    def decode_step(self, store: KVStore) -> DecodeStep:
+        """Return the step of windows on a cache, with slots for its blocks."""
+        num_blocks = -(-self.limits.max_len // store.block_size)
+        return DecodeStep(
+            model=StepModel(self.machine, self.parts.body, self.parts.head),
+            slots=SlotMemory(self.limits.max_rows, num_blocks, self.limits.lookahead, self._device),
+            vocabulary=self._vocabulary,
+            scratch=self._scratch,
+            partials=self.partials,
+            tensors=self._tensors,
+            store=store,
+            has_full_decode=self._has_full_decode,
+            reads_prefixes_once=self.limits.reads_prefixes_once and not self.limits.is_deterministic,
+        )

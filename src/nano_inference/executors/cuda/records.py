@@ -1,0 +1,108 @@
+"""Arguments that the CUDA kernels and their plain counterparts share: attention, head norms, the split of a product.
+
+Shapes: T tokens of the step, R rows, H heads, J kv heads, D head size, S slots of the cache, B blocks per row,
+N splits, Q tiles of rows that share a prefix, X rows per tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+SPLIT = 256
+"""Positions per split; a multiple of every tile."""
+RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+NO_WINDOW = 1 << 30
+GROUP_ROWS = 32
+"""Rows of a group's tile: rows of the step times query heads per kv head."""
+MOST_ROWS = 16
+"""Most tokens of `multiply`."""
+TILE_IN = 128
+_PROGRAMS = 264
+"""Programs to aim at: two for each of a Hopper GPU's 132 multiprocessors."""
+_FEWEST_IN = 256
+
+
+class Cache(NamedTuple):
+    """One layer's cache and the rows' block tables."""
+
+    k_SJD: Tensor
+    v_SJD: Tensor
+    table_RB: Tensor
+    """int32; only entries of blocks that a row reads need to be valid."""
+    block_size: int
+
+
+class Rows(NamedTuple):
+    """The rows of a step; int32 tensors."""
+
+    start_R: Tensor
+    """Index of each row's first token, [R + 1]; the last entry is T."""
+    length_R: Tensor
+    """Keys of each row, those of the step included; 0 makes a row do nothing."""
+    shared_R: Tensor
+    """Positions that `attend_groups` computes, a multiple of `SPLIT`; 0 for rows in no group."""
+
+
+class Groups(NamedTuple):
+    """Decode rows that share a prefix, in tiles of `group_rows(ratio)` rows; int32 tensors."""
+
+    row_QX: Tensor
+    """Row indices, -1 for unused places; the first of a tile is used."""
+    shared_Q: Tensor
+    """`Rows.shared_R` of the tile's rows, whose block tables are the same up to there."""
+
+
+class Partials(NamedTuple):
+    """Results of the splits: float32, uninitialised. N is at least the longest row's `num_splits`."""
+
+    part_THND: Tensor
+    score_THN: Tensor
+
+
+def num_splits(length: int) -> int:
+    """Return the number of splits of a row with `length` keys."""
+    return -(-length // SPLIT)
+
+
+def group_rows(ratio: int) -> int:
+    """Return how many rows one tile of a group holds, with `ratio` query heads per kv head."""
+    return GROUP_ROWS // ratio
+
+
+NormOrder = Literal["none", "first", "last"]
+NORM_ORDERS: tuple[NormOrder, ...] = ("none", "first", "last")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """Norms of query and key heads (`models.ops.HeadNorm`): before or after the rotation, or none."""
+
+    order: NormOrder = "none"
+    eps: float = 0.0
+    offset: float = 0.0
+    q_D: Tensor | None = None
+    """Weights of queries and keys: both or neither."""
+    k_D: Tensor | None = None
+
+
+def tile_out(num_out: int) -> int:
+    """Return the outputs of a program."""
+    return 32 if num_out >= 4096 else 16
+
+
+def range_size(num_out: int, num_in: int) -> int:
+    """Return how many inputs each range has. It depends on the matrix only, never on the number of rows."""
+    programs = -(-num_out // tile_out(num_out))
+    size = num_in
+    while size > _FEWEST_IN and programs * -(-num_in // size) < _PROGRAMS:
+        size = -(-size // 2 // TILE_IN) * TILE_IN
+    return size
+
+
+def num_ranges(num_out: int, num_in: int) -> int:
+    """Return the number of ranges Z."""
+    return -(-num_in // range_size(num_out, num_in))

@@ -1,0 +1,75 @@
+"""Computes a step in smaller parts if it is too large, or needs more memory than there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from nano_inference.executors.ahead import joined
+from nano_inference.executors.batch import Rows
+from nano_inference.runner import Row, RowResult
+
+Run = Callable[[Rows], dict[int, RowResult]]
+
+
+def run_in_parts(rows: Rows, run: Run, max_tokens: int) -> dict[int, RowResult]:
+    """Run rows in parts of at most `max_tokens` tokens, in halves where memory runs out; join the results of a row."""
+    found: dict[int, RowResult] = {}
+    for part in parts_of(rows, max_tokens):
+        for row_id, result in _run_halves(part, run).items():
+            found[row_id] = merged(found[row_id], result) if row_id in found else result
+    return found
+
+
+def _run_halves(rows: Rows, run: Run) -> dict[int, RowResult]:
+    """Run rows; after torch's out-of-memory error, run each half of them."""
+    try:
+        return run(rows)
+    except torch.OutOfMemoryError:
+        num_tokens = sum(len(row.tokens) for row in rows)
+        if num_tokens < 2 or (len(rows) == 1 and rows[0].num_drafts):
+            raise
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return run_in_parts(rows, run, (num_tokens + 1) // 2)
+
+
+def parts_of(rows: Rows, max_tokens: int) -> Iterator[Rows]:
+    """Yield rows, divided where needed, in parts of at most `max_tokens` tokens; drafts stay with their row."""
+    part: list[Row] = []
+    size = 0
+    for row in rows:
+        for piece in _pieces(row, max_tokens):
+            if part and size + len(piece.tokens) > max_tokens:
+                yield tuple(part)
+                part, size = [], 0
+            part.append(piece)
+            size += len(piece.tokens)
+    if part:
+        yield tuple(part)
+
+
+def _pieces(row: Row, max_tokens: int) -> Iterator[Row]:
+    """Yield a row in pieces, of which the last one samples."""
+    while len(row.tokens) > max_tokens and not row.num_drafts:
+        head, rest, end = row.tokens[:max_tokens], row.tokens[max_tokens:], row.start + max_tokens
+        pool_from = row.pool_from if row.pool_from is not None and row.pool_from < end else None
+        yield replace(row, tokens=head, num_sampled=0, next_token=rest[0], pool_from=pool_from)
+        pool_from = None if row.pool_from is None else max(row.pool_from, end)
+        row = replace(row, tokens=rest, start=end, prev_token=head[-1], pool_from=pool_from)
+    yield row
+
+
+def merged(first: RowResult, second: RowResult) -> RowResult:
+    """Return the result of a row whose pieces had these results."""
+    pooled = second.pooled or first.pooled
+    if first.pooled and second.pooled:
+        pooled = tuple(a + b for a, b in zip(first.pooled, second.pooled, strict=True))
+    return joined(first, second)._replace(
+        scores=first.scores + second.scores,
+        score_tops=first.score_tops + second.score_tops,
+        score_ranks=first.score_ranks + second.score_ranks,
+        pooled=pooled,
+    )

@@ -1,0 +1,179 @@
+"""`SlotMemory`: the sampling parameters, block tables and results of the rows of decode windows, on the device.
+
+All fields are views of one int32 tensor, of which the host keeps a copy: before a window, `push` sends the words that
+differ; after it, `pull` reads the words that the device changes (its state and rings) in one copy.
+
+Shapes: S slots, X stop tokens, B blocks per slot, K entries of a ring, N words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nano_inference.executors.cuda.sample_records import REPORTS, STOPPED, WANTS_RAW, Slots
+from nano_inference.runner import Row
+
+Words = npt.NDArray[np.int32]
+MOST_STOPS = 16
+"""Stop tokens of a slot; a sample with more ends at the others when its window is read."""
+MOST_TOPS = 32
+"""Most probable tokens that a window can report."""
+_PUSHED = 1 << 16
+"""Most words of one copy to the device."""
+_WIDE = ("top_p", "min_p", "seed")
+_FLOATS = ("temperature", "repetition", "presence", "frequency")
+_GIVEN = (
+    *("temperature", "top_k", "report", "repetition", "presence", "frequency", "count_row", "bias_row", "mask_row"),
+    *("sample", "num_tops", "min_tokens", "max_tokens"),
+)
+_CHANGED = ("token", "previous", "position", "num_new", "state")
+"""Fields that the device changes, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What a window returned for every slot."""
+
+    num_new: Words
+    ring_token: Words
+    """[S, K]"""
+    ring_logprob: npt.NDArray[np.float32]
+
+
+class SlotMemory:
+    """Owns the words of `num_slots` slots, on the device and on the host."""
+
+    def __init__(self, num_slots: int, num_blocks: int, ring_size: int, device: torch.device) -> None:
+        self.num_slots, self.ring_size = num_slots, ring_size
+        sizes = _sizes(num_slots, num_blocks, ring_size)
+        self._places = _places(sizes)
+        num_words = sum(int(np.prod(shape)) for shape in sizes.values())
+        self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._known: Words = np.zeros(num_words, np.int32)
+        """The device's words as the host knows them."""
+        self._wanted: Words = np.zeros(num_words, np.int32)
+        self._first_changed = self._places["token"].start
+        self._first_ring = self._places["ring_token"].start
+        is_pinned = device.type == "cuda"
+        self._pulled = torch.zeros(num_words - self._first_changed, dtype=torch.int32, pin_memory=is_pinned)
+        self._pushed = torch.zeros((2, _PUSHED), dtype=torch.int64, pin_memory=is_pinned)
+        self._pushed_on_device = torch.zeros((2, _PUSHED), dtype=torch.int64, device=device)
+        self.fields: Mapping[str, npt.NDArray[Any]] = {name: self._host(name) for name in sizes}
+        """The wanted values of all fields."""
+        self.fields["state"][:] = STOPPED
+        self.slots = Slots(**{name: self._device_view(name) for name in (*_WIDE, *_GIVEN, "stop", *_CHANGED)})
+        self.table_SB = self._device_view("table")
+        self.ring_token_SK, self.ring_logprob_SK = self._device_view("ring_token"), self._device_view("ring_logprob")
+        self.slot_S = torch.arange(num_slots, dtype=torch.int32, device=device)
+
+    def _host(self, name: str) -> npt.NDArray[Any]:
+        place = self._places[name]
+        words = self._wanted[place.start : place.stop]
+        if name in _WIDE:
+            return words.view(np.int64 if name == "seed" else np.float64)
+        return words.view(np.float32 if name in _FLOATS else np.int32).reshape(place.shape)
+
+    def _device_view(self, name: str) -> Tensor:
+        place = self._places[name]
+        words = self._words.narrow(0, place.start, place.stop - place.start)
+        if name in _WIDE:
+            return words.view(torch.int64 if name == "seed" else torch.float64)
+        is_float = name in (*_FLOATS, "ring_logprob")
+        return words.view(torch.float32 if is_float else torch.int32).view(place.shape)
+
+    def push(self) -> None:
+        """Send the wanted words that differ from the device's."""
+        end = self._first_ring
+        (changed,) = np.nonzero(self._wanted[:end] != self._known[:end])
+        for start in range(0, len(changed), _PUSHED):
+            index = changed[start : start + _PUSHED]
+            target = self._pushed.numpy()
+            target[0, : len(index)], target[1, : len(index)] = index, self._wanted[index]
+            on_device = self._pushed_on_device.narrow(1, 0, len(index))
+            on_device.copy_(self._pushed.narrow(1, 0, len(index)))
+            self._words.index_copy_(0, on_device[0], on_device[1].to(torch.int32))
+        self._known[:end] = self._wanted[:end]
+
+    def pull(self) -> Window:
+        """Read the words that the device changed; waits for the device."""
+        self._pulled.copy_(self._words.narrow(0, self._first_changed, len(self._pulled)))
+        words = self._pulled.numpy()
+        self._known[self._first_changed :] = words
+        self._wanted[self._first_changed :] = words
+        shape = self._places["ring_token"].shape
+        start, end = self._first_ring, self._places["ring_logprob"].start
+        return Window(
+            self.fields["num_new"].copy(),
+            self._known[start:end].reshape(shape).copy(),
+            self._known[end:].view(np.float32).reshape(shape).copy(),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self._words.nbytes + self._pushed_on_device.nbytes
+
+
+def _sizes(num_slots: int, num_blocks: int, ring_size: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each field in words: first those of 64 bits, last those that the device changes."""
+    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_WIDE, (2 * num_slots,))
+    sizes |= dict.fromkeys(_GIVEN, (num_slots,))
+    sizes |= {"stop": (num_slots, MOST_STOPS), "table": (num_slots, num_blocks)}
+    sizes |= dict.fromkeys(_CHANGED, (num_slots,))
+    return sizes | dict.fromkeys(("ring_token", "ring_logprob"), (num_slots, ring_size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+def _places(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
+    """Return the words of each field, in order."""
+    found: dict[str, _Place] = {}
+    start = 0
+    for name, shape in sizes.items():
+        found[name] = _Place(start, start + int(np.prod(shape)), shape)
+        start = found[name].stop
+    return found
+
+
+def write_params(fields: Mapping[str, npt.NDArray[Any]], slot: int, row: Row) -> None:
+    """Write the sampling parameters of a row to its slot; tables (`vocabulary.VocabularyTables`) are written apart."""
+    params = row.params
+    is_greedy = params.temperature == 0
+    values = {
+        "temperature": params.temperature,
+        "top_k": 0 if is_greedy else params.top_k,
+        "top_p": 1.0 if is_greedy else params.top_p,
+        "min_p": 0.0 if is_greedy else params.min_p,
+        "report": REPORTS[row.logprobs_mode] + (WANTS_RAW if params.raw_logprobs else 0),
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "sample": row.sample_index,
+        "num_tops": params.logprobs or 0,
+        "seed": as_int64(row.seed),
+    }
+    for name, value in values.items():
+        fields[name][slot] = value
+
+
+def as_int64(seed: int) -> int:
+    """Return the signed integer with the low 64 bits of a seed."""
+    low = seed & (2**64 - 1)
+    return low - 2**64 if low >= 2**63 else low
+
+
+def truncates(row: Row) -> bool:
+    """Return whether top-k, top-p or min-p can exclude a token."""
+    params = row.params
+    return params.temperature != 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)

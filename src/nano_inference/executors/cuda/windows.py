@@ -1,0 +1,250 @@
+"""`Windows`: decode rows in slots, and the tokens that the device samples for them without returning to the host.
+
+Shapes: S slots, K tokens of a window, N top tokens, C fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nano_inference.executors.cuda.decode import DecodeStep, StepKey, Stepper
+from nano_inference.executors.cuda.groups import Placed, group_tables, shared_prefixes
+from nano_inference.executors.cuda.records import num_splits
+from nano_inference.executors.cuda.sample_records import RUNNING, STOPPED
+from nano_inference.executors.cuda.slots import MOST_STOPS, MOST_TOPS, truncates, write_params
+from nano_inference.runner import DrawExtras, Row, RowResult
+from nano_inference.types import TokenLogprob, TopLogprobs
+
+_FINE, _MEDIUM = 16, 128
+_WARM_LENGTHS = (256, 512, 1024, 2048)
+
+
+def bucket_of(num_rows: int, most: int) -> int:
+    """Return the size of the step that computes so many rows: a power of two, or a multiple of 16 or 32."""
+    if num_rows <= _FINE:
+        size = 1 << (num_rows - 1).bit_length()
+    else:
+        unit = _FINE if num_rows <= _MEDIUM else 2 * _FINE
+        size = -(-num_rows // unit) * unit
+    return min(size, most)
+
+
+def splits_of(length: int, most: int) -> int:
+    """Return the splits of a step whose longest row reaches `length` keys: a power of two."""
+    return min(1 << (num_splits(length) - 1).bit_length(), most)
+
+
+def fits_window(row: Row, *, has_full_decode: bool) -> bool:
+    """Return whether a window can compute a row: one generated token, with results that the rings can hold."""
+    params = row.params
+    is_decode = len(row.tokens) == 1 and row.num_sampled > 0 and not row.num_drafts
+    is_plain = row.score_from is None and row.pool_from is None and not params.sampling_mask
+    is_generated = not has_full_decode or row.start >= row.num_prompt
+    return is_decode and is_plain and is_generated and (params.logprobs or 0) <= MOST_TOPS
+
+
+@dataclass(slots=True)
+class _Held:
+    """The row that a slot holds, as the device knows it."""
+
+    row: Row
+    counted: tuple[int, int]
+    """Length of the history that is counted on the device, and its last token."""
+
+
+class Windows:
+    """Owns the assignment of rows to slots, and the rings of results that not every window needs."""
+
+    def __init__(self, step: DecodeStep, stepper: Stepper) -> None:
+        self._step, self._stepper = step, stepper
+        slots = step.slots
+        device = slots.slot_S.device
+        self._slot_of: dict[int, int] = {}
+        self._held: list[_Held | None] = [None] * slots.num_slots
+        self._groups: object = None
+        """The shared prefixes that the device knows."""
+        self._addresses = step.vocabulary.addresses
+        self._tops_K2SN = torch.zeros(
+            (slots.ring_size, 2, slots.num_slots, MOST_TOPS), dtype=torch.int32, device=device
+        )
+        self._raw_KS = torch.zeros((slots.ring_size, slots.num_slots), dtype=torch.float32, device=device)
+
+    def run(self, rows: Sequence[Row]) -> dict[int, RowResult]:
+        """Sample up to `num_sampled` tokens for each row; return results by row id."""
+        step = self._step
+        bucket = bucket_of(len(rows), step.slots.num_slots)
+        placed = self._place(rows, bucket)
+        self._write(placed, bucket)
+        count = min(max(row.num_sampled for row in rows), step.slots.ring_size)
+        key = StepKey(
+            num_rows=bucket,
+            num_splits=splits_of(max(row.start for row in rows) + count, step.partials.num_splits),
+            has_cut=any(truncates(row) for row in rows),
+            has_tops=any(row.params.logprobs for row in rows),
+            has_groups=self._group(placed),
+        )
+        if step.vocabulary.addresses != self._addresses:
+            self._stepper.forget()
+            self._addresses = step.vocabulary.addresses
+        step.slots.push()
+        self._replay(key, count, wants_raw=any(row.params.raw_logprobs for row in rows))
+        return self._read(placed, key, count)
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Prepare the stepper for windows of any number of rows, without truncation."""
+        step = self._step
+        most, splits = step.slots.num_slots, step.partials.num_splits
+        buckets = sorted({bucket_of(size, most) for size in range(1, most + 1)}, reverse=True)
+        lengths = sorted({splits_of(length, splits) for length in _WARM_LENGTHS})
+        step.slots.push()
+        keys = [StepKey(bucket, length, False, False, False) for bucket in buckets for length in lengths]
+        self._stepper.warm_up(keys, progress)
+
+    def _replay(self, key: StepKey, count: int, *, wants_raw: bool) -> None:
+        scratch = self._step.scratch
+        for index in range(count):
+            self._stepper.replay(key)
+            if key.has_tops:
+                self._tops_K2SN[index, 0].copy_(scratch.top_id)
+                self._tops_K2SN[index, 1].copy_(scratch.top_logprob.view(torch.int32))
+            if wants_raw:
+                self._raw_KS[index].copy_(scratch.raw_logprob)
+
+    # ---- slots ----
+
+    def _place(self, rows: Sequence[Row], bucket: int) -> list[tuple[int, Row]]:
+        """Assign each row to one of the first `bucket` slots, its former one if possible."""
+        homes = {row.id: slot for row in rows if (slot := self._slot_of.get(row.id, bucket)) < bucket}
+        taken = set(homes.values())
+        free = (slot for slot in range(bucket) if slot not in taken)
+        for row in rows:
+            if row.id not in homes:
+                if (former := self._slot_of.get(row.id)) is not None:
+                    self._clear(former)
+                homes[row.id] = next(free)
+                self._clear(homes[row.id])
+                self._slot_of[row.id] = homes[row.id]
+        return [(homes[row.id], row) for row in rows]
+
+    def _clear(self, slot: int) -> None:
+        """Forget the row that a slot holds."""
+        held, self._held[slot] = self._held[slot], None
+        if held is not None:
+            self._slot_of.pop(held.row.id, None)
+        self._step.vocabulary.drop(slot)
+
+    def _write(self, placed: Placed, bucket: int) -> None:
+        """Write what the slots of a window need; the others among the first `bucket` stop."""
+        fields = self._step.slots.fields
+        for slot, row in placed:
+            self._write_row(slot, row)
+        slots = [slot for slot, _ in placed]
+        fields["state"][:bucket] = STOPPED
+        fields["state"][slots] = RUNNING
+        fields["token"][slots] = [row.tokens[0] for _, row in placed]
+        fields["previous"][slots] = [row.prev_token for _, row in placed]
+        fields["position"][slots] = [row.start for _, row in placed]
+        fields["max_tokens"][slots] = [row.num_sampled for _, row in placed]
+        fields["min_tokens"][slots] = [row.num_sampled if row.banned else 0 for _, row in placed]
+        fields["num_new"][slots] = 0
+
+    def _write_row(self, slot: int, row: Row) -> None:
+        """Write the parameters, tables and blocks of one row, as far as they changed."""
+        fields, vocabulary, held = self._step.slots.fields, self._step.vocabulary, self._held[slot]
+        former = None if held is None else held.row
+        is_new = former is None or former.params is not row.params or former.id != row.id
+        if is_new or former is None:
+            write_params(fields, slot, row)
+        if is_new or former is None or (former.banned, former.stop_ids) != (row.banned, row.stop_ids):
+            stops = (row.banned or tuple(row.stop_ids))[:MOST_STOPS]
+            fields["stop"][slot] = -1
+            fields["stop"][slot, : len(stops)] = stops
+            excluded = row.banned if len(row.banned) > MOST_STOPS else ()
+            fields["bias_row"][slot] = vocabulary.write_bias(slot, row.params, excluded)
+        if is_new or former is None or former.mask != row.mask:
+            fields["mask_row"][slot] = vocabulary.write_mask(slot, row.mask)
+        counted = (len(row.history), row.history[-1] if row.history else -1)
+        if is_new or held is None or held.counted != counted:
+            fields["count_row"][slot] = vocabulary.write_counts(slot, row)
+        if is_new or former is None or former.blocks != row.blocks:
+            fields["table"][slot, : len(row.blocks)] = row.blocks
+        self._held[slot] = _Held(row, counted)
+
+    def _group(self, placed: Placed) -> bool:
+        """Send the groups of rows that share a prefix, if they changed; return whether there are any."""
+        step, tensors = self._step, self._step.tensors
+        if not step.reads_prefixes_once:
+            return False
+        prefixes = shared_prefixes(placed, step.store.block_size)
+        if prefixes != self._groups:
+            found = group_tables(prefixes, step.slots.num_slots, *tensors.row_QX.shape)
+            tensors.shared_R.copy_(torch.from_numpy(found.shared_R))
+            tensors.row_QX.copy_(torch.from_numpy(found.row_QX))
+            tensors.shared_Q.copy_(torch.from_numpy(found.shared_Q))
+            self._groups = prefixes
+        return bool(prefixes)
+
+    # ---- results ----
+
+    def _read(self, placed: Placed, key: StepKey, count: int) -> dict[int, RowResult]:
+        """Wait for the device; return the tokens of each row."""
+        read = self._step.slots.pull()
+        tokens_SK, logprobs_SK = read.ring_token.tolist(), read.ring_logprob.tolist()
+        num_finite_S = _num_finite(read.ring_logprob)
+        tops_K2SN = self._tops_K2SN[:count].cpu().numpy() if key.has_tops else None
+        wants_raw = any(row.params.raw_logprobs for _, row in placed)
+        raw_KS = self._raw_KS[:count].tolist() if wants_raw else None
+        found = {}
+        for slot, row in placed:
+            num_drawn = int(read.num_new[slot])
+            size = min(num_drawn, num_finite_S[slot] + 1)
+            tokens = _until_stop(tuple(tokens_SK[slot][:size]), row)
+            if row.history:
+                held = self._held[slot]
+                assert held is not None
+                held.counted = (len(row.history) + num_drawn, tokens_SK[slot][num_drawn - 1])
+            found[row.id] = RowResult(
+                id=row.id,
+                tokens=tokens,
+                logprobs=tuple(logprobs_SK[slot][: len(tokens)]),
+                top_logprobs=_tops(tops_K2SN, slot, row, len(tokens)),
+                extras=_extras(raw_KS, slot, row, len(tokens)),
+            )
+        return found
+
+
+def _num_finite(logprob_SK: npt.NDArray[np.float32]) -> list[int]:
+    """Return how many leading log-probabilities of each slot are finite."""
+    found: list[int] = np.cumprod(np.isfinite(logprob_SK), axis=1).sum(axis=1).tolist()
+    return found
+
+
+def _until_stop(tokens: tuple[int, ...], row: Row) -> tuple[int, ...]:
+    """Drop tokens behind a stop token, which the device does not know if a row has very many or bans some."""
+    if row.stop_ids.isdisjoint(tokens[:-1]):
+        return tokens
+    before = tuple(takewhile(lambda token: token not in row.stop_ids, tokens))
+    return tokens[: len(before) + 1]
+
+
+def _tops(tops_K2SN: npt.NDArray[np.int32] | None, slot: int, row: Row, size: int) -> tuple[TopLogprobs, ...]:
+    if tops_K2SN is None or not row.params.logprobs:
+        return ()
+    ids = tops_K2SN[:size, 0, slot].tolist()
+    values = np.ascontiguousarray(tops_K2SN[:size, 1, slot]).view(np.float32).tolist()
+    return tuple(
+        tuple(TokenLogprob(token, value) for token, value in zip(*pair, strict=True) if token >= 0)
+        for pair in zip(ids, values, strict=True)
+    )
+
+
+def _extras(raw_KS: list[list[float]] | None, slot: int, row: Row, size: int) -> tuple[DrawExtras, ...]:
+    if raw_KS is None or not row.params.raw_logprobs:
+        return ()
+    return tuple(DrawExtras(raw_KS[index][slot]) for index in range(size))

@@ -1,0 +1,104 @@
+"""The CUDA executor on CPU tensors against the C path, which Transformers and llama.cpp were compared with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from tests.cuda.engines import open_cuda
+from tests.models.families import FAMILIES, make_model
+from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
+from tests.test_batch_invariance import ThreadsKept
+from tests.test_lookahead import REQUESTS, run_all
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards() -> Iterator[None]:
+    with ThreadsKept():
+        yield
+
+
+def config_of(path: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(path), device="cpu", kv_cache_bytes=16 << 20, num_threads=1, seed=5,
+        **{"max_model_len": 512, "max_batch_size": 8, **options},
+    )  # fmt: skip
+
+
+def write_model(name: str, directory: Path) -> None:
+    if name in FAMILIES:
+        make_model(name, directory)
+    else:
+        write_checkpoint(directory, name, meta=base_meta(name))
+
+
+def prompts(vocab_size: int, longest: int) -> list[list[int]]:
+    """Return prompts of one token to `longest`; four share a prefix of 300 tokens if that fits."""
+    rng = random.Random(2)
+    found = [[rng.randrange(vocab_size) for _ in range(size)] for size in (1, 2, 17, 40)]
+    common = [rng.randrange(vocab_size) for _ in range(min(300, longest - 8))]
+    return found + [[*common, *(rng.randrange(vocab_size) for _ in range(size))] for size in (1, 3, 4, 7)]
+
+
+def assert_same(mine: list[TrainingSample], right: list[TrainingSample]) -> None:
+    assert [sample.completion_tokens for sample in mine] == [sample.completion_tokens for sample in right]
+    for one, other in zip(mine, right, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *GENERATIONS])
+def test_every_family_is_the_c_path(name: str, tmp_path: Path) -> None:
+    write_model(name, tmp_path)
+    with InferenceEngine(config_of(tmp_path)) as ours:
+        assert ours.parts.code not in ("torch", "cuda"), "these tests need a C compiler"
+        longest = ours.parts.max_model_len - 40
+        asked = prompts(ours.parts.vocab_size, longest)
+        params = [SamplingParams(max_tokens=30, seed=i, temperature=float(i % 3 > 0)) for i in range(len(asked))]
+        right, scored = ours.generate(asked, params), [ours.score(prompt) for prompt in asked[2:]]
+    with open_cuda(tmp_path, config_of(tmp_path)) as theirs:
+        assert theirs.parts.code == "cuda"
+        assert_same(theirs.generate(asked, params), right)
+        for one, other in zip([theirs.score(prompt) for prompt in asked[2:]], scored, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+def flat(sample: TrainingSample) -> list[float]:
+    """Return all numbers that a sample reports beside its log-probabilities, and the ids of its top tokens."""
+    tops = [one for top in sample.top_logprobs or () for one in top or ()]
+    known = [value for value in sample.prompt_logprobs or () if value is not None]
+    raw = [value for value in sample.raw_logprobs or () if value is not None]
+    return [*known, *raw, *(one.logprob for one in tops), *(float(one.token) for one in tops)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("cuda")
+    make_model("llama3-rope-ratio3-tied", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def answers(tiny: Path) -> list[TrainingSample]:
+    """The C path's samples of all kinds of request."""
+    with ThreadsKept(), InferenceEngine(config_of(tiny)) as ours:
+        return run_all(ours)[0]
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, 16])
+@pytest.mark.parametrize("options", [{}, {"max_tokens_per_batch": 24, "max_batch_size": 5, "block_size": 4}])
+def test_every_kind_of_request_is_the_c_path(
+    lookahead: int, options: dict[str, Any], tiny: Path, answers: list[TrainingSample]
+) -> None:
+    with open_cuda(tiny, config_of(tiny, lookahead=lookahead, **options)) as theirs:
+        samples, stats = run_all(theirs, REQUESTS)
+    assert_same(samples, answers)
+    for one, other in zip(samples, answers, strict=True):
+        assert (one.sampling_masks, one.mask) == (other.sampling_masks, other.mask)
+        assert flat(one) == pytest.approx(flat(other), abs=1e-4)
+    assert any(step.num_sampled > step.num_rows for step in stats) == (lookahead > 1)

@@ -1,0 +1,62 @@
+"""The launchers in plain torch pass the cases of the Triton kernels, on a CPU, and could run in a CUDA graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.executors.cuda.launchers import plain_kernels, triton_kernels
+from nano_inference.executors.cuda.plain.uniform import uniform_of
+from tests.cuda.all_cases import all_cases
+from tests.cuda.case import Case
+from tests.cuda.guards import call_guarded, guarded, launchers_of
+from tests.cuda.sampler_cases import uniform_arguments, uniforms_differ
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("case", list(all_cases()), ids=lambda case: case.name)
+def test_plain_launcher_matches_reference(case: Case) -> None:
+    assert case.run(plain_kernels(), CPU) <= case.bound
+
+
+def test_no_launcher_waits_for_the_device_or_copies_between_devices() -> None:
+    called: set[str] = set()
+    kernels = guarded(plain_kernels(), called)
+    for case in all_cases():
+        assert case.run(kernels, CPU) <= case.bound, case.name
+    assert called == {name for _, name, _ in launchers_of(plain_kernels())} and len(called) == 19
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x[0].item(),
+        lambda x: bool(x.any()),
+        lambda x: x.tolist(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0),
+        lambda x: x.add_(torch.tensor([1.0])),
+        lambda x: x + torch.arange(3),
+        lambda x: x.copy_(torch.arange(3)),
+    ],
+)
+def test_the_guard_refuses_what_a_graph_cannot_capture(waits: Callable[[Tensor], object]) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        call_guarded(waits, torch.ones(3))
+    call_guarded(lambda x: x.add_(1).masked_fill(x > 0, 2.0), torch.ones(3))
+
+
+def test_uniforms_have_the_bits_of_the_reference() -> None:
+    assert uniforms_differ(uniform_of(*uniform_arguments())) == 0
+
+
+def test_triton_kernels_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match=r"^CUDA kernels need Triton: pip install 'nano-inference\[cuda\]'$"):
+        triton_kernels()
