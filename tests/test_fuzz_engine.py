@@ -32,6 +32,13 @@ PLANS = (
     Plan(3001, "gemma3", "torch"),
 )
 """The cheapest first."""
+CUDA_PLANS = (
+    Plan(5, "qwen3-ratio3-tied", "cuda"),
+    Plan(7, "qwen3-ratio3-tied", "cuda"),
+    Plan(6, "gemma2", "cuda"),
+    Plan(5, "llama3-rope-ratio3-tied", "cuda"),
+)
+"""The CUDA executor on CPU tensors, with plain kernels."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +56,15 @@ def test_fixed_worlds_agree_with_the_oracle() -> None:
     enough = {"tokens": 800, "preemptions": 4, "updates": 8, "aborts": 4, "resumed": 3, "replays": 5, "drafts": 3}
     found = {name: totals.counts[name] for name in (*enough, "tokens over mixed K/V", "refused updates")}
     assert min(found.values()) > 0 and all(found[name] >= least for name, least in enough.items()), found
+
+
+def test_fixed_worlds_on_the_cuda_executor_agree_with_the_oracle() -> None:
+    totals = Totals()
+    for plan in CUDA_PLANS:
+        totals.add(plan, try_world(plan))
+    assert totals.failures == [] and totals.worst <= 1e-4
+    enough = {"tokens": 600, "preemptions": 10, "updates": 9, "aborts": 9, "drafts": 20, "resumed": 9}
+    assert all(totals.counts[name] >= least for name, least in enough.items()), totals.counts
 
 
 class Spoiled:

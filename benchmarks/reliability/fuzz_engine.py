@@ -1,6 +1,6 @@
 """Differential fuzz of the engine: random histories, every number checked against Transformers in float32.
 
-    python benchmarks/reliability/fuzz_engine.py [--minutes 30] [--seed N] [--family NAME] [--path c|torch|both]
+    python benchmarks/reliability/fuzz_engine.py [--minutes 30] [--seed N] [--family NAME] [--path c|torch|cuda|all]
                                                  [--vocab 262144] [--replay SEED]
 
 A world is a tiny random model of a random family, a random configuration (cache small enough to preempt) and a random
@@ -42,7 +42,7 @@ from differential.worlds import ComputePath, World, make_world
 from nano_inference.runner import Runner
 from tests.models.families import FAMILIES
 
-PATHS: tuple[ComputePath, ...] = ("c", "torch")
+PATHS: tuple[ComputePath, ...] = ("c", "torch", "cuda")
 MAX_FAILURES = 20
 """Worlds with differences after which the run ends."""
 REPORT_S = 60.0
@@ -124,7 +124,7 @@ def try_world(plan: Plan, wrap: Callable[[Runner], Runner] | None = None) -> Ver
 
 def plans(given: argparse.Namespace) -> list[Plan]:
     """Return the worlds of one round: each path of a family that the seed chooses."""
-    paths = PATHS if given.path == "both" else (given.path,)
+    paths = PATHS if given.path == "all" else (given.path,)
     seed = given.seed if given.replay is None else given.replay
     family = given.family or random.Random(f"family {seed}").choice(sorted(FAMILIES))
     return [Plan(seed, family, path, given.vocab) for path in paths]
@@ -185,7 +185,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0, help="of the first world; the next ones count up")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="one family (default: chosen by the seed)")
-    parser.add_argument("--path", choices=[*PATHS, "both"], default="both", help="CPU kernels, torch, or both in turn")
+    parser.add_argument(
+        "--path",
+        choices=[*PATHS, "all"],
+        default="all",
+        help="CPU kernels, torch, the CUDA executor on a CPU, or all in turn",
+    )
     parser.add_argument("--vocab", type=int, help="vocabulary of the models (default: random, 64 to 319)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run the world of this seed only")
     return parser.parse_args(argv)

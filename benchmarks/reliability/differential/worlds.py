@@ -17,11 +17,14 @@ from differential.asks import Bounds, PlannedRequest, random_ask
 from differential.models import HUGE_VOCAB, Checkpoint, make_checkpoint
 from differential.recorder import Recorder
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
-from nano_inference.assemble import assemble
+from nano_inference.assemble import EngineParts, assemble, load_cuda_model, parts_of
+from nano_inference.executors.cuda.launchers import plain_kernels
+from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.runner import Runner
 from nano_inference.types import LOGPROBS_MODES, Delta, EnginePaused, OnRunning
 
-ComputePath = Literal["c", "torch"]
+ComputePath = Literal["c", "torch", "cuda"]
+"""`cuda` is the CUDA executor on CPU tensors, with plain kernels."""
 GATHER_S = 120.0
 """Longest wait for the thread that gathers an update."""
 
@@ -116,6 +119,12 @@ class World:
         return self.engine.has_weights
 
 
+def cuda_parts(config: EngineConfig) -> EngineParts:
+    """Return the parts of an engine on the CUDA executor."""
+    checkpoint = open_checkpoint(Path(config.model_path))
+    return parts_of(load_cuda_model(checkpoint, torch.device("cpu"), plain_kernels(), config), config)
+
+
 def make_world(
     seed: int,
     family: str,
@@ -148,7 +157,7 @@ def make_world(
         logprobs_mode=rng.choice(LOGPROBS_MODES),
         seed=rng.randrange(100),
     )
-    parts = assemble(config)
+    parts = cuda_parts(config) if path == "cuda" else assemble(config)
     if wrap is not None:
         parts = replace(parts, runner=wrap(parts.runner))
     recorder = None
