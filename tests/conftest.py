@@ -47,7 +47,7 @@ def restored_logging() -> Iterator[None]:
 pytest_plugins = ["tests.weights.pairs"]
 
 LONGEST = (
-    *("web", "models/test_default_model.py", "cli/test_serve.py", "docs/test_site.py", "test_batch_invariance.py"),
+    *("models/test_default_model.py", "cli/test_serve.py", "docs/test_site.py", "test_batch_invariance.py"),
     *("docs/test_blocks.py", "nanochat/test_engine.py", "cuda", "examples", "test_rl.py", "test_install.py"),
 )
 """Files, and directories of files, that take half a minute and more each."""
