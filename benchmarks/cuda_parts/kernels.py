@@ -6,6 +6,7 @@ Shapes: R rows, H heads, J kv heads, D head size, S slots, N outputs, K inputs, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,9 +39,7 @@ def kernels(bench: Bench, sink: Sink, name: str) -> None:
     """Measure the launches of a decode step with many rows of 1,024 keys, and a chunk of as many tokens."""
     shape = bench.shape(name)
     for part in (_decode, _groups, _chunk, _rows, _sampler):
-        sink.attempt(
-            f"{part.__name__.strip('_')}, {name}", lambda part=part: _measure(bench, sink, name, part(bench, shape))
-        )
+        sink.attempt(f"{part.__name__.strip('_')}, {name}", partial(_measure, bench, sink, name, part(bench, shape)))
 
 
 def _measure(bench: Bench, sink: Sink, name: str, found: Iterable[Launch]) -> None:

@@ -17,6 +17,8 @@ from benchmarks.cuda_parts.models import Bench
 from nano_inference.executors.cuda.launchers import plain_kernels, triton_kernels
 
 Figure = dict[str, Any]
+CEILINGS = {"GB/s": ("bytes", 1e9), "TFLOP/s": ("flops", 1e12)}
+"""What the ceiling of a unit limits, and its value in units a second."""
 FORK = multiprocessing.get_context("fork")
 """The modules are imported once. The first process may not use CUDA: its children could not."""
 
@@ -71,8 +73,9 @@ class Report:
     def add(self, figure: Figure) -> None:
         """Print a figure and write the file."""
         self.figures.append(figure)
-        if (ceiling := figure.get("ceiling")) is not None:
-            self.ceilings[ceiling] = figure["per second"]
+        if figure["unit"] in CEILINGS and figure["section"] == "ceilings":
+            kind, scale = CEILINGS[figure["unit"]]
+            self.ceilings[kind] = figure["value"] * scale
         if self.out is not None:
             self.out.write_text(self.text() + "\n")
         print(f"{'dry ' * self.is_dry}{line_of(figure)}", flush=True)
@@ -91,7 +94,7 @@ def line_of(figure: Figure) -> str:
     """Return a figure as a line of the table."""
     value, unit = figure["value"], figure["unit"]
     shown = number(value) if isinstance(value, float) else value
-    hidden = ("section", "name", "value", "unit", "ceiling", "per second")
+    hidden = ("section", "name", "value", "unit")
     more = [
         f"{key} {number(one) if isinstance(one, float) else one}" for key, one in figure.items() if key not in hidden
     ]

@@ -28,13 +28,13 @@ def ceilings(bench: Bench, sink: Sink) -> None:
     source = torch.zeros(bench.sized(1 << 30, 1 << 20), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     rate = 2 * source.numel() / seconds_of(bench, lambda: target.copy_(source))
-    sink.add("copy", rate / 1e9, "GB/s", **{"ceiling": "bytes", "per second": rate})
+    sink.add("copy", rate / 1e9, "GB/s")
     size = bench.sized(8192, 64)
     a, b = (torch.randn(size, size, device=bench.device).to(bench.dtype) for _ in range(2))
     out = torch.empty_like(a)
     rate = 2 * size**3 / seconds_of(bench, lambda: torch.mm(a, b, out=out))
     name = f"product of {size} x {size}, {str(bench.dtype).removeprefix('torch.')}"
-    sink.add(name, rate / 1e12, "TFLOP/s", **{"ceiling": "flops", "per second": rate})
+    sink.add(name, rate / 1e12, "TFLOP/s")
     one = torch.zeros(1, device=bench.device)
     sink.add("start of a graph with one small launch", 1e6 * seconds_of(bench, one.zero_), "µs")
 

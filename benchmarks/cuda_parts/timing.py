@@ -38,11 +38,15 @@ def _seconds_of_graph(run: Callable[[], object], repeat: int) -> float:
     with torch.cuda.graph(graph):
         run()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeat)]
+    events = [(_event(), _event()) for _ in range(repeat)]
     for before, after in events:
         flush.zero_()
         before.record()
         graph.replay()
         after.record()
     torch.cuda.synchronize()
-    return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3
+    return 1e-3 * statistics.median(float(before.elapsed_time(after)) for before, after in events)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
