@@ -32,7 +32,7 @@ def tests(bench: Bench, sink: Sink) -> None:
         lines = _text(error.stdout).strip().splitlines()
         sink.add("tests/gpu", f"stopped after {seconds:.0f} s: {lines[-1] if lines else 'no output'}")
         return
-    lines = done.stdout.strip().splitlines() or [*done.stderr.strip().splitlines()[-1:], "no output"]
+    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"]
     sink.add("tests/gpu", lines[-1] if done.returncode in (0, 5) else f"failed: {lines[-1]}")
     for line in [one for one in lines if one.startswith(("FAILED", "ERROR"))][:MOST_NAMED]:
         sink.add("tests/gpu", line)

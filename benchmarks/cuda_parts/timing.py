@@ -23,7 +23,7 @@ def seconds_of(bench: Bench, run: Callable[[], object], repeat: int = 20) -> flo
     run()  # compiles
     bench.wait()
     if bench.device.type == "cuda":
-        return _seconds_of_graph(run, repeat)
+        return seconds_of_graph(bench.device, run, repeat)
     return statistics.median(_clocked(run) for _ in range(2))
 
 
@@ -33,11 +33,12 @@ def _clocked(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _seconds_of_graph(run: Callable[[], object], repeat: int) -> float:
+def seconds_of_graph(device: torch.device, run: Callable[[], object], repeat: int) -> float:
+    """Return the median seconds of a call's launches, replayed after the L2 cache was overwritten."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     events = [(_event(), _event()) for _ in range(repeat)]
     for before, after in events:
         flush.zero_()
