@@ -4,7 +4,7 @@
     python benchmarks/cuda.py --dry
 
 Needs torch, triton, numpy, safetensors and tokenizers, and this checkout's `src` on PYTHONPATH if the package is not
-installed. Sections, in this order, so that a run that is cut off still tells the most:
+installed. Sections, in this order, so that a run that is cut off has the most important figures:
 
 - ceilings: bytes a second of a copy on the device, operations a second of a bfloat16 product
 - engine: for Qwen2.5-0.5B nano-vllm's bench.py (256 requests, seed 0, 100 to 1,024 tokens in and out, temperature 0.6),

@@ -1,4 +1,4 @@
-"""The sections of benchmarks/cuda.py, in the order of how much they tell, and its command line."""
+"""The sections of benchmarks/cuda.py, the most important first, and its command line."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _is_product(name: str) -> bool:
 
 
 def units(is_dry: bool) -> Iterator[Unit]:
-    """Yield what to measure, the most telling first."""
+    """Yield what to measure, the most important first."""
     yield Unit("ceilings", "", ceilings)
     yield Unit("engine", FIRST, of(engines.first_model, FIRST))
     yield Unit("engine", f"groups of {FIRST}", of(engines.groups, FIRST))
