@@ -1,22 +1,23 @@
 """Measure the CUDA executor on one GPU, with random weights at the sizes of published models; no network is needed.
 
-    python benchmarks/cuda.py [--only SECTION,…] [--out FILE.json] [--seconds 570]
+    python benchmarks/cuda.py [--only SECTION,…] [--out FILE.json] [--seconds 580]
     python benchmarks/cuda.py --dry
 
 Needs torch, triton, numpy, safetensors and tokenizers, and this checkout's `src` on PYTHONPATH if the package is not
-installed. Sections, in this order, so that a run that is cut off still tells the most:
+installed. Sections, in this order, so that a run that is cut off has the most important figures:
 
 - ceilings: bytes a second of a copy on the device, operations a second of a bfloat16 product
 - engine: for Qwen2.5-0.5B nano-vllm's bench.py (256 requests, seed 0, 100 to 1,024 tokens in and out, temperature 0.6),
-  one request, an update, and 16 prompts of 1,024 tokens with 16 samples each, with and without reading shared keys
-  once; bench.py and one request for the other models
+  one request, an update under a full batch, and 16 prompts of 1,024 tokens with 16 samples each, with and without
+  reading shared keys once; bench.py and one request for Qwen3-0.6B, Llama-3.2-1B and Qwen2.5-7B
 - kernels: single launches and their share of the ceilings
 - profile: which kernels take the time of a decode step, and which are neither ours nor cuBLAS's
 - tests: tests/gpu
 
-Each figure is printed when it is known, with the bar of docs/cuda.md where there is one, and written to the JSON file.
-Sections that would start after `--seconds` are skipped by name. `--dry` runs every line on a CPU, with tiny models and
-the plain kernels; its figures mean nothing.
+Each figure is printed when it is known, with its bar (docs/cuda.md) and roofline where there is one, and written to
+the JSON file. Each model of a section runs in its own process: an error in a kernel ends that process only. After
+`--seconds` the running process is stopped, and what is left is named. `--dry` runs every line on a CPU, with tiny
+models and the plain kernels; its figures mean nothing.
 """
 
 from __future__ import annotations

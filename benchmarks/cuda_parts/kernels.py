@@ -5,16 +5,19 @@ Shapes: R rows, H heads, J kv heads, D head size, S slots, N outputs, K inputs, 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.cuda_parts.models import Bench, Shape
+from benchmarks.cuda_parts.report import Sink
+from benchmarks.cuda_parts.timing import seconds_of
+from nano_inference.executors.cuda.groups import Prefix, group_tables
 from nano_inference.executors.cuda.passes import PartialMemory
-from nano_inference.executors.cuda.records import Cache, Rows, num_splits
+from nano_inference.executors.cuda.records import SPLIT, Cache, Groups, Partials, Rows, group_rows, num_splits
 from nano_inference.executors.cuda.sample_records import new_scratch
 from nano_inference.executors.cuda.slots import MOST_TOPS, SlotMemory
 from nano_inference.executors.cuda.vocabulary import VocabularyTables
@@ -32,54 +35,107 @@ class Launch(NamedTuple):
     flops: float = 0.0
 
 
-def seconds_of(bench: Bench, run: Callable[[], None], repeat: int = 20) -> float:
-    """Return the median seconds of a call, after one that compiles."""
-    run()
-    bench.wait()
-    found = []
-    for _ in range(bench.sized(repeat, 2)):
-        started = time.perf_counter()
-        run()
-        bench.wait()
-        found.append(time.perf_counter() - started)
-    return sorted(found)[len(found) // 2]
+def kernels(bench: Bench, sink: Sink, name: str) -> None:
+    """Measure the launches of a decode step with many rows of 1,024 keys, and a chunk of as many tokens."""
+    shape = bench.shape(name)
+    for part in (_decode, _groups, _chunk, _rows, _sampler):
+        sink.attempt(f"{part.__name__.strip('_')}, {name}", partial(_measure, bench, sink, name, part(bench, shape)))
 
 
-def launches(bench: Bench, shape: Shape) -> Iterator[Launch]:
-    """Yield the launches of a decode step with many rows of 1,024 keys, and a chunk of as many tokens."""
-    yield from _attention(bench, shape)
-    yield from _rows(bench, shape)
-    yield _sampler(bench, shape)
+def _measure(bench: Bench, sink: Sink, name: str, found: Iterable[Launch]) -> None:
+    for launch in found:
+        seconds = seconds_of(bench, launch.run)
+        more: dict[str, float] = {}
+        if launch.num_bytes:
+            more["MB"] = launch.num_bytes / 1e6
+            if "bytes" in sink.ceilings:
+                more["of copy"] = launch.num_bytes / seconds / sink.ceilings["bytes"]
+        if launch.flops:
+            more["GFLOP"] = launch.flops / 1e9
+            if "flops" in sink.ceilings:
+                more["of GEMM"] = launch.flops / seconds / sink.ceilings["flops"]
+        sink.add(f"{launch.name}, {name}", 1e6 * seconds, "µs", **more)
 
 
-def _attention(bench: Bench, shape: Shape) -> Iterator[Launch]:
+class _World(NamedTuple):
+    """A cache full of keys, and decode rows of the same length that each have their own blocks."""
+
+    cache: Cache
+    rows: Rows
+    length: int
+    spec: AttentionSpec
+    row_bytes: float
+    """Keys and values of one row."""
+
+
+def _world(bench: Bench, shape: Shape) -> _World:
     num_rows, length = bench.sized(256, 4), bench.sized(1024, 300)
-    heads, num_kv, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     num_blocks = -(-length // BLOCK)
-    k_SJD, v_SJD = (_random(bench, num_rows * num_blocks * BLOCK, num_kv, dim) for _ in range(2))
+    k_SJD, v_SJD = (_random(bench, num_rows * num_blocks * BLOCK, shape.num_kv_heads, shape.head_dim) for _ in range(2))
     table_RB = torch.arange(num_rows * num_blocks, dtype=torch.int32, device=bench.device).view(num_rows, num_blocks)
-    cache, spec = Cache(k_SJD, v_SJD, table_RB, BLOCK), AttentionSpec(dim**-0.5)
-    itemsize = k_SJD.element_size()
-    q_RHD, out_RHD = _random(bench, num_rows, heads, dim), _random(bench, num_rows, heads, dim)
     start_R = torch.arange(num_rows + 1, dtype=torch.int32, device=bench.device)
     length_R = torch.full((num_rows,), length, dtype=torch.int32, device=bench.device)
+    row_bytes = 2.0 * length * shape.num_kv_heads * shape.head_dim * k_SJD.element_size()
     rows = Rows(start_R, length_R, torch.zeros_like(length_R))
-    partials = PartialMemory(num_rows, num_splits(length), heads, dim, bench.device).views(num_rows, num_splits(length))
+    spec = AttentionSpec(shape.head_dim**-0.5)
+    return _World(Cache(k_SJD, v_SJD, table_RB, BLOCK), rows, length, spec, row_bytes)
+
+
+def _partials(bench: Bench, shape: Shape, num_rows: int, length: int) -> Partials:
+    splits = num_splits(length)
+    return PartialMemory(num_rows, splits, shape.num_heads, shape.head_dim, bench.device).views(num_rows, splits)
+
+
+def _decode(bench: Bench, shape: Shape) -> Iterator[Launch]:
+    world = _world(bench, shape)
+    num_rows = world.rows.length_R.numel()
+    q_RHD, out_RHD = (_random(bench, num_rows, shape.num_heads, shape.head_dim) for _ in range(2))
+    partials, last_R = _partials(bench, shape, num_rows, world.length), world.rows.length_R - 1
 
     def decode() -> None:
-        bench.kernels.attend.attend_splits(partials, q_RHD, cache, rows, spec)
-        bench.kernels.attend.merge_splits(out_RHD, partials, length_R - 1, None)
+        bench.kernels.attend.attend_splits(partials, q_RHD, world.cache, world.rows, world.spec)
+        bench.kernels.attend.merge_splits(out_RHD, partials, last_R, None)
 
-    yield Launch(f"decode attention, {num_rows} x {length}", decode, 2.0 * num_rows * length * num_kv * dim * itemsize)
-    q_THD, out_THD = _random(bench, length, heads, dim), _random(bench, length, heads, dim)
-    one = Rows(torch.tensor([0, length], dtype=torch.int32, device=bench.device), length_R[:1], rows.shared_R[:1])
+    yield Launch(f"decode attention, {num_rows} x {world.length}", decode, num_rows * world.row_bytes)
+
+
+def _groups(bench: Bench, shape: Shape) -> Iterator[Launch]:
+    """Yield decode attention of rows of which each sixteen share all keys but those of the last, partial split."""
+    world = _world(bench, shape)
+    num_rows, width = world.rows.length_R.numel(), bench.sized(16, 2)
+    table_RB = world.cache.table_RB.clone()
+    num_shared = (world.length - 1) // SPLIT * SPLIT
+    table_RB[:, : num_shared // BLOCK] = table_RB[::width, : num_shared // BLOCK].repeat_interleave(width, 0)
+    cache = world.cache._replace(table_RB=table_RB)
+    prefixes = [Prefix(tuple(range(start, start + width)), num_shared) for start in range(0, num_rows, width)]
+    tables = group_tables(prefixes, num_rows, num_rows // 2, group_rows(shape.num_heads // shape.num_kv_heads))
+    shared_R, row_QX, shared_Q = (torch.from_numpy(one).to(bench.device) for one in tables)
+    rows, groups = world.rows._replace(shared_R=shared_R), Groups(row_QX, shared_Q)
+    q_RHD, out_RHD = (_random(bench, num_rows, shape.num_heads, shape.head_dim) for _ in range(2))
+    partials, last_R = _partials(bench, shape, num_rows, world.length), rows.length_R - 1
+
+    def decode() -> None:
+        bench.kernels.attend.attend_groups(partials, q_RHD, cache, rows, groups, world.spec)
+        bench.kernels.attend.attend_splits(partials, q_RHD, cache, rows, world.spec)
+        bench.kernels.attend.merge_splits(out_RHD, partials, last_R, None)
+
+    share = num_shared / world.length
+    num_bytes = num_rows * world.row_bytes * (share / width + 1 - share)
+    yield Launch(f"the same in groups of {width}", decode, num_bytes)
+
+
+def _chunk(bench: Bench, shape: Shape) -> Iterator[Launch]:
+    world = _world(bench, shape)
+    length, cache = world.length, world.cache._replace(table_RB=world.cache.table_RB[:1])
+    q_THD, out_THD = (_random(bench, length, shape.num_heads, shape.head_dim) for _ in range(2))
+    start_R = torch.tensor([0, length], dtype=torch.int32, device=bench.device)
+    rows = Rows(start_R, world.rows.length_R[:1], world.rows.shared_R[:1])
 
     def chunk() -> None:
-        bench.kernels.attend.attend_chunks(
-            out_THD, q_THD, cache._replace(table_RB=table_RB[:1]), one, spec, max_queries=length
-        )
+        bench.kernels.attend.attend_chunks(out_THD, q_THD, cache, rows, world.spec, max_queries=length)
 
-    yield Launch(f"chunk attention, {length} tokens", chunk, 0.0, 2.0 * length * length * heads * dim)
+    flops = 2.0 * length * length * shape.num_heads * shape.head_dim
+    yield Launch(f"chunk attention, {length} tokens", chunk, 0.0, flops)
 
 
 def _rows(bench: Bench, shape: Shape) -> Iterator[Launch]:
@@ -113,7 +169,7 @@ def _rows(bench: Bench, shape: Shape) -> Iterator[Launch]:
     yield Launch(f"product (cuBLAS), {num_rows} rows", gemm, float(weight_NK.nbytes), flops)
 
 
-def _sampler(bench: Bench, shape: Shape) -> Launch:
+def _sampler(bench: Bench, shape: Shape) -> Iterator[Launch]:
     num_rows = bench.sized(256, 4)
     logits = _random(bench, num_rows, shape.vocab_size)
     slots = SlotMemory(num_rows, 1, 16, bench.device)
@@ -128,7 +184,7 @@ def _sampler(bench: Bench, shape: Shape) -> Launch:
         bench.kernels.sample.adjust(scratch, logits, slots.slot_S, slots.slots, tables)
         bench.kernels.sample.draw(scratch, logits, slots.slot_S, slots.slots, has_cut=False)
 
-    return Launch(f"sampler, {num_rows} rows", draw, float(logits.nbytes) + 2.0 * scratch.work.nbytes)
+    yield Launch(f"sampler, {num_rows} rows", draw, float(logits.nbytes) + 2.0 * scratch.work.nbytes)
 
 
 def _random(bench: Bench, *shape: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -19,7 +19,6 @@ from nano_inference.loader.sources import TensorSource
 from nano_inference.models import dense
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.ops import WeightSpec
-from nano_inference.models.program import Program
 
 MAX_LEN = 4096
 
@@ -101,9 +100,7 @@ def random_weight(spec: WeightSpec, device: torch.device, dtype: torch.dtype) ->
 
 
 def open_random(bench: Bench, name: str, *, reads_prefixes_once: bool = True) -> InferenceEngine:
-    """Return an engine on a model with random weights."""
-    model = config_of(bench.shape(name))
-    program: Program = dense.program(model)
+    """Return an engine on a model with random weights, with its usual graphs captured."""
     config = EngineConfig(
         model_path=name,
         device=str(bench.device),
@@ -118,15 +115,24 @@ def open_random(bench: Bench, name: str, *, reads_prefixes_once: bool = True) ->
         max_tokens=config.max_tokens_per_batch,
         reads_prefixes_once=reads_prefixes_once,
     )
-    executor = CudaExecutor(model, program, bench.device, bench.dtype, bench.kernels, limits)
-    torch.manual_seed(0)
-    load_weights(
-        executor,
-        {spec.name: TensorSource(random_weight(spec, bench.device, bench.dtype)) for spec in program.weights},
-    )
-    engine = InferenceEngine(config, parts=parts_of(executor, config))
+    model = config_of(bench.shape(name))
+    executor = CudaExecutor(model, dense.program(model), bench.device, bench.dtype, bench.kernels, limits)
+    engine = open_on(executor, config)
     executor.warm_up(lambda done, total: None)
     return engine
+
+
+def open_on(executor: CudaExecutor, config: EngineConfig) -> InferenceEngine:
+    """Return an engine on an executor, whose weights become random numbers that are the same each time."""
+    torch.manual_seed(0)
+    load_weights(executor, {name: TensorSource(value) for name, value in random_weights(executor)})
+    return InferenceEngine(config, parts=parts_of(executor, config))
+
+
+def random_weights(executor: CudaExecutor) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, weight), on the executor's device."""
+    for spec in executor.program.weights:
+        yield spec.name, random_weight(spec, executor.device, executor.dtype)
 
 
 def executor_of(engine: InferenceEngine) -> CudaExecutor:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from nano_inference.executors.cuda.launchers import Kernels
 
+DEVICE_SLACK = 4.0
+"""Factor of bounds on a GPU: tensor cores and fused operations round differently from numpy; 0 stays 0."""
+
 
 class Case(NamedTuple):
     """A comparison."""

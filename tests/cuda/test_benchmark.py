@@ -1,13 +1,28 @@
-"""`benchmarks/cuda.py --dry`: every line of the engine section runs, and bad arguments are refused in one line."""
+"""`benchmarks/cuda.py`: a dry run measures every model, and no unit can end the others."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+import torch
+
+from benchmarks.cuda_parts import device_tests, timing
+from benchmarks.cuda_parts.device_tests import compare
+from benchmarks.cuda_parts.engines import workload
+from benchmarks.cuda_parts.models import SHAPES, Bench, config_of
+from benchmarks.cuda_parts.report import Report, Sink, Unit, line_of, open_bench, run_unit
+from nano_inference.models import dense
+
 ROOT = Path(__file__).parents[2]
+MODELS = ("Qwen2.5-0.5B", "Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-7B")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -15,22 +30,159 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_engine_section_measures_every_model(tmp_path: Path) -> None:
+def test_a_dry_run_measures_every_model(tmp_path: Path) -> None:
     out = tmp_path / "cuda.json"
-    done = run("--dry", "--only", "engine", "--out", str(out))
+    done = run("--dry", "--only", "engine,ceilings", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    names = [one["name"] for one in json.loads(out.read_text())["figures"]]
-    for model in ("Qwen2.5-0.5B", "Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-7B"):
-        assert f"bench.py, {model}" in names and f"one request, {model}" in names
-    assert names[0] == "bench.py, Qwen2.5-0.5B" and "16 samples a prompt, Qwen2.5-0.5B" in names
+    report = json.loads(out.read_text())
+    assert report["is_dry"] and report["device"] == "CPU" and report["torch"]
+    figures = report["figures"]
+    assert all(one.keys() >= {"section", "name", "value", "unit"} for one in figures)
+    assert [one["section"] for one in figures[:4]] == ["ceilings"] * 3 + ["engine"]
+    assert figures[3]["name"] == "bench.py, Qwen2.5-0.5B"
+    by_name = {one["name"]: one for one in figures}
+    for model in MODELS:
+        for kind in ("bench.py", "one request"):
+            figure = by_name[f"{kind}, {model}"]
+            assert figure["unit"] == "tokens/s" and min(figure[key] for key in ("value", "bar", "roofline")) > 0
+    assert by_name["ratio of the two, Qwen2.5-0.5B"]["bar"] == 1.5
+    assert by_name["longest tick with an update, Qwen2.5-0.5B"]["bar"] > 0
+    assert len([line for line in done.stdout.splitlines() if line.startswith("dry ")]) == len(figures)
 
 
-def test_sections_that_would_start_too_late_are_named() -> None:
+def test_what_no_time_is_left_for_is_named() -> None:
     done = run("--dry", "--seconds", "0", "--only", "ceilings,tests")
-    assert "skipped" in done.stdout and done.returncode == 0
+    assert done.stdout.count("skipped: no time is left") == 2 and done.returncode == 0
 
 
 def test_an_unknown_section_is_refused_in_one_line() -> None:
     done = run("--dry", "--only", "engines")
     assert done.returncode == 1
     assert done.stderr == "--only: there is no section engines; there are ceilings, engine, kernels, profile, tests\n"
+
+
+def refuse() -> None:
+    raise ValueError
+
+
+def raises(bench: Bench, sink: Sink) -> None:
+    sink.add("first", 1.0, "GB/s")
+    sink.attempt("second", refuse)
+    raise RuntimeError("CUDA error\nand more lines")
+
+
+def ends(bench: Bench, sink: Sink) -> None:
+    os._exit(3)
+
+
+def hangs(bench: Bench, sink: Sink) -> None:
+    sink.add("first", 1.0)
+    time.sleep(60)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("measure", "values", "has_failed"),
+    [
+        (raises, [1.0, "failed: ValueError: ", "failed: RuntimeError: CUDA error"], True),
+        (ends, ["failed: the process ended with 3"], True),
+        (hangs, [1.0, "stopped: no time is left"], False),
+    ],
+)  # fmt: skip
+def test_a_unit_that_fails_is_one_line_of_the_report(
+    measure: object, values: list[object], has_failed: bool, tmp_path: Path
+) -> None:
+    report = Report(is_dry=True, out=tmp_path / "cuda.json")
+    run_unit(Unit("engine", "model", measure), report, time.monotonic() + 5)  # type: ignore[arg-type]
+    assert [one["value"] for one in report.figures] == values
+    assert json.loads((tmp_path / "cuda.json").read_text())["figures"] == report.figures
+    assert report.has_failed is has_failed
+
+
+def test_a_line_has_the_bar() -> None:
+    figure = {"section": "engine", "name": "bench.py", "value": 1234.5, "unit": "tokens/s", "bar": 80_000.0}
+    assert line_of(figure).split() == ["engine", "bench.py", "1,234", "tokens/s", "·", "bar", "80,000"]
+
+
+def test_the_workload_is_that_of_the_published_script() -> None:
+    bench = open_bench(is_dry=True)
+    whole = Bench(device=bench.device, kernels=bench.kernels, dtype=bench.dtype, is_dry=False)
+    prompts, sizes = workload(whole, 151_936)
+    assert (sum(map(len, prompts)), sum(sizes)) == (142_827, 133_966)
+
+
+@pytest.mark.parametrize(("name", "billions"), list(zip(MODELS, (0.494, 0.596, 1.236, 7.616), strict=True)))
+def test_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    program = dense.program(config_of(SHAPES[name]))
+    assert round(sum(math.prod(spec.shape) for spec in program.weights) / 1e9, 3) == billions
+
+
+class Pipe:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, object]] = []
+
+    def send(self, figure: dict[str, object]) -> None:
+        self.found.append(figure)
+
+
+def test_kernels_are_compared_without_pytest() -> None:
+    pipe = Pipe()
+    compare(open_bench(is_dry=True), Sink("tests", pipe, {}, 0.0))  # type: ignore[arg-type]
+    assert [one["value"] for one in pipe.found] == ["3 of 3 are right"]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "stdout", "values"),
+    [
+        (0, "....\n4 passed in 1s\n", ["4 passed in 1s"]),
+        (1, ".F\nFAILED a.py::b - c\n1 failed\n", ["failed: 1 failed", "FAILED a.py::b - c"]),
+        (4, "", ["failed: no output"]),
+    ],
+)
+def test_failures_of_the_gpu_tests_are_named(
+    returncode: int, stdout: str, values: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess([], returncode, stdout, "")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
+    pipe = Pipe()
+    device_tests.tests(open_bench(is_dry=True), Sink("tests", pipe, {}, 0.0))  # type: ignore[arg-type]
+    assert [one["value"] for one in pipe.found] == values
+
+
+def test_gpu_tests_that_take_too_long_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: object, **kwargs: object) -> None:
+        raise subprocess.TimeoutExpired("pytest", 1.0, b"...F\n")
+
+    monkeypatch.setattr(subprocess, "run", stop)
+    pipe = Pipe()
+    device_tests.tests(open_bench(is_dry=True), Sink("tests", pipe, {}, 0.0))  # type: ignore[arg-type]
+    assert [one["value"] for one in pipe.found] == ["stopped after 1 s: ...F"]
+
+
+def test_a_graph_is_timed_without_what_comes_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for CUDA's graphs and events, whose clock advances with each call."""
+    calls: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            self.at = 0
+
+        def record(self) -> None:
+            self.at = len(calls)
+
+        def elapsed_time(self, other: Event) -> float:
+            return 7.0 * (other.at - self.at)
+
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 8)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seconds = timing.seconds_of_graph(torch.device("cpu"), lambda: calls.append("run"), 3)
+    assert calls == ["run", "replay", "replay", "replay"] and seconds == 0.007

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("transformers", reason="NO TRANSFORMERS: pip install -e '.[dev]'")
+
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from tests.models.families import FAMILIES, gap, make_model
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.cuda_parts.models import TINY, config_of, open_on
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.assemble import parts_of
 from nano_inference.executors.cuda.decode import CapturedStepper, StepKey, Stepper
 from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.launchers import triton_kernels
-from tests.cuda.engines import executor_of
-from tests.models.families import make_model
+from nano_inference.executors.cuda.memory import Limits
+from nano_inference.models import dense
+from tests.cuda.engines import eager
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,21 +40,14 @@ class Counting(CapturedStepper):
         return super()._captured(key)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("gpu")
-    make_model("llama3-rope-ratio3-tied", directory, {"head_dim": 16})
-    return directory
-
-
-def opened(path: Path, stepper: Callable[..., Stepper] | None = None, **options: Any) -> InferenceEngine:
+def opened(stepper: Callable[..., Stepper] = CapturedStepper, **options: Any) -> InferenceEngine:
     config = EngineConfig(
-        model_path=str(path), device="cuda", kv_cache_bytes=64 << 20, max_batch_size=32, max_model_len=1024, **options
+        model_path="tiny", device="cuda", kv_cache_bytes=64 << 20, max_batch_size=32, max_model_len=1024, **options
     )
-    more: dict[str, Any] = {} if stepper is None else {"stepper": stepper}
+    limits = Limits(max_len=1024, max_rows=32, is_deterministic=config.deterministic)
     dtype = {"auto": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}[config.dtype]
-    executor = executor_of(path, config, device=CUDA, dtype=dtype, kernels=triton_kernels(), **more)
-    return InferenceEngine(config, parts=parts_of(executor, config))
+    model = config_of(TINY)
+    return open_on(CudaExecutor(model, dense.program(model), CUDA, dtype, triton_kernels(), limits, stepper), config)
 
 
 def prompts() -> list[list[int]]:
@@ -69,17 +62,17 @@ def bits(samples: list[TrainingSample]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto", "float16"])
-def test_captured_steps_equal_single_launches_to_the_bit(dtype: str, tiny: Path) -> None:
-    with opened(tiny, CapturedStepper, dtype=dtype) as engine:
+def test_captured_steps_equal_single_launches_to_the_bit(dtype: str) -> None:
+    with opened(CapturedStepper, dtype=dtype) as engine:
         captured = engine.generate(prompts(), PARAMS * 3)
-    with opened(tiny, dtype=dtype) as engine:
+    with opened(eager, dtype=dtype) as engine:
         single = engine.generate(prompts(), PARAMS * 3)
     assert list(bits(captured)) == list(bits(single))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
-def test_deterministic_results_do_not_depend_on_the_batch(dtype: str, tiny: Path) -> None:
-    with opened(tiny, CapturedStepper, dtype=dtype, deterministic=True) as engine:
+def test_deterministic_results_do_not_depend_on_the_batch(dtype: str) -> None:
+    with opened(CapturedStepper, dtype=dtype, deterministic=True) as engine:
         alone = []
         for prompt, params in zip(prompts(), PARAMS * 3, strict=True):
             alone += engine.generate([prompt], params)
@@ -87,8 +80,8 @@ def test_deterministic_results_do_not_depend_on_the_batch(dtype: str, tiny: Path
         assert list(bits(engine.generate(prompts(), PARAMS * 3))) == list(bits(alone))
 
 
-def test_a_hundred_updates_neither_record_again_nor_need_more_memory(tiny: Path) -> None:
-    with opened(tiny, Counting) as engine:
+def test_a_hundred_updates_neither_record_again_nor_need_more_memory() -> None:
+    with opened(Counting) as engine:
         assert isinstance(engine.parts.executor, CudaExecutor)
         weights = {name: value.clone() for name, value in engine.parts.executor.weight_values()}
         engine.generate(prompts(), PARAMS * 3)
@@ -99,8 +92,8 @@ def test_a_hundred_updates_neither_record_again_nor_need_more_memory(tiny: Path)
         assert (Counting.num_captured, torch.cuda.memory_allocated()) == before
 
 
-def test_sleep_gives_memory_back(tiny: Path) -> None:
-    with opened(tiny, CapturedStepper) as engine:
+def test_sleep_gives_memory_back() -> None:
+    with opened(CapturedStepper) as engine:
         before = engine.generate(prompts(), PARAMS * 3)
         used = torch.cuda.memory_allocated()
         engine.control.sleep()

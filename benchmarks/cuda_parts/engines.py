@@ -1,0 +1,184 @@
+"""The engine section: whole engines with random weights, beside their bars and rooflines."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+
+from benchmarks.cuda_parts.models import Bench, executor_of, open_random, random_weights
+from benchmarks.cuda_parts.report import Sink
+from nano_inference import InferenceEngine, SamplingParams
+
+BENCH_PY: Mapping[str, float] = MappingProxyType(
+    {"Qwen2.5-0.5B": 80_000.0, "Qwen3-0.6B": 22_000.0, "Llama-3.2-1B": 40_000.0, "Qwen2.5-7B": 10_000.0}
+)
+"""Bars: tokens a second on one H200."""
+ONE_REQUEST: Mapping[str, float] = MappingProxyType(
+    {"Qwen2.5-0.5B": 1_700.0, "Qwen3-0.6B": 1_400.0, "Llama-3.2-1B": 1_100.0, "Qwen2.5-7B": 235.0}
+)
+GROUPS = 1.5
+"""Bar: ratio to the same without reading shared keys once."""
+LARGEST_TOKEN = 10_000
+"""Of bench.py; the generator's numbers, and so the lengths, depend on it."""
+
+
+def first_model(bench: Bench, sink: Sink, name: str) -> None:
+    """Measure bench.py, one request and an update."""
+    with open_random(bench, name) as engine:
+        sink.attempt(f"bench.py, {name}", lambda: bench_py(bench, sink, name, engine))
+        sink.attempt(f"one request, {name}", lambda: one_request(bench, sink, name, engine))
+        sink.attempt(f"update, {name}", lambda: update(bench, sink, name, engine))
+
+
+def model(bench: Bench, sink: Sink, name: str) -> None:
+    """Measure bench.py and one request."""
+    with open_random(bench, name) as engine:
+        sink.attempt(f"bench.py, {name}", lambda: bench_py(bench, sink, name, engine))
+        sink.attempt(f"one request, {name}", lambda: one_request(bench, sink, name, engine))
+
+
+def workload(bench: Bench, vocab_size: int) -> tuple[list[list[int]], list[int]]:
+    """Return prompts and numbers of tokens of bench.py; both are those of nano-vllm's script."""
+    rng = random.Random(0)
+    low, high, count = bench.sized(100, 4), bench.sized(1024, 12), bench.sized(256, 6)
+    prompts = [
+        [rng.randint(0, LARGEST_TOKEN) % vocab_size for _ in range(rng.randint(low, high))] for _ in range(count)
+    ]
+    return prompts, [rng.randint(low, high) for _ in range(count)]
+
+
+def bench_py(bench: Bench, sink: Sink, name: str, engine: InferenceEngine) -> None:
+    """Measure generated tokens a second, prompts included."""
+    vocab_size = bench.shape(name).vocab_size
+    prompts, sizes = workload(bench, vocab_size)
+    params = [SamplingParams(max_tokens=size, temperature=0.6, ignore_eos=True, seed=i) for i, size in enumerate(sizes)]
+    others = [[(token + 1) % vocab_size for token in prompt] for prompt in prompts[: bench.sized(32, 2)]]
+    engine.generate(others, SamplingParams(max_tokens=2, temperature=0.6, ignore_eos=True))  # compiles
+    engine.flush_cache()
+    started = time.perf_counter()
+    samples = engine.generate(prompts, params)
+    seconds = time.perf_counter() - started
+    num_tokens = sum(len(sample.completion_tokens) for sample in samples)
+    more = {"bar": BENCH_PY[name], **_roofline(sink, engine, [len(prompt) for prompt in prompts], sizes)}
+    sink.add(f"bench.py, {name}", num_tokens / seconds, "tokens/s", **more)
+
+
+def _roofline(
+    sink: Sink, engine: InferenceEngine, lengths: Sequence[int], sizes: Sequence[int], *, has_prompts: bool = True
+) -> dict[str, float]:
+    """Return the tokens a second if steps took as long as reading weights and keys, and prompts as their products."""
+    if not {"bytes", "flops"} <= sink.ceilings.keys():
+        return {}
+    executor = executor_of(engine)
+    program = executor.program
+    per_token = program.kv_bytes_per_token(executor.dtype.itemsize)
+    num_keys = sum(size * length + size * (size + 1) // 2 for length, size in zip(lengths, sizes, strict=True))
+    seconds = (max(sizes) * step_bytes(engine) + num_keys * per_token) / sink.ceilings["bytes"]
+    if has_prompts:
+        num_values = sum(weight.numel() for name, weight in executor.weight_values() if name not in _tables(engine))
+        seconds += 2.0 * num_values * sum(lengths) / sink.ceilings["flops"]
+    return {"roofline": sum(sizes) / seconds}
+
+
+def _tables(engine: InferenceEngine) -> set[str]:
+    """Return the names of the matrices that prompts do not multiply with: embedding and head."""
+    program = executor_of(engine).program
+    return {spec.name for spec in program.weights if spec.shape[0] == program.vocab_size}
+
+
+def step_bytes(engine: InferenceEngine) -> int:
+    """Return the bytes of weights that a decode step reads: all, and of two vocabulary tables only the head."""
+    executor, tables = executor_of(engine), _tables(engine)
+    sizes = [weight.nbytes for name, weight in executor.weight_values() if name in tables]
+    return executor.weight_bytes - (sum(sizes) - max(sizes))
+
+
+def one_request(bench: Bench, sink: Sink, name: str, engine: InferenceEngine) -> None:
+    """Measure decoding alone: the time of many tokens less that of one."""
+    prompt, size = [1] * bench.sized(128, 8), bench.sized(512, 8)
+
+    def seconds(num_tokens: int) -> float:
+        engine.flush_cache()
+        started = time.perf_counter()
+        engine.generate([prompt], SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True))
+        return time.perf_counter() - started
+
+    seconds(size)
+    rate = (size - 1) / max(1e-9, seconds(size) - seconds(1))
+    more = {"bar": ONE_REQUEST[name], **_roofline(sink, engine, [len(prompt)], [size], has_prompts=False)}
+    sink.add(f"one request, {name}", rate, "tokens/s", **more)
+
+
+def update(bench: Bench, sink: Sink, name: str, engine: InferenceEngine) -> None:
+    """Measure the longest tick while weights are updated under a full batch, beside an ordinary tick and the copy."""
+    executor = executor_of(engine)
+    named = {one: weight.cpu() for one, weight in random_weights(executor)}
+    engine.update_weights(named, blocking=True)  # allocates the pinned memory
+    params = SamplingParams(max_tokens=bench.sized(3_000, 200), temperature=0.6, ignore_eos=True, seed=1)
+    for row in range(bench.sized(256, 4)):
+        engine.add_request([1 + row % 99] * 16, params)
+    for _ in range(4):
+        engine.tick()
+    ordinary = [_tick(engine) for _ in range(bench.sized(10, 2))]
+    engine.update_weights(named)
+    during = []
+    while engine.weight_info().update != "idle" and engine.has_pending():
+        during.append(_tick(engine))
+    engine.abort_all()
+    window = statistics.median(ordinary)
+    if not during:
+        raise RuntimeError("the batch ended before the update")
+    copied = _copy_seconds(bench, engine, named)
+    sink.add(f"longest tick with an update, {name}", 1e3 * max(during), "ms", bar=1e3 * (window + copied))
+    sink.add(f"ordinary tick, {name}", 1e3 * window, "ms")
+    rate = executor.weight_bytes / copied / 1e9
+    sink.add(f"copy of staged weights, {name}", 1e3 * copied, "ms", **{"GB/s": rate})
+
+
+def _tick(engine: InferenceEngine) -> float:
+    started = time.perf_counter()
+    engine.tick()
+    return time.perf_counter() - started
+
+
+def _copy_seconds(bench: Bench, engine: InferenceEngine, named: Mapping[str, torch.Tensor]) -> float:
+    """Return the seconds of one copy of all weights from pinned memory to the device."""
+    live = [weight for _, weight in executor_of(engine).weight_values()]
+    staged = [weight.pin_memory() if bench.device.type == "cuda" else weight for weight in named.values()]
+    bench.wait()
+    started = time.perf_counter()
+    for target, source in zip(live, staged, strict=True):
+        target.copy_(source, non_blocking=True)
+    bench.wait()
+    return time.perf_counter() - started
+
+
+def groups(bench: Bench, sink: Sink, name: str) -> None:
+    """Measure samples of shared prompts with and without reading their keys once."""
+    shared = _groups_rate(bench, name, reads_prefixes_once=True)
+    gc.collect()
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()  # the next engine sizes its cache by what is free
+    sink.add(f"16 samples a prompt, {name}", shared, "tokens/s")
+    apart = _groups_rate(bench, name, reads_prefixes_once=False)
+    sink.add(f"the same, keys read by each row, {name}", apart, "tokens/s")
+    sink.add(f"ratio of the two, {name}", shared / apart, bar=GROUPS)
+
+
+def _groups_rate(bench: Bench, name: str, *, reads_prefixes_once: bool) -> float:
+    rng, vocab_size = random.Random(1), bench.shape(name).vocab_size
+    count, length, size = bench.sized(16, 2), bench.sized(1024, 300), bench.sized(512, 4)
+    prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+    params = SamplingParams(max_tokens=size, temperature=1.0, ignore_eos=True, seed=1)
+    with open_random(bench, name, reads_prefixes_once=reads_prefixes_once) as engine:
+        for _ in range(bench.sized(2, 1)):  # the first run captures graphs and fills the cache
+            started = time.perf_counter()
+            samples = engine.generate(prompts, params, bench.sized(16, 3))
+            seconds = time.perf_counter() - started
+    return sum(len(sample.completion_tokens) for sample in samples) / seconds

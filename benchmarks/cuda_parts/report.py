@@ -1,0 +1,169 @@
+"""The report of benchmarks/cuda.py, and the processes that measure: one per unit, so that none can end the others."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.cuda_parts.models import Bench
+from nano_inference.executors.cuda.launchers import plain_kernels, triton_kernels
+
+Figure = dict[str, Any]
+CEILINGS = {"GB/s": ("bytes", 1e9), "TFLOP/s": ("flops", 1e12)}
+"""What the ceiling of a unit limits, and its value in units a second."""
+FORK = multiprocessing.get_context("fork")
+"""The modules are imported once. The first process may not use CUDA: its children could not."""
+
+
+class Unit(NamedTuple):
+    """What one process measures."""
+
+    section: str
+    name: str
+    """A model, or empty if the section is one unit."""
+    run: Callable[[Bench, Sink], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Sends figures to the process that prints them."""
+
+    section: str
+    connection: Connection
+    ceilings: dict[str, float]
+    """Bytes and floating-point operations a second, as far as they are known."""
+    deadline: float
+    """When this process will be killed, by `time.monotonic`."""
+
+    def add(self, name: str, value: float | str, unit: str = "", **more: float | str) -> None:
+        """Send a figure."""
+        self.connection.send({"section": self.section, "name": name, "value": value, "unit": unit, **more})
+
+    def attempt(self, name: str, work: Callable[[], None]) -> None:
+        """Measure one thing; if that fails, the figure is the error's first line."""
+        try:
+            work()
+        except Exception as error:  # the other figures are still of use
+            self.fail(name, error)
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Send an error instead of a figure."""
+        line = next(iter(str(error).splitlines()), "")
+        self.add(name, f"failed: {type(error).__name__}: {line}")
+
+
+@dataclass
+class Report:
+    """Prints each figure when it is known, and keeps the JSON file complete."""
+
+    is_dry: bool
+    out: Path | None
+    known: dict[str, Any] = field(default_factory=dict)
+    figures: list[Figure] = field(default_factory=list)
+    ceilings: dict[str, float] = field(default_factory=dict)
+
+    def add(self, figure: Figure) -> None:
+        """Print a figure and write the file."""
+        self.figures.append(figure)
+        if figure["unit"] in CEILINGS and figure["section"] == "ceilings":
+            kind, scale = CEILINGS[figure["unit"]]
+            self.ceilings[kind] = figure["value"] * scale
+        if self.out is not None:
+            self.out.write_text(self.text() + "\n")
+        print(f"{'dry ' * self.is_dry}{line_of(figure)}", flush=True)
+
+    def text(self) -> str:
+        """Return the report as JSON."""
+        return json.dumps({**self.known, "is_dry": self.is_dry, "figures": self.figures}, indent=1)
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether something could not be measured for another reason than lack of time."""
+        return any(str(one["value"]).startswith("failed") for one in self.figures)
+
+
+def line_of(figure: Figure) -> str:
+    """Return a figure as a line of the table."""
+    value, unit = figure["value"], figure["unit"]
+    shown = number(value) if isinstance(value, float) else value
+    hidden = ("section", "name", "value", "unit")
+    more = [
+        f"{key} {number(one) if isinstance(one, float) else one}" for key, one in figure.items() if key not in hidden
+    ]
+    return " · ".join([f"{figure['section']:9} {figure['name']:46} {shown:>9} {unit}".rstrip(), *more])
+
+
+def number(value: float) -> str:
+    """Return a number with three or more digits, without an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def open_bench(*, is_dry: bool) -> Bench:
+    """Return where a process measures. Uses CUDA unless it is a dry run."""
+    if is_dry:
+        torch.set_num_threads(1)
+        return Bench(device=torch.device("cpu"), kernels=plain_kernels(), dtype=torch.float32, is_dry=True)
+    return Bench(device=torch.device("cuda"), kernels=triton_kernels(), dtype=torch.bfloat16, is_dry=False)
+
+
+def _child(unit: Unit, sink: Sink, *, is_dry: bool) -> None:
+    try:
+        unit.run(open_bench(is_dry=is_dry), sink)
+    except Exception as error:  # one line instead of a traceback
+        sink.fail(unit.name or unit.section, error)
+
+
+def run_unit(unit: Unit, report: Report, deadline: float) -> None:
+    """Measure a unit in a new process, which is killed at the deadline."""
+    label = unit.name or unit.section
+    if time.monotonic() >= deadline:
+        report.add(note(unit.section, label, "skipped: no time is left"))
+        return
+    reader, writer = FORK.Pipe(duplex=False)
+    sink = Sink(unit.section, writer, report.ceilings, deadline)
+    process = FORK.Process(target=_child, args=(unit, sink), kwargs={"is_dry": report.is_dry})
+    process.start()
+    writer.close()
+    try:
+        while reader.poll(max(0.0, deadline - time.monotonic())):
+            report.add(reader.recv())
+        process.kill()
+        report.add(note(unit.section, label, "stopped: no time is left"))
+    except EOFError:  # the process has ended
+        process.join()
+        if process.exitcode:
+            report.add(note(unit.section, label, f"failed: the process ended with {process.exitcode}"))
+    finally:
+        reader.close()
+        process.join()
+
+
+def note(section: str, name: str, text: str) -> Figure:
+    """Return a figure without a number."""
+    return {"section": section, "name": name, "value": text, "unit": ""}
+
+
+def device_name() -> str | None:
+    """Return the name of the CUDA device, found in another process; None if there is none."""
+    reader, writer = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_send_name, args=(writer,))
+    process.start()
+    writer.close()
+    try:
+        name = reader.recv()
+    except EOFError:
+        name = None
+    process.join()
+    return name if isinstance(name, str) else None
+
+
+def _send_name(writer: Connection) -> None:
+    writer.send(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
