@@ -102,3 +102,22 @@ def test_every_kind_of_request_is_the_c_path(
         assert (one.sampling_masks, one.mask) == (other.sampling_masks, other.mask)
         assert flat(one) == pytest.approx(flat(other), abs=1e-4)
     assert any(step.num_sampled > step.num_rows for step in stats) == (lookahead > 1)
+
+
+@pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
+def test_every_reported_number_is_the_c_path(mode: str, tiny: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"temperature": 0.7, "top_p": 0.8, "logit_bias": {5: 3.0, 9: -2.0}},
+        {"temperature": 1.3, "min_p": 0.05, "allowed_token_ids": list(range(3, 90))},
+        {"temperature": 0.9, "top_k": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.2},
+        {"temperature": 0, "min_tokens": 6, "stop_token_ids": list(range(0, 160, 3))},
+    ]
+    params = [SamplingParams(max_tokens=12, seed=i, logprobs=3, raw_logprobs=True, **row) for i, row in enumerate(rows)]
+    prompts = [[4, 8, 15, 16, 23, 42]] * len(rows)
+    with InferenceEngine(config_of(tiny, logprobs_mode=mode)) as ours:
+        right = ours.generate(prompts, params)
+    with open_cuda(tiny, config_of(tiny, logprobs_mode=mode)) as theirs:
+        mine = theirs.generate(prompts, params)
+    assert_same(mine, right)
+    for one, other in zip(mine, right, strict=True):
+        assert flat(one) == pytest.approx(flat(other), abs=1e-4) and len(flat(one)) > 40
