@@ -26,7 +26,7 @@ from nano_inference.executors.cuda.weights import install, moved, stage_weights
 from nano_inference.executors.cuda.windows import Windows, fits_window
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.staging import Pace
-from nano_inference.executors.step import InferenceMode, run_step
+from nano_inference.executors.step import InferenceMode, Result, run_step
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.executors.torch.executor import new_store
 from nano_inference.executors.torch.store import KVStore
@@ -80,7 +80,14 @@ class CudaExecutor:
     # ---- steps ----
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
-        return self._mode.run(lambda: self._run(rows, copies))
+        return self._inside(lambda: self._run(rows, copies))
+
+    def _inside(self, work: Callable[[], Result]) -> Result:
+        """Call `work` in inference mode, with this executor's GPU as the current one: Triton launches there."""
+        if self.device.type != "cuda":
+            return self._mode.run(work)
+        with torch.cuda.device(self.device):
+            return self._mode.run(work)
 
     def _run(self, rows: Rows, copies: tuple[BlockCopy, ...]) -> Mapping[int, RowResult]:
         """Run rows after copying blocks. Fresh blocks are not cleared: the kernels read written slots only."""
@@ -150,7 +157,7 @@ class CudaExecutor:
     def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
         """Return float32 logits [T, V] of every token, using the caller's `KVStore`."""
         assert isinstance(cache, KVStore)
-        return self._mode.run(lambda: self._forward(inputs, cache))
+        return self._inside(lambda: self._forward(inputs, cache))
 
     def _forward(self, inputs: ForwardInput, store: KVStore) -> Tensor:
         step = self._pass(rows_of(inputs), store)
@@ -190,7 +197,7 @@ class CudaExecutor:
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Capture the steps of windows without truncation, for rows of up to 2,048 keys."""
         windows = self.windows
-        self._mode.run(lambda: windows.warm_up(progress))
+        self._inside(lambda: windows.warm_up(progress))
 
     # ---- cache ----
 
