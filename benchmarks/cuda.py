@@ -15,7 +15,7 @@ installed. Sections, in this order, so that a run that is cut off has the most i
 - tests: tests/gpu
 
 Each figure is printed when it is known, with its bar (docs/cuda.md) and roofline where there is one, and written to
-the JSON file. Each model of a section runs in its own process: an error in a kernel ends that process only. After
+the JSON file. Each model of a section runs in its own process: an error in a kernel spoils that process only. After
 `--seconds` the running process is stopped, and what is left is named. `--dry` runs every line on a CPU, with tiny
 models and the plain kernels; its figures mean nothing.
 """

@@ -119,7 +119,8 @@ def main(description: str) -> int:
     device = "CPU" if given.dry else device_name()
     if device is None:
         raise SystemExit("torch sees no CUDA device; --dry runs on a CPU")
-    report = Report(given.dry, given.out, {"device": device, "torch": torch.__version__, "command": " ".join(names)})
+    known = {"device": device, "torch": torch.__version__, "sections": [one for one in SECTIONS if one in names]}
+    report = Report(given.dry, given.out, known)
     print(f"{device}, torch {torch.__version__}", flush=True)
     for unit in units(given.dry):
         if unit.section in names:
