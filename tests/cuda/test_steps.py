@@ -211,7 +211,7 @@ class Cramped:
         self.kernels = dataclasses.replace(plain, operate=operate)
 
 
-@pytest.mark.parametrize("most", [4, 9])
+@pytest.mark.parametrize("most", [2, 4, 9])
 def test_a_step_without_memory_is_computed_in_parts(most: int, tiny: Path) -> None:
     cramped = Cramped(most)
     prompts = [[*range(20)], [3, 4, 5], [*range(40, 75)]]
@@ -220,7 +220,7 @@ def test_a_step_without_memory_is_computed_in_parts(most: int, tiny: Path) -> No
         right, embedded = engine.generate(prompts, params), engine.embed(prompts)
     with open_cuda(tiny, config_of(tiny), kernels=cramped.kernels) as engine:
         mine, pooled = engine.generate(prompts, params), engine.embed(prompts)
-    assert max(cramped.sizes) > most
+    assert max(cramped.sizes) > most and (most > 2 or 4 in cramped.sizes), "a window was too large, too"
     for one, other in zip(mine, right, strict=True):
         assert one.completion_tokens == other.completion_tokens
         assert one.prompt_logprobs == pytest.approx(other.prompt_logprobs, abs=1e-5)

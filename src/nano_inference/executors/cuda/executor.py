@@ -8,6 +8,7 @@ Shapes: T tokens of a pass, K kept tokens, S rows, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -94,7 +95,10 @@ class CudaExecutor:
         self.store.prepare((), copies)
         is_full = self.program.has_full_decode
         if len(rows) <= self._limits.max_rows and all(fits_window(row, has_full_decode=is_full) for row in rows):
-            return self.windows.run(rows)
+            with suppress(torch.OutOfMemoryError):
+                return self.windows.run(rows)
+            self._windows = None
+            torch.cuda.empty_cache()
         return run_in_parts(rows, self._run_pass, self._limits.max_tokens)
 
     def _run_pass(self, rows: Rows) -> dict[int, RowResult]:
@@ -182,12 +186,13 @@ class CudaExecutor:
         """Return what the largest pass and window allocate on CUDA, beside the memory of steps, allocated here."""
         if self.device.type != "cuda":
             return 0
-        limits = self.memory.limits
-        self.new_cache(CacheSize(num_blocks=2 * limits.max_tokens, block_size=block_size))
+        steps = tuple(largest_steps(self.memory.limits, block_size))
+        num_blocks = 1 + max(block for rows in steps for row in rows for block in row.blocks)
+        self.new_cache(CacheSize(num_blocks=num_blocks, block_size=block_size))
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        for rows in largest_steps(limits, block_size):
+        for rows in steps:
             self.run(rows, (), ())
         peak = torch.cuda.max_memory_allocated(self.device)
         self._windows = self._store = None

@@ -11,7 +11,7 @@ from nano_inference.types import SamplingParams
 
 
 def largest_steps(limits: Limits, block_size: int) -> Iterator[Rows]:
-    """Yield a pass with the most tokens and draws, and a window with the most rows; they use `max_tokens` blocks."""
+    """Yield a pass with the most tokens and draws, and a window with the most rows; their blocks are the first ones."""
     num_tokens = min(limits.max_tokens // limits.max_rows, limits.max_len - 1)
     num_blocks = -(-(num_tokens + 1) // block_size)
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, raw_logprobs=True)

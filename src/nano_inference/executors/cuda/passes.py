@@ -99,6 +99,14 @@ class PartialMemory:
         return self._part_N.nbytes + self._score_N.nbytes
 
 
+_ALIGNED, _WIDTH = 4, 16
+"""Triton compiles a kernel again for an address or a stride that is not a multiple of 16 bytes or words: none is."""
+
+
+def _padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
 class PassRow(Protocol):
     """What a pass needs of a row (`runner.Row` has it)."""
 
@@ -140,7 +148,7 @@ def build_pass(
 ) -> Pass:
     """Return the pass of rows in step order (`batch.in_step_order`)."""
     pieces = list(_pieces(rows, memory.num_rows if is_deterministic else None))
-    width = max(len(piece.row.blocks) for piece in pieces)
+    width = _padded(max(len(piece.row.blocks) for piece in pieces), _WIDTH)
     num_decode = 0 if is_deterministic else sum(len(row.tokens) == 1 for row in rows)
     token_T = np.fromiter((token for row in rows for token in row.tokens), np.int32)
     previous_T = np.fromiter((token for row in rows for token in (row.prev_token, *row.tokens[:-1])), np.int32)
@@ -151,7 +159,10 @@ def build_pass(
     for index, piece in enumerate(pieces):
         table_RB[index, : len(piece.row.blocks)] = piece.row.blocks
     device = store.k_LSKD.device
-    per_token_4T = torch.from_numpy(np.stack((token_T, previous_T, position_T, row_T))).to(device)
+    num_tokens = len(token_T)
+    packed_4T = np.zeros((4, _padded(num_tokens, _ALIGNED)), np.int32)
+    packed_4T[:, :num_tokens] = token_T, previous_T, position_T, row_T
+    per_token_4T = torch.from_numpy(packed_4T).to(device).narrow(1, 0, num_tokens)
     parts = (
         _split_parts(pieces, memory, per_token_4T[2], device)
         if is_deterministic
@@ -211,9 +222,11 @@ def _part(
 ) -> AttendPart:
     sizes = [piece.num_tokens for piece in pieces]
     lengths = [piece.length for piece in pieces]
-    starts = np.concatenate(([0], np.cumsum(sizes)))
-    flat = torch.from_numpy(np.concatenate((starts, lengths, [0] * len(pieces))).astype(np.int32)).to(device)
-    start_R, length_R, shared_R = torch.split(flat, [len(pieces) + 1, len(pieces), len(pieces)])
+    packed_3R = np.zeros((3, _padded(len(pieces) + 1, _ALIGNED)), np.int32)
+    packed_3R[0, 1 : len(pieces) + 1] = np.cumsum(sizes)
+    packed_3R[1, : len(pieces)] = lengths
+    start_R, length_R, shared_R = torch.from_numpy(packed_3R).to(device).unbind(0)
+    start_R, length_R, shared_R = start_R[: len(pieces) + 1], length_R[: len(pieces)], shared_R[: len(pieces)]
     partials = None if memory is None else memory.views(sum(sizes), num_splits(max(lengths)))
     return AttendPart(
         first_token=first_token,
