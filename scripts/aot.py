@@ -1,6 +1,7 @@
 """Compile the Triton kernels to sm_90a cubins, without a GPU, and print their resources.
 
     python scripts/aot.py               all configurations (about an hour of one core at first)
+    python scripts/aot.py --published   those of the models of benchmarks/cuda.py in bfloat16 (a minute at first)
     python scripts/aot.py --pairwise 60 a choice with every kernel and trait (a minute or two at first)
     python scripts/aot.py --triton DIR  with the Triton in DIR (`pip install --target DIR triton==3.6.*`)
 
@@ -29,6 +30,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nano_inference.executors.cuda.kernels.configurations import Configuration
 
+PUBLISHED = re.compile(
+    r"attend_\w+ dtype=bf16 (ratio=7 head_dim=(64|128)|ratio=4 head_dim=64|ratio=2 head_dim=128) cap=False"
+    r"|merge_split dtype=bf16 head_dim=(64|128)"
+    r"|norm_row dtype=bf16 width=(1024|2048|4096) more=\w+ weight=True"
+    r"|rotate_head dtype=bf16 (head_dim=(64|128) rotary=True norm=none|head_dim=128 rotary=True norm=first\+weight)"
+    r"|(multiply|merge)_range dtype=bf16 .*|(activate|embed)_block dtype=bf16 kind=0|(load|advance)_rows"
+    r"|adjust_chunk dtype=bf16 cap=False|top_row dtype=bf16 cap=False cut=False"
+    r"|(sum_chunk|draw_row|cut_row) (dtype=bf16 cap=False )?(cut=\w+ )?vocabulary=(131072|262144)"
+)
+"""Names of the configurations that Qwen2.5-0.5B, Qwen3-0.6B, Llama-3.2-1B and Qwen2.5-7B use, and truncation."""
 ROOT = Path(__file__).resolve().parents[1]
 MOST_SHARED, MOST_STACK = 227 << 10, 64
 """Bytes of shared memory that a block of sm_90 can have, and of stack that a thread may use."""
@@ -138,6 +149,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--triton", metavar="DIR", help="directory of an installed Triton; default: the environment's")
     parser.add_argument("--pairwise", type=int, metavar="N", help="compile a choice of at most N configurations")
+    parser.add_argument("--published", action="store_true", help="compile those of four published models in bfloat16")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per configuration instead")
     parser.add_argument("--only", default="", metavar="PREFIX", help="compile configurations whose name starts so")
@@ -154,6 +166,7 @@ def main() -> int:
     from nano_inference.executors.cuda.kernels.configurations import configurations, pairwise
 
     found = tuple(one for one in configurations() if one.name.startswith(given.only))
+    found = tuple(one for one in found if not given.published or PUBLISHED.fullmatch(one.name))
     found = found if given.pairwise is None else pairwise(found, given.pairwise)
     started = time.monotonic()
     results = list(ResultCache(triton.__version__).results(found, given.jobs))

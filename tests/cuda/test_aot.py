@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from scripts.aot import PUBLISHED
+
 ROOT = Path(__file__).parents[2]
 MOST_CONFIGURATIONS = 60
 
@@ -49,3 +51,13 @@ def test_decode_and_groups_use_the_same_tensor_core_instruction(results: list[di
         one for one in results if one["name"].startswith(("attend_split", "attend_group")) and "fp32" not in one["name"]
     ]
     assert half and {one["instructions"] for one in half} == {"m16n8k16"}
+
+
+def test_published_models_have_a_configuration_of_every_kernel_of_their_steps() -> None:
+    from nano_inference.executors.cuda.kernels.configurations import configurations
+
+    names = [one.name for one in configurations()]
+    kernels = {name.split()[0] for name in names if PUBLISHED.fullmatch(name)}
+    assert {name.split()[0] for name in names} - kernels == {
+        "gate_values_block", "mix_block", "smear_block", "softcap_block"
+    }  # fmt: skip
