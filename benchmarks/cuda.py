@@ -3,8 +3,8 @@
     python benchmarks/cuda.py [--only SECTION,…] [--out FILE.json] [--seconds 580]
     python benchmarks/cuda.py --dry
 
-Needs torch, triton, numpy, safetensors and tokenizers, and this checkout's `src` on PYTHONPATH if the package is not
-installed. Sections, in this order, so that a run that is cut off has the most important figures:
+Needs torch, triton, numpy, safetensors and tokenizers; the package itself is imported from this checkout. Sections, in
+this order, so that a run that is cut off has the most important figures:
 
 - ceilings: bytes a second of a copy on the device, operations a second of a bfloat16 product
 - engine: for Qwen2.5-0.5B nano-vllm's bench.py (256 requests, seed 0, 100 to 1,024 tokens in and out, temperature 0.6),
@@ -16,12 +16,13 @@ installed. Sections, in this order, so that a run that is cut off has the most i
 
 Each figure is printed when it is known, with its bar (docs/cuda.md) and roofline where there is one, and written to
 the JSON file. Each model of a section runs in its own process: an error in a kernel spoils that process only. After
-`--seconds` the running process is stopped, and what is left is named. `--dry` runs every line on a CPU, with tiny
-models and the plain kernels; its figures mean nothing.
+180 seconds, or after `--seconds` in total, the running process is stopped; what is left is named. `--dry` runs every
+line on a CPU, with tiny models and the plain kernels; its figures mean nothing.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -30,6 +31,8 @@ def main() -> int:
     """Run `cuda_parts.sections`, found from the checkout: in this file's directory, torch would import it as `cuda`."""
     root = Path(__file__).parents[1]
     sys.path[0] = str(root)
+    sys.path.insert(1, str(root / "src"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[1], os.environ.get("PYTHONPATH"))))  # for pytest
     from benchmarks.cuda_parts import sections
 
     return sections.main(__doc__ or "")

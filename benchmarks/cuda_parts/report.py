@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -55,9 +57,10 @@ class Sink:
             self.fail(name, error)
 
     def fail(self, name: str, error: Exception) -> None:
-        """Send an error instead of a figure."""
+        """Send an error instead of a figure, with its traceback for the file."""
         line = next(iter(str(error).splitlines()), "")
-        self.add(name, f"failed: {type(error).__name__}: {line}")
+        trace = "".join(traceback.format_exception(error))
+        self.add(name, f"failed: {type(error).__name__}: {line}", trace=trace)
 
 
 @dataclass
@@ -69,9 +72,11 @@ class Report:
     known: dict[str, Any] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     ceilings: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
 
     def add(self, figure: Figure) -> None:
-        """Print a figure and write the file."""
+        """Print a figure with the seconds since the start, and write the file."""
+        figure = {**figure, "at": round(time.monotonic() - self.started)}
         self.figures.append(figure)
         if figure["unit"] in CEILINGS and figure["section"] == "ceilings":
             kind, scale = CEILINGS[figure["unit"]]
@@ -94,11 +99,12 @@ def line_of(figure: Figure) -> str:
     """Return a figure as a line of the table."""
     value, unit = figure["value"], figure["unit"]
     shown = number(value) if isinstance(value, float) else value
-    hidden = ("section", "name", "value", "unit")
+    hidden = ("section", "name", "value", "unit", "at", "trace")
     more = [
         f"{key} {number(one) if isinstance(one, float) else one}" for key, one in figure.items() if key not in hidden
     ]
-    return " · ".join([f"{figure['section']:9} {figure['name']:46} {shown:>9} {unit}".rstrip(), *more])
+    at = [f"{figure['at']} s"] if "at" in figure else []
+    return " · ".join([f"{figure['section']:9} {figure['name']:46} {shown:>9} {unit}".rstrip(), *more, *at])
 
 
 def number(value: float) -> str:
@@ -121,12 +127,14 @@ def _child(unit: Unit, sink: Sink, *, is_dry: bool) -> None:
         sink.fail(unit.name or unit.section, error)
 
 
-def run_unit(unit: Unit, report: Report, deadline: float) -> None:
-    """Measure a unit in a new process, which is killed at the deadline."""
-    label = unit.name or unit.section
-    if time.monotonic() >= deadline:
+def run_unit(unit: Unit, report: Report, deadline: float, most_s: float = math.inf) -> None:
+    """Measure a unit in a new process, which is killed at the deadline, or after `most_s` seconds if that is sooner."""
+    label, now = unit.name or unit.section, time.monotonic()
+    if now >= deadline:
         report.add(note(unit.section, label, "skipped: no time is left"))
         return
+    late = "no time is left" if deadline <= now + most_s else f"{most_s:g} s are too long"
+    deadline = min(deadline, now + most_s)
     reader, writer = FORK.Pipe(duplex=False)
     sink = Sink(unit.section, writer, report.ceilings, deadline)
     process = FORK.Process(target=_child, args=(unit, sink), kwargs={"is_dry": report.is_dry})
@@ -136,7 +144,7 @@ def run_unit(unit: Unit, report: Report, deadline: float) -> None:
         while reader.poll(max(0.0, deadline - time.monotonic())):
             report.add(reader.recv())
         process.kill()
-        report.add(note(unit.section, label, "stopped: no time is left"))
+        report.add(note(unit.section, label, f"stopped: {late}"))
     except EOFError:  # the process has ended
         process.join()
         if process.exitcode:

@@ -96,7 +96,16 @@ def test_a_unit_that_fails_is_one_line_of_the_report(
     run_unit(Unit("engine", "model", measure), report, time.monotonic() + 5)  # type: ignore[arg-type]
     assert [one["value"] for one in report.figures] == values
     assert json.loads((tmp_path / "cuda.json").read_text())["figures"] == report.figures
+    assert all("in refuse" in one["trace"] for one in report.figures if one["name"] == "second")
     assert report.has_failed is has_failed
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_unit_that_hangs_leaves_time_for_the_others() -> None:
+    report = Report(is_dry=True, out=None)
+    run_unit(Unit("engine", "model", hangs), report, time.monotonic() + 60, 1.0)
+    assert [one["value"] for one in report.figures] == [1.0, "stopped: 1 s are too long"]
+    assert report.figures[1]["at"] < 10
 
 
 def test_a_line_has_the_bar() -> None:
