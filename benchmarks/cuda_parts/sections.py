@@ -16,7 +16,8 @@ from benchmarks.cuda_parts.kernels import kernels
 from benchmarks.cuda_parts.models import SHAPES, Bench, open_random
 from benchmarks.cuda_parts.report import Report, Sink, Unit, device_name, run_unit
 from benchmarks.cuda_parts.timing import seconds_of
-from nano_inference import SamplingParams
+from nano_inference import InferenceEngine, SamplingParams
+from nano_inference.assemble import CUDA_LOOKAHEAD
 
 FIRST, *OTHERS = SHAPES
 SECTIONS = ("ceilings", "engine", "kernels", "profile", "tests")
@@ -43,27 +44,52 @@ def ceilings(bench: Bench, sink: Sink) -> None:
 
 
 def profile(bench: Bench, sink: Sink) -> None:
-    """List the kernels of decode steps by their share of the device's time."""
-    activity = torch.profiler.ProfilerActivity
-    is_cuda = bench.device.type == "cuda"
+    """List the kernels of a decode step by time: of one window, divided by its steps."""
+    num_rows = bench.sized(256, 4)
     with open_random(bench, FIRST) as engine:
-        length, vocab_size = bench.sized(512, 8), bench.shape(FIRST).vocab_size
-        prompts = [[(row + i) % vocab_size for i in range(length)] for row in range(bench.sized(256, 4))]
-        params = SamplingParams(max_tokens=bench.sized(64, 4), temperature=0.6, ignore_eos=True, seed=1)
-        engine.generate(prompts, params)  # captures graphs and caches the prompts
-        with torch.profiler.profile(activities=[activity.CUDA if is_cuda else activity.CPU]) as found:
-            engine.generate(prompts, params)
-    times: dict[str, float] = {}
-    for event in found.key_averages():
-        times[event.key] = event.self_device_time_total if is_cuda else event.self_cpu_time_total
-    total = sum(times.values())
+        _decode(bench, engine, num_rows)
+        started = time.perf_counter()
+        engine.tick()
+        window = time.perf_counter() - started
+        times, num_tokens = _profiled(bench, engine)
+        engine.abort_all()
+    total, num_steps = sum(times.values()), num_tokens / num_rows
     if not total:
         raise RuntimeError("the profiler saw no kernel")
+
+    def add(name: str, seconds: float) -> None:
+        sink.add(name, 1e6 * seconds / num_steps, "µs a step", share=seconds / total)
+
+    sink.add(f"a step of {num_rows} rows without the profiler", 1e6 * window / num_steps, "µs a step")
+    add("all kernels", total)
     for name in sorted(times, key=lambda one: -times[one])[:MOST_LISTED]:
-        sink.add(name[:46], 100 * times[name] / total, "%")
+        add(name[:46], times[name])
     ours = _own_kernels(bench)
     other = sum(value for name, value in times.items() if name not in ours and not _is_product(name))
-    sink.add("neither a Triton kernel of ours nor a product", 100 * other / total, "%")
+    add("neither a Triton kernel of ours nor a product", other)
+
+
+def _decode(bench: Bench, engine: InferenceEngine, num_rows: int) -> None:
+    """Start requests with different prompts, and run steps until all of them decode in windows."""
+    params = SamplingParams(max_tokens=8 * CUDA_LOOKAHEAD, temperature=0.6, ignore_eos=True, seed=1)
+    for row in range(num_rows):
+        engine.add_request([1 + row] * bench.sized(512, 8), params)
+    while engine.tick().stats.num_waiting:
+        pass
+    for _ in range(2):
+        engine.tick()
+
+
+def _profiled(bench: Bench, engine: InferenceEngine) -> tuple[dict[str, float], int]:
+    """Return the seconds of each kernel in a step of the engine, and the number of tokens that it sampled."""
+    is_cuda = bench.device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if is_cuda else activity.CPU]) as found:
+        num_tokens = engine.tick().stats.num_sampled
+        bench.wait()
+    events = found.key_averages()
+    times = {one.key: 1e-6 * (one.self_device_time_total if is_cuda else one.self_cpu_time_total) for one in events}
+    return {name: seconds for name, seconds in times.items() if seconds}, num_tokens
 
 
 def _own_kernels(bench: Bench) -> frozenset[str]:
