@@ -22,20 +22,29 @@ line on a CPU, with tiny models and the plain kernels; its figures mean nothing.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
 
+SECONDS = 580.0
+
 
 def main() -> int:
     """Run `cuda_parts.sections`, found from the checkout: in this file's directory, torch would import it as `cuda`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="run every line on a CPU; figures mean nothing")
+    parser.add_argument("--only", default="", help="sections, with commas")
+    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which nothing runs any more")
+    given = parser.parse_args()
     root = Path(__file__).parents[1]
     sys.path[0] = str(root)
     sys.path.insert(1, str(root / "src"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[1], os.environ.get("PYTHONPATH"))))  # for pytest
-    from benchmarks.cuda_parts import sections
+    from benchmarks.cuda_parts.sections import run_sections
 
-    return sections.main(__doc__ or "")
+    return run_sections(given)
 
 
 if __name__ == "__main__":

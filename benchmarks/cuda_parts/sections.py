@@ -6,7 +6,6 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
@@ -21,7 +20,6 @@ from nano_inference.assemble import CUDA_LOOKAHEAD
 
 FIRST, *OTHERS = SHAPES
 SECTIONS = ("ceilings", "engine", "kernels", "profile", "tests")
-SECONDS = 580.0
 UNIT_SECONDS = 180.0
 """Most seconds of a unit but the last: a hang of one leaves time for the others."""
 MOST_LISTED = 10
@@ -135,15 +133,9 @@ def wanted(only: str) -> set[str]:
     return set(names)
 
 
-def main(description: str) -> int:
-    """Run the sections that the command line names; return 1 if something failed."""
+def run_sections(given: argparse.Namespace) -> int:
+    """Run the sections that the options of benchmarks/cuda.py name; return 1 if something failed."""
     started = time.monotonic()
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry", action="store_true", help="run every line on a CPU; figures mean nothing")
-    parser.add_argument("--only", default="", help=f"sections, with commas: {', '.join(SECTIONS)}")
-    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which nothing runs any more")
-    given = parser.parse_args()
     names = wanted(given.only)
     device = "CPU" if given.dry else device_name()
     if device is None:
