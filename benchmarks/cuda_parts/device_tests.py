@@ -24,7 +24,7 @@ def tests(bench: Bench, sink: Sink) -> None:
         sink.add("tests/gpu", "not run: pytest is not installed")
         compare(bench, sink)
         return
-    command = [sys.executable, "-m", "pytest", *OPTIONS, "tests/gpu"]
+    command = [sys.executable, "-P", "-m", "pytest", *OPTIONS, "tests/gpu"]
     seconds = max(1.0, sink.deadline - time.monotonic() - SPARE_S)
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds)
