@@ -22,7 +22,8 @@ Figure = dict[str, Any]
 CEILINGS = {"GB/s": ("bytes", 1e9), "TFLOP/s": ("flops", 1e12)}
 """What the ceiling of a unit limits, and its value in units a second."""
 FORK = multiprocessing.get_context("fork")
-"""The modules are imported once. The first process may not use CUDA: its children could not."""
+"""The modules are imported once, and no Python starts that would need PYTHONSAFEPATH. The first process may not use
+CUDA: its children could not."""
 
 
 class Unit(NamedTuple):
