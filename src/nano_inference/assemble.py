@@ -369,9 +369,9 @@ def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -
     """
     check_cache_fits(config.kv_cache_bytes, executor.device)
     block_bytes = executor.block_bytes(config.block_size, config.kv_cache_dtype)
-    step_bytes = executor.step_bytes(config.block_size)
     num_bytes = config.kv_cache_bytes
     if num_bytes is None:
+        step_bytes = executor.step_bytes(config.block_size)
         num_bytes = max(0, free_bytes(executor.device, config.gpu_memory_utilization) - step_bytes)
     num_blocks = min(num_bytes // block_bytes, config.max_batch_size * -(-max_model_len // config.block_size))
     if num_blocks < 1:

@@ -6,6 +6,7 @@ import threading
 from pkgutil import resolve_name
 
 import pytest
+import torch
 
 from nano_inference import SamplingParams
 from nano_inference.weights.gate import StepGate
@@ -70,6 +71,8 @@ def test_no_piece_of_an_update_starts_during_a_step(
 
     def counting(*arguments: object) -> object:
         nonlocal num_pieces
+        if isinstance(values := arguments[-1], torch.Tensor) and values.dim() == 2 and values.size(0) == 1:
+            return look(*arguments)  # no piece: the first row of a weight, by which its format is guessed
         num_pieces += 1
         if is_running.is_set():
             copied_during[num_steps] = copied_during.get(num_steps, 0) + 1

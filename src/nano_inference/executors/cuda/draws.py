@@ -12,12 +12,19 @@ from torch import Tensor
 
 from nano_inference.executors.cuda.launchers import SamplingKernels
 from nano_inference.executors.cuda.sample_records import RUNNING, Scratch
-from nano_inference.executors.cuda.slots import MOST_STOPS, MOST_TOPS, SlotMemory, truncates, write_params
+from nano_inference.executors.cuda.slots import (
+    SlotMemory,
+    excluded_by_bias,
+    needs_reference,
+    tops_of,
+    write_params,
+    write_stops,
+)
 from nano_inference.executors.cuda.vocabulary import VocabularyTables
 from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.sampling import draw as reference_draw
-from nano_inference.sampling import results
-from nano_inference.types import TokenLogprob, TopLogprobs
+from nano_inference.sampling import results, truncation_of
+from nano_inference.types import TopLogprobs
 
 
 class DrawMemory:
@@ -31,7 +38,7 @@ class DrawMemory:
 
     def draw(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         """Sample one token a row from float32 logits, as `sampling.draw` does."""
-        special = [index for index, row in enumerate(rows) if _needs_reference(row)]
+        special = [index for index, row in enumerate(rows) if needs_reference(row)]
         found: dict[int, RowResult] = {}
         if special:
             some = reference_draw(logits_BV[special], [rows[index] for index in special])
@@ -50,7 +57,7 @@ class DrawMemory:
             self._write(slot, row)
         self._slots.push()
         slot_B, tables = self._slots.slot_S.narrow(0, 0, len(rows)), self._vocabulary.tables
-        has_cut, has_tops = any(truncates(row) for row in rows), any(row.params.logprobs for row in rows)
+        has_cut, has_tops = any(truncation_of(row).is_active for row in rows), any(row.params.logprobs for row in rows)
         self._kernels.adjust(scratch, logits_BV, slot_B, slots, tables)
         if has_cut:
             self._kernels.cut(scratch, slot_B, slots)
@@ -63,15 +70,12 @@ class DrawMemory:
         """Write all parameters and tables of a row."""
         fields, vocabulary = self._slots.fields, self._vocabulary
         write_params(fields, slot, row)
-        stops = row.banned[:MOST_STOPS]
-        fields["stop"][slot] = -1
-        fields["stop"][slot, : len(stops)] = stops
-        fields["min_tokens"][slot] = len(stops)
+        write_stops(fields, slot, row.banned)
+        fields["min_tokens"][slot] = 1 if row.banned else 0
         fields["num_new"][slot] = 0
         fields["state"][slot] = RUNNING
         fields["position"][slot] = row.start + len(row.tokens) - 1
-        excluded = row.banned if len(row.banned) > MOST_STOPS else ()
-        fields["bias_row"][slot] = vocabulary.write_bias(slot, row.params, excluded)
+        fields["bias_row"][slot] = vocabulary.write_bias(slot, row.params, excluded_by_bias(row))
         fields["mask_row"][slot] = vocabulary.write_mask(slot, row.mask)
         fields["count_row"][slot] = vocabulary.write_counts(slot, row)
 
@@ -83,9 +87,7 @@ class DrawMemory:
         logprobs, raw_logprobs = (words_3B[index].view(torch.float32).tolist() for index in (1, 2))
         tops: list[TopLogprobs] = []
         if has_tops:
-            ids, values = scratch.top_id[:size].tolist(), scratch.top_logprob[:size].tolist()
-            for pair in zip(ids, values, strict=True):
-                tops.append(tuple(TokenLogprob(token, value) for token, value in zip(*pair, strict=True) if token >= 0))
+            tops += map(tops_of, scratch.top_id[:size].tolist(), scratch.top_logprob[:size].tolist())
         extras: list[DrawExtras] = []
         if any(row.params.raw_logprobs for row in rows):
             extras = [
@@ -93,8 +95,3 @@ class DrawMemory:
                 for row, value in zip(rows, raw_logprobs, strict=True)
             ]
         return results(rows, tokens, logprobs, tops, extras)
-
-
-def _needs_reference(row: Row) -> bool:
-    """Return whether only `sampling.draw` has a row's results: the ids that could be sampled, or very many tokens."""
-    return row.params.sampling_mask or (row.params.logprobs or 0) > MOST_TOPS

@@ -23,7 +23,7 @@ from nano_inference.executors.cuda.memory import Limits, StepMemory, check_progr
 from nano_inference.executors.cuda.passes import Pass, PassRow, TokenRow, build_pass
 from nano_inference.executors.cuda.registers import Lowered
 from nano_inference.executors.cuda.shrink import run_in_parts
-from nano_inference.executors.cuda.weights import install, moved, stage_weights
+from nano_inference.executors.cuda.weights import install, stage_weights
 from nano_inference.executors.cuda.windows import Windows, fits_window
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.staging import Pace
@@ -272,7 +272,7 @@ class CudaExecutor:
         """Move the weights to a device, for example to main memory while the engine sleeps."""
         if self._weights is not None and any(s.device != device for s in self._weights.stacks.values()):
             self._drop_memory()
-            self._weights = moved(self._weights, device)
+            self._weights = self._weights.moved(device)
 
     def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weight) without copying."""

@@ -198,7 +198,7 @@ def _store(state: Lowering, op: ops.Store, live: frozenset[str]) -> None:
         q_D=weights[0],
         k_D=weights[1],
     )
-    cos_LF, sin_LF = (None, None) if heads.rope is None else machine.ropes.tables[heads.rope]
+    cos_LF, sin_LF = (None, None) if heads.rope is None else machine.ropes[heads.rope]
     qkv = Columns(q.register, 0, q.width + k.width + v.width)
     out = state.place([attend.q], [q.width])
 

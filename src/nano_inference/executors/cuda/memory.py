@@ -76,7 +76,7 @@ def rope_tables(program: Program, max_len: int, dtype: torch.dtype, device: torc
         cos_L1R, signed_sin_L1R = RotaryTable(rope, device).at(position_L, dtype)
         half = cos_L1R.size(-1) // 2
         tables.append((cos_L1R[:, 0, :half].contiguous(), signed_sin_L1R[:, 0, half:].contiguous()))
-    return Ropes(tuple(tables))
+    return tuple(tables)
 
 
 def lowered_parts(program: Program, machine: Machine, limits: Limits) -> Parts:
@@ -105,7 +105,7 @@ def check_program(program: Program, kernels: Kernels, limits: Limits) -> None:
             kernels=kernels,
             registers=Registers(torch.float32, meta),
             weights=TorchWeights(layout_of(program), stacks),
-            ropes=Ropes(tuple((torch.empty(0, device=meta),) * 2 for _ in program.ropes)),
+            ropes=tuple((torch.empty(0, device=meta), torch.empty(0, device=meta)) for _ in program.ropes),
             one_1=torch.empty(1, device=meta),
             part_N=torch.empty(0, device=meta),
         )

@@ -94,10 +94,6 @@ class PartialMemory:
         part_THND = self._part_N.narrow(0, 0, size * dim).view(num_tokens, heads, num_splits, dim)
         return Partials(part_THND, self._score_N.narrow(0, 0, size).view(num_tokens, heads, num_splits))
 
-    @property
-    def num_bytes(self) -> int:
-        return self._part_N.nbytes + self._score_N.nbytes
-
 
 _ALIGNED, _WIDTH = 4, 16
 """Triton compiles a kernel again for an address or a stride that is not a multiple of 16 bytes or words: none is."""

@@ -26,6 +26,10 @@ Launch = Callable[[Pass | None, int], None]
 """Computes one operation for the first n tokens of a pass; parts that read neither tokens nor the cache need none."""
 
 
+Ropes = tuple[tuple[Tensor, Tensor], ...]
+"""Cosines and sines [L, F] of every position, for each rotary embedding of a program."""
+
+
 class Columns(NamedTuple):
     """Location of a buffer: columns [start, start + width) of a register."""
 
@@ -48,13 +52,6 @@ class Lowered:
     """Soft cap of the result that no launch applies, because it follows `Widen`."""
     registers: tuple[int, ...]
     """All registers that the launches write."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ropes:
-    """Cosines and sines [L, F] of every position, for each rotary embedding of a program."""
-
-    tables: tuple[tuple[Tensor, Tensor], ...]
 
 
 class Registers:
@@ -83,10 +80,6 @@ class Registers:
     def read(self, at: Columns, num_rows: int) -> Tensor:
         """Return a buffer [num_rows, width]."""
         return self._memory[at.register].narrow(0, 0, num_rows).narrow(1, at.start, at.width)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(one.nbytes for one in self._memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ Shapes: S slots, X stop tokens, B blocks per slot, K entries of a ring, N words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from nano_inference.executors.cuda.sample_records import REPORTS, STOPPED, WANTS_RAW, Slots
 from nano_inference.runner import Row
+from nano_inference.sampling import truncation_of
+from nano_inference.types import TokenLogprob, TopLogprobs
 
 Words = npt.NDArray[np.int32]
 MOST_STOPS = 16
@@ -115,10 +117,6 @@ class SlotMemory:
             self._known[end:].view(np.float32).reshape(shape).copy(),
         )
 
-    @property
-    def num_bytes(self) -> int:
-        return self._words.nbytes + self._pushed_on_device.nbytes
-
 
 def _sizes(num_slots: int, num_blocks: int, ring_size: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of each field in words: first those of 64 bits, last those that the device changes."""
@@ -147,14 +145,13 @@ def _places(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
 
 
 def write_params(fields: Mapping[str, npt.NDArray[Any]], slot: int, row: Row) -> None:
-    """Write the sampling parameters of a row to its slot; tables (`vocabulary.VocabularyTables`) are written apart."""
-    params = row.params
-    is_greedy = params.temperature == 0
+    """Write the sampling parameters of a row to its slot; stop tokens and tables are written apart."""
+    params, cut = row.params, truncation_of(row)
     values = {
         "temperature": params.temperature,
-        "top_k": 0 if is_greedy else params.top_k,
-        "top_p": 1.0 if is_greedy else params.top_p,
-        "min_p": 0.0 if is_greedy else params.min_p,
+        "top_k": cut.top_k,
+        "top_p": cut.top_p,
+        "min_p": cut.min_p,
         "report": REPORTS[row.logprobs_mode] + (WANTS_RAW if params.raw_logprobs else 0),
         "repetition": params.repetition_penalty,
         "presence": params.presence_penalty,
@@ -167,13 +164,29 @@ def write_params(fields: Mapping[str, npt.NDArray[Any]], slot: int, row: Row) ->
         fields[name][slot] = value
 
 
+def write_stops(fields: Mapping[str, npt.NDArray[Any]], slot: int, tokens: Iterable[int]) -> None:
+    """Write the first `MOST_STOPS` tokens that end a sample, or are banned while `num_new` is below `min_tokens`."""
+    stops = tuple(tokens)[:MOST_STOPS]
+    fields["stop"][slot] = -1
+    fields["stop"][slot, : len(stops)] = stops
+
+
 def as_int64(seed: int) -> int:
     """Return the signed integer with the low 64 bits of a seed."""
     low = seed & (2**64 - 1)
     return low - 2**64 if low >= 2**63 else low
 
 
-def truncates(row: Row) -> bool:
-    """Return whether top-k, top-p or min-p can exclude a token."""
-    params = row.params
-    return params.temperature != 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+def excluded_by_bias(row: Row) -> tuple[int, ...]:
+    """Return banned tokens that do not fit a slot: they are excluded by the row's bias."""
+    return row.banned if len(row.banned) > MOST_STOPS else ()
+
+
+def needs_reference(row: Row) -> bool:
+    """Return whether only `sampling.draw` has a row's results: the ids that could be sampled, or very many tokens."""
+    return row.params.sampling_mask or (row.params.logprobs or 0) > MOST_TOPS
+
+
+def tops_of(ids: Sequence[int], logprobs: Sequence[float]) -> TopLogprobs:
+    """Return the top tokens of one draw; negative ids are no tokens."""
+    return tuple(TokenLogprob(token, value) for token, value in zip(ids, logprobs, strict=True) if token >= 0)

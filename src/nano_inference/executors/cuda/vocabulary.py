@@ -16,7 +16,7 @@ from nano_inference.runner import Row
 from nano_inference.types import SamplingParams
 
 
-class Rows:
+class RowTable:
     """Owns one table and assigns its rows to slots; grows by doubling."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -58,9 +58,9 @@ class VocabularyTables:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
-        self.count = Rows(vocab_size, torch.int32, device)
-        self.bias = Rows(vocab_size, torch.float32, device)
-        self.mask = Rows(self._num_words, torch.int32, device)
+        self.count = RowTable(vocab_size, torch.int32, device)
+        self.bias = RowTable(vocab_size, torch.float32, device)
+        self.mask = RowTable(self._num_words, torch.int32, device)
 
     @property
     def tables(self) -> Tables:

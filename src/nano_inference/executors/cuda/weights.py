@@ -5,11 +5,7 @@ The addresses in captured graphs stay valid, and there is never a second model o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
-from torch import Tensor
 
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.torch.weights import Layout, TorchStaged, TorchWeights
@@ -40,17 +36,3 @@ def install(live: TorchWeights, staged: TorchWeights) -> None:
     device = next(iter(live.stacks.values())).device
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the staged memory may be reused
-
-
-def moved(weights: TorchWeights, device: torch.device) -> TorchWeights:
-    """Return weights on a device; in pinned memory if they leave a CUDA device."""
-    stacks: dict[str, Tensor] = {}
-    for name, stack in weights.stacks.items():
-        is_pinned = stack.device.type == "cuda" and device.type == "cpu"
-        target = torch.empty(stack.shape, dtype=stack.dtype, device=device, pin_memory=is_pinned)
-        stacks[name] = target.copy_(stack)
-    return TorchWeights(weights.layout, _frozen(stacks))
-
-
-def _frozen(stacks: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    return MappingProxyType(stacks)

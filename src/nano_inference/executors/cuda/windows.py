@@ -17,9 +17,17 @@ from nano_inference.executors.cuda.decode import DecodeStep, StepKey, Stepper
 from nano_inference.executors.cuda.groups import Placed, group_tables, shared_prefixes
 from nano_inference.executors.cuda.records import num_splits
 from nano_inference.executors.cuda.sample_records import RUNNING, STOPPED
-from nano_inference.executors.cuda.slots import MOST_STOPS, MOST_TOPS, truncates, write_params
+from nano_inference.executors.cuda.slots import (
+    MOST_TOPS,
+    excluded_by_bias,
+    needs_reference,
+    tops_of,
+    write_params,
+    write_stops,
+)
 from nano_inference.runner import DrawExtras, Row, RowResult
-from nano_inference.types import TokenLogprob, TopLogprobs
+from nano_inference.sampling import truncation_of
+from nano_inference.types import TopLogprobs
 
 _FINE, _MEDIUM = 16, 128
 _WARM_LENGTHS = (256, 512, 1024, 2048)
@@ -42,11 +50,10 @@ def splits_of(length: int, most: int) -> int:
 
 def fits_window(row: Row, *, has_full_decode: bool) -> bool:
     """Return whether a window can compute a row: one generated token, with results that the rings can hold."""
-    params = row.params
     is_decode = len(row.tokens) == 1 and row.num_sampled > 0 and not row.num_drafts
-    is_plain = row.score_from is None and row.pool_from is None and not params.sampling_mask
+    is_plain = row.score_from is None and row.pool_from is None
     is_generated = not has_full_decode or row.start >= row.num_prompt
-    return is_decode and is_plain and is_generated and (params.logprobs or 0) <= MOST_TOPS
+    return is_decode and is_plain and is_generated and not needs_reference(row)
 
 
 @dataclass(slots=True)
@@ -85,7 +92,7 @@ class Windows:
         key = StepKey(
             num_rows=bucket,
             num_splits=splits_of(max(row.start for row in rows) + count, step.partials.num_splits),
-            has_cut=any(truncates(row) for row in rows),
+            has_cut=any(truncation_of(row).is_active for row in rows),
             has_tops=any(row.params.logprobs for row in rows),
             has_groups=self._group(placed),
         )
@@ -162,11 +169,8 @@ class Windows:
         if is_new or former is None:
             write_params(fields, slot, row)
         if is_new or former is None or (former.banned, former.stop_ids) != (row.banned, row.stop_ids):
-            stops = (row.banned or tuple(row.stop_ids))[:MOST_STOPS]
-            fields["stop"][slot] = -1
-            fields["stop"][slot, : len(stops)] = stops
-            excluded = row.banned if len(row.banned) > MOST_STOPS else ()
-            fields["bias_row"][slot] = vocabulary.write_bias(slot, row.params, excluded)
+            write_stops(fields, slot, row.banned or row.stop_ids)
+            fields["bias_row"][slot] = vocabulary.write_bias(slot, row.params, excluded_by_bias(row))
         if is_new or former is None or former.mask != row.mask:
             fields["mask_row"][slot] = vocabulary.write_mask(slot, row.mask)
         counted = (len(row.history), row.history[-1] if row.history else -1)
@@ -238,10 +242,7 @@ def _tops(tops_K2SN: npt.NDArray[np.int32] | None, slot: int, row: Row, size: in
         return ()
     ids = tops_K2SN[:size, 0, slot].tolist()
     values = np.ascontiguousarray(tops_K2SN[:size, 1, slot]).view(np.float32).tolist()
-    return tuple(
-        tuple(TokenLogprob(token, value) for token, value in zip(*pair, strict=True) if token >= 0)
-        for pair in zip(ids, values, strict=True)
-    )
+    return tuple(map(tops_of, ids, values))
 
 
 def _extras(raw_KS: list[list[float]] | None, slot: int, row: Row, size: int) -> tuple[DrawExtras, ...]:

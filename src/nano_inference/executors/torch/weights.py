@@ -55,8 +55,13 @@ class TorchWeights:
         return sum(stack.nbytes for stack in self.stacks.values())
 
     def moved(self, device: torch.device) -> TorchWeights:
-        """Return the same weights on a device."""
-        return TorchWeights(self.layout, {name: stack.to(device) for name, stack in self.stacks.items()})
+        """Return the same weights on a device; in page-locked memory if they leave a GPU for main memory."""
+        stacks: dict[str, Tensor] = {}
+        for name, stack in self.stacks.items():
+            is_pinned = stack.device.type == "cuda" and device.type == "cpu"
+            target = torch.empty(stack.shape, dtype=stack.dtype, device=device, pin_memory=is_pinned)
+            stacks[name] = target.copy_(stack)
+        return TorchWeights(self.layout, stacks)
 
     def copied(self) -> TorchWeights:
         """Return a deep copy of the weights."""
