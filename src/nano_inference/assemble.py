@@ -20,6 +20,7 @@ from nano_inference.executors.cpu.weights import Rounding
 from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.launchers import Kernels, triton_kernels
 from nano_inference.executors.cuda.memory import Limits
+from nano_inference.executors.devices import available_memory, pick_device, pick_dtype, rank_device
 from nano_inference.executors.loading import LoadProgress, load_weights
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.step import Sampler
@@ -39,8 +40,16 @@ from nano_inference.kinds import ModelKinds, installed_kinds
 from nano_inference.kv import KVManager, make_kv
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.rounding import measured_sources
-from nano_inference.models.config import ModelConfig
+from nano_inference.models.config import ModelConfig, with_length
 from nano_inference.models.families import Family, program_of
+from nano_inference.models.program import Program
+from nano_inference.parallel.executor import ShardedExecutor
+from nano_inference.parallel.leader import Leader
+from nano_inference.parallel.links import Links, local_links
+from nano_inference.parallel.local import load_part
+from nano_inference.parallel.processes import Processes
+from nano_inference.parallel.shard import check_divisible
+from nano_inference.parallel.staged import Whole
 from nano_inference.runner import Runner
 from nano_inference.sampling import draw
 from nano_inference.text.kinds import Tokenizer, TokenizerKind, TokenizerSource
@@ -49,16 +58,8 @@ from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest
 from nano_inference.weights.sync import WeightSyncManager
 
-_DTYPES: dict[Dtype, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 ROUNDINGS: Mapping[Dtype, Rounding] = {"auto": "own", "float32": "own", "bfloat16": "bfloat16", "int8": "int8"}
 """How the kernels store weights; "own" keeps the file's values exactly, in as few bytes as they need."""
-_CPU_CACHE_SHARE = 4
-"""The default KV cache on a CPU is at most one part in 4 of the available memory."""
-_CPU_CACHE_LIMIT = 4 << 30
 CUDA_LOOKAHEAD = 16
 """Default of `EngineConfig.lookahead` with the CUDA kernels."""
 _COPY_SHARE = 8
@@ -106,8 +107,7 @@ def assemble(
     `kinds` are the known formats, families and tokenizers, by default the installed ones. Raises `ModelError` for
     unusable model files, and `ValueError` for an unusable device or a cache smaller than one block.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    set_threads(config)
     device = pick_device(config.device)
     library = pick_kernels(config, device)
     kernels = None if library is not None else pick_cuda_kernels(config, device)
@@ -119,7 +119,9 @@ def assemble(
     on_open(checkpoint)
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
     executor: Executor
-    if library is not None:
+    if config.tensor_parallel > 1:
+        executor = start_ranks(checkpoint, config, kinds, progress)
+    elif library is not None:
         rounding = ROUNDINGS[config.dtype]
         executor = load_kernel_model(checkpoint, library, rounding, max_model_len, progress, families=kinds.families)
     elif kernels is not None:
@@ -131,6 +133,58 @@ def assemble(
         )
     parts = parts_of(executor, config)
     return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer, kinds.tokenizers), checkpoint=checkpoint)
+
+
+def set_threads(config: EngineConfig) -> None:
+    """Set torch's number of threads; ranks share the machine's by default."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif config.tensor_parallel > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tensor_parallel))
+
+
+def start_ranks(
+    checkpoint: Checkpoint, config: EngineConfig, kinds: ModelKinds, progress: LoadProgress | None
+) -> ShardedExecutor:
+    """Start the other ranks as processes, and load rank 0's part of the model.
+
+    Raises `ValueError` if the model cannot be divided, or naming a rank that failed.
+    """
+    size = config.tensor_parallel
+    model, program = divided_model(checkpoint, config, kinds)
+    device = rank_device(config.device, 0, size)
+    processes = Processes(config.to_dict(), size)
+    try:
+        processes.wait_until_ready()
+        links = local_links(processes.directory, 0, size, device)
+        own = load_rank(checkpoint, model, program, config, links, device, progress)
+        leader = Leader(links, processes.end, processes.kill)
+    except BaseException:
+        processes.kill()
+        raise
+    return ShardedExecutor(own, Whole(program, size), leader, is_fed=True)
+
+
+def divided_model(checkpoint: Checkpoint, config: EngineConfig, kinds: ModelKinds) -> tuple[ModelConfig, Program]:
+    """Return a model's configuration and its whole program. Raises `ValueError` if it cannot be divided."""
+    model = with_length(checkpoint.config, min(config.max_model_len, checkpoint.config.max_positions))
+    program = program_of(model, kinds.families)
+    check_divisible(program, config.tensor_parallel)
+    return model, program
+
+
+def load_rank(
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    program: Program,
+    config: EngineConfig,
+    links: Links,
+    device: torch.device,
+    progress: LoadProgress | None = None,
+) -> TorchExecutor:
+    """Load this rank's part of a model; all ranks call it. Raises what `load_part` raises."""
+    dtype, backend = pick_dtype(config.dtype, device), pick(config.attention, device)
+    return load_part(model, program, checkpoint.sources, links, device, dtype, backend, progress)
 
 
 def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:
@@ -188,35 +242,6 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
-def pick_device(name: str) -> torch.device:
-    """Return the device with this name; "auto" is CUDA if available, else CPU. Raises `ValueError`."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device must be auto, cpu, cuda, cuda:N or mps, got {name!r}") from None
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device must be auto, cpu, cuda, cuda:N or mps, got {name!r}")
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ValueError(f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"device {name!r}: torch sees no Apple GPU")
-    return device
-
-
-def pick_dtype(name: Dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype for torch; "auto" is float32 on a CPU and bfloat16 on CUDA.
-
-    Raises `ValueError` for int8, which requires the CPU kernels.
-    """
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in _DTYPES:
-        raise ValueError(f"dtype {name}: requires the CPU kernels")
-    return _DTYPES[name]
-
-
 def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
     """Return the CPU kernels, compiled for this machine; None to use torch.
 
@@ -224,6 +249,8 @@ def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
     compilation fails. Raises `ValueError` if the configuration requires kernels that are unavailable.
     """
     is_named = config.kernels not in ("auto", "off")
+    if config.tensor_parallel > 1:
+        return None
     reason = _why_no_kernels(config, device)
     if reason is None:
         isa = best_isa(cpu_flags()) if config.kernels == "auto" else cast(Isa, config.kernels)
@@ -244,7 +271,7 @@ def pick_cuda_kernels(config: EngineConfig, device: torch.device) -> Kernels | N
 
     Without Triton, torch is used after a warning.
     """
-    if device.type != "cuda" or config.kernels == "off" or config.attention != "auto":
+    if config.tensor_parallel > 1 or device.type != "cuda" or config.kernels == "off" or config.attention != "auto":
         return None
     try:
         return triton_kernels()
@@ -299,7 +326,7 @@ def load_kernel_model(
 
     `families` are those of `program_of`. Raises `ModelError` if the files do not have the model's weights.
     """
-    config = _with_length(checkpoint.config, max_model_len)
+    config = with_length(checkpoint.config, max_model_len)
     executor = CpuExecutor(config, program_of(config, families), library, max_model_len, rounding)
     load_weights(executor, checkpoint.sources, progress)
     return executor
@@ -326,7 +353,7 @@ def load_cuda_model(
         lookahead=config.lookahead or CUDA_LOOKAHEAD,
         is_deterministic=config.deterministic,
     )
-    model = _with_length(checkpoint.config, max_model_len)
+    model = with_length(checkpoint.config, max_model_len)
     dtype = pick_dtype(config.dtype, device)
     executor = CudaExecutor(model, program_of(model, families), device, dtype, kernels, limits)
     sources, error = measured_sources(checkpoint.sources, dtype)
@@ -351,15 +378,10 @@ def load_model(
 
     `families` are those of `program_of`. Raises `ModelError` if the files do not have the model's weights.
     """
-    config = _with_length(checkpoint.config, max_model_len)
+    config = with_length(checkpoint.config, max_model_len)
     executor = TorchExecutor(config, program_of(config, families), device, dtype, pick(attention, device), sampler)
     load_weights(executor, checkpoint.sources, progress)
     return executor
-
-
-def _with_length(config: ModelConfig, max_model_len: int) -> ModelConfig:
-    """Set the maximum length of every rope: a dynamic rope's base depends on it."""
-    return replace(config, ropes=tuple(replace(rope, max_positions=max_model_len) for rope in config.ropes))
 
 
 def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -> int:
@@ -372,7 +394,7 @@ def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -
     num_bytes = config.kv_cache_bytes
     if num_bytes is None:
         step_bytes = executor.step_bytes(config.block_size)
-        num_bytes = max(0, free_bytes(executor.device, config.gpu_memory_utilization) - step_bytes)
+        num_bytes = max(0, executor.free_bytes(config.gpu_memory_utilization) - step_bytes)
     num_blocks = min(num_bytes // block_bytes, config.max_batch_size * -(-max_model_len // config.block_size))
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {num_bytes} bytes do not hold one block of {block_bytes} bytes")
@@ -389,27 +411,6 @@ def check_cache_fits(num_bytes: int | None, device: torch.device) -> None:
             f"kv_cache_bytes: {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) are more than the available memory, "
             f"{available} bytes ({available / 2**30:.1f} GiB); give a smaller size"
         )
-
-
-def free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Return the default size of the KV cache in bytes."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * gpu_memory_utilization) - (total - free))
-    return min(available_memory() // _CPU_CACHE_SHARE, _CPU_CACHE_LIMIT)
-
-
-def available_memory() -> int:
-    """Return the bytes of main memory available without swapping; 4 GiB if the system does not report it."""
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30
 
 
 def matcher_maker(source: TokenizerSource, kinds: Mapping[str, TokenizerKind] | None = None) -> StopMatcherFactory:

@@ -118,6 +118,23 @@ def start_worker(command: Sequence[str], *, cwd: Path) -> subprocess.Popen[bytes
     )
 
 
+def start_rank(command: Sequence[str], *, cwd: Path) -> subprocess.Popen[str]:
+    """Start a program with a text pipe as stdin; its stderr is that of this process. Raises `OSError`.
+
+    `cwd` as for `start_worker`. Ctrl-C in a terminal does not reach the program.
+    """
+    _check(command, cwd)
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(os.environ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def _check(command: Sequence[str], cwd: Path) -> None:
     assert cwd.is_absolute() and (command[0] != sys.executable or tuple(command[:2]) == PYTHON)
     if not Path(command[0]).is_absolute():  # an embedded interpreter has no sys.executable

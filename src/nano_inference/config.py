@@ -22,6 +22,8 @@ Speculation = Literal["off", "ngram"]
 
 MAX_THREADS = 256
 """Most threads of the CPU kernels (MAX_THREADS of kernels/c/pool.h)."""
+MAX_RANKS = 64
+"""Most ranks of one engine."""
 MAX_LINEAGE = 128
 """Most characters of a lineage."""
 
@@ -80,6 +82,13 @@ class EngineConfig:
         "CPU code: auto uses the fastest that this machine supports and can compile; off uses torch, on CUDA too",
     )
     attention: AttentionName = helped("auto", "attention: sdpa or flex (torch); auto uses the kernels, else sdpa")
+    tensor_parallel: int = helped(
+        1,
+        "processes (ranks) among which the model is divided: each has a part of every layer and of the KV cache; "
+        "on CUDA each uses one device. kv_cache_bytes and num_threads are those of one rank (needs torch: no CPU "
+        "or CUDA kernels)",
+        integer(1, MAX_RANKS),
+    )
     speculation: Speculation = helped(
         "off",
         "ngram: speculative decoding with draft tokens from earlier text of the request, where it is expected to "
@@ -117,7 +126,17 @@ class EngineConfig:
             raise ValueError(
                 f"attention: {self.attention} uses torch and cannot be combined with kernels={self.kernels}"
             )
+        if self.tensor_parallel > 1:
+            self._check_parallel()
         object.__setattr__(self, "overrides", tuple(self.overrides))
+
+    def _check_parallel(self) -> None:
+        """Raise `ValueError` naming a field that requires kernels, which compute undivided models only."""
+        if self.kernels not in ("auto", "off"):
+            raise ValueError(f"tensor_parallel: cannot be combined with kernels={self.kernels}: ranks use torch")
+        if self.dtype == "int8" or self.deterministic or self.kv_cache_dtype != "auto":
+            name = "dtype=int8" if self.dtype == "int8" else "deterministic" if self.deterministic else "kv_cache_dtype"
+            raise ValueError(f"tensor_parallel: cannot be combined with {name}, which needs kernels: ranks use torch")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""

@@ -73,7 +73,12 @@ class Control:
     @property
     def is_alive(self) -> bool:
         """Whether the engine accepts work, that is, was not shut down. Can be read from any thread."""
-        return self._end is None
+        return self.failure is None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine accepts no work; None while it does. Can be read from any thread."""
+        return self._end or self._runner.failure
 
     @property
     def is_paused(self) -> bool:
@@ -99,8 +104,8 @@ class Control:
         return self.is_paused or self._is_asleep or not self.has_weights
 
     def _require_alive(self) -> None:
-        if self._end is not None:
-            raise EngineDead(f"the engine takes no more work: {self._end}") from self._end
+        if (failure := self.failure) is not None:
+            raise EngineDead(f"the engine takes no more work: {failure}") from failure
 
     def _require_running(self) -> None:
         """Raise `EnginePaused` if waiting for a request would never end."""

@@ -289,6 +289,8 @@ class InferenceEngine(Control):
             self.parts.weights.cancel(wait=_LAST_PIECE_S)
         if self._group is not None:
             self._group.close()
+        if self.parts.executor is not None:
+            self.parts.executor.close()
         self._runner, self._weights = ClosedRunner(), None
         self.parts = replace(self.parts, runner=ClosedRunner(), executor=None, weights=None)
         self._state.reset(_new_core(self.config, self.parts))

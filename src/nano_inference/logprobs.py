@@ -97,19 +97,33 @@ def top_logprobs(logits_BV: Tensor, normaliser: Normaliser, counts: Sequence[int
 
     Excludes tokens of probability 0, and all tokens of a row whose logits contain NaN.
     """
-    vocab_size = logits_BV.size(-1)
-    width = min(max(counts, default=0), vocab_size)
-    if not width:
+    if not max(counts, default=0):
         return ((),) * len(counts)
+    place_K2 = best_places(logits_BV, counts)
+    return tops_of(place_K2, logits_BV[place_K2[:, 0], place_K2[:, 1]], normaliser, counts)
+
+
+def best_places(logits_BV: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return (row, id) of each row's `counts` largest logits, ascending; the lowest ids among equal ones."""
+    vocab_size = logits_BV.size(-1)
+    width = min(max(counts), vocab_size)
     count_B1 = torch.tensor([min(count, vocab_size) for count in counts], device=logits_BV.device).unsqueeze(-1)
     last_B1 = logits_BV.topk(width, dim=-1).values.gather(-1, (count_B1 - 1).clamp_(min=0))
     above_BV, equal_BV = logits_BV > last_B1, logits_BV == last_B1
     equal_BV &= equal_BV.cumsum(-1, dtype=torch.int32) <= count_B1 - above_BV.sum(-1, keepdim=True)
-    place_K2 = ((above_BV | equal_BV) & normaliser.log_mass.isfinite()).nonzero()
-    logit_K = logits_BV[place_K2[:, 0], place_K2[:, 1]]
+    return (above_BV | equal_BV).nonzero()
+
+
+def tops_of(
+    place_K2: Tensor, logit_K: Tensor, normaliser: Normaliser, counts: Sequence[int]
+) -> tuple[TopLogprobs, ...]:
+    """Return the `counts` best of some (row, id) pairs of each row, ids ascending; see `top_logprobs`."""
+    is_valid_K = normaliser.log_mass.isfinite().squeeze(-1)[place_K2[:, 0]]
+    place_K2, logit_K = place_K2[is_valid_K], logit_K[is_valid_K]
     value_K = normaliser.rows(place_K2[:, 0]).logprobs(logit_K.unsqueeze(-1)).squeeze(-1)
     tops: list[list[tuple[float, TokenLogprob]]] = [[] for _ in counts]
     for (row, token), logit, value in zip(place_K2.tolist(), logit_K.tolist(), value_K.tolist(), strict=True):
         if value > -torch.inf:
             tops[row].append((logit, TokenLogprob(token, value)))
-    return tuple(tuple(one for _, one in sorted(top, key=lambda pair: -pair[0])) for top in tops)
+    ranked = (sorted(top, key=lambda pair: -pair[0]) for top in tops)
+    return tuple(tuple(one for _, one in top[:count]) for top, count in zip(ranked, counts, strict=True))

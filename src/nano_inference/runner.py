@@ -88,6 +88,10 @@ class RowResult(NamedTuple):
 class Runner(Protocol):
     """Computes steps; every `executors.Executor` is one."""
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Return why no step can run any more; None while steps can."""
+
     def run(
         self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
     ) -> Mapping[int, RowResult]:
@@ -108,6 +112,8 @@ class Runner(Protocol):
 
 class ClosedRunner:
     """The runner of an engine that was shut down."""
+
+    failure = None
 
     def run(
         self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]

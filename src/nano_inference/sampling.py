@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,12 +24,12 @@ from torch import Tensor
 
 from nano_inference.logprobs import COLDEST, Normalise, Normaliser, at, floor_logprobs, normalise, top_logprobs
 from nano_inference.runner import DrawExtras, Row, RowResult
+from nano_inference.truncation import NO_TRUNCATION, Truncation, truncate, truncation_of
 from nano_inference.types import SamplingMask, TopLogprobs
+from nano_inference.vocabulary import Vocabulary
 
 _MASK64 = 2**64 - 1
 _CDF_BLOCK = 512
-_TOP_P_WIDTH = 1024
-"""Best tokens selected first for top-p; if their probability is too small, the whole row is sorted."""
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
@@ -70,36 +69,76 @@ def results(
     return [RowResult(row.id, (token,), (logprob,), (top,), extra) for row, token, logprob, top, extra in drawn]
 
 
-def draw(logits_BV: Tensor, rows: Sequence[Row], normalise: Normalise = normalise) -> list[RowResult]:
+class WholeVocabulary:
+    """Logits of all ids in one tensor; satisfies `Vocabulary`."""
+
+    def __init__(self, normalise: Normalise = normalise) -> None:
+        self.normalise = normalise
+
+    def local(self, row: Row) -> Row:
+        return row
+
+    def largest(self, logits_BV: Tensor) -> Tensor:
+        return logits_BV.amax(-1, keepdim=True)
+
+    def argmax(self, logits_BV: Tensor) -> Tensor:
+        return logits_BV.argmax(dim=-1)
+
+    def truncate(self, logits_BV: Tensor, scaled_BV: Tensor, cuts: Sequence[Truncation]) -> None:
+        truncate(logits_BV, scaled_BV, cuts)
+
+    def size_of(self, logits_BV: Tensor) -> int:
+        return logits_BV.size(-1)
+
+    def ids_above_zero(self, scaled_V: Tensor) -> list[int]:
+        return (scaled_V > -torch.inf).nonzero().flatten().tolist()
+
+    def invert_cdf(self, scaled_BV: Tensor, uniform_B: Tensor) -> Tensor:
+        return invert_cdf(scaled_BV, uniform_B)
+
+    def at(self, logits_BV: Tensor, token_B: Tensor) -> Tensor:
+        return at(logits_BV, token_B)
+
+    def ranks(self, logits_BV: Tensor, own_B1: Tensor) -> list[int]:
+        return (logits_BV > own_B1).sum(dim=-1).add_(1).tolist()
+
+    def tops(self, logits_BV: Tensor, normaliser: Normaliser, counts: Sequence[int]) -> tuple[TopLogprobs, ...]:
+        return top_logprobs(logits_BV, normaliser, counts)
+
+
+WHOLE = WholeVocabulary()
+
+
+def draw(logits_BV: Tensor, rows: Sequence[Row], vocabulary: Vocabulary = WHOLE) -> list[RowResult]:
     """Sample one token a row; `logits_BV` is float32 and is overwritten.
 
     A row's uniform is that of (seed, sample index, position after its last token).
     """
     temperatures, ones = [row.params.temperature for row in rows], [1.0] * len(rows)
-    model = _keep(logits_BV, [row.params.raw_logprobs for row in rows], ones, normalise)
-    raw = _keep(logits_BV, [_needs_raw(row) for row in rows], ones, normalise)
+    model = _keep(logits_BV, [row.params.raw_logprobs for row in rows], ones, vocabulary)
+    raw = _keep(logits_BV, [_needs_raw(row) for row in rows], ones, vocabulary)
     for index, row in enumerate(rows):
-        adjust_logits(logits_BV[index], row)
-    argmax_B = logits_BV.argmax(dim=-1) if any(row.params.temperature == 0 for row in rows) else None
+        adjust_logits(logits_BV[index], vocabulary.local(row))
+    argmax_B = vocabulary.argmax(logits_BV) if any(row.params.temperature == 0 for row in rows) else None
     is_tempered = [row.logprobs_mode == "tempered" and truncation_of(row).is_active for row in rows]
-    tempered = _keep(logits_BV, is_tempered, temperatures, normalise)
-    scaled_BV = scaled(logits_BV, temperatures)
-    truncate(logits_BV, scaled_BV, [truncation_of(row) for row in rows])
-    masks = sampling_masks(scaled_BV, rows)
-    token_B = _choose(scaled_BV, argmax_B, rows)
-    normaliser = normalise(logits_BV, temperatures)
-    drawn_B = normaliser.logprobs(at(logits_BV, token_B)).squeeze(-1)
+    tempered = _keep(logits_BV, is_tempered, temperatures, vocabulary)
+    scaled_BV = scaled(logits_BV, temperatures, vocabulary)
+    vocabulary.truncate(logits_BV, scaled_BV, [truncation_of(row) for row in rows])
+    masks = sampling_masks(scaled_BV, rows, vocabulary)
+    token_B = _choose(scaled_BV, argmax_B, rows, vocabulary)
+    normaliser = vocabulary.normalise(logits_BV, temperatures)
+    drawn_B = normaliser.logprobs(vocabulary.at(logits_BV, token_B)).squeeze(-1)
     for kept in (raw, tempered):
         if kept is not None:
             logits_BV[kept.rows] = kept.logits_RV
             normaliser = normaliser.with_rows(kept.rows, kept.normaliser)
-    logprob_B = normaliser.logprobs(at(logits_BV, token_B)).squeeze(-1)
+    logprob_B = normaliser.logprobs(vocabulary.at(logits_BV, token_B)).squeeze(-1)
     logprob_B = logprob_B if raw is None else floor_logprobs(logprob_B)
     logprob_B = torch.where(drawn_B.isfinite(), logprob_B, drawn_B)  # if no token can be sampled, every mode reports it
     if model is not None:  # also if masking has hidden NaN in the unmodified logits
         raw_R = model.logprobs(token_B)
         logprob_B[model.rows] = torch.where(raw_R.isnan(), raw_R, logprob_B[model.rows])
-    tops = top_logprobs(logits_BV, normaliser, [row.params.logprobs or 0 for row in rows])
+    tops = vocabulary.tops(logits_BV, normaliser, [row.params.logprobs or 0 for row in rows])
     return results(rows, token_B.tolist(), logprob_B.tolist(), tops, _extras(rows, masks, model, token_B))
 
 
@@ -122,27 +161,29 @@ class _Kept(NamedTuple):
     rows: list[int]
     logits_RV: Tensor
     normaliser: Normaliser
+    vocabulary: Vocabulary
 
     def logprobs(self, token_B: Tensor) -> Tensor:
         """Return these rows' log-probabilities [R] of one token for each of all rows."""
-        return self.normaliser.logprobs(at(self.logits_RV, token_B[self.rows])).squeeze(-1)
+        return self.normaliser.logprobs(self.vocabulary.at(self.logits_RV, token_B[self.rows])).squeeze(-1)
 
 
 def _keep(
-    logits_BV: Tensor, is_wanted: Iterable[bool], temperatures: Sequence[float], normalise: Normalise
+    logits_BV: Tensor, is_wanted: Iterable[bool], temperatures: Sequence[float], vocabulary: Vocabulary
 ) -> _Kept | None:
     """Copy the wanted rows; return None without computing anything if there are none."""
     rows = [i for i, wanted in enumerate(is_wanted) if wanted]
     if not rows:
         return None
     logits_RV = logits_BV[rows]
-    return _Kept(rows, logits_RV, normalise(logits_RV, [temperatures[i] for i in rows]))
+    return _Kept(rows, logits_RV, vocabulary.normalise(logits_RV, [temperatures[i] for i in rows]), vocabulary)
 
 
-def _choose(scaled_BV: Tensor, argmax_B: Tensor | None, rows: Sequence[Row]) -> Tensor:
+def _choose(scaled_BV: Tensor, argmax_B: Tensor | None, rows: Sequence[Row], vocabulary: Vocabulary) -> Tensor:
     """Return each row's token: at its uniform, or the best at temperature 0."""
     uniforms = [uniform(row.seed, row.sample_index, row.start + len(row.tokens)) for row in rows]
-    token_B = invert_cdf(scaled_BV, torch.tensor(uniforms, dtype=torch.float64, device=scaled_BV.device))
+    uniform_B = torch.tensor(uniforms, dtype=torch.float64, device=scaled_BV.device)
+    token_B = vocabulary.invert_cdf(scaled_BV, uniform_B)
     if argmax_B is None:
         return token_B
     is_greedy_B = torch.tensor([row.params.temperature == 0 for row in rows], device=scaled_BV.device)
@@ -176,7 +217,7 @@ def sample_with_logprobs(
     logits_BV = logits_BV.to(torch.float32, copy=True)
     argmax_B = logits_BV.argmax(dim=-1)
     scaled_BV = scaled(logits_BV, temperatures)
-    cuts = [_NO_TRUNCATION] * num_rows
+    cuts = [NO_TRUNCATION] * num_rows
     for index in range(num_rows):
         if temperatures[index]:
             top_k = 0 if top_ks is None else max(0, int(top_ks[index]))
@@ -245,7 +286,7 @@ def unpack_mask(mask: bytes, vocab_size: int) -> Tensor:
     return bits.flatten()[:vocab_size].nonzero().squeeze(-1)
 
 
-def scaled(logits_BV: Tensor, temperatures: Sequence[float]) -> Tensor:
+def scaled(logits_BV: Tensor, temperatures: Sequence[float], vocabulary: Vocabulary = WHOLE) -> Tensor:
     """Return each row divided by its temperature; the argument itself if all temperatures are 0 or 1.
 
     A row's largest logit is subtracted first, so that no temperature overflows float32.
@@ -253,99 +294,22 @@ def scaled(logits_BV: Tensor, temperatures: Sequence[float]) -> Tensor:
     if all(t in (0, 1) for t in temperatures):
         return logits_BV
     is_scaled_B1 = torch.tensor([t not in (0, 1) for t in temperatures], device=logits_BV.device).unsqueeze(-1)
-    best_B1 = logits_BV.amax(-1, keepdim=True)
+    best_B1 = vocabulary.largest(logits_BV)
     scaled_BV = logits_BV - torch.where(is_scaled_B1 & best_B1.isfinite(), best_B1, 0.0)
     divisors = [max(t, COLDEST) if t else 1.0 for t in temperatures]
     scaled_BV /= torch.tensor(divisors, device=logits_BV.device).unsqueeze(-1)
     return scaled_BV
 
 
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """A row's truncation parameters."""
-
-    top_k: int
-    top_p: float
-    min_p: float
-
-    @property
-    def is_active(self) -> bool:
-        """Whether any token can be excluded."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-_NO_TRUNCATION = Truncation(0, 1.0, 0.0)
-
-
-def truncation_of(row: Row) -> Truncation:
-    """Return a row's truncation; none at temperature 0."""
-    if row.params.temperature == 0:
-        return _NO_TRUNCATION
-    return Truncation(row.params.top_k, row.params.top_p, row.params.min_p)
-
-
-def truncate(logits_BV: Tensor, scaled_BV: Tensor, cuts: Sequence[Truncation]) -> None:
-    """Set the logits that each row's truncation excludes to -inf, in both tensors, in place."""
-    for index, cut in enumerate(cuts):
-        if cut.is_active:
-            truncate_row(scaled_BV[index], cut)
-            if scaled_BV is not logits_BV:
-                logits_BV[index].masked_fill_(scaled_BV[index] == -torch.inf, -torch.inf)
-
-
-def truncate_row(logits_V: Tensor, cut: Truncation) -> None:
-    """Apply top-k, then top-p of the rest, then min-p to one tempered row, in place. The lowest id wins a tie."""
-    vocab_size = logits_V.size(0)
-    num_top = min(cut.top_k or vocab_size, vocab_size)
-    best = logits_V.max()
-    if num_top < vocab_size or cut.top_p < 1:
-        value_K = _best_values(logits_V, num_top, cut.top_p)
-        count = min(num_top, value_K.size(0))
-        if cut.top_p < 1:
-            mass_K = (value_K.double() - best.double()).exp().cumsum(-1)
-            total = mass_K[count - 1] if count == num_top < vocab_size else _mass(logits_V, best)
-            count = int((mass_K[:count] < cut.top_p * total).sum()) + 1
-        keep_best(logits_V, value_K[: min(count, num_top)])
-    if cut.min_p > 0:
-        logits_V[(logits_V.double() - best.double()).exp() < cut.min_p] = -torch.inf
-
-
-def _best_values(logits_V: Tensor, num_top: int, top_p: float) -> Tensor:
-    """Return the largest values, sorted: at least as many as top-k and top-p need."""
-    if num_top < logits_V.size(0):
-        return logits_V.topk(num_top).values
-    width = min(_TOP_P_WIDTH, num_top)
-    value_K = logits_V.topk(width).values
-    best = value_K[0]
-    if width == num_top or (value_K.double() - best.double()).exp().sum() >= top_p * _mass(logits_V, best):
-        return value_K
-    return logits_V.sort(descending=True).values
-
-
-def _mass(logits_V: Tensor, best: Tensor) -> Tensor:
-    """Return the sum of exp(logit - best) over the row, in float64."""
-    return (logits_V.double() - best.double()).exp().sum()
-
-
-def sampling_masks(logits_BV: Tensor, rows: Sequence[Row]) -> list[SamplingMask]:
+def sampling_masks(scaled_BV: Tensor, rows: Sequence[Row], vocabulary: Vocabulary = WHOLE) -> list[SamplingMask]:
     """Return the ids that each row can sample; None if not requested, and if no token is excluded."""
     masks: list[SamplingMask] = []
     for index, row in enumerate(rows):
         is_masked = row.params.allowed_token_ids is not None or row.mask is not None or bool(row.banned)
         is_wanted = row.params.sampling_mask and (is_masked or truncation_of(row).is_active)
-        ids = (logits_BV[index] > -torch.inf).nonzero().flatten().tolist() if is_wanted else ()
-        masks.append(tuple(ids) if is_wanted and len(ids) < logits_BV.size(-1) else None)
+        ids = vocabulary.ids_above_zero(scaled_BV[index]) if is_wanted else []
+        masks.append(tuple(ids) if is_wanted and len(ids) < vocabulary.size_of(scaled_BV) else None)
     return masks
-
-
-def keep_best(logits_V: Tensor, best_K: Tensor) -> None:
-    """Keep the len(best_K) largest logits, whose sorted values are `best_K`; lowest ids first among equals."""
-    last = best_K[-1]
-    num_equal = int((best_K == last).sum())
-    equal_V = logits_V == last
-    if int(equal_V.sum()) > num_equal:
-        equal_V &= equal_V.cumsum(0) <= num_equal
-    logits_V.masked_fill_(~((logits_V > last) | equal_V), -torch.inf)
 
 
 def invert_cdf(logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
@@ -357,10 +321,10 @@ def invert_cdf(logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
     mass_BN = p_BNC.sum(-1).double()
     cdf_BN = mass_BN.cumsum(-1)
     target_B1 = uniform_B.unsqueeze(-1) * cdf_BN[:, -1:]
-    block_B1 = _first_above(cdf_BN, target_B1, mass_BN)
+    block_B1 = first_above(cdf_BN, target_B1, mass_BN)
     before_B1 = cdf_BN.gather(-1, block_B1) - mass_BN.gather(-1, block_B1)
     p_BC = p_BNC.gather(1, block_B1.unsqueeze(-1).expand(-1, -1, _CDF_BLOCK)).squeeze(1)
-    inside_B1 = _first_above(p_BC.cumsum(-1, dtype=torch.float64), target_B1 - before_B1, p_BC)
+    inside_B1 = first_above(p_BC.cumsum(-1, dtype=torch.float64), target_B1 - before_B1, p_BC)
     return (block_B1 * _CDF_BLOCK + inside_B1).squeeze(-1)
 
 
@@ -372,9 +336,10 @@ def _weights(logits_BV: Tensor) -> Tensor:
     return torch.softmax(torch.log_softmax(logits_BV, dim=-1), dim=-1)
 
 
-def _first_above(cdf_BN: Tensor, target_B1: Tensor, mass_BN: Tensor) -> Tensor:
-    """Return the first index with cdf > target; if rounding leaves none, the last index with mass > 0."""
-    index_B1 = (cdf_BN <= target_B1).sum(-1, keepdim=True)
+def first_above(cdf_BN: Tensor, target_B1: Tensor, mass_BN: Tensor, *, is_reached: bool = False) -> Tensor:
+    """Return the first index with cdf > target (>= with `is_reached`); without one, the last index with mass > 0."""
+    is_below_BN = cdf_BN < target_B1 if is_reached else cdf_BN <= target_B1
+    index_B1 = is_below_BN.sum(-1, keepdim=True)
     rank_N = torch.arange(1, mass_BN.size(-1) + 1, device=mass_BN.device)
     last_B1 = ((mass_BN > 0) * rank_N).amax(-1, keepdim=True) - 1
     return index_B1.minimum(last_B1).clamp_(min=0)

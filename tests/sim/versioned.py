@@ -62,6 +62,8 @@ def score(seen: Sequence[int], token: int, version: int) -> float:
 class VersionedRunner:
     """Owns slots of (token, version). `oldest` is the oldest version whose K/V may still be read."""
 
+    failure = None
+
     def __init__(self, num_blocks: int, block_size: int, drawing: Drawing = next_token) -> None:
         self.block_size = block_size
         self.drawing = drawing

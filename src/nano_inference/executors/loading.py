@@ -9,21 +9,31 @@ import torch
 
 from nano_inference.executors.protocol import Executor
 from nano_inference.loader.sources import HARMLESS_SUFFIX, WeightSource, check_names
+from nano_inference.models.program import Program
 
 LoadProgress = Callable[[int, int], None]
 """Callback receiving (bytes_done, bytes_total), counted as float32."""
+
+
+def known_sources(program: Program, sources: Mapping[str, WeightSource]) -> dict[str, WeightSource]:
+    """Return the sources of a program's weights, without tied ones and rotary frequencies.
+
+    Raises `ModelError` for a tensor that is unknown, missing or of another shape.
+    """
+    ignored = program.tied_names.keys()
+    named = {n: s for n, s in sources.items() if n not in ignored and not n.endswith(HARMLESS_SUFFIX)}
+    check_names({spec.name: spec.shape for spec in program.weights}, named)
+    return named
 
 
 @torch.no_grad()
 def load_weights(executor: Executor, sources: Mapping[str, WeightSource], progress: LoadProgress | None = None) -> None:
     """Read and pack every weight of the executor's program and commit them.
 
-    Raises `ModelError`, before reading, for a tensor that is unknown, missing or of another shape.
+    Raises `ModelError`, before reading, as `known_sources` does.
     """
+    named = known_sources(executor.program, sources)
     specs = {spec.name: spec for spec in executor.program.weights}
-    ignored = executor.program.tied_names.keys()
-    named = {n: s for n, s in sources.items() if n not in ignored and not n.endswith(HARMLESS_SUFFIX)}
-    check_names({name: spec.shape for name, spec in specs.items()}, named)
     done, total = 0, 4 * sum(math.prod(spec.shape) for spec in specs.values())
     staged = executor.stage()
     for name, source in named.items():

@@ -48,7 +48,13 @@ class Staged(Protocol):
         """Return True if a weight that was put equals another source once packed."""
 
     def finish(self) -> Any:
-        """Return the argument of `Executor.commit`: the new weights, completed by the current ones."""
+        """Return the argument of `Executor.commit`: the new weights, completed by the current ones.
+
+        Raises `WeightError` if another rank has refused its part (tensor parallelism).
+        """
+
+    def discard(self) -> None:
+        """Drop the new weights, before or after `finish`; they must not be committed."""
 
 
 class Executor(Protocol):
@@ -64,6 +70,13 @@ class Executor(Protocol):
     def code(self) -> str:
         """Return "torch", or the instruction set of the CPU kernels."""
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Return why no step can run any more, such as a lost rank; None while steps can. Thread-safe."""
+
+    def close(self) -> None:
+        """End the processes that belong to the executor, if any. Can be called again."""
+
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         """Copy and clear blocks (see `Runner.run`), compute the rows' K/V and draw; return results by row id.
 
@@ -78,6 +91,9 @@ class Executor(Protocol):
 
         0 for devices whose memory is not divided in advance.
         """
+
+    def free_bytes(self, share: float) -> int:
+        """Return the default size of a KV cache in bytes; `share` of a GPU's memory is for weights and cache."""
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Compile and record the usual steps; `progress` receives (done, total). Needs weights and a cache."""

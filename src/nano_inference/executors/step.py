@@ -15,10 +15,11 @@ from torch import Tensor
 
 from nano_inference.executors.ahead import joined, sample_ahead
 from nano_inference.executors.batch import Rows, Scored, drawn, in_step_order, split_at_answers, wanted
-from nano_inference.logprobs import Normalise, at, floor_logprobs, top_logprobs
+from nano_inference.logprobs import floor_logprobs
 from nano_inference.models.program import Program
 from nano_inference.runner import Row, RowResult
 from nano_inference.types import TopLogprobs
+from nano_inference.vocabulary import Vocabulary
 
 _SCORE_ELEMENTS = 1 << 24
 """Largest number of logits in memory while a prompt is scored, instead of all [T, V]."""
@@ -75,15 +76,15 @@ class InferenceMode:
             self._mode = None
 
 
-def run_step(forward: Forward, rows: Rows, sampler: Sampler, normalise: Normalise) -> dict[int, RowResult]:
+def run_step(forward: Forward, rows: Rows, sampler: Sampler, vocabulary: Vocabulary) -> dict[int, RowResult]:
     """Run the forward pass, score, pool and draw; return a result for each row's id.
 
     Runs again for rows that may sample more tokens (`sample_ahead`).
     """
-    return sample_ahead(rows, lambda rows: _run_once(forward, rows, sampler, normalise))
+    return sample_ahead(rows, lambda rows: _run_once(forward, rows, sampler, vocabulary))
 
 
-def _run_once(forward: Forward, rows: Rows, sampler: Sampler, normalise: Normalise) -> dict[int, RowResult]:
+def _run_once(forward: Forward, rows: Rows, sampler: Sampler, vocabulary: Vocabulary) -> dict[int, RowResult]:
     """Run one forward pass; return a result for each row's id."""
     rows = in_step_order(rows)
     seen, places = drawn(rows)
@@ -92,7 +93,7 @@ def _run_once(forward: Forward, rows: Rows, sampler: Sampler, normalise: Normali
         return _by_row(rows, sampler(forward.step_logits(rows, places), seen))
     asked = wanted(rows, places)
     hidden_KE = _hidden(forward, rows, asked.kept)
-    scores = score_rows(forward, rows, asked.scored, hidden_KE, normalise)
+    scores = score_rows(forward, rows, asked.scored, hidden_KE, vocabulary)
     sums = _pool(forward, asked.pooled, hidden_KE)
     found = _by_row(rows, _draw(forward, seen, asked.places, hidden_KE, sampler))
     return found | {
@@ -158,7 +159,7 @@ def _pool(forward: Forward, found: Mapping[int, range], hidden_KE: Tensor) -> di
 
 
 def score_rows(
-    forward: Forward, rows: Sequence[Row], found: Mapping[int, Scored], hidden_KE: Tensor, normalise: Normalise
+    forward: Forward, rows: Sequence[Row], found: Mapping[int, Scored], hidden_KE: Tensor, vocabulary: Vocabulary
 ) -> dict[int, RowResult]:
     """Return the log-probabilities of the targets in `found`, by row index.
 
@@ -173,11 +174,11 @@ def score_rows(
         piece = slice(start, start + width)
         index_S, target_S = torch.tensor([targets.indices[piece], targets.tokens[piece]], device=forward.device)
         logits_SV = forward.logits(hidden_KE[index_S])
-        normaliser = normalise(logits_SV, targets.temperatures[piece])
-        own_S1 = at(logits_SV, target_S.to(logits_SV.device))
+        normaliser = vocabulary.normalise(logits_SV, targets.temperatures[piece])
+        own_S1 = vocabulary.at(logits_SV, target_S.to(logits_SV.device))
         logprobs += floor_logprobs(normaliser.logprobs(own_S1).squeeze(-1)).tolist()
-        ranks += (logits_SV > own_S1).sum(dim=-1).add_(1).tolist()
-        tops += top_logprobs(logits_SV, normaliser, targets.num_tops[piece])
+        ranks += vocabulary.ranks(logits_SV, own_S1)
+        tops += vocabulary.tops(logits_SV, normaliser, targets.num_tops[piece])
     scores: dict[int, RowResult] = {}
     start = 0
     for index, known in found.items():

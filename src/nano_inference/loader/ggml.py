@@ -13,6 +13,12 @@ def type_layout(code: int) -> tuple[str, int, int]:
     return kind.name, block, block_bytes
 
 
+def block_layout(type_name: str) -> tuple[int, int]:
+    """Return a type's (values per block, bytes per block)."""
+    block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
+    return block, block_bytes
+
+
 def dequantize(rows: np.ndarray, type_name: str) -> np.ndarray:
     """Return the float32 values of rows of bytes. Raises `NotImplementedError` for a type that `gguf` cannot unpack."""
     # numpy would warn about infinite scales in damaged blocks.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -61,10 +62,37 @@ class PackedTensor:
     """Rows per head, if their permutation must be undone; otherwise 0."""
     shift: float = 0.0
     """Added to every value."""
+    column_range: tuple[int, int] | None = None
+    """The columns [start, stop) of the tensor that this source reads; None: all."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
+        if self.column_range is None:
+            return self.tensor.shape
+        start, stop = self.column_range
+        return (self.tensor.shape[0], stop - start)
+
+    def rows(self, start: int, stop: int) -> PackedTensor:
+        """Return rows [start, stop): whole heads if their permutation must be undone."""
+        tensor, width = self.tensor, self.tensor.row_bytes
+        if len(tensor.shape) == 1:
+            width = tensor.row_bytes // tensor.shape[0]
+            row_bytes = num_bytes = (stop - start) * width
+        else:
+            row_bytes, num_bytes = width, (stop - start) * width
+        part = replace(
+            tensor,
+            shape=(stop - start, *tensor.shape[1:]),
+            offset=tensor.offset + start * width,
+            num_bytes=num_bytes,
+            row_bytes=row_bytes,
+        )
+        return replace(self, tensor=part)
+
+    def columns(self, start: int, stop: int) -> PackedTensor:
+        """Return columns [start, stop) of a matrix."""
+        assert len(self.tensor.shape) == 2 and self.column_range is None
+        return replace(self, column_range=(start, stop))
 
     @property
     def dtype(self) -> str:
@@ -76,21 +104,41 @@ class PackedTensor:
         flat = target.view(-1)
         num_rows = self.tensor.num_bytes // self.tensor.row_bytes
         row_values = flat.numel() // num_rows
+        read = self._read_rows if self.column_range is None else self._read_columns
         unit = self.head_rows if self.head_rows and len(self.shape) > 1 else 1
         step = max(1, _PIECE_VALUES // (unit * row_values)) * unit
-        packed = torch.empty(min(step, num_rows), self.tensor.row_bytes, dtype=torch.uint8)
         with open_at(self.path, self.tensor.offset) as file:
             for start in range(0, num_rows, step):
-                part = packed[: num_rows - start]
-                fill(file, self.path, part.view(-1))
-                self._place(unpack(part, self.tensor.type_name), flat[start * row_values : (start + step) * row_values])
+                values = read(file, start, min(step, num_rows - start))
+                self._place(values, flat[start * row_values : (start + step) * row_values])
+
+    def _read_rows(self, file: FileIO, start: int, count: int) -> Tensor:
+        """Return the values of the next rows of the file."""
+        packed = torch.empty(count, self.tensor.row_bytes, dtype=torch.uint8)
+        fill(file, self.path, packed.view(-1))
+        return unpack(packed, self.tensor.type_name)
+
+    def _read_columns(self, file: FileIO, start: int, count: int) -> Tensor:
+        """Return the values of some rows in the columns of this source, reading only the blocks that hold them."""
+        from nano_inference.loader.ggml import block_layout
+
+        assert self.column_range is not None
+        block, block_bytes = block_layout(self.tensor.type_name)
+        first, last = self.column_range[0] // block, -(-self.column_range[1] // block)
+        packed = torch.empty(count, (last - first) * block_bytes, dtype=torch.uint8)
+        for index, row in enumerate(packed, start):
+            file.seek(self.tensor.offset + index * self.tensor.row_bytes + first * block_bytes)
+            fill(file, self.path, row)
+        values = unpack(packed, self.tensor.type_name).view(count, -1)
+        skip = self.column_range[0] - first * block
+        return values[:, skip : skip + self.shape[1]].reshape(-1)
 
     def read_blocks(self) -> tuple[Tensor, Tensor | None]:
         """Return the file's rows, uint8 [rows, bytes], and the file row of each row of the weight (None: the same).
 
         Only for two-dimensional tensors without a shift.
         """
-        assert not self.shift and len(self.shape) == 2
+        assert not self.shift and len(self.shape) == 2 and self.column_range is None
         rows = torch.empty(self.shape[0], self.tensor.row_bytes, dtype=torch.uint8)
         with open_at(self.path, self.tensor.offset) as file:
             fill(file, self.path, rows.view(-1))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
@@ -37,27 +37,50 @@ class FileRange:
     shape: tuple[int, ...]
     dtype: str
     """A key of `DTYPES`."""
+    stride: int | None = None
+    """Bytes from one row to the next in the file; None if rows are adjacent."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row."""
+        return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
     def rows(self, start: int, stop: int) -> FileRange:
         """Return rows [start, stop)."""
         num_rows, *rest = self.shape
         stop = min(stop, num_rows)
-        row_bytes = math.prod(rest) * DTYPES[self.dtype].itemsize
-        return FileRange(self.path, self.offset + start * row_bytes, (stop - start, *rest), self.dtype)
+        offset = self.offset + start * (self.stride or self.row_bytes)
+        return replace(self, offset=offset, shape=(stop - start, *rest))
+
+    def columns(self, start: int, stop: int) -> FileRange:
+        """Return columns [start, stop) of a matrix."""
+        num_rows, _ = self.shape
+        offset = self.offset + start * DTYPES[self.dtype].itemsize
+        return replace(self, offset=offset, shape=(num_rows, stop - start), stride=self.stride or self.row_bytes)
 
     def read_into(self, target: Tensor) -> None:
         """Fill a contiguous tensor of the same shape, of any float dtype, on any device."""
-        flat = target.view(-1)
-        dtype = DTYPES[self.dtype]
+        if not math.prod(self.shape):
+            return
         with open_at(self.path, self.offset) as file:
-            if dtype == target.dtype and target.device.type == "cpu":
-                fill(file, self.path, flat)
+            if self.stride is None:
+                self._read_values(file, target.view(-1))
                 return
-            staging = torch.empty(min(flat.numel(), PIECE_BYTES // dtype.itemsize), dtype=dtype)
-            for start in range(0, flat.numel(), max(1, staging.numel())):
-                piece = flat[start : start + staging.numel()]
-                fill(file, self.path, staging[: piece.numel()])
-                piece.copy_(staging[: piece.numel()])
+            for index, row in enumerate(target):
+                file.seek(self.offset + index * self.stride)
+                self._read_values(file, row)
+
+    def _read_values(self, file: FileIO, flat: Tensor) -> None:
+        """Fill a contiguous tensor from adjacent values."""
+        dtype = DTYPES[self.dtype]
+        if dtype == flat.dtype and flat.device.type == "cpu":
+            fill(file, self.path, flat)
+            return
+        staging = torch.empty(min(flat.numel(), PIECE_BYTES // dtype.itemsize), dtype=dtype)
+        for start in range(0, flat.numel(), max(1, staging.numel())):
+            piece = flat[start : start + staging.numel()]
+            fill(file, self.path, staging[: piece.numel()])
+            piece.copy_(staging[: piece.numel()])
 
 
 def open_at(path: Path, offset: int) -> FileIO:

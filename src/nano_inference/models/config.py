@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nano_inference.checks import check_int, check_number
@@ -125,3 +125,8 @@ class ModelConfig:
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Return the bytes of one token's K and V, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+
+
+def with_length(config: ModelConfig, max_model_len: int) -> ModelConfig:
+    """Set the maximum length of every rope: a dynamic rope's base depends on it."""
+    return replace(config, ropes=tuple(replace(rope, max_positions=max_model_len) for rope in config.ropes))

@@ -70,12 +70,22 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+@dataclass(frozen=True, slots=True)
+class TablePart:
+    """Which rows of a table one rank has."""
+
+    first_row: int
+    num_rows: int
+    """Rows of the whole table."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embed(BaseOp):
     """out = scale · table[row], with scale rounded to P.
 
     The row is the token's id ("token"), the previous token's id ("previous"; 0 if there is none), or a hash of both
     ("pair", nanochat G2e): (36313 · id XOR 27191 · previous) mod (rows - 1), the last row if there is no previous one.
+    With `part`, `table` has some rows of a table, and out is 0 for the others.
     """
 
     READS = ()
@@ -84,6 +94,7 @@ class Embed(BaseOp):
     table: WeightSpec
     rows: TableRows = "token"
     scale: float = 1.0
+    part: TablePart | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +231,15 @@ class Add(BaseOp):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce(BaseOp):
+    """x = the sum of x over all ranks, the same bits on each (tensor parallelism; inserted by `parallel.shard`)."""
+
+    WRITES = ("x",)
+
+    x: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mix(BaseOp):
     """out = a · x + sign · b · y, each product rounded to P; `a` None means 1 (nanochat from G1)."""
 
@@ -304,6 +324,7 @@ Op = (
     | Attend
     | Keep
     | Add
+    | Reduce
     | Mix
     | Activate
     | GateValues

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from nano_inference.assemble import environment, pick_device
+from nano_inference.assemble import environment
+from nano_inference.executors.devices import pick_device
 from nano_inference.nanochat.files import nanochat_home
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nano_inference.assemble import EngineParts, assemble, pick_device
+from nano_inference.assemble import EngineParts, assemble
 from nano_inference.catalog import catalog_sampling
 from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
+from nano_inference.executors.devices import pick_device
 from nano_inference.executors.loading import LoadProgress
 from nano_inference.kinds import installed_kinds
 from nano_inference.loader.opened import Checkpoint, sampling_defaults

@@ -11,10 +11,19 @@ import threading
 import time
 from contextlib import suppress
 
+_STEPS = 8
+"""Number of steps over which staging is spread while the engine is busy."""
+_SMALLEST_SHARE = 8 << 20
+"""Bytes."""
 _LONGEST_WAIT = 0.5
 """Longest delay of a step, as a share of the last step's duration."""
 _SOURCE_WAIT = 0.1
 """The same while the staging thread waits for its source."""
+
+
+def share_of(weight_bytes: int) -> int:
+    """Return the bytes that the staging thread copies before each step."""
+    return max(_SMALLEST_SHARE, weight_bytes // _STEPS)
 
 
 class StepGate:

@@ -12,17 +12,12 @@ from typing import Any
 
 import torch
 
-from nano_inference.executors.protocol import Executor
+from nano_inference.executors.protocol import Executor, Staged
 from nano_inference.types import ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
 from nano_inference.weights.checksum import digest
-from nano_inference.weights.gate import StepGate
+from nano_inference.weights.gate import StepGate, share_of
 from nano_inference.weights.staging import NamedWeights, Staging, pairs
 from nano_inference.weights.updates import UpdateRules
-
-_STEPS = 8
-"""Number of steps over which staging is spread while the engine is busy."""
-_SMALLEST_SHARE = 8 << 20
-"""Bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -162,6 +157,7 @@ class WeightSyncManager:
             job.is_cancelled.set()
             if job.thread is not None and wait:
                 job.thread.join(wait)
+            job.discard()
         return job is not None
 
     @property
@@ -236,6 +232,8 @@ class _Job:
         self.label = label
         self.staged: Any = None
         """The argument of `Executor.commit`."""
+        self._gathered: Staged | None = None
+        """The owner of the complete update."""
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.on_end: Callable[[], None] | None = None
@@ -243,7 +241,7 @@ class _Job:
         """The version of the new weights; set when the swap starts."""
         self.is_cancelled = threading.Event()
         self._timeout = timeout
-        self.gate = StepGate(max(_SMALLEST_SHARE, executor.weight_bytes // _STEPS))
+        self.gate = StepGate(share_of(executor.weight_bytes))
         self._deadline = None if timeout is None else time.monotonic() + timeout
 
     def run(self) -> None:
@@ -268,14 +266,21 @@ class _Job:
         try:
             while (item := self._next(source)) is not None:
                 staging.put(*item)
+            complete = staging.complete()
+            found = None if self.checksum is None else digest(executor.staged_values(complete))
+            if found != self.checksum:
+                raise WeightError(f"checksum: the update has {found}, {self.checksum} was expected")
         except BaseException as error:
             _close_after(error, source)
+            staged.discard()
             raise
-        complete = staging.complete()
-        found = None if self.checksum is None else digest(executor.staged_values(complete))
-        if found != self.checksum:
-            raise WeightError(f"checksum: the update has {found}, {self.checksum} was expected")
+        self._gathered = staged
         return complete
+
+    def discard(self) -> None:
+        """Drop an update that is gathered and will not be installed."""
+        if self._gathered is not None:
+            self._gathered.discard()
 
     def _next(self, source: Iterator[tuple[object, object]]) -> tuple[object, object] | None:
         """Return the source's next pair; wrap its exceptions in `WeightError`."""

@@ -16,7 +16,8 @@ from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
 from nano_inference.logprobs import Normalise, Normaliser, divisors_of
 from nano_inference.runner import Row, RowResult
-from nano_inference.sampling import draw, results, truncation_of, uniform
+from nano_inference.sampling import WholeVocabulary, draw, results, uniform
+from nano_inference.truncation import truncation_of
 
 
 class KernelSampler:
@@ -24,7 +25,7 @@ class KernelSampler:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._normalise = kernel_normalise(library)
+        self._vocabulary = WholeVocabulary(kernel_normalise(library))
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         """Draw one token per row; may overwrite the logits."""
@@ -32,7 +33,7 @@ class KernelSampler:
         if len(plain) == len(rows):
             return self._draw_plain(logits_BV, rows)
         special = [i for i, row in enumerate(rows) if not is_plain(row)]
-        found = dict(zip(special, draw(logits_BV[special], [rows[i] for i in special], self._normalise), strict=True))
+        found = dict(zip(special, draw(logits_BV[special], [rows[i] for i in special], self._vocabulary), strict=True))
         if plain:
             found |= zip(plain, self._draw_plain(logits_BV[plain], [rows[i] for i in plain]), strict=True)
         return [found[i] for i in range(len(rows))]

@@ -20,6 +20,7 @@ from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
 from nano_inference.executors.cpu.lower import LOWERINGS, CpuWeights, Lowerings, check_operations, head_sizes, lowered
 from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.executors.cpu.weights import CpuStaged, Rounding, values_of
+from nano_inference.executors.devices import free_bytes
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
@@ -31,6 +32,7 @@ from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
 from nano_inference.runner import BlockCopy, RowResult
+from nano_inference.sampling import WholeVocabulary
 
 Ropes = tuple[tuple[Tensor, Tensor], ...]
 
@@ -52,6 +54,7 @@ class CpuExecutor:
     """Owns packed weights, the KV cache and a step's buffers; satisfies `protocol.Executor`, which documents it."""
 
     lookahead = 1
+    failure = None
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class CpuExecutor:
         self._max_len = max_len
         self._rounding: Rounding = rounding
         self.sampler = KernelSampler(library) if sampler is None else sampler
-        self._normalise = kernel_normalise(library)
+        self._vocabulary = WholeVocabulary(kernel_normalise(library))
         self._lowerings = lowerings
         self._ropes = rope_tables(program, max_len)
         self._mode = InferenceMode()
@@ -97,7 +100,10 @@ class CpuExecutor:
 
     def _run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         self.store.prepare(fresh, copies)
-        return run_step(self, rows, self.sampler, self._normalise)
+        return run_step(self, rows, self.sampler, self._vocabulary)
+
+    def close(self) -> None:
+        """Do nothing: the executor has no processes."""
 
     def recover(self) -> None:
         """Undo what an interrupted `run` left in this thread."""
@@ -152,6 +158,9 @@ class CpuExecutor:
 
     def step_bytes(self, block_size: int) -> int:
         return 0
+
+    def free_bytes(self, share: float) -> int:
+        return free_bytes(self.device, share)
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Do nothing: the kernels are compiled already."""

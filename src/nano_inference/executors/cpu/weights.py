@@ -75,6 +75,9 @@ class CpuStaged:
             return torch.equal(first.packed, packer.matrix.packed)
         return torch.equal(unpack(self._library, first), values_NK.float())
 
+    def discard(self) -> None:
+        """Do nothing: the memory is freed with the object."""
+
     def finish(self) -> object:
         """Return the new weights, completed by the current ones, as `Executor.commit` takes them."""
         live = self._live or CpuWeights({}, {})

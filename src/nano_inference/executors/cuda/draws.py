@@ -23,7 +23,8 @@ from nano_inference.executors.cuda.slots import (
 from nano_inference.executors.cuda.vocabulary import VocabularyTables
 from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.sampling import draw as reference_draw
-from nano_inference.sampling import results, truncation_of
+from nano_inference.sampling import results
+from nano_inference.truncation import truncation_of
 from nano_inference.types import TopLogprobs
 
 

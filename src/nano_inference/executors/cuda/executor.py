@@ -25,6 +25,7 @@ from nano_inference.executors.cuda.registers import Lowered
 from nano_inference.executors.cuda.shrink import run_in_parts
 from nano_inference.executors.cuda.weights import install, stage_weights
 from nano_inference.executors.cuda.windows import Windows, fits_window
+from nano_inference.executors.devices import free_bytes
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Result, run_step
@@ -32,10 +33,10 @@ from nano_inference.executors.step_input import ForwardInput
 from nano_inference.executors.torch.executor import new_store
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, layout_of
-from nano_inference.logprobs import normalise
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
 from nano_inference.runner import BlockCopy, RowResult
+from nano_inference.sampling import WHOLE
 
 StepperFactory = Callable[[Callable[[StepKey], None], torch.device], Stepper]
 
@@ -49,6 +50,7 @@ class CudaExecutor:
     """Owns a model's weights, its KV cache and the memory of its steps; satisfies `protocol.Executor`."""
 
     code = "cuda"
+    failure = None
 
     def __init__(
         self,
@@ -102,7 +104,10 @@ class CudaExecutor:
         return run_in_parts(rows, self._run_pass, self._limits.max_tokens)
 
     def _run_pass(self, rows: Rows) -> dict[int, RowResult]:
-        return run_step(self, rows, self.memory.draws.draw, normalise)
+        return run_step(self, rows, self.memory.draws.draw, WHOLE)
+
+    def close(self) -> None:
+        """Do nothing: the executor has no processes."""
 
     def recover(self) -> None:
         """Undo what an interrupted `run` left in this thread."""
@@ -181,6 +186,9 @@ class CudaExecutor:
             step = self.memory.decode_step(self.store)
             self._windows = Windows(step, self._stepper(step.run, self.device))
         return self._windows
+
+    def free_bytes(self, share: float) -> int:
+        return free_bytes(self.device, share)
 
     def step_bytes(self, block_size: int) -> int:
         """Return what the largest pass and window allocate on CUDA, beside the memory of steps, allocated here."""

@@ -26,7 +26,7 @@ from nano_inference.executors.cuda.slots import (
     write_stops,
 )
 from nano_inference.runner import DrawExtras, Row, RowResult
-from nano_inference.sampling import truncation_of
+from nano_inference.truncation import truncation_of
 from nano_inference.types import TopLogprobs
 
 _FINE, _MEDIUM = 16, 128

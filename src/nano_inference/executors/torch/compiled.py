@@ -223,7 +223,7 @@ def _embed(op: ops.Embed, scope: Scope) -> Value:
 
     def run(step: Step) -> Tensor:
         tokens = step.tokens.step
-        return compute.embed(table, tokens.token_T, tokens.prev_T, op.rows, scale)
+        return compute.embed(table, tokens.token_T, tokens.prev_T, op.rows, scale, op.part)
 
     return Value(run, op.writes, (op.table.shape[1],))
 

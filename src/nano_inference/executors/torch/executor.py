@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nano_inference.config import KvDtype
 from nano_inference.executors.batch import Rows, build
+from nano_inference.executors.devices import free_bytes
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
@@ -22,13 +23,13 @@ from nano_inference.executors.torch.attention import Backend, StepContext
 from nano_inference.executors.torch.compiled import OPERATIONS, CompiledPart, Operations
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, layout_of
-from nano_inference.logprobs import normalise
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import Copy, Keep, Store
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
 from nano_inference.runner import BlockCopy, RowResult
-from nano_inference.sampling import draw
+from nano_inference.sampling import WHOLE, draw
+from nano_inference.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class TorchExecutor:
 
     code = "torch"
     lookahead = 1
+    failure = None
 
     def __init__(
         self,
@@ -68,8 +70,11 @@ class TorchExecutor:
         backend: Backend,
         sampler: Sampler = draw,
         operations: Operations = OPERATIONS,
+        vocabulary: Vocabulary = WHOLE,
     ) -> None:
         """Create an executor without weights and cache. `dtype` is the precision P of the program (`models.ops`).
+
+        `vocabulary` scores prompts; it must fit the logits of the program, as `sampler` must.
 
         Raises `ValueError` naming an operation of the program that is not in `operations`.
         """
@@ -81,6 +86,7 @@ class TorchExecutor:
         self._backend = backend
         self.sampler = sampler
         self._operations = operations
+        self._vocabulary = vocabulary
         self._layout = layout_of(program)
         self._ropes = tuple(RotaryTable(rope, device) for rope in program.ropes)
         self._mode = InferenceMode()
@@ -98,7 +104,10 @@ class TorchExecutor:
 
     def _run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         self.store.prepare(fresh, copies)
-        return run_step(self, rows, self.sampler, normalise)
+        return run_step(self, rows, self.sampler, self._vocabulary)
+
+    def close(self) -> None:
+        """Do nothing: the executor has no processes."""
 
     def recover(self) -> None:
         """Leave inference mode if an interruption left it on."""
@@ -151,6 +160,9 @@ class TorchExecutor:
 
     def step_bytes(self, block_size: int) -> int:
         return 0
+
+    def free_bytes(self, share: float) -> int:
+        return free_bytes(self.device, share)
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Do nothing: nothing is compiled in advance."""
@@ -243,7 +255,14 @@ class TorchExecutor:
 
     def _other(self, sampler: Sampler) -> TorchExecutor:
         return TorchExecutor(
-            self.config, self.program, self.device, self.dtype, self._backend, sampler, self._operations
+            self.config,
+            self.program,
+            self.device,
+            self.dtype,
+            self._backend,
+            sampler,
+            self._operations,
+            self._vocabulary,
         )
 
     def _bound(self, weights: TorchWeights) -> TorchModel:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.models.ops import Activation, TableRows
+from nano_inference.models.ops import Activation, TablePart, TableRows
 
 _SWAPPED_ROWS = range(3, 49)
 _PAIR_FACTORS = (36313, 27191)
@@ -29,15 +29,29 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 def embed(
-    table_NW: Tensor, token_T: Tensor, previous_T: Tensor, rows: TableRows = "token", scale: Tensor | None = None
+    table_NW: Tensor,
+    token_T: Tensor,
+    previous_T: Tensor,
+    rows: TableRows = "token",
+    scale: Tensor | None = None,
+    part: TablePart | None = None,
 ) -> Tensor:
-    """Return rows of a table, multiplied by `scale` (in the table's precision) if it is given."""
+    """Return rows of a table, multiplied by `scale` (in the table's precision) if it is given.
+
+    Zeros for rows that are not in `part`.
+    """
     row_T = token_T
     if rows == "previous":
         row_T = previous_T.clamp(min=0)
     elif rows == "pair":
-        row_T = pair_rows(token_T, previous_T, table_NW.size(0))
-    x_TW = functional.embedding(row_T, table_NW)
+        row_T = pair_rows(token_T, previous_T, table_NW.size(0) if part is None else part.num_rows)
+    if part is None:
+        x_TW = functional.embedding(row_T, table_NW)
+    else:
+        own_T = row_T - part.first_row
+        is_own_T = (own_T >= 0) & (own_T < table_NW.size(0))
+        x_TW = functional.embedding(torch.where(is_own_T, own_T, 0), table_NW)
+        x_TW = torch.where(is_own_T.unsqueeze(-1), x_TW, 0)
     return x_TW if scale is None else x_TW * scale
 
 

@@ -122,6 +122,9 @@ class TorchStaged:
         source.read_into(again)
         return torch.equal(again, self._views[spec.name])
 
+    def discard(self) -> None:
+        """Do nothing: the memory is freed with the object."""
+
     def finish(self) -> Any:
         """Return the new weights, completed by the current ones, as `Executor.commit` takes them."""
         for name in self._fresh:

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one engine whose forward pass is divided among several processes (ranks)."""

@@ -1,0 +1,195 @@
+"""`ShardedExecutor`: rank 0's executor of a model that is divided among ranks.
+
+Every call is also executed by the other ranks (`follower.Follower`). Ranks draw the same tokens from the same numbers,
+so one message starts a step, also one that samples several tokens.
+
+Shapes: T tokens of a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from nano_inference.config import KvDtype
+from nano_inference.executors.batch import Rows
+from nano_inference.executors.protocol import CacheSize, Executor
+from nano_inference.executors.staging import Pace
+from nano_inference.executors.step_input import ForwardInput
+from nano_inference.models.config import ModelConfig
+from nano_inference.parallel.leader import Leader
+from nano_inference.parallel.messages import RowCoder
+from nano_inference.parallel.staged import ShardedStaged, WeightFeed, Whole
+from nano_inference.runner import BlockCopy, RowResult
+
+Result = TypeVar("Result")
+
+
+class ShardedExecutor:
+    """Owns rank 0's part and, with its copies, the links to the other ranks; satisfies `protocol.Executor`."""
+
+    def __init__(
+        self, own: Executor, whole: Whole, leader: Leader, *, is_fed: bool, number: int = 0, numbers: Any = None
+    ) -> None:
+        """`own` computes rank 0's part. Without `is_fed`, every rank stages the tensors of an update itself.
+
+        `number` is this executor's among the copies of one engine, and `numbers` yields those of further copies.
+        """
+        self.config: ModelConfig = own.config
+        self.program = whole.program
+        self.device = own.device
+        self.lookahead = own.lookahead
+        self._own, self._whole, self._leader, self._is_fed = own, whole, leader, is_fed
+        self._number, self._numbers = number, count(1) if numbers is None else numbers
+        self._rows = RowCoder()
+        self._feed = WeightFeed(leader.links.weights, number)
+        self._end = weakref.finalize(self, leader.close) if number == 0 else None
+
+    @property
+    def code(self) -> str:
+        return self._own.code
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._leader.failure
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks."""
+        return self._leader.links.size
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the bytes of all commands so far."""
+        return self._leader.links.commands.bytes_sent
+
+    # ---- steps ----
+
+    def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
+        """See `protocol.Executor.run`. Raises `EngineDead` for any failure: ranks may be in different places."""
+        arguments = {"id": self._number, "rows": self._rows.written(rows), "copies": copies, "fresh": fresh}
+        return self._leader.step("run", arguments, lambda: self._own.run(rows, copies, fresh))
+
+    def recover(self) -> None:
+        self._own.recover()
+
+    def step_bytes(self, block_size: int) -> int:
+        """Return the most bytes that any rank's largest step needs."""
+        found = self._number_of_each("step_bytes", {"block_size": block_size}, lambda: self._own.step_bytes(block_size))
+        return int(found.max())
+
+    def free_bytes(self, share: float) -> int:
+        """Return the bytes that a cache may take on every rank."""
+        found = self._number_of_each("free_bytes", {"share": share}, lambda: self._own.free_bytes(share))
+        least = int(found.min())
+        return least // self.num_ranks if self.device.type == "cpu" else least
+
+    def _number_of_each(self, command: str, arguments: dict[str, Any], own: Callable[[], int]) -> Tensor:
+        commands = self._leader.links.commands
+        return self._ask(command, arguments, lambda: commands.gather(torch.tensor([own()])))
+
+    def _ask(self, command: str, arguments: Mapping[str, Any], work: Callable[[], Result]) -> Result:
+        return self._leader.ask(command, {"id": self._number, **arguments}, work)
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Do nothing: nothing is compiled in advance."""
+
+    # ---- cache ----
+
+    def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
+        return self._own.cache_dtype(wanted)
+
+    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
+        """Return the bytes of one block on one rank."""
+        return self._own.block_bytes(block_size, dtype)
+
+    def new_cache(self, size: CacheSize) -> None:
+        self._ask("new_cache", {"size": asdict(size)}, lambda: self._own.new_cache(size))
+
+    def free_cache(self) -> None:
+        self._ask("free_cache", {}, self._own.free_cache)
+
+    def restore_cache(self) -> None:
+        self._ask("restore_cache", {}, self._own.restore_cache)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Return the bytes of rank 0's keys and values."""
+        return self._own.cache_bytes
+
+    # ---- weights ----
+
+    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> ShardedStaged:
+        self._feed.send("stage", {"check_finite": check_finite, "paced": pace is not None})
+        return ShardedStaged(
+            self._own.stage(pace=pace, check_finite=check_finite), self._whole, self._feed, is_fed=self._is_fed
+        )
+
+    def commit(self, staged: Any) -> None:
+        self._ask("commit", {}, lambda: self._own.commit(staged))
+
+    def drop_spare(self) -> None:
+        self._ask("drop_spare", {}, self._own.drop_spare)
+
+    def discard_weights(self) -> None:
+        self._ask("discard_weights", {}, self._own.discard_weights)
+
+    def move_weights(self, device: torch.device) -> None:
+        is_away = device != self.device
+        self._ask("move_weights", {"away": is_away}, lambda: self._own.move_weights(device))
+
+    def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole weight), put together from the ranks' parts."""
+        for spec in self.program.weights:
+            if names is None or spec.name in names:
+                yield spec.name, self._value(spec.name)
+
+    def _value(self, name: str) -> Tensor:
+        def work() -> Tensor:
+            ((_, own),) = self._own.weight_values((name,))
+            return self._whole.joined(name, own, self._leader.links.commands)
+
+        if not self._whole.is_cut(name):
+            ((_, own),) = self._own.weight_values((name,))
+            return own
+        return self._ask("values", {"name": name}, work)
+
+    def staged_values(self, staged: Any) -> Iterator[tuple[str, Tensor]]:
+        own = dict(self._own.staged_values(staged))
+        for spec in self.program.weights:
+            yield spec.name, self._feed.gather(self._whole, spec.name, own[spec.name])
+
+    @property
+    def weight_dtype(self) -> str:
+        return self._own.weight_dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of rank 0's weights."""
+        return self._own.weight_bytes
+
+    # ---- further views of the same model ----
+
+    def copy(self) -> ShardedExecutor:
+        number = next(self._numbers)
+        own = self._ask("copy", {"new": number}, self._own.copy)
+        return ShardedExecutor(
+            own, self._whole, self._leader, is_fed=self._is_fed, number=number, numbers=self._numbers
+        )
+
+    def close(self) -> None:
+        """End the other ranks, with all copies; for a copy, free its memory."""
+        if self._end is not None:
+            self._end()
+        elif self.failure is None:
+            self._ask("forget", {}, lambda: None)
+
+    def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
+        """Raise `ValueError`: the caller's cache would be that of one rank."""
+        raise ValueError("tensor_parallel: forward is supported by undivided models only")

@@ -1,0 +1,240 @@
+"""`Follower`: a rank other than 0. It executes rank 0's commands, and receives weights beside them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from nano_inference.executors.protocol import CacheSize, Executor, Staged
+from nano_inference.executors.staging import NotFinite
+from nano_inference.models.program import Program
+from nano_inference.parallel.links import Links
+from nano_inference.parallel.messages import RowCoder, unpack
+from nano_inference.parallel.shard import Shard, shard
+from nano_inference.parallel.staged import source_of
+from nano_inference.runner import BlockCopy
+from nano_inference.types import EngineDead
+from nano_inference.weights.gate import StepGate, share_of
+
+FILL_WAIT_S = 600.0
+"""Most seconds that a vote on an update waits for this rank's own tensors."""
+
+
+@dataclass
+class _Model:
+    """An executor of this rank, with what rank 0 has told about it."""
+
+    executor: Executor
+    rows: RowCoder = field(default_factory=RowCoder)
+    staged: Staged | None = None
+    """The update that is being received."""
+    fault: str = ""
+    """Why this rank refuses it."""
+    finished: Any = None
+    """The argument of `commit`."""
+    gate: StepGate | None = None
+    is_same: bool = True
+    """Whether all tensors that were compared since the last question are equal."""
+
+
+class Follower:
+    """Owns this rank's executors and the thread that receives weights."""
+
+    def __init__(self, executor: Executor, program: Program, links: Links, *, has_own_weights: bool = False) -> None:
+        """`program` is the whole one. With `has_own_weights`, updates come from `fill`, not from rank 0."""
+        self.links = links
+        self.part: Shard = shard(program, links.rank, links.size)
+        self._specs = {spec.name: spec for spec in self.part.program.weights}
+        self._models = {0: _Model(executor)}
+        self._has_own_weights = has_own_weights
+        self._is_open = threading.Event()
+        """Set while an update waits for `fill`."""
+        self._is_filled = threading.Event()
+        self._receiver = threading.Thread(target=self._receive_weights, name="weights", daemon=True)
+        self._receiver.start()
+
+    # ---- commands ---------------------------------------------------------------------------------------------------
+
+    def serve(self) -> str | None:
+        """Execute commands until rank 0 ends them; return the text that it sends at the end of a call, or None.
+
+        None: the engine was shut down. Raises `EngineDead` if another rank is lost, and any exception of a step.
+        """
+        commands = self.links.commands
+        while True:
+            command, arguments = unpack(commands.listen())
+            if command == "stop":
+                self.links.close()
+                return None
+            if command == "return":
+                return str(arguments["value"])
+            model = self._models.get(arguments.get("id", 0))
+            if command == "run":
+                assert model is not None
+                self._run(model, arguments)
+            else:
+                commands.exchange(_fault_of(partial(self._execute, command, arguments)))
+
+    def _run(self, model: _Model, arguments: Mapping[str, Any]) -> None:
+        rows = model.rows.read(arguments["rows"])
+        copies = tuple(BlockCopy(*copy) for copy in arguments["copies"])
+        gate = model.gate
+        if gate is not None:
+            gate.begin_step()
+        try:
+            model.executor.run(rows, copies, tuple(arguments["fresh"]))
+        finally:
+            if gate is not None:
+                gate.end_step()
+
+    def _execute(self, command: str, arguments: Mapping[str, Any]) -> None:
+        if command == "ping":
+            return
+        model = self._models[arguments["id"]]
+        executor = model.executor
+        match command:
+            case "new_cache":
+                executor.new_cache(CacheSize(**arguments["size"]))
+            case "free_cache":
+                executor.free_cache()
+            case "restore_cache":
+                executor.restore_cache()
+            case "commit":
+                executor.commit(model.finished)
+            case "drop_spare":
+                executor.drop_spare()
+            case "discard_weights":
+                executor.discard_weights()
+            case "move_weights":
+                executor.move_weights(torch.device("cpu") if arguments["away"] else executor.device)
+            case "copy":
+                self._models[arguments["new"]] = _Model(executor.copy())
+            case "forget":
+                del self._models[arguments["id"]]
+            case "free_bytes":
+                self._send_number(executor.free_bytes(arguments["share"]))
+            case "step_bytes":
+                self._send_number(executor.step_bytes(arguments["block_size"]))
+            case "values":
+                self._send_value(model, arguments["name"])
+            case _:
+                raise ValueError(f"unknown command {command}")
+
+    def _send_number(self, number: int) -> None:
+        self.links.commands.gather(torch.tensor([number]))
+
+    def _send_value(self, model: _Model, name: str) -> None:
+        ((_, tensor),) = model.executor.weight_values((name,))
+        self.links.commands.send(tensor.cpu(), 0)
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def fill(self, put: Callable[[Callable[[str, Any], None]], None]) -> None:
+        """Stage this rank's own tensors for the update that rank 0 has begun: `put` calls its argument with each.
+
+        Only with `has_own_weights`; returns when all were staged, also if some are refused: rank 0 reports that.
+        """
+        self._is_open.wait()
+        model = self._models[0]
+        try:
+            put(lambda name, source: self._put(model, name, source))
+        except Exception as error:
+            model.fault = model.fault or f"{type(error).__name__}: {error}"
+        self._is_open.clear()
+        self._is_filled.set()
+
+    def _receive_weights(self) -> None:
+        """Receive updates until the links are closed."""
+        try:
+            while True:
+                command, arguments = unpack(self.links.weights.listen())
+                self._receive(self._models[arguments["id"]], command, arguments)
+        except EngineDead:
+            return
+
+    def _receive(self, model: _Model, command: str, arguments: Mapping[str, Any]) -> None:
+        weights = self.links.weights
+        match command:
+            case "stage":
+                self._stage(model, arguments)
+            case "item" | "compare":
+                spec = self._specs.get(arguments["name"])
+                source = source_of(arguments, spec, self.part, weights)
+                if source is not None and command == "item":
+                    self._put(model, arguments["name"], source)
+                elif source is not None and model.staged is not None and not model.fault:
+                    assert spec is not None
+                    model.is_same &= model.staged.has_same(spec, source)
+            case "compared":
+                weights.exchange("" if model.is_same else "differs")
+                model.is_same = True
+            case "finish":
+                self._finish(model)
+                weights.exchange(model.fault)
+            case "values":
+                assert model.finished is not None
+                values = model.executor.staged_values(model.finished)
+                weights.send(next(tensor for name, tensor in values if name == arguments["name"]).cpu(), 0)
+            case "discard":
+                self._drop(model)
+
+    def _stage(self, model: _Model, arguments: Mapping[str, Any]) -> None:
+        self._drop(model)
+        if arguments["paced"]:
+            model.gate = StepGate(share_of(model.executor.weight_bytes))
+        pace = None if model.gate is None else model.gate.wait_for_turn
+        model.staged = model.executor.stage(pace=pace, check_finite=arguments["check_finite"])
+        model.fault = ""
+        if self._has_own_weights:
+            self._is_filled.clear()
+            self._is_open.set()
+
+    def _put(self, model: _Model, name: str, source: Any) -> None:
+        """Stage one tensor; a refusal is reported when rank 0 asks."""
+        if model.fault or model.staged is None:
+            return
+        try:
+            model.staged.put(self._specs[name], source)
+        except NotFinite as error:
+            model.fault = f"{name}: holds NaN or infinity (in the engine's {error})"
+        except Exception as error:
+            model.fault = f"{name}: {type(error).__name__}: {error}"
+        if model.gate is not None:
+            model.gate.start_reading()
+
+    def _finish(self, model: _Model) -> None:
+        if self._has_own_weights and not self._is_filled.wait(FILL_WAIT_S):
+            model.fault = f"did not call update_weights within {FILL_WAIT_S:g} seconds"
+        if model.staged is None:
+            model.fault = model.fault or "has no update"
+        if not model.fault:
+            assert model.staged is not None
+            model.fault = _fault_of(lambda: self._take(model))
+        if model.gate is not None:
+            model.gate.finish()
+        model.gate = model.staged = None
+
+    def _take(self, model: _Model) -> None:
+        assert model.staged is not None
+        model.finished = model.staged.finish()
+
+    def _drop(self, model: _Model) -> None:
+        if model.gate is not None:
+            model.gate.finish()
+        model.staged = model.finished = model.gate = None
+
+
+def _fault_of(work: Callable[[], None]) -> str:
+    """Call `work`; return the exception that it raised as text, or nothing. Raises `EngineDead`."""
+    try:
+        work()
+    except EngineDead:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

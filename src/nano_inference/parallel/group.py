@@ -1,0 +1,99 @@
+"""`Group`: collective operations among the ranks of one engine.
+
+Shapes: T ranks.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nano_inference.types import EngineDead
+
+_FIRST_BYTES = 4096
+"""Bytes of the broadcast with which a message starts; a longer message needs a second one."""
+_HEADER = 8
+_TEXT_BYTES = 1024
+
+
+class Group:
+    """Owns one rank's process group. Every rank calls the same methods in the same order.
+
+    After an `EngineDead` the group is unusable: some ranks may have left an operation that others still wait in.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int, timeout: timedelta) -> None:
+        """`group` is a torch process group, used from one thread; `timeout` limits every operation."""
+        self.rank, self.size = rank, size
+        self._group, self._timeout = group, timeout
+        self.bytes_sent = 0
+        """Bytes of all messages that rank 0 has broadcast."""
+
+    def add(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over all ranks, with the same bits on each. May overwrite `x`."""
+        x = x.contiguous()
+        self._wait(lambda: self._group.allreduce([x]))
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the ranks' tensors of one shape, [T, …]."""
+        x = x.contiguous()
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait(lambda: self._group.allgather([found], [x]))
+        return torch.stack(found)
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send a tensor to one rank."""
+        x = x.contiguous()
+        self._wait(lambda: self._group.send([x], rank, 0))
+
+    def receive(self, x: Tensor, rank: int) -> None:
+        """Fill a contiguous tensor with one that a rank sends."""
+        self._wait(lambda: self._group.recv([x], rank, 0))
+
+    def broadcast(self, message: bytes) -> None:
+        """Send a message to all other ranks, which call `listen`. Only on rank 0."""
+        data = len(message).to_bytes(_HEADER, "little") + message
+        first = bytearray(data[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
+        self._broadcast(torch.frombuffer(first, dtype=torch.uint8))
+        if len(data) > _FIRST_BYTES:
+            self._broadcast(torch.frombuffer(bytearray(data[_FIRST_BYTES:]), dtype=torch.uint8))
+        self.bytes_sent += max(len(data), _FIRST_BYTES)
+
+    def listen(self) -> bytes:
+        """Return rank 0's next message."""
+        first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+        self._broadcast(first)
+        data = bytes(first.numpy().data)
+        size = int.from_bytes(data[:_HEADER], "little")
+        message = data[_HEADER : _HEADER + size]
+        if len(message) == size:
+            return message
+        rest = torch.empty(size - len(message), dtype=torch.uint8)
+        self._broadcast(rest)
+        return message + bytes(rest.numpy().data)
+
+    def exchange(self, text: str) -> list[str]:
+        """Return the ranks' texts, cut off after `_TEXT_BYTES` bytes."""
+        data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        found = self.gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [bytes(one.numpy().data).rstrip(b"\0").decode(errors="replace") for one in found]
+
+    def close(self) -> None:
+        """Leave the group; other ranks that wait for this one get an error."""
+        self._group.shutdown()
+
+    def _broadcast(self, x: Tensor) -> None:
+        self._wait(lambda: self._group.broadcast([x], dist.BroadcastOptions()))
+
+    def _wait(self, start: Any) -> None:
+        """Start an operation and wait for its end. Raises `EngineDead` if a rank is gone or too slow."""
+        try:
+            start().wait(self._timeout)
+        except RuntimeError as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise EngineDead(f"rank {self.rank} of {self.size} lost another rank: {reason}") from error

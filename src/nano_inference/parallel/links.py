@@ -1,0 +1,115 @@
+"""`Links`: the process groups through which the ranks of one engine communicate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nano_inference.parallel.group import Group
+from nano_inference.types import EngineDead
+
+JOIN_S = 60.0
+"""Longest wait for the other ranks when the groups are formed."""
+_WAIT = timedelta(seconds=600)
+"""Longest wait of a step or a command for another rank that is alive; the loss of a process is seen at once."""
+_IDLE = timedelta(days=365)
+"""The same for weights: a rank waits for the next update. Lost ranks are found by the commands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """One rank's groups. A group is used by one thread at a time."""
+
+    commands: Group
+    """Commands of rank 0, in main memory."""
+    weights: Group
+    """Weight updates, in main memory, beside running steps."""
+    data: Group
+    """Tensors of a step, on the executor's device."""
+    local_rank: int
+    """Index of this rank among those of its machine."""
+
+    @property
+    def rank(self) -> int:
+        return self.commands.rank
+
+    @property
+    def size(self) -> int:
+        return self.commands.size
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for group in (self.commands, self.weights, self.data):
+            group.close()
+
+
+def local_links(directory: Path, rank: int, size: int, device: torch.device) -> Links:
+    """Join the other ranks on this machine, which use the same empty private directory.
+
+    Raises `EngineDead` if they do not come within `JOIN_S` seconds.
+    """
+    store = dist.FileStore(str(directory / "store"), size)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=JOIN_S))
+    try:
+        groups = {
+            name: _gloo(dist.PrefixStore(name, store), rank, size, timeout)  # type: ignore[attr-defined]
+            for name, timeout in (("commands", _WAIT), ("weights", _IDLE), ("data", _WAIT))
+            if name != "data" or device.type == "cpu"
+        }
+        if device.type == "cuda":
+            groups["data"] = _nccl(dist.PrefixStore("data", store), rank, size)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise EngineDead(f"rank {rank} of {size} found no other ranks within {JOIN_S:g} seconds") from error
+    return links_of(groups["commands"], groups["weights"], groups["data"], rank, size, rank)
+
+
+def links_of(commands: Any, weights: Any, data: Any, rank: int, size: int, local_rank: int) -> Links:
+    """Return the links through three torch process groups."""
+    return Links(
+        Group(commands, rank, size, _WAIT),
+        Group(weights, rank, size, _IDLE),
+        Group(data, rank, size, _WAIT),
+        local_rank,
+    )
+
+
+def trainer_links(size: int, local_rank: int, device: torch.device) -> Links:
+    """Return this process's links inside a trainer, whose default process group must exist.
+
+    Consecutive ranks of the default group form one engine. Every rank calls this, because all of them take part in
+    creating each group. Raises `ValueError` if `size` does not divide their number.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world % size:
+        raise ValueError(f"tensor_parallel: {size} does not divide the {world} ranks of the process group")
+    own: Links | None = None
+    for first in range(0, world, size):
+        members = list(range(first, first + size))
+        commands = dist.new_group(members, timeout=_WAIT, backend="gloo")
+        weights = dist.new_group(members, timeout=_IDLE, backend="gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        data = dist.new_group(members, timeout=_WAIT, backend=backend)
+        if rank in members:
+            own = links_of(commands, weights, data, rank - first, size, local_rank)
+    assert own is not None
+    return own
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a group that listens on the loopback interface only."""
+    # torch has no public name for the choice of the interface
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _WAIT
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,74 @@
+"""`Processes`: the ranks of an engine that are child processes on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nano_inference.children import PYTHON, start_rank
+
+_POLL_S = 0.02
+_END_S = 5.0
+"""Longest wait for a process that was asked to end; it is killed afterwards."""
+
+
+class Processes:
+    """Owns the processes of ranks 1 to size - 1 and the directory where all ranks meet."""
+
+    def __init__(self, config: Mapping[str, Any], size: int) -> None:
+        """Start them; `config` is that of the engine, as `EngineConfig.to_dict` returns it."""
+        self.directory = Path(tempfile.mkdtemp(prefix="nano-inference-"))
+        """Only this user can read it."""
+        self._children: list[subprocess.Popen[str]] = []
+        for rank in range(1, size):
+            child = start_rank([*PYTHON, "-m", "nano_inference.rank"], cwd=Path("/"))
+            self._children.append(child)
+            task = {"config": config, "rank": rank, "size": size, "directory": str(self.directory)}
+            assert child.stdin is not None
+            child.stdin.write(json.dumps(task) + "\n")
+            child.stdin.flush()  # stays open: a rank ends when rank 0's process does
+
+    def wait_until_ready(self) -> None:
+        """Wait until every process has opened the model. Raises `ValueError` with the reason of one that failed."""
+        waiting = dict(enumerate(self._children, start=1))
+        while waiting:
+            for rank, child in tuple(waiting.items()):
+                if (self.directory / f"ready-{rank}").exists():
+                    del waiting[rank]
+                elif child.poll() is not None:
+                    raise ValueError(f"tensor_parallel: rank {rank} failed: {self._fault_of(rank, child)}")
+            time.sleep(_POLL_S)
+
+    def _fault_of(self, rank: int, child: subprocess.Popen[str]) -> str:
+        try:
+            return (self.directory / f"fault-{rank}").read_text()
+        except OSError:
+            return f"it ended with code {child.returncode}"
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def end(self) -> None:
+        """Wait for the processes, which have been asked to end or have lost rank 0; kill those that do not end."""
+        for child in self._children:
+            try:
+                child.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            if child.stdin is not None:
+                child.stdin.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def kill(self) -> None:
+        """Kill the processes now."""
+        for child in self._children:
+            child.kill()
+        self.end()

@@ -1,0 +1,286 @@
+"""`shard`: divides a program among ranks, as in Megatron-LM (arXiv 1909.08053). No torch.
+
+Attention is divided by whole heads, the MLP by its inner units, and the vocabulary by ranges of ids. A `Linear` that
+feeds a divided buffer keeps some rows of its matrices; one that reads a divided buffer keeps some columns, and a
+`Reduce` adds the ranks' results. Other operations are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from nano_inference.models.ops import (
+    Activate,
+    Attend,
+    Embed,
+    GateValues,
+    HeadNorm,
+    Keep,
+    Linear,
+    Op,
+    Reduce,
+    Rotate,
+    Store,
+    TablePart,
+    WeightSpec,
+)
+from nano_inference.models.program import Program
+
+_UNITS = (512, 64, 8)
+"""Preferred alignments of a vocabulary's parts: the sampler adds probabilities in blocks of 512 ids."""
+_MOST_UNEVEN = 1.05
+"""A preferred alignment may make the largest part this much larger than an even one."""
+_MOST_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a weight that one rank has: indices [start, stop) of dimension `axis`."""
+
+    axis: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """The token ids of one rank's logits: [start, stop)."""
+
+    start: int
+    stop: int
+    total: int
+    """Size of the vocabulary."""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One rank's part of a program."""
+
+    rank: int
+    size: int
+    program: Program
+    """With the shapes of this rank's weights; its logits are those of `vocabulary`."""
+    cuts: Mapping[str, Cut]
+    """By weight; a weight without a cut is whole."""
+    vocabulary: VocabularyPart
+
+    def shape_of(self, spec: WeightSpec) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a weight of the whole program."""
+        cut = self.cuts.get(spec.name)
+        return spec.shape if cut is None else _resized(spec, cut).shape
+
+
+def shard(program: Program, rank: int, size: int) -> Shard:
+    """Return one rank's part of a program.
+
+    Raises `ValueError` naming what `size` does not divide, or an operation that reads a divided buffer.
+    """
+    check_divisible(program, size)
+    vocabulary = vocabulary_part(program.vocab_size, rank, size)
+    division = _Division(rank, size, vocabulary)
+    body, final = division.divided(program.body, {}), division.divided(program.final, {})
+    head = division.divided(program.head, {"logits": range(vocabulary.start, vocabulary.stop)})
+    own = replace(program, body=body, final=final, head=head, vocab_size=vocabulary.size)
+    return Shard(rank=rank, size=size, program=own, cuts=MappingProxyType(division.cuts), vocabulary=vocabulary)
+
+
+def check_divisible(program: Program, size: int) -> None:
+    """Raise `ValueError` unless every layer can be divided among `size` ranks; it names the sizes that can be."""
+    fault = _fault(program, size)
+    if fault is None:
+        return
+    fitting = [str(other) for other in range(2, _MOST_RANKS + 1) if _fault(program, other) is None]
+    hint = f"possible: {', '.join(fitting)}" if fitting else "this model cannot be divided"
+    raise ValueError(f"tensor_parallel: {size} {fault}; {hint}")
+
+
+def _fault(program: Program, size: int) -> str | None:
+    """Return why a program cannot be divided among `size` ranks; None if it can."""
+    if (size - 1) * _part_size(program.vocab_size, size) >= program.vocab_size:
+        return f"is too many for a vocabulary of {program.vocab_size}"
+    for op in program.body:
+        if isinstance(op, Attend):
+            if op.num_heads % size:
+                return f"does not divide the {op.num_heads} attention heads"
+            if op.num_kv_heads % size and size % op.num_kv_heads:
+                return f"neither divides the {op.num_kv_heads} key/value heads nor is a multiple of them"
+    for width in _inner_widths(program.body):
+        if width % size:
+            return f"does not divide the {width} inner units of the MLP"
+    return None
+
+
+def _inner_widths(body: Sequence[Op]) -> set[int]:
+    """Return the widths of the buffers that `Activate` reads."""
+    return {widths[op.gate] for op, widths in zip(body, _widths(body), strict=True) if isinstance(op, Activate)}
+
+
+def _widths(body: Sequence[Op], given: Mapping[str, int] = MappingProxyType({})) -> list[dict[str, int]]:
+    """Return the width of every buffer before each operation."""
+    widths = dict(given)
+    found: list[dict[str, int]] = []
+    for op in body:
+        found.append(dict(widths))
+        if isinstance(op, Embed):
+            widths[op.out] = op.table.shape[1]
+        elif isinstance(op, Linear):
+            widths |= zip(op.out, op.widths, strict=True)
+        elif isinstance(op, Attend):
+            widths[op.out] = op.num_heads * op.head_dim
+        elif op.writes and op.reads and not set(op.writes) <= set(op.reads):
+            widths |= dict.fromkeys(op.writes, widths.get(op.reads[0], 0))
+    return found
+
+
+def _part_size(vocab_size: int, size: int) -> int:
+    """Return the ids of each rank but the last, which may have fewer: aligned as far as the parts stay similar."""
+    parts = [-(-vocab_size // (size * unit)) * unit for unit in _UNITS]
+    return next((part for part in parts if part * size <= _MOST_UNEVEN * vocab_size), parts[-1])
+
+
+def vocabulary_part(vocab_size: int, rank: int, size: int) -> VocabularyPart:
+    """Return the token ids of a rank's logits; every rank has some, and all parts start at a multiple of 8."""
+    part = _part_size(vocab_size, size)
+    return VocabularyPart(rank * part, min((rank + 1) * part, vocab_size), vocab_size)
+
+
+def _resized(spec: WeightSpec, cut: Cut) -> WeightSpec:
+    shape = list(spec.shape)
+    shape[cut.axis] = cut.stop - cut.start
+    return replace(spec, shape=tuple(shape))
+
+
+@dataclass
+class _Division:
+    """Divides the parts of a program for one rank."""
+
+    rank: int
+    size: int
+    vocabulary: VocabularyPart
+    cuts: dict[str, Cut] = field(default_factory=dict)
+
+    def divided(self, part: Sequence[Op], results: Mapping[str, range]) -> tuple[Op, ...]:
+        """Return this rank's operations; `results` are the columns of the part's divided results."""
+        wanted = self._wanted(part, results)
+        own: dict[str, range] = {}
+        """The columns that this rank has of each divided buffer."""
+        done: list[Op] = []
+        for op, demand in zip(part, wanted, strict=True):
+            if isinstance(op, Embed):
+                done += self._embed(op, demand)
+            elif isinstance(op, Linear):
+                done += self._linear(op, demand, own)
+            elif isinstance(op, Attend):
+                done.append(self._attend(op))
+            else:
+                _check_columns(op, own)
+                done.append(op)
+            own = self._columns_after(op, demand, own)
+        return tuple(done)
+
+    def _columns_after(self, op: Op, demand: Mapping[str, range], own: Mapping[str, range]) -> dict[str, range]:
+        """Return the columns of divided buffers after an operation."""
+        after = {name: columns for name, columns in own.items() if name not in op.writes or name in op.reads}
+        if isinstance(op, Attend):
+            after[op.out] = self._heads(op.num_heads, op.head_dim)
+        elif isinstance(op, Activate):
+            after[op.out] = own[op.gate]
+        return after | dict(demand)
+
+    def _wanted(self, part: Sequence[Op], results: Mapping[str, range]) -> list[dict[str, range]]:
+        """Return, for each operation, the columns that later operations need of the buffers that it creates."""
+        needed: dict[str, range] = dict(results)
+        found: list[dict[str, range]] = []
+        for op, widths in zip(reversed(part), reversed(_widths(part)), strict=True):
+            created = set(op.writes) - set(op.reads)
+            found.append({name: needed.pop(name) for name in created if name in needed})
+            needed |= self._needs(op, widths, needed)
+        return found[::-1]
+
+    def _needs(self, op: Op, widths: Mapping[str, int], needed: Mapping[str, range]) -> dict[str, range]:
+        """Return the columns that this rank needs of the buffers that an operation reads."""
+        if isinstance(op, Attend):
+            kv = self._heads(op.num_kv_heads, op.head_dim)
+            return {op.q: self._heads(op.num_heads, op.head_dim), op.k: kv, op.v: kv}
+        if isinstance(op, GateValues):
+            values = needed[op.v]
+            return {op.more: values, op.gate: range(values.start // op.head_dim, values.stop // op.head_dim)}
+        if isinstance(op, Activate):
+            columns = self._heads(widths[op.gate], 1)
+            return {op.gate: columns} if op.up is None else {op.gate: columns, op.up: columns}
+        return {}
+
+    def _heads(self, count: int, width: int) -> range:
+        """Return this rank's columns of `count` heads; a head is shared if there are fewer heads than ranks."""
+        if count % self.size:
+            head = self.rank * count // self.size
+            return range(head * width, (head + 1) * width)
+        each = count // self.size * width
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def _attend(self, op: Attend) -> Attend:
+        heads, kv = self._heads(op.num_heads, 1), self._heads(op.num_kv_heads, 1)
+        return replace(op, num_heads=len(heads), num_kv_heads=len(kv))
+
+    def _embed(self, op: Embed, demand: Mapping[str, range]) -> list[Op]:
+        """Divide a table by columns if its output is divided, otherwise by rows."""
+        if op.out in demand:
+            columns = demand[op.out]
+            return [replace(op, table=self._cut(op.table, Cut(1, columns.start, columns.stop)))]
+        num_rows = op.table.shape[0]
+        rows = self._rows(num_rows) if op.rows != "pair" else self._even(num_rows)
+        table = self._cut(op.table, Cut(0, rows.start, rows.stop))
+        return [replace(op, table=table, part=TablePart(rows.start, num_rows)), Reduce(x=op.out)]
+
+    def _linear(self, op: Linear, demand: Mapping[str, range], own: Mapping[str, range]) -> list[Op]:
+        if op.x in own:
+            return self._row_parallel(op, demand, own[op.x])
+        matrices, biases = list(op.matrices), list(op.biases)
+        num_rows = op.num_rows
+        for index, name in enumerate(op.out):
+            if name not in demand:
+                continue
+            rows = demand[name]
+            if name == "logits":
+                num_rows = len(rows)
+                rows = self._rows(op.matrices[index].shape[0])
+            matrices[index] = self._cut(op.matrices[index], Cut(0, rows.start, rows.stop))
+            if biases:
+                biases[index] = self._cut(op.biases[index], Cut(0, rows.start, rows.stop))
+        return [replace(op, matrices=tuple(matrices), biases=tuple(biases), num_rows=num_rows)]
+
+    def _row_parallel(self, op: Linear, demand: Mapping[str, range], columns: range) -> list[Op]:
+        """Keep the columns of the inputs that this rank has; a bias is added by rank 0 only."""
+        if demand:
+            raise ValueError(f"tensor_parallel: a projection of {op.x} to {', '.join(demand)} cannot be divided")
+        matrices = tuple(self._cut(one, Cut(1, columns.start, columns.stop)) for one in op.matrices)
+        biases = op.biases if self.rank == 0 else ()
+        return [replace(op, matrices=matrices, biases=biases), *(Reduce(x=name) for name in op.out)]
+
+    def _rows(self, num_rows: int) -> range:
+        """Return this rank's rows of a table of tokens; the last rank has the padding of the vocabulary."""
+        is_last = self.rank == self.size - 1
+        return range(self.vocabulary.start, num_rows if is_last else self.vocabulary.stop)
+
+    def _even(self, num_rows: int) -> range:
+        each = -(-num_rows // self.size)
+        return range(min(self.rank * each, num_rows), min((self.rank + 1) * each, num_rows))
+
+    def _cut(self, spec: WeightSpec, cut: Cut) -> WeightSpec:
+        """Return this rank's part of a weight. Raises `ValueError` if two operations need different parts."""
+        if self.cuts.setdefault(spec.name, cut) != cut:
+            raise ValueError(f"tensor_parallel: {spec.name} is used in two ways that divide it differently")
+        return _resized(spec, cut)
+
+
+def _check_columns(op: Op, own: Iterable[str]) -> None:
+    """Raise `ValueError` if an operation that is replicated reads a divided buffer."""
+    divided = set(op.reads) & set(own) - {"logits"}  # `Widen` and `Softcap` work on any columns
+    if divided and not isinstance(op, HeadNorm | Rotate | Store | GateValues | Activate | Keep):
+        raise ValueError(f"tensor_parallel: {type(op).__name__} reads {divided.pop()}, which is divided")

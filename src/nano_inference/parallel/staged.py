@@ -1,0 +1,149 @@
+"""Weight updates of rank 0: every tensor is cut into the ranks' parts; all ranks accept an update, or none does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.executors.protocol import Staged
+from nano_inference.loader.pieces import DTYPES, FileRange
+from nano_inference.loader.sources import TensorSource, WeightSource
+from nano_inference.models.ops import WeightSpec
+from nano_inference.models.program import Program
+from nano_inference.parallel.group import Group
+from nano_inference.parallel.messages import pack
+from nano_inference.parallel.shard import Shard, shard
+from nano_inference.parallel.sources import part_of
+from nano_inference.types import WeightError
+
+
+class Whole:
+    """A program and its parts on all ranks."""
+
+    def __init__(self, program: Program, size: int) -> None:
+        self.program = program
+        self.shards = tuple(shard(program, rank, size) for rank in range(size))
+
+    @cached_property
+    def specs(self) -> tuple[Mapping[str, WeightSpec], ...]:
+        """Return each rank's weights by name; a bias that is added once is on rank 0 only."""
+        return tuple({spec.name: spec for spec in part.program.weights} for part in self.shards)
+
+    def ranks_with(self, name: str) -> Iterator[int]:
+        """Yield the other ranks that have a part of a weight."""
+        yield from (rank for rank in range(1, len(self.shards)) if name in self.specs[rank])
+
+    def is_cut(self, name: str) -> bool:
+        """Return whether each rank has a part of a weight, or all of it."""
+        return name in self.shards[0].cuts
+
+    def joined(self, name: str, own: Tensor, group: Group) -> Tensor:
+        """Return a weight that is cut; the other ranks send their parts through `group`."""
+        (shape,) = (spec.shape for spec in self.program.weights if spec.name == name)
+        full = torch.empty(shape, dtype=own.dtype)
+        for rank, part in enumerate(self.shards):
+            cut = part.cuts[name]
+            target = full.narrow(cut.axis, cut.start, cut.stop - cut.start)
+            if rank == 0:
+                target.copy_(own)
+            else:
+                received = torch.empty(target.shape, dtype=own.dtype)
+                group.receive(received, rank)
+                target.copy_(received)
+        return full
+
+
+class WeightFeed:
+    """Owns rank 0's side of a group through which the other ranks receive weights; one caller at a time."""
+
+    def __init__(self, group: Group, executor_id: int) -> None:
+        self._group, self._id = group, executor_id
+        self._lock = threading.Lock()
+
+    def send(self, command: str, arguments: Mapping[str, Any]) -> None:
+        """Send a command without a reply."""
+        with self._lock:
+            self._group.broadcast(pack(command, {"id": self._id, **arguments}))
+
+    def ask(self, command: str, arguments: Mapping[str, Any], own: str = "") -> list[str]:
+        """Send a command; return every rank's reply, this one's `own` included."""
+        with self._lock:
+            self._group.broadcast(pack(command, {"id": self._id, **arguments}))
+            return self._group.exchange(own)
+
+    def send_weight(self, command: str, whole: Whole, name: str, source: WeightSource) -> None:
+        """Send each rank its part of a tensor, or the name of the file from which it reads its part."""
+        about: dict[str, Any] = {"name": name, "shape": list(source.shape), "dtype": source.dtype}
+        if isinstance(source, FileRange):
+            self.send(command, {**about, "path": str(source.path.absolute()), "offset": source.offset})
+            return
+        assert isinstance(source, TensorSource)
+        with self._lock:
+            self._group.broadcast(pack(command, {"id": self._id, **about}))
+            for rank in whole.ranks_with(name):
+                part = part_of(source, whole.shards[rank].cuts.get(name))
+                assert isinstance(part, TensorSource)
+                self._group.send(part.tensor.cpu(), rank)
+
+    def gather(self, whole: Whole, name: str, own: Tensor) -> Tensor:
+        """Return a whole weight of an update that all ranks have finished; `own` is this rank's part."""
+        if not whole.is_cut(name):
+            return own
+        with self._lock:
+            self._group.broadcast(pack("values", {"id": self._id, "name": name}))
+            return whole.joined(name, own, self._group)
+
+
+class ShardedStaged:
+    """Owns an update until all ranks have accepted it; satisfies `protocol.Staged`, which documents it."""
+
+    def __init__(self, own: Staged, whole: Whole, feed: WeightFeed, *, is_fed: bool) -> None:
+        """`own` stages this rank's part. Without `is_fed`, the other ranks have the same tensors themselves."""
+        self._own, self._whole, self._feed, self._is_fed = own, whole, feed, is_fed
+
+    def put(self, spec: WeightSpec, source: WeightSource) -> int:
+        if self._is_fed:
+            self._feed.send_weight("item", self._whole, spec.name, source)
+        return self._own.put(self._whole.specs[0][spec.name], self._part(spec, source))
+
+    def has_same(self, spec: WeightSpec, source: WeightSource) -> bool:
+        is_same = self._own.has_same(self._whole.specs[0][spec.name], self._part(spec, source))
+        if not self._is_fed:
+            return is_same
+        self._feed.send_weight("compare", self._whole, spec.name, source)
+        return all(not reply for reply in self._feed.ask("compared", {}, "" if is_same else "differs"))
+
+    def _part(self, spec: WeightSpec, source: WeightSource) -> WeightSource:
+        return part_of(source, self._whole.shards[0].cuts.get(spec.name))
+
+    def finish(self) -> Any:
+        """Return this rank's new weights once every rank has finished. Raises `WeightError` if one has refused."""
+        finished = self._own.finish()
+        replies = self._feed.ask("finish", {})
+        for rank, fault in enumerate(replies):
+            if fault:
+                self.discard()
+                raise WeightError(f"rank {rank}: {fault}")
+        return finished
+
+    def discard(self) -> None:
+        self._own.discard()
+        self._feed.send("discard", {})
+
+
+def source_of(about: Mapping[str, Any], spec: WeightSpec | None, part: Shard, group: Group) -> WeightSource | None:
+    """Return this rank's part of a tensor that rank 0 sends or names; None if it has none (`spec` is None)."""
+    if "path" in about:
+        whole = FileRange(Path(about["path"]), about["offset"], tuple(about["shape"]), about["dtype"])
+        return None if spec is None else part_of(whole, part.cuts.get(spec.name))
+    if spec is None:
+        return None
+    tensor = torch.empty(spec.shape, dtype=DTYPES[about["dtype"]])
+    group.receive(tensor, 0)
+    return TensorSource(tensor)
