@@ -131,6 +131,11 @@ def assemble(
         executor = load_model(
             checkpoint, device, dtype, max_model_len, progress, attention=config.attention, families=kinds.families
         )
+    return parts_with(executor, config, checkpoint, kinds)
+
+
+def parts_with(executor: Executor, config: EngineConfig, checkpoint: Checkpoint, kinds: ModelKinds) -> EngineParts:
+    """Return the parts for an executor that was loaded from a checkpoint."""
     parts = parts_of(executor, config)
     return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer, kinds.tokenizers), checkpoint=checkpoint)
 
@@ -158,7 +163,7 @@ def start_ranks(
         processes.wait_until_ready()
         links = local_links(processes.directory, 0, size, device)
         own = load_rank(checkpoint, model, program, config, links, device, progress)
-        leader = Leader(links, processes.end, processes.kill)
+        leader = Leader(links, processes.end, processes.kill, is_serving=True)
     except BaseException:
         processes.kill()
         raise

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from nano_inference.admission import requests_for, score_starts, scoring_request
+from nano_inference.control import Control
 from nano_inference.engine_thread import Engine, EngineThread, Receiver, Submission, Turn
 from nano_inference.types import (
     BadRequest,
@@ -95,8 +96,7 @@ class AsyncEngine(Generic[Engine]):
         except Exception as error:
             self.failure = error
             raise
-        if self.step_timeout is not None:
-            self._watchdog = loop.create_task(self._watch())
+        self._watchdog = loop.create_task(self._watch(engine.control))
         return engine
 
     async def stop(self, timeout: float = 10.0) -> None:
@@ -340,8 +340,8 @@ class AsyncEngine(Generic[Engine]):
         if self._observer is not None:
             self._observer.on_death(error)
 
-    async def _watch(self) -> None:
-        """Detect a thread that has ended, and a step that exceeds its timeout; print all stacks in that case.
+    async def _watch(self, control: Control) -> None:
+        """Detect a thread or an engine that has ended, and a step that exceeds its timeout (prints all stacks).
 
         Adds up the watchdog's own waits instead of reading a clock: a frozen process (`docker pause`) is no failure.
         """
@@ -354,6 +354,8 @@ class AsyncEngine(Generic[Engine]):
             since, waited = self.thread.busy_since, waited + pause if is_same else 0.0
             if not self.thread.is_alive:
                 self.on_failure(RuntimeError("the engine's thread has ended"))
+            elif (failure := control.failure) is not None:  # a rank was lost while the thread waits for work
+                self.on_failure(failure)
             elif waited >= step_timeout:
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
                 self.on_failure(TimeoutError(f"a step has not ended after {step_timeout:g} seconds"))

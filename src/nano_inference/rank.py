@@ -35,7 +35,8 @@ def main() -> None:
     try:
         follower.serve()
     except EngineDead:
-        raise SystemExit(1) from None  # rank 0 reports it
+        os._exit(1)  # rank 0 reports it
+    os._exit(0)  # a thread may still wait inside torch, which ends the process with an error otherwise
 
 
 def _opened(task: dict[str, Any], directory: Path, rank: int) -> Follower:
@@ -48,7 +49,7 @@ def _opened(task: dict[str, Any], directory: Path, rank: int) -> Follower:
     model, program = divided_model(checkpoint, config, kinds)
     (directory / f"ready-{rank}").touch()
     links = local_links(directory, rank, size, device)
-    return Follower(load_rank(checkpoint, model, program, config, links, device), program, links)
+    return Follower(load_rank(checkpoint, model, program, config, links, device), program, links, is_fed=True)
 
 
 def _end_with_parent() -> None:

@@ -25,7 +25,7 @@ from nano_inference.executors.step_input import ForwardInput
 from nano_inference.models.config import ModelConfig
 from nano_inference.parallel.leader import Leader
 from nano_inference.parallel.messages import RowCoder
-from nano_inference.parallel.staged import ShardedStaged, WeightFeed, Whole
+from nano_inference.parallel.staged import ShardedStaged, Whole
 from nano_inference.runner import BlockCopy, RowResult
 
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ class ShardedExecutor:
         self._own, self._whole, self._leader, self._is_fed = own, whole, leader, is_fed
         self._number, self._numbers = number, count(1) if numbers is None else numbers
         self._rows = RowCoder()
-        self._feed = WeightFeed(leader.links.weights, number)
+        self._feed = leader.feed(number, is_fed=is_fed)
         self._end = weakref.finalize(self, leader.close) if number == 0 else None
 
     @property

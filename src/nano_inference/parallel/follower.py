@@ -12,17 +12,23 @@ import torch
 
 from nano_inference.executors.protocol import CacheSize, Executor, Staged
 from nano_inference.executors.staging import NotFinite
+from nano_inference.loader.sources import WeightSource
+from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
+from nano_inference.parallel.group import Group
 from nano_inference.parallel.links import Links
 from nano_inference.parallel.messages import RowCoder, unpack
 from nano_inference.parallel.shard import Shard, shard
+from nano_inference.parallel.sources import part_of
 from nano_inference.parallel.staged import source_of
 from nano_inference.runner import BlockCopy
 from nano_inference.types import EngineDead
 from nano_inference.weights.gate import StepGate, share_of
 
-FILL_WAIT_S = 600.0
-"""Most seconds that a vote on an update waits for this rank's own tensors."""
+_UPDATES = frozenset({"stage", "item", "compare", "compared", "finish", "staged_values", "discard"})
+"""Commands of a weight update, which have a group of their own if rank 0 sends the tensors."""
+Fill = Callable[[Callable[[str, WeightSource], None]], None]
+"""Calls its argument with (name, tensor) for every whole tensor of an update."""
 
 
 @dataclass
@@ -45,25 +51,23 @@ class _Model:
 class Follower:
     """Owns this rank's executors and the thread that receives weights."""
 
-    def __init__(self, executor: Executor, program: Program, links: Links, *, has_own_weights: bool = False) -> None:
-        """`program` is the whole one. With `has_own_weights`, updates come from `fill`, not from rank 0."""
+    def __init__(self, executor: Executor, program: Program, links: Links, *, is_fed: bool) -> None:
+        """`program` is the whole one. With `is_fed`, a thread receives updates; otherwise `serve` takes them."""
         self.links = links
         self.part: Shard = shard(program, links.rank, links.size)
         self._specs = {spec.name: spec for spec in self.part.program.weights}
         self._models = {0: _Model(executor)}
-        self._has_own_weights = has_own_weights
-        self._is_open = threading.Event()
-        """Set while an update waits for `fill`."""
-        self._is_filled = threading.Event()
-        self._receiver = threading.Thread(target=self._receive_weights, name="weights", daemon=True)
-        self._receiver.start()
+        self._is_fed = is_fed
+        if is_fed:
+            threading.Thread(target=self._receive_weights, name="weights", daemon=True).start()
 
     # ---- commands ---------------------------------------------------------------------------------------------------
 
-    def serve(self) -> str | None:
-        """Execute commands until rank 0 ends them; return the text that it sends at the end of a call, or None.
+    def serve(self, fill: Fill | None = None) -> Any:
+        """Execute commands until rank 0 ends them; return the value that it sends at the end of a call.
 
-        None: the engine was shut down. Raises `EngineDead` if another rank is lost, and any exception of a step.
+        None if the engine was shut down. `fill` stages this rank's tensors of an update, unless rank 0 sends them.
+        Raises `EngineDead` if another rank is lost, and any exception of a step.
         """
         commands = self.links.commands
         while True:
@@ -72,11 +76,11 @@ class Follower:
                 self.links.close()
                 return None
             if command == "return":
-                return str(arguments["value"])
-            model = self._models.get(arguments.get("id", 0))
+                return arguments["value"]
             if command == "run":
-                assert model is not None
-                self._run(model, arguments)
+                self._run(self._models[arguments["id"]], arguments)
+            elif command in _UPDATES:
+                self._receive(self._models[arguments["id"]], command, arguments, commands, fill)
             else:
                 commands.exchange(_fault_of(partial(self._execute, command, arguments)))
 
@@ -134,82 +138,75 @@ class Follower:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def fill(self, put: Callable[[Callable[[str, Any], None]], None]) -> None:
-        """Stage this rank's own tensors for the update that rank 0 has begun: `put` calls its argument with each.
-
-        Only with `has_own_weights`; returns when all were staged, also if some are refused: rank 0 reports that.
-        """
-        self._is_open.wait()
-        model = self._models[0]
-        try:
-            put(lambda name, source: self._put(model, name, source))
-        except Exception as error:
-            model.fault = model.fault or f"{type(error).__name__}: {error}"
-        self._is_open.clear()
-        self._is_filled.set()
-
     def _receive_weights(self) -> None:
         """Receive updates until the links are closed."""
+        weights = self.links.weights
         try:
             while True:
-                command, arguments = unpack(self.links.weights.listen())
-                self._receive(self._models[arguments["id"]], command, arguments)
+                command, arguments = unpack(weights.listen())
+                self._receive(self._models[arguments["id"]], command, arguments, weights, None)
         except EngineDead:
             return
 
-    def _receive(self, model: _Model, command: str, arguments: Mapping[str, Any]) -> None:
-        weights = self.links.weights
+    def _receive(
+        self, model: _Model, command: str, arguments: Mapping[str, Any], group: Group, fill: Fill | None
+    ) -> None:
         match command:
             case "stage":
-                self._stage(model, arguments)
+                self._stage(model, arguments, fill)
             case "item" | "compare":
                 spec = self._specs.get(arguments["name"])
-                source = source_of(arguments, spec, self.part, weights)
-                if source is not None and command == "item":
-                    self._put(model, arguments["name"], source)
-                elif source is not None and model.staged is not None and not model.fault:
-                    assert spec is not None
+                source = source_of(arguments, spec, self.part, group)
+                if spec is not None and source is not None and command == "item":
+                    self._put(model, spec, source)
+                elif spec is not None and source is not None and model.staged is not None and not model.fault:
                     model.is_same &= model.staged.has_same(spec, source)
             case "compared":
-                weights.exchange("" if model.is_same else "differs")
+                group.exchange("" if model.is_same else "differs")
                 model.is_same = True
             case "finish":
                 self._finish(model)
-                weights.exchange(model.fault)
-            case "values":
+                group.exchange(model.fault)
+            case "staged_values":
                 assert model.finished is not None
                 values = model.executor.staged_values(model.finished)
-                weights.send(next(tensor for name, tensor in values if name == arguments["name"]).cpu(), 0)
+                group.send(next(tensor for name, tensor in values if name == arguments["name"]).cpu(), 0)
             case "discard":
                 self._drop(model)
 
-    def _stage(self, model: _Model, arguments: Mapping[str, Any]) -> None:
+    def _stage(self, model: _Model, arguments: Mapping[str, Any], fill: Fill | None) -> None:
         self._drop(model)
         if arguments["paced"]:
             model.gate = StepGate(share_of(model.executor.weight_bytes))
         pace = None if model.gate is None else model.gate.wait_for_turn
         model.staged = model.executor.stage(pace=pace, check_finite=arguments["check_finite"])
-        model.fault = ""
-        if self._has_own_weights:
-            self._is_filled.clear()
-            self._is_open.set()
+        model.fault = "" if self._is_fed or fill is not None else "has not called update_weights"
+        if fill is not None:
+            try:
+                fill(partial(self._put_whole, model))
+            except Exception as error:
+                model.fault = model.fault or f"{type(error).__name__}: {error}"
 
-    def _put(self, model: _Model, name: str, source: Any) -> None:
+    def _put_whole(self, model: _Model, name: str, source: WeightSource) -> None:
+        """Stage this rank's part of a tensor that every rank has; rank 0 checks names and shapes."""
+        spec = self._specs.get(self.part.program.tied_names.get(name, name))
+        if spec is not None:
+            self._put(model, spec, part_of(source, self.part.cuts.get(spec.name)))
+
+    def _put(self, model: _Model, spec: WeightSpec, source: WeightSource) -> None:
         """Stage one tensor; a refusal is reported when rank 0 asks."""
         if model.fault or model.staged is None:
             return
         try:
-            model.staged.put(self._specs[name], source)
+            model.staged.put(spec, source)
         except NotFinite as error:
-            model.fault = f"{name}: holds NaN or infinity (in the engine's {error})"
+            model.fault = f"{spec.name}: holds NaN or infinity (in the engine's {error})"
         except Exception as error:
-            model.fault = f"{name}: {type(error).__name__}: {error}"
+            model.fault = f"{spec.name}: {type(error).__name__}: {error}"
         if model.gate is not None:
             model.gate.start_reading()
 
     def _finish(self, model: _Model) -> None:
-        if self._has_own_weights and not self._is_filled.wait(FILL_WAIT_S):
-            model.fault = f"did not call update_weights within {FILL_WAIT_S:g} seconds"
         if model.staged is None:
             model.fault = model.fault or "has no update"
         if not model.fault:

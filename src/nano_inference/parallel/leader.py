@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from nano_inference.parallel.links import Links
 from nano_inference.parallel.messages import pack
+from nano_inference.parallel.staged import WeightFeed
 from nano_inference.types import EngineDead
 
 _PULSE_S = 1.0
@@ -20,8 +21,13 @@ Result = TypeVar("Result")
 class Leader:
     """Owns the links of rank 0 and the thread that finds lost ranks while no step runs. Thread-safe."""
 
-    def __init__(self, links: Links, on_close: Callable[[], None], on_failure: Callable[[], None]) -> None:
-        """One of the callbacks is called once, after the links were closed."""
+    def __init__(
+        self, links: Links, on_close: Callable[[], None], on_failure: Callable[[], None], *, is_serving: bool
+    ) -> None:
+        """One of the callbacks is called once, after the links were closed.
+
+        `is_serving`: the other ranks execute commands at any time, so that lost ones are found while no step runs.
+        """
         self.links = links
         self.failure: EngineDead | None = None
         """Why no command can be executed any more; None while all ranks work."""
@@ -30,8 +36,15 @@ class Leader:
         self._calls = _Uninterrupted()
         self._last_command = time.monotonic()
         self._is_closed = threading.Event()
-        self._pulse = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._pulse.start()
+        self._weights_lock = threading.RLock()
+        if is_serving:
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def feed(self, number: int, *, is_fed: bool) -> WeightFeed:
+        """Return the feed of an executor's updates: with `is_fed`, beside steps through a group of its own."""
+        if is_fed:
+            return WeightFeed(self.links.weights, self._weights_lock, number)
+        return WeightFeed(self.links.commands, self._lock, number)
 
     def step(self, command: str, arguments: dict[str, Any], work: Callable[[], Result]) -> Result:
         """Return `work()`, which the other ranks execute too, as a command; an exception on any rank ends the engine.
@@ -97,9 +110,6 @@ class Leader:
 
     def close(self) -> None:
         """End the other ranks. Can be called again."""
-        self._calls.run(self._close)
-
-    def _close(self) -> None:
         with self._lock:
             if self.failure is None and not self._is_closed.is_set():
                 self._send("stop", {})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -60,11 +60,11 @@ class Whole:
 
 
 class WeightFeed:
-    """Owns rank 0's side of a group through which the other ranks receive weights; one caller at a time."""
+    """Sends weight updates to the other ranks, one message at a time."""
 
-    def __init__(self, group: Group, executor_id: int) -> None:
-        self._group, self._id = group, executor_id
-        self._lock = threading.Lock()
+    def __init__(self, group: Group, lock: RLock, number: int) -> None:
+        """`lock` is held during each message; `number` is the executor's."""
+        self._group, self._lock, self._id = group, lock, number
 
     def send(self, command: str, arguments: Mapping[str, Any]) -> None:
         """Send a command without a reply."""
@@ -96,7 +96,7 @@ class WeightFeed:
         if not whole.is_cut(name):
             return own
         with self._lock:
-            self._group.broadcast(pack("values", {"id": self._id, "name": name}))
+            self._group.broadcast(pack("staged_values", {"id": self._id, "name": name}))
             return whole.joined(name, own, self._group)
 
 

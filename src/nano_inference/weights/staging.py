@@ -45,7 +45,7 @@ class Staging:
         spec = self._specs.get(known)
         if spec is None:
             raise WeightError(f"{name}: the model has no such tensor")
-        source = _as_source(name, value)
+        source = as_source(name, value)
         if tuple(source.shape) != spec.shape:
             raise WeightError(f"{name}: the update has the shape {tuple(source.shape)}, the model {spec.shape}")
         if known in self._taken:
@@ -100,7 +100,7 @@ def pairs(named: NamedWeights) -> Generator[tuple[object, object]]:
             items.close()  # not left to garbage collection: a process group then receives the remaining broadcasts
 
 
-def _as_source(name: str, value: object) -> TensorSource | FileRange:
+def as_source(name: str, value: object) -> TensorSource | FileRange:
     """Return a dense float tensor or a file range as a `WeightSource`. Raises `WeightError` for anything else."""
     if isinstance(value, FileRange):
         return value

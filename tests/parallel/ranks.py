@@ -1,0 +1,88 @@
+"""Engines whose ranks are threads of this process: the same classes and messages, without the start of processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.assemble import divided_model, load_rank, locate, parts_with
+from nano_inference.kinds import installed_kinds
+from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.parallel.executor import ShardedExecutor
+from nano_inference.parallel.follower import Follower
+from nano_inference.parallel.leader import Leader
+from nano_inference.parallel.links import Links, local_links
+from nano_inference.parallel.staged import Whole
+from nano_inference.types import EngineDead
+
+CPU = torch.device("cpu")
+Result = TypeVar("Result")
+
+
+def on_ranks(size: int, work: Callable[[Links], Result]) -> list[Result]:
+    """Call `work` on every rank, each in its own thread; return the results in order of the ranks."""
+    found: dict[int, Result] = {}
+    faults: list[BaseException] = []
+
+    def run(directory: Path, rank: int) -> None:
+        links = local_links(directory, rank, size, CPU)
+        try:
+            found[rank] = work(links)
+        except BaseException as error:
+            faults.append(error)
+        finally:
+            links.close()
+
+    with TemporaryDirectory() as directory:
+        threads = [threading.Thread(target=run, args=(Path(directory), rank)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if faults:
+        raise faults[0]
+    return [found[rank] for rank in range(size)]
+
+
+@contextmanager
+def open_ranks(config: EngineConfig) -> Iterator[InferenceEngine]:
+    """Open an engine of `config.tensor_parallel` ranks."""
+    kinds = installed_kinds()
+    checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
+    model, program = divided_model(checkpoint, config, kinds)
+    size = config.tensor_parallel
+
+    def serve(directory: Path, rank: int) -> None:
+        links = local_links(directory, rank, size, CPU)
+        own = load_rank(checkpoint, model, program, config, links, CPU)
+        try:
+            Follower(own, program, links, is_fed=True).serve()
+        except EngineDead:
+            links.close()
+
+    with TemporaryDirectory() as directory:
+        threads = [
+            threading.Thread(target=serve, args=(Path(directory), rank), daemon=True) for rank in range(1, size)
+        ]
+        for thread in threads:
+            thread.start()
+
+        def join() -> None:
+            for thread in threads:
+                thread.join(60)
+                assert not thread.is_alive()
+
+        links = local_links(Path(directory), 0, size, CPU)
+        own = load_rank(checkpoint, model, program, config, links, CPU)
+        executor = ShardedExecutor(
+            own, Whole(program, size), Leader(links, join, lambda: None, is_serving=True), is_fed=True
+        )
+        with InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds)) as engine:
+            yield engine

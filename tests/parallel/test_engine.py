@@ -1,0 +1,176 @@
+"""Engines that are divided among ranks against undivided ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.types import EnginePaused
+from tests.models.families import FAMILIES, make_model
+from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
+from tests.parallel.ranks import open_ranks
+from tests.test_batch_invariance import ThreadsKept
+from tests.test_lookahead import REQUESTS, run_all
+
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards() -> Iterator[None]:
+    with ThreadsKept():
+        yield
+
+
+def config_of(path: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(path), device="cpu", num_threads=1, seed=5, kernels="off",
+        **{"kv_cache_bytes": 16 << 20, "max_model_len": 512, "max_batch_size": 8, **options},
+    )  # fmt: skip
+
+
+def write_model(name: str, directory: Path) -> None:
+    if name in FAMILIES:
+        make_model(name, directory)
+    else:
+        write_checkpoint(directory, name, meta=base_meta(name))
+
+
+def numbers(sample: TrainingSample) -> list[float]:
+    """Return all numbers that a sample reports."""
+    tops = [one.logprob for top in sample.top_logprobs or () for one in top or ()]
+    known = [value for value in sample.prompt_logprobs or () if value is not None]
+    raw = [value for value in sample.raw_logprobs or () if value is not None]
+    return [*sample.logprobs, *known, *raw, *tops]
+
+
+def facts(sample: TrainingSample) -> tuple[Any, ...]:
+    """Return everything else that must be equal."""
+    tops = [[one.token for one in top or ()] for top in sample.top_logprobs or ()]
+    masks = sample.sampling_masks
+    return (sample.completion_tokens, sample.mask, sample.finish_reason, sample.stop_reason, tops, masks)
+
+
+def assert_same(mine: list[TrainingSample], right: list[TrainingSample]) -> None:
+    assert [facts(one) for one in mine] == [facts(one) for one in right]
+    for one, other in zip(mine, right, strict=True):
+        assert numbers(one) == pytest.approx(numbers(other), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", [*FAMILIES, *GENERATIONS])
+def test_every_family_is_the_undivided_one(name: str, size: int, tmp_path: Path) -> None:
+    write_model(name, tmp_path)
+    with InferenceEngine(config_of(tmp_path)) as whole:
+        vocab_size, longest = whole.parts.vocab_size, whole.parts.max_model_len - 40
+        rng = random.Random(2)
+        prompts = [[rng.randrange(vocab_size) for _ in range(count)] for count in (1, 2, 17, min(150, longest))]
+        params = [SamplingParams(max_tokens=20, seed=i, temperature=float(i % 3 > 0), logprobs=2) for i in range(4)]
+        right, scores = whole.generate(prompts, params), whole.score(prompts[2:])
+        embedded, checksum = whole.embed(prompts[3]), whole.weights_checksum()
+    try:
+        with open_ranks(config_of(tmp_path, tensor_parallel=size)) as engine:
+            assert_same(engine.generate(prompts, params), right)
+            for one, other in zip(engine.score(prompts[2:]), scores, strict=True):
+                assert one == pytest.approx(other, abs=TOLERANCE)
+            assert engine.embed(prompts[3]) == pytest.approx(embedded, abs=TOLERANCE)
+            assert engine.weights_checksum() == checksum
+    except ValueError as error:
+        assert UNDIVIDED[name, size] in str(error)
+    else:
+        assert (name, size) not in UNDIVIDED
+
+
+UNDIVIDED = {
+    ("llama3-rope-ratio3-tied", 4): "4 does not divide the 6 attention heads; possible: 2",
+    ("mistral-window", 4): "4 does not divide the 6 attention heads; possible: 2",
+    ("qwen2-ratio7", 2): "2 does not divide the 7 attention heads; this model cannot be divided",
+    ("qwen2-ratio7", 4): "4 does not divide the 7 attention heads; this model cannot be divided",
+    ("qwen3-ratio3-tied", 4): "4 does not divide the 6 attention heads; possible: 2",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("ranks")
+    make_model("llama-ratio1-untied", directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lookahead": 5},
+        {"speculation": "ngram"},
+        {"kv_cache_bytes": 96 << 10, "cache_type": "paged"},  # preempts
+        {"logprobs_mode": "raw"},
+        {"logprobs_mode": "tempered", "max_tokens_per_batch": 32},
+    ],
+    ids=["plain", "lookahead", "speculation", "preemption", "raw", "tempered"],
+)
+def test_every_kind_of_request_is_the_undivided_one(options: dict[str, Any], tiny: Path) -> None:
+    with InferenceEngine(config_of(tiny, **options)) as whole:
+        right, stats = run_all(whole)
+    with open_ranks(config_of(tiny, tensor_parallel=2, **options)) as engine:
+        mine, _ = run_all(engine)
+    if "cache_type" in options:
+        assert any(one.num_preempted for one in stats)
+    assert len(REQUESTS) > 20
+    assert_same(mine, right)
+
+
+def test_unseeded_requests_end_on_all_ranks(tiny: Path) -> None:
+    with open_ranks(replace(config_of(tiny, tensor_parallel=2), seed=None)) as engine:
+        first, second = (engine.generate([[5, 6, 7]], SamplingParams(max_tokens=30, ignore_eos=True)) for _ in "ab")
+        assert first[0].completion_tokens != second[0].completion_tokens
+        assert engine.score([*first[0].prompt_tokens, *first[0].completion_tokens], 3) == pytest.approx(
+            first[0].logprobs, abs=TOLERANCE
+        )
+
+
+def test_abort_and_pause_leave_the_ranks_in_step(tiny: Path) -> None:
+    params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
+    with InferenceEngine(config_of(tiny)) as whole:
+        right = whole.generate([[1, 2, 3]], params, 2)
+    with open_ranks(config_of(tiny, tensor_parallel=2)) as engine:
+        kept = engine.add_request([1, 2, 3], params, 2, claim=True)
+        dropped = engine.add_request([7] * 40, params, 3, claim=True)
+        for _ in range(9):
+            engine.tick()
+        assert [one.finish_reason for one in engine.abort(dropped)] == ["abort"] * 3
+        engine.pause()
+        with pytest.raises(EnginePaused):
+            engine.wait_for_any([kept])
+        engine.sleep()
+        engine.wake()
+        engine.resume()
+        engine.wait_for_any([kept])
+        assert_same(engine.collect(kept), right)
+
+
+def test_a_copy_is_divided_too(tiny: Path) -> None:
+    params = SamplingParams(max_tokens=20, seed=3)
+    with open_ranks(config_of(tiny, tensor_parallel=2)) as engine:
+        right = engine.generate([[1, 2, 3]], params)
+        with engine.copy() as copy:
+            values = {name: value * 1.5 for name, value in engine.parts.executor.weight_values()}  # type: ignore[union-attr]
+            copy.update_weights(values, blocking=True)
+            assert copy.generate([[1, 2, 3]], params)[0].completion_tokens != right[0].completion_tokens
+        assert_same(engine.generate([[1, 2, 3]], params), right)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_precisions_agree_on_all_ranks(dtype: str, tiny: Path) -> None:
+    """Sums of parts are rounded at other places, so that tokens may differ from the undivided engine's."""
+    with open_ranks(config_of(tiny, tensor_parallel=2, dtype=dtype)) as engine:
+        (sample,) = engine.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+        text = [*sample.prompt_tokens, *sample.completion_tokens]
+        assert engine.score(text, 4) == pytest.approx(sample.logprobs, abs=0.1)
+        assert torch.isfinite(torch.tensor(sample.logprobs)).all()
