@@ -62,7 +62,7 @@ class SpmdEngine:
         kinds = installed_kinds()
         checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
         model, program = divided_model(checkpoint, config, kinds)
-        self._links = trainer_links(config.tensor_parallel, local_rank, device)
+        self._links = trainer_links(config.tensor_parallel, device)
         own = load_rank(checkpoint, model, program, config, self._links, device)
         self._engine: InferenceEngine | None = None
         self._follower: Follower | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -62,15 +62,11 @@ def open_ranks(config: EngineConfig) -> Iterator[InferenceEngine]:
     def serve(directory: Path, rank: int) -> None:
         links = local_links(directory, rank, size, CPU)
         own = load_rank(checkpoint, model, program, config, links, CPU)
-        try:
+        with suppress(EngineDead):
             Follower(own, program, links, is_fed=True).serve()
-        except EngineDead:
-            links.close()
 
     with TemporaryDirectory() as directory:
-        threads = [
-            threading.Thread(target=serve, args=(Path(directory), rank), daemon=True) for rank in range(1, size)
-        ]
+        threads = [threading.Thread(target=serve, args=(Path(directory), rank), daemon=True) for rank in range(1, size)]
         for thread in threads:
             thread.start()
 

@@ -67,13 +67,20 @@ class Follower:
         """Execute commands until rank 0 ends them; return the value that it sends at the end of a call.
 
         None if the engine was shut down. `fill` stages this rank's tensors of an update, unless rank 0 sends them.
-        Raises `EngineDead` if another rank is lost, and any exception of a step.
+        Raises `EngineDead` if another rank is lost, and any exception of a step, after which rank 0 loses this one.
         """
+        try:
+            return self._serve(fill)
+        except BaseException:
+            self.links.close(is_receiving=self._is_fed)
+            raise
+
+    def _serve(self, fill: Fill | None) -> Any:
         commands = self.links.commands
         while True:
             command, arguments = unpack(commands.listen())
             if command == "stop":
-                self.links.close()
+                self.links.close(is_receiving=self._is_fed)
                 return None
             if command == "return":
                 return arguments["value"]

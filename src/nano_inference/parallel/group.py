@@ -26,8 +26,12 @@ class Group:
     After an `EngineDead` the group is unusable: some ranks may have left an operation that others still wait in.
     """
 
-    def __init__(self, group: Any, rank: int, size: int, timeout: timedelta) -> None:
-        """`group` is a torch process group, used from one thread; `timeout` limits every operation."""
+    def __init__(self, group: Any, rank: int, size: int, timeout: timedelta, *, is_registered: bool = False) -> None:
+        """`group` is a torch process group, used from one thread; `timeout` limits every operation.
+
+        `is_registered`: torch keeps a reference to it, as to all results of `new_group`.
+        """
+        self._is_registered = is_registered
         self.rank, self.size = rank, size
         self._group, self._timeout = group, timeout
         self.bytes_sent = 0
@@ -84,14 +88,18 @@ class Group:
         return [bytes(one.numpy().data).rstrip(b"\0").decode(errors="replace") for one in found]
 
     def close(self) -> None:
-        """Leave the group; other ranks that wait for this one get an error."""
-        self._group.shutdown()
+        """Leave the group; other ranks that wait for this one get an error. Can be called again."""
+        group, self._group = self._group, None  # Gloo closes its connections with the last reference
+        if group is not None and self._is_registered:
+            dist.destroy_process_group(group)
 
     def _broadcast(self, x: Tensor) -> None:
         self._wait(lambda: self._group.broadcast([x], dist.BroadcastOptions()))
 
     def _wait(self, start: Any) -> None:
         """Start an operation and wait for its end. Raises `EngineDead` if a rank is gone or too slow."""
+        if self._group is None:
+            raise EngineDead(f"rank {self.rank} of {self.size} has left the engine")
         try:
             start().wait(self._timeout)
         except RuntimeError as error:

@@ -24,7 +24,7 @@ class Leader:
     def __init__(
         self, links: Links, on_close: Callable[[], None], on_failure: Callable[[], None], *, is_serving: bool
     ) -> None:
-        """One of the callbacks is called once, after the links were closed.
+        """One of the callbacks is called once, before the links are closed.
 
         `is_serving`: the other ranks execute commands at any time, so that lost ones are found while no step runs.
         """
@@ -117,8 +117,8 @@ class Leader:
 
     def _end(self, callback: Callable[[], None]) -> None:
         self._is_closed.set()
-        self.links.close()
         callback()
+        self.links.close()
 
     def _watch(self) -> None:
         while not self._is_closed.wait(_PULSE_S):

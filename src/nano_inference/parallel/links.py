@@ -31,8 +31,6 @@ class Links:
     """Weight updates, in main memory, beside running steps."""
     data: Group
     """Tensors of a step, on the executor's device."""
-    local_rank: int
-    """Index of this rank among those of its machine."""
 
     @property
     def rank(self) -> int:
@@ -42,10 +40,16 @@ class Links:
     def size(self) -> int:
         return self.commands.size
 
-    def close(self) -> None:
-        """Leave all groups."""
-        for group in (self.commands, self.weights, self.data):
-            group.close()
+    def close(self, *, is_receiving: bool = False) -> None:
+        """Leave all groups; other ranks that wait for this one get an error.
+
+        `is_receiving`: a thread of this rank waits for weights. Its group ends with rank 0's, or with this process:
+        torch would wait for the operation in progress.
+        """
+        self.commands.close()
+        self.data.close()
+        if not is_receiving:
+            self.weights.close()
 
 
 def local_links(directory: Path, rank: int, size: int, device: torch.device) -> Links:
@@ -65,20 +69,19 @@ def local_links(directory: Path, rank: int, size: int, device: torch.device) -> 
             groups["data"] = _nccl(dist.PrefixStore("data", store), rank, size)  # type: ignore[attr-defined]
     except RuntimeError as error:
         raise EngineDead(f"rank {rank} of {size} found no other ranks within {JOIN_S:g} seconds") from error
-    return links_of(groups["commands"], groups["weights"], groups["data"], rank, size, rank)
+    return _links(groups["commands"], groups["weights"], groups["data"], rank, size, is_registered=False)
 
 
-def links_of(commands: Any, weights: Any, data: Any, rank: int, size: int, local_rank: int) -> Links:
+def _links(commands: Any, weights: Any, data: Any, rank: int, size: int, *, is_registered: bool) -> Links:
     """Return the links through three torch process groups."""
     return Links(
-        Group(commands, rank, size, _WAIT),
-        Group(weights, rank, size, _IDLE),
-        Group(data, rank, size, _WAIT),
-        local_rank,
+        Group(commands, rank, size, _WAIT, is_registered=is_registered),
+        Group(weights, rank, size, _IDLE, is_registered=is_registered),
+        Group(data, rank, size, _WAIT, is_registered=is_registered),
     )
 
 
-def trainer_links(size: int, local_rank: int, device: torch.device) -> Links:
+def trainer_links(size: int, device: torch.device) -> Links:
     """Return this process's links inside a trainer, whose default process group must exist.
 
     Consecutive ranks of the default group form one engine. Every rank calls this, because all of them take part in
@@ -95,7 +98,7 @@ def trainer_links(size: int, local_rank: int, device: torch.device) -> Links:
         backend = "nccl" if device.type == "cuda" else "gloo"
         data = dist.new_group(members, timeout=_WAIT, backend=backend)
         if rank in members:
-            own = links_of(commands, weights, data, rank - first, size, local_rank)
+            own = _links(commands, weights, data, rank - first, size, is_registered=True)
     assert own is not None
     return own
 

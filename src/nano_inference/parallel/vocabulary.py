@@ -38,7 +38,7 @@ class ShardedVocabulary:
     def local(self, row: Row) -> Row:
         params, part, mask = row.params, self._part, row.mask
         if mask is not None:
-            mask = mask[part.start // 8 : -(-part.stop // 8)]
+            mask = mask[part.start // 8 : -(-part.stop // 8)].ljust(-(-part.size // 8), b"\0")  # it may end early
         if params.logit_bias:
             bias = {t - part.start: v for t, v in params.logit_bias.items() if part.start <= t < part.stop}
             params = replace(params, logit_bias=bias)
