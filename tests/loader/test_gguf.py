@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,18 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
-from tiny_models import GGUF_ARCHITECTURES, finish, gguf_bytes, make_model, read_all, save, weights_of, write_gguf
+from tiny_models import (
+    GGUF_ARCHITECTURES,
+    HALVES,
+    finish,
+    gguf_bytes,
+    make_model,
+    random_blocks,
+    read_all,
+    save,
+    weights_of,
+    write_gguf,
+)
 
 from nano_inference.loader import gguf as gguf_module
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
@@ -110,6 +122,30 @@ def test_dequantising_in_pieces_matches_gguf_package(
     PackedTensor(tmp_path / "x.gguf", tensor, head_rows=8).read_into(target)
     undone = whole.view(3, 4, 2, 512).transpose(1, 2).reshape(24, 512)
     assert torch.equal(target.nan_to_num(nan=7.0), undone.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_K])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
+def test_a_part_of_a_tensor_is_that_of_the_whole(kind: Kind, tmp_path: Path) -> None:
+    packed = random_blocks(24, 512, kind, np.random.default_rng(1)) if kind in HALVES else plain_rows(kind)
+    source = PackedTensor(tmp_path / "x.gguf", one_tensor(tmp_path / "x.gguf", packed, kind), head_rows=8)
+    whole = torch.empty(24, 512)
+    source.read_into(whole)
+    for start, stop in ((0, 8), (8, 24)):
+        part = torch.empty(stop - start, 512)
+        source.rows(start, stop).read_into(part)
+        assert torch.equal(part, whole[start:stop])
+    straight = replace(source, head_rows=0)
+    straight.read_into(whole)
+    for start, stop in ((0, 256), (256, 512), (100, 300), (511, 512)):
+        columns = torch.empty(24, stop - start)
+        assert straight.columns(start, stop).shape == (24, stop - start)
+        straight.columns(start, stop).read_into(columns)
+        assert torch.equal(columns, whole[:, start:stop])
+
+
+def plain_rows(kind: Kind) -> np.ndarray:
+    return gguf.quants.quantize(np.random.default_rng(2).standard_normal((24, 512), dtype=np.float32), kind)
 
 
 def test_llama3_rope_factors_match_transformers(tmp_path: Path) -> None:

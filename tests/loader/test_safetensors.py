@@ -122,3 +122,21 @@ def test_missing_shard_or_tensor_is_rejected(tmp_path: Path) -> None:
     (tmp_path / index["weight_map"]["model.embed_tokens.weight"]).unlink()
     with pytest.raises(ModelError, match="cannot be read: No such file"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_and_columns_of_a_file_are_those_of_the_tensor(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = torch.randn(7, 12).to(torch.bfloat16)
+    save_file({"first": torch.zeros(5), "x": values}, tmp_path / "model.safetensors")
+    source = read_header(tmp_path / "model.safetensors")["x"]
+    parts = {
+        source.rows(2, 5): values[2:5],
+        source.columns(3, 9): values[:, 3:9],
+        source.columns(3, 9).rows(1, 7): values[1:7, 3:9],
+        source.rows(1, 7).columns(11, 12): values[1:7, 11:12],
+        source.columns(4, 4): values[:, 4:4],
+    }
+    for part, expected in parts.items():
+        target = torch.empty(part.shape, dtype=dtype)
+        part.read_into(target)
+        assert torch.equal(target, expected.to(dtype))
