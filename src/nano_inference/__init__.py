@@ -30,6 +30,7 @@ _HOMES = {
     "RadixKVCache": "kv",
     "Rollout": "rollout",
     "SamplingParams": "types",
+    "SpmdEngine": "spmd",
     "SchedulerConfig": "config",
     "SchedulerOutput": "scheduling",
     "Segment": "rollout",

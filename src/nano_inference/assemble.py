@@ -135,8 +135,12 @@ def assemble(
 
 
 def parts_with(executor: Executor, config: EngineConfig, checkpoint: Checkpoint, kinds: ModelKinds) -> EngineParts:
-    """Return the parts for an executor that was loaded from a checkpoint."""
-    parts = parts_of(executor, config)
+    """Return the parts for an executor that was loaded from a checkpoint; close it if its cache cannot be allocated."""
+    try:
+        parts = parts_of(executor, config)
+    except BaseException:
+        executor.close()
+        raise
     return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer, kinds.tokenizers), checkpoint=checkpoint)
 
 

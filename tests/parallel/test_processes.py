@@ -1,0 +1,159 @@
+"""Ranks as processes: started by the engine, or by a trainer. Lost ranks end the engine everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import AsyncEngine, EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.parallel.executor import ShardedExecutor
+from nano_inference.types import EngineDead
+from tests.models.families import make_model
+from tests.parallel.test_engine import assert_same, config_of
+
+PARAMS = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
+FIVE_SECONDS = 5.0
+"""The limit that the documentation states for the loss of a rank."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("processes")
+    make_model("llama-ratio1-untied", directory)
+    return directory
+
+
+def config(path: Path, **options: Any) -> EngineConfig:
+    return config_of(path, tensor_parallel=2, **options)
+
+
+def ranks_of(parent: int) -> list[int]:
+    """Return the ids of live processes of ranks that a process has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            status, line = (entry / "status").read_text(), (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        is_alive = "\nState:\tZ" not in status and f"\nPPid:\t{parent}\n" in status
+        if entry.name.isdigit() and is_alive and b"nano_inference.rank" in line:
+            found.append(int(entry.name))
+    return found
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "too late"
+        time.sleep(0.05)
+
+
+def test_processes_compute_what_one_process_does(tiny: Path) -> None:
+    with InferenceEngine(config_of(tiny)) as whole:
+        right = whole.generate([[1, 2, 3], [4] * 30], PARAMS, 2)
+    with InferenceEngine(config(tiny)) as engine:
+        assert len(ranks_of(os.getpid())) == 1
+        assert_same(engine.generate([[1, 2, 3], [4] * 30], PARAMS, 2), right)
+        executor = engine.parts.executor
+        assert isinstance(executor, ShardedExecutor) and executor.num_ranks == 2
+    assert not ranks_of(os.getpid())
+    with pytest.raises(EngineDead):
+        engine.generate([[1]], PARAMS)
+
+
+def test_a_killed_rank_ends_the_engine(tiny: Path) -> None:
+    with InferenceEngine(config(tiny)) as engine:
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+        engine.tick()
+        os.kill(*ranks_of(os.getpid()), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineDead, match="rank 0 of 2 lost another rank"):
+            while True:
+                engine.tick()
+        assert time.monotonic() - start < FIVE_SECONDS
+        assert not engine.is_alive
+        with pytest.raises(EngineDead, match="rank 0 of 2 lost another rank"):
+            engine.generate([[1]], PARAMS)
+
+
+def test_a_rank_that_is_lost_between_steps_is_noticed(tiny: Path) -> None:
+    async def main() -> None:
+        async with AsyncEngine(lambda: InferenceEngine(config(tiny))) as engine:
+            await engine.generate([[1, 2, 3]], PARAMS)
+            os.kill(*ranks_of(os.getpid()), signal.SIGKILL)
+            start = time.monotonic()
+            while engine.failure is None:
+                await asyncio.sleep(0.05)
+            assert time.monotonic() - start < FIVE_SECONDS
+            assert isinstance(engine.failure, EngineDead)
+            with pytest.raises(EngineDead):
+                await engine.generate([[1, 2, 3]], PARAMS)
+
+    asyncio.run(main())
+
+
+_LEADER = """
+import sys, time
+from nano_inference import EngineConfig, InferenceEngine
+engine = InferenceEngine(EngineConfig.from_dict(__import__("json").loads(sys.argv[1])))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_rank_outlives_its_leader(how: signal.Signals, tiny: Path) -> None:
+    command = [sys.executable, "-P", "-c", _LEADER, json.dumps(config(tiny).to_dict())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as leader:
+        assert leader.stdout is not None and leader.stdout.readline() == "ready\n"
+        (rank,) = ranks_of(leader.pid)
+        leader.send_signal(how)
+        leader.wait(10)
+        wait_until(lambda: not Path(f"/proc/{rank}").exists() or "\nState:\tZ" in _status(rank), FIVE_SECONDS)
+
+
+def _status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "\nState:\tZ"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the 4 attention heads; possible: 2, 4"),
+        ({"device": "mps"}, "device 'mps': torch sees no Apple GPU"),
+        ({"max_model_len": 8, "kv_cache_bytes": 1}, "kv_cache_bytes: 1 bytes do not hold one block of"),
+    ],
+)
+def test_a_set_up_that_cannot_work_is_refused_in_one_line(options: dict[str, Any], message: str, tiny: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        InferenceEngine(EngineConfig.from_dict(config(tiny).to_dict() | options))
+    assert "\n" not in str(caught.value)
+    wait_until(lambda: not ranks_of(os.getpid()), FIVE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernels": "avx2"}, "tensor_parallel: cannot be combined with kernels=avx2"),
+        ({"dtype": "int8"}, "tensor_parallel: cannot be combined with dtype=int8"),
+        ({"deterministic": True}, "tensor_parallel: cannot be combined with deterministic"),
+        ({"kv_cache_dtype": "bfloat16"}, "tensor_parallel: cannot be combined with kv_cache_dtype"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be in \\[1, 64\\], got 0"),
+    ],
+)
+def test_options_that_need_kernels_are_refused(options: dict[str, Any], message: str, tiny: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_dict(config(tiny).to_dict() | options)

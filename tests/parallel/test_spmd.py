@@ -1,0 +1,77 @@
+"""One engine among the ranks of a trainer that `torchrun` starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from tests.models.families import make_model
+from tests.parallel.test_engine import TOLERANCE, assert_same, config_of
+
+SEEDED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("spmd") / "tiny"
+    make_model("llama-ratio1-untied", directory)
+    make_model("gemma2", directory.with_name("other"))
+    return directory
+
+
+def run(path: Path, out: Path, mode: str, size: int = 2) -> list[dict[str, Any]]:
+    """Run the trainer; return what each rank saw, without those that were killed."""
+    config = json.dumps(config_of(path, tensor_parallel=2).to_dict())
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    script = [str(ROOT / "tests" / "parallel" / "trainer.py"), config, str(out), mode]
+    done = subprocess.run(
+        [sys.executable, "-P", *command, *script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert mode == "kill" or done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(size) if (out / f"{rank}.json").exists()]
+
+
+def samples(found: list[dict[str, Any]]) -> list[TrainingSample]:
+    return [TrainingSample.from_dict(one) for one in found]
+
+
+def test_all_ranks_of_a_trainer_see_the_same_engine(tiny: Path, tmp_path: Path) -> None:
+    first, second = run(tiny, tmp_path, "train")
+    assert (first.pop("rank"), second.pop("rank")) == (0, 1)
+    assert first == second
+    with InferenceEngine(config_of(tiny)) as whole:
+        assert_same(samples(first["seeded"]), whole.generate([[1, 2, 3], [4] * 20], SEEDED, 2))
+        assert first["scores"] == pytest.approx(whole.score([1, 2, 3, 4]), abs=TOLERANCE)
+        assert first["embedding"] == pytest.approx(whole.embed([1, 2, 3, 4]), abs=TOLERANCE)
+        whole.update_weights(
+            {name: value * 1.25 for name, value in load_file(tiny / "model.safetensors").items()}, blocking=True
+        )
+        assert first["checksum"] == whole.weights_checksum()
+        assert_same(samples(first["updated"]), whole.generate([[1, 2, 3]], SEEDED))
+    assert first["awake"] == first["updated"] or [one["completion_tokens"] for one in first["awake"]] == [
+        one["completion_tokens"] for one in first["updated"]
+    ]
+    assert first["unseeded"][0] != first["unseeded"][1]
+    assert first["refused"].startswith("BadRequest: ")
+    assert "lm_head.weight: holds NaN or infinity" in first["broken"]
+    assert first["unknown"].startswith("WeightError: ") and "the model has no such tensor" in first["unknown"]
+    assert first["is_unchanged"] and first["version"] == 1
+
+
+def test_ranks_with_different_checkpoints_are_refused_on_both(tiny: Path, tmp_path: Path) -> None:
+    first, second = run(tiny, tmp_path, "other")
+    assert first == {"failed": "ValueError: tensor_parallel: rank 1 has another checkpoint than rank 0"}
+    assert second == {"failed": "ValueError: tensor_parallel: rank 0 has another checkpoint than rank 1"}
+
+
+def test_a_killed_rank_of_a_trainer_ends_the_engine(tiny: Path, tmp_path: Path) -> None:
+    (first,) = run(tiny, tmp_path, "kill")
+    assert first["lost"].startswith("EngineDead: rank 0 of 2 lost another rank")

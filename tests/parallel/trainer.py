@@ -1,0 +1,95 @@
+"""A trainer of several ranks that generates with one divided engine; started by `torchrun`.
+
+`python -m torch.distributed.run --standalone --nproc-per-node 2 tests/parallel/trainer.py CONFIG OUT MODE` writes what
+each rank saw to OUT/RANK.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from nano_inference import EngineConfig, SamplingParams, SpmdEngine
+from nano_inference.types import EngineDead
+
+SEEDED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+UNSEEDED = SamplingParams(max_tokens=16, ignore_eos=True)
+
+
+def error_of(work: Callable[[], object]) -> str:
+    """Return the exception that a call raises."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def train(engine: SpmdEngine, path: Path) -> dict[str, Any]:
+    """Return what a rank sees of generations, updates and refusals."""
+    seen: dict[str, Any] = {"rank": engine.rank}
+    seen["seeded"] = [one.to_dict() for one in engine.generate([[1, 2, 3], [4] * 20], SEEDED, 2)]
+    seen["unseeded"] = [one.completion_tokens for one in engine.generate([[1, 2, 3]], UNSEEDED, 2)]
+    seen["scores"] = engine.score([1, 2, 3, 4])
+    seen["embedding"] = engine.embed([1, 2, 3, 4])
+    seen["refused"] = error_of(lambda: engine.generate([[]], SEEDED))
+    weights = load_file(path / "model.safetensors")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    before = engine.weights_checksum()
+    broken = {name: value.clone() for name, value in weights.items()}
+    broken["lm_head.weight"][-1, 0] = torch.nan  # the last rank's part
+    seen["broken"] = error_of(lambda: engine.update_weights(broken))
+    seen["unknown"] = error_of(
+        lambda: engine.update_weights({name + "x": distribute_tensor(v, mesh) for name, v in weights.items()})
+    )
+    seen["is_unchanged"] = engine.weights_checksum() == before
+    shared = {
+        name: distribute_tensor(value * 1.25, mesh, [Shard(0) if value.dim() > 1 else Replicate()])
+        for name, value in weights.items()
+    }
+    seen["version"] = engine.update_weights(shared, version="step-1")
+    seen["checksum"] = engine.weights_checksum()
+    seen["updated"] = [one.to_dict() for one in engine.generate([[1, 2, 3]], SEEDED)]
+    engine.sleep()
+    engine.wake()
+    seen["awake"] = [one.to_dict() for one in engine.generate([[1, 2, 3]], SEEDED)]
+    return seen
+
+
+def lose_a_rank(engine: SpmdEngine) -> dict[str, Any]:
+    """Return what rank 0 sees after the other has been killed."""
+    engine.generate([[1, 2, 3]], SEEDED)
+    if engine.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"lost": error_of(lambda: engine.generate([[1, 2, 3]], SEEDED))}
+
+
+def main() -> None:
+    config, out, mode = EngineConfig.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
+    rank = os.environ["RANK"]
+    path = Path(config.model_path)
+    if mode == "other" and rank == "1":
+        config = EngineConfig.from_dict(config.to_dict() | {"model_path": str(path.with_name("other"))})
+    try:
+        with SpmdEngine(config) as engine:
+            seen = lose_a_rank(engine) if mode == "kill" else train(engine, path)
+            if mode == "kill":
+                raise EngineDead("done")
+    except (ValueError, EngineDead) as error:
+        seen = seen if mode == "kill" else {"failed": f"{type(error).__name__}: {error}"}
+    (out / f"{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
