@@ -22,6 +22,8 @@ CORE_ROOMS = {
         "scheduling",
         "kv",
         "sampling",
+        "truncation",
+        "vocabulary",
     ),
     *("matching", "ngram_drafter", "speculation", "runner", "core", "recovery", "state", "exclusive", "calls"),
     *("control", "engine", "engine_thread", "async_engine"),

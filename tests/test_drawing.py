@@ -19,7 +19,7 @@ from nano_inference.executors.cpu.drawing import KernelSampler, is_plain, kernel
 from nano_inference.kernels.library import Library
 from nano_inference.logprobs import Normalise
 from nano_inference.runner import DrawExtras, Row, RowResult
-from nano_inference.sampling import uniform
+from nano_inference.sampling import WholeVocabulary, uniform
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.draws import Draw, columns, draw
 
@@ -97,7 +97,7 @@ def test_who_is_special(name: str, sampler: KernelSampler, monkeypatch: pytest.M
     found = drawn(sampler, randn(1, 513), [one])
     assert asked == ([] if name in PLAIN else [one])
     if name in SPECIAL:
-        assert repr(found) == repr(draw(randn(1, 513), [one], kernel_normalise(the_library())))
+        assert repr(found) == repr(draw(randn(1, 513), [one], WholeVocabulary(kernel_normalise(the_library()))))
 
 
 @pytest.mark.parametrize("vocab_size", [40, 513, 1300])

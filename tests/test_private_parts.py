@@ -12,8 +12,14 @@ from types import MappingProxyType
 import nano_inference
 
 HOME = Path(nano_inference.__file__).parent
-KNOWN: Mapping[str, frozenset[str]] = MappingProxyType({"weights/member.py": frozenset({"_timeout"})})
-"""NCCL's options in torch take a timeout only by that name; else its watchdog ends an operation after 10 minutes."""
+KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "weights/member.py": frozenset({"_timeout"}),
+        "parallel/links.py": frozenset({"_timeout", "_Options", "_devices"}),
+    }
+)
+"""torch has no other names for the options of a process group: NCCL's timeout, without which its watchdog ends an
+operation after 10 minutes, and Gloo's network interface, without which it listens on more than the loopback one."""
 PUBLIC = frozenset({"_replace", "_asdict", "_fields", "_make"})
 """Names of named tuples, which are documented."""
 

@@ -27,6 +27,7 @@ from nano_inference.sampling import sample_with_logprobs as sample_with_logprobs
 from nano_inference.scheduling import SchedulerOutput as SchedulerOutput
 from nano_inference.scheduling import SeqView as SeqView
 from nano_inference.scheduling import schedule as schedule
+from nano_inference.spmd import SpmdEngine as SpmdEngine
 from nano_inference.types import BadRequest as BadRequest
 from nano_inference.types import CacheFull as CacheFull
 from nano_inference.types import Delta as Delta

@@ -24,6 +24,7 @@ _SEARCH_PATHS = (
 )
 """Variables with lists of directories, in which an empty entry means the current directory."""
 _SINGLE_PATHS = ("GCC_EXEC_PREFIX", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONSTARTUP", "TMPDIR", "DEPENDENCIES_OUTPUT")
+Process = subprocess.Popen[str]
 _LISTS_OF_FILES = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")
 
 
@@ -118,7 +119,16 @@ def start_worker(command: Sequence[str], *, cwd: Path) -> subprocess.Popen[bytes
     )
 
 
-def start_rank(command: Sequence[str], *, cwd: Path) -> subprocess.Popen[str]:
+def has_ended(process: Process, seconds: float) -> bool:
+    """Wait at most so many seconds for a process; return whether it has ended."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def start_rank(command: Sequence[str], *, cwd: Path) -> Process:
     """Start a program with a text pipe as stdin; its stderr is that of this process. Raises `OSError`.
 
     `cwd` as for `start_worker`. Ctrl-C in a terminal does not reach the program.

@@ -33,7 +33,7 @@ Fill = Callable[[Callable[[str, WeightSource], None]], None]
 
 @dataclass
 class _Model:
-    """An executor of this rank, with what rank 0 has told about it."""
+    """An executor of this rank, and the state of what rank 0 sends for it."""
 
     executor: Executor
     rows: RowCoder = field(default_factory=RowCoder)
@@ -78,7 +78,7 @@ class Follower:
     def _serve(self, fill: Fill | None) -> Any:
         commands = self.links.commands
         while True:
-            command, arguments = unpack(commands.listen())
+            command, arguments = unpack(commands.next_message())
             if command == "stop":
                 self.links.close(is_receiving=self._is_fed)
                 return None
@@ -150,7 +150,7 @@ class Follower:
         weights = self.links.weights
         try:
             while True:
-                command, arguments = unpack(weights.listen())
+                command, arguments = unpack(weights.next_message())
                 self._receive(self._models[arguments["id"]], command, arguments, weights, None)
         except EngineDead:
             return

@@ -60,7 +60,7 @@ class Group:
         self._wait(lambda: self._group.recv([x], rank, 0))
 
     def broadcast(self, message: bytes) -> None:
-        """Send a message to all other ranks, which call `listen`. Only on rank 0."""
+        """Send a message to all other ranks, which call `next_message`. Only on rank 0."""
         data = len(message).to_bytes(_HEADER, "little") + message
         first = bytearray(data[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
         self._broadcast(torch.frombuffer(first, dtype=torch.uint8))
@@ -68,7 +68,7 @@ class Group:
             self._broadcast(torch.frombuffer(bytearray(data[_FIRST_BYTES:]), dtype=torch.uint8))
         self.bytes_sent += max(len(data), _FIRST_BYTES)
 
-    def listen(self) -> bytes:
+    def next_message(self) -> bytes:
         """Return rank 0's next message."""
         first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
         self._broadcast(first)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nano_inference.children import PYTHON, start_rank
+from nano_inference.children import PYTHON, Process, has_ended, start_rank
 
 _POLL_S = 0.02
 _END_S = 5.0
@@ -25,7 +24,7 @@ class Processes:
         """Start them; `config` is that of the engine, as `EngineConfig.to_dict` returns it."""
         self.directory = Path(tempfile.mkdtemp(prefix="nano-inference-"))
         """Only this user can read it."""
-        self._children: list[subprocess.Popen[str]] = []
+        self._children: list[Process] = []
         for rank in range(1, size):
             child = start_rank([*PYTHON, "-m", "nano_inference.rank"], cwd=Path("/"))
             self._children.append(child)
@@ -45,7 +44,7 @@ class Processes:
                     raise ValueError(f"tensor_parallel: rank {rank} failed: {self._fault_of(rank, child)}")
             time.sleep(_POLL_S)
 
-    def _fault_of(self, rank: int, child: subprocess.Popen[str]) -> str:
+    def _fault_of(self, rank: int, child: Process) -> str:
         try:
             return (self.directory / f"fault-{rank}").read_text()
         except OSError:
@@ -58,9 +57,7 @@ class Processes:
     def end(self) -> None:
         """Wait for the processes, which have been asked to end or have lost rank 0; kill those that do not end."""
         for child in self._children:
-            try:
-                child.wait(_END_S)
-            except subprocess.TimeoutExpired:
+            if not has_ended(child, _END_S):
                 child.kill()
                 child.wait()
             if child.stdin is not None:
