@@ -49,6 +49,8 @@ SALT = (0, "")
 class IdleRunner:
     """Computes nothing, and knows the CPU seconds that writing its answers took."""
 
+    failure = None
+
     def __init__(self) -> None:
         self.seconds = 0.0
 

@@ -70,6 +70,8 @@ def test_fixed_worlds_on_the_cuda_executor_agree_with_the_oracle() -> None:
 class Spoiled:
     """A runner whose rows, copies or results are changed on the way."""
 
+    failure = None
+
     def __init__(
         self,
         inner: Runner,

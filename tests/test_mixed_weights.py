@@ -102,6 +102,8 @@ class Recorder:
     Refuses, by assertion, whatever reads a slot that it must not read.
     """
 
+    failure = None
+
     def __init__(self, inner: Runner, weights: WeightSyncManager, num_blocks: int, block_size: int) -> None:
         self.inner = inner
         self.weights = weights

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nano_inference.types import EngineDead
 
-_FIRST_BYTES = 4096
+_FIRST_BYTES = 2048
 """Bytes of the broadcast with which a message starts; a longer message needs a second one."""
 _HEADER = 8
 _TEXT_BYTES = 1024
