@@ -188,7 +188,7 @@ class SpmdEngine:
         return value
 
     def _send(self, error: list[str] | None, value: Any) -> None:
-        self._leader.step("return", {"value": [error, value]}, _nothing)
+        self._leader.step("return", lambda: {"value": [error, value]}, _nothing)
 
     def _received(self, fill: Fill | None) -> Any:
         if self._follower is None:

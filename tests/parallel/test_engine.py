@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +157,20 @@ def test_abort_and_pause_leave_the_ranks_in_step(tiny: Path) -> None:
         engine.resume()
         engine.wait_for_any([kept])
         assert_same(engine.collect(kept), right)
+
+
+def test_an_interrupt_leaves_the_ranks_in_step(tiny: Path) -> None:
+    params = SamplingParams(max_tokens=200, seed=3, ignore_eos=True)
+    with open_ranks(config_of(tiny, tensor_parallel=2)) as engine:
+        right = engine.generate([[1, 2, 3]], params)
+        for delay in (0.05, 0.12, 0.21):
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    engine.generate([[1, 2, 3]], params)
+            timer.join()
+        assert_same(engine.generate([[1, 2, 3]], params), right)
 
 
 def test_a_copy_is_divided_too(tiny: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,23 @@ def test_processes_compute_what_one_process_does(tiny: Path) -> None:
     assert not ranks_of(os.getpid())
     with pytest.raises(EngineDead):
         engine.generate([[1]], PARAMS)
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Return the addresses, in hexadecimal, at which a process accepts connections."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    lines = [*Path("/proc/net/tcp").read_text().splitlines()[1:], *Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    sockets = [line.split() for line in lines]
+    return {parts[1].split(":")[0] for parts in sockets if parts[3] == "0A" and parts[9] in inodes}
+
+
+def test_ranks_accept_connections_from_this_machine_only(tiny: Path) -> None:
+    with InferenceEngine(config(tiny)):
+        for pid in (os.getpid(), *ranks_of(os.getpid())):
+            assert listening_addresses(pid) == {"0100007F"}
 
 
 def test_a_killed_rank_ends_the_engine(tiny: Path) -> None:

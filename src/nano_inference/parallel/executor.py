@@ -73,7 +73,10 @@ class ShardedExecutor:
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         """See `protocol.Executor.run`. Raises `EngineDead` for any failure: ranks may be in different places."""
-        arguments = {"id": self._number, "rows": self._rows.written(rows), "copies": copies, "fresh": fresh}
+
+        def arguments() -> dict[str, Any]:
+            return {"id": self._number, "rows": self._rows.written(rows), "copies": copies, "fresh": fresh}
+
         return self._leader.step("run", arguments, lambda: self._own.run(rows, copies, fresh))
 
     def recover(self) -> None:

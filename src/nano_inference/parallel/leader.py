@@ -46,15 +46,15 @@ class Leader:
             return WeightFeed(self.links.weights, self._weights_lock, number)
         return WeightFeed(self.links.commands, self._lock, number)
 
-    def step(self, command: str, arguments: dict[str, Any], work: Callable[[], Result]) -> Result:
+    def step(self, command: str, arguments: Callable[[], dict[str, Any]], work: Callable[[], Result]) -> Result:
         """Return `work()`, which the other ranks execute too, as a command; an exception on any rank ends the engine.
 
-        Raises `EngineDead`.
+        `arguments` returns the command's. Raises `EngineDead`.
         """
 
         def run() -> Result:
             with self._lock:
-                self._send(command, arguments)
+                self._send(command, arguments())
                 try:
                     return work()
                 except BaseException as error:
