@@ -155,3 +155,15 @@ def test_discarded_weights_are_replaced_on_all_ranks(tiny: Path) -> None:
         engine.wake()
         engine.update_weights(weights_of(tiny, 1.0), blocking=True)
         assert_same(engine.generate(PROMPTS, PARAMS), right)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tied_weight_that_differs_on_any_rank_is_refused(rank: int, tmp_path: Path) -> None:
+    make_model("llama3-rope-ratio3-tied", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    head = weights["model.embed_tokens.weight"].clone()
+    with open_ranks(config(tmp_path, 2)) as engine:
+        engine.update_weights({**weights, "lm_head.weight": head}, blocking=True)
+        head[-1 if rank else 0, 0] += 1
+        with pytest.raises(WeightError, match="differs from model.embed_tokens.weight, to which this model ties it"):
+            engine.update_weights({**weights, "lm_head.weight": head}, blocking=True)
