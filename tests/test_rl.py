@@ -1063,6 +1063,8 @@ def test_h_an_empty_stop_list_stops_nothing(stop: Any, pair: Pair, open_engine: 
 class OldestFirst:
     """Wraps a runner: each step must compute the oldest request that has not ended."""
 
+    failure = None
+
     def __init__(self, inner: Any, live: set[int]) -> None:
         self.inner = inner
         self.live = live

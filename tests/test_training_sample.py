@@ -24,6 +24,7 @@ from nano_inference.executors.cpu.drawing import kernel_normalise
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.step import score_rows
 from nano_inference.runner import DrawExtras, RowResult
+from nano_inference.sampling import WholeVocabulary
 from nano_inference.sequence import Sequence, finish, start_sequences, to_delta, to_sample
 from nano_inference.types import EngineRequest, LogprobsMode, TokenLogprob, VersionSpan, spans_of
 from tests.draws import draw
@@ -424,7 +425,7 @@ def executor_of(engine: InferenceEngine) -> CpuExecutor:
 
 def test_packed_scores_equal_separate_ones(ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = executor_of(ours)
-    normalise = kernel_normalise(executor.library)
+    vocabulary = WholeVocabulary(kernel_normalise(executor.library))
     hidden_TE = randn(120, 48)
     rows, found, start = [], {}, 0
     for i, size in enumerate((3, 1, 40, 7, 2, 30, 1, 9)):
@@ -435,11 +436,11 @@ def test_packed_scores_equal_separate_ones(ours: InferenceEngine, monkeypatch: p
     for width in (1, 2, 13, 64, 1000):
         monkeypatch.setattr(step_module, "_SCORE_ELEMENTS", width * VOCAB_SIZE)
         with torch.inference_mode():
-            scores = score_rows(executor, rows, found, hidden_TE, normalise)
+            scores = score_rows(executor, rows, found, hidden_TE, vocabulary)
         assert list(scores) == list(range(8))
         for index, known in found.items():
             check_scored(scores[index], rows[index], known, executor, hidden_TE)
-    assert score_rows(executor, rows, {}, hidden_TE, normalise) == {}
+    assert score_rows(executor, rows, {}, hidden_TE, vocabulary) == {}
 
 
 def check_scored(scores: RowResult, one: Any, known: Scored, executor: CpuExecutor, hidden_TE: Tensor) -> None:

@@ -74,6 +74,7 @@ WRONG_CONFIG: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("", "float32", "int8", None, True),
     "kernels": ("", "sse", None, True),
     "attention": ("", "flash", None),
+    "tensor_parallel": (*NO_INTEGER, None, 0, -1, 65),
     "speculation": ("", "eagle", None, True),
     "max_draft_tokens": (*NO_INTEGER, None, 0, -1, 65),
     "lookahead": (*NO_INTEGER, 0, -1, 65),

@@ -29,6 +29,22 @@ assert asked != cut
 body = {"messages": [{"role": "user", "content": "x"}], "epsilon_cutoff": 0.1}
 assert ChatBody.model_validate(body).epsilon_cutoff == 0.1
 """
+DRAWS_ON_RANKS = """
+import dataclasses, sys
+sys.path.insert(0, ".")
+import torch
+from nano_inference.sampling import draw
+from nano_inference.types import SamplingParams
+from tests.parallel.test_vocabulary import drawn, row
+rows = [
+    dataclasses.replace(one, params=SamplingParams(temperature=2.0, epsilon_cutoff=cutoff))
+    for one, cutoff in zip([row(number, __import__("random").Random(1)) for number in range(9)], [0, 0.002, 0.01] * 3)
+]
+logits = torch.randn(9, 1100, generator=torch.Generator().manual_seed(1)) * 3
+plain = draw(logits.clone(), [dataclasses.replace(one, params=SamplingParams(temperature=2.0)) for one in rows])
+right, mine = draw(logits.clone(), rows), drawn(logits, rows, 2)[0]
+assert [one.tokens for one in mine] == [one.tokens for one in right] != [one.tokens for one in plain]
+"""
 
 
 def hunks() -> Iterator[tuple[str, str, str]]:
@@ -57,11 +73,18 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(changed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(changed)}, capture_output=True, text=True)
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(changed)}, cwd=ROOT, capture_output=True, text=True
+    )
 
 
-def test_option_touches_five_files() -> None:
-    assert len({name for name, _, _ in hunks()}) == 5
+def test_option_touches_six_files() -> None:
+    assert len({name for name, _, _ in hunks()}) == 6
+
+
+def test_ranks_draw_what_one_process_does(changed: Path) -> None:
+    done = run(changed, "-c", DRAWS_ON_RANKS)
+    assert done.returncode == 0, done.stderr
 
 
 def test_python_and_a_body_have_the_option(changed: Path) -> None:

@@ -63,4 +63,5 @@ def test_executors_agree_on_random_programs(seed: int, library: Library) -> None
 
 def test_random_programs_use_every_operation() -> None:
     found = Counter(type(op) for seed in range(NUM_PROGRAMS) for op in Writer(random.Random(seed)).program().ops)
-    assert set(found) == set(ops.Op.__args__) and min(found.values()) >= NUM_PROGRAMS // 4  # type: ignore[attr-defined]
+    whole = set(ops.Op.__args__) - {ops.Reduce}  # type: ignore[attr-defined]  # only divided programs have it
+    assert set(found) == whole and min(found.values()) >= NUM_PROGRAMS // 4

@@ -77,7 +77,7 @@ def listening_addresses(pid: int) -> set[str]:
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+            inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
     lines = [*Path("/proc/net/tcp").read_text().splitlines()[1:], *Path("/proc/net/tcp6").read_text().splitlines()[1:]]
     sockets = [line.split() for line in lines]
     return {parts[1].split(":")[0] for parts in sockets if parts[3] == "0A" and parts[9] in inodes}

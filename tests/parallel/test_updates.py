@@ -165,5 +165,5 @@ def test_a_tied_weight_that_differs_on_any_rank_is_refused(rank: int, tmp_path: 
     with open_ranks(config(tmp_path, 2)) as engine:
         engine.update_weights({**weights, "lm_head.weight": head}, blocking=True)
         head[-1 if rank else 0, 0] += 1
-        with pytest.raises(WeightError, match="differs from model.embed_tokens.weight, to which this model ties it"):
+        with pytest.raises(WeightError, match=r"differs from model\.embed_tokens\.weight, to which this model ties it"):
             engine.update_weights({**weights, "lm_head.weight": head}, blocking=True)
