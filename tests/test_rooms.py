@@ -44,6 +44,7 @@ LEVELS = (
     "spmd",
     "workloads rollout reference engine_thread",
     "async_engine",
+    "pool",
     "server",
     "cli",
     "nanochat",
@@ -67,6 +68,7 @@ TORCH_FREE = (
     *("calls.py", "control.py", "requests.py", "weights/updates.py"),
     *("speculation.py", "appending.py", "parallel/shard.py", "parallel/messages.py", "parallel/processes.py"),
     "runner.py",
+    "pool/routing.py",
     *("rollout.py", "ngram_drafter.py"),
     *(
         "catalog.py",
