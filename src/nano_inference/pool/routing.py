@@ -39,8 +39,11 @@ class PrefixRouter:
         check_int("max_entries", max_entries, 1)
         self._block_size, self._imbalance, self._max_entries = block_size, imbalance, max_entries
         self._loads: dict[int, int] = dict.fromkeys(range(num_workers), 0)
-        self._by_load = [(0, worker) for worker in range(num_workers)]
-        """A heap with every (load, worker), and earlier ones, which are dropped when they come to the top."""
+        self._num_placed = 0
+        self._placed = dict.fromkeys(range(num_workers), -1)
+        """The number of the last request that each worker got: of equal loads, the longest unused worker is chosen."""
+        self._by_load = [(0, -1, worker) for worker in range(num_workers)]
+        """A heap with every (load, last request, worker), and old ones, which are dropped when they reach the top."""
         self._prefixes: OrderedDict[bytes, int] = OrderedDict()
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
@@ -65,6 +68,8 @@ class PrefixRouter:
             _remember(self._prefixes, key, worker, self._max_entries)
         if session is not None:
             _remember(self._sessions, session, worker, self._max_entries)
+        self._placed[worker] = self._num_placed
+        self._num_placed += 1
         self._set_load(worker, self._loads[worker] + cost)
         return worker
 
@@ -80,17 +85,18 @@ class PrefixRouter:
     def add(self, worker: int) -> None:
         """Send requests to a worker that is new, or has an empty cache."""
         if worker not in self._loads:
+            self._placed.setdefault(worker, -1)
             self._set_load(worker, 0)
 
     def _set_load(self, worker: int, load: int) -> None:
         self._loads[worker] = load
-        heappush(self._by_load, (load, worker))
+        heappush(self._by_load, (load, self._placed[worker], worker))
 
     def _lightest(self) -> int:
-        """Return the worker with the least work, the first of them."""
+        """Return the worker with the least work."""
         while True:
-            load, worker = self._by_load[0]
-            if self._loads.get(worker) == load:
+            load, placed, worker = self._by_load[0]
+            if self._loads.get(worker) == load and self._placed[worker] == placed:
                 return worker
             heappop(self._by_load)
 
