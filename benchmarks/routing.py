@@ -2,9 +2,9 @@
 
     python benchmarks/routing.py [--replicas 16,256,10000] [--requests 20] [--seed 0] [--router ROUTER] [--work WORK]
 
-Compares the pool's router (`pool/routing.py`) with random choice and round robin on four kinds of work: groups of 8 equal
-prompts (GRPO), sessions of six turns that each extend the last, prompts after one of a few system prompts, and prompts
-with nothing in common. `--requests` is their number for each replica.
+Compares the pool's router (`pool/routing.py`) with random choice and round robin on four kinds of work: groups of 8
+equal prompts (GRPO), sessions of six turns that each extend the last, prompts after one of a few system prompts, and
+prompts with nothing in common. `--requests` is their number for each replica.
 
 The clock of the simulation counts tokens: a replica computes one a tick, prompt tokens that it has not cached and 200
 generated ones for each request, in order of arrival; requests arrive so that replicas are busy for 70 % of the time
