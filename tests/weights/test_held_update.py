@@ -123,7 +123,7 @@ def test_async_engine_holds_commits_and_cancels(untied: Pair, open_engine: OpenE
         sample = (await engine.generate([PROMPT], PARAMS))[0]
         assert sample.completion_tokens != old and sample.version_labels == {1: "a"}
         assert await engine.update_weights(WeightUpdate(weights=untied.named())) == 2
-        with pytest.raises(WeightError, match="the update is empty|lacks"):
+        with pytest.raises(WeightError, match="the update lacks"):
             await engine.update_weights(WeightUpdate(weights={}, hold=True))
         with pytest.raises(BadRequest, match="no weight update"):
             await engine.commit_update()
