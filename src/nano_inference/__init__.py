@@ -29,6 +29,7 @@ _HOMES = {
     "ModelError": "types",
     "PagedKVCache": "kv",
     "RadixKVCache": "kv",
+    "RayFleet": "pool.ray_workers",
     "Rollout": "rollout",
     "RolloutPool": "pool.pool",
     "SamplingParams": "types",

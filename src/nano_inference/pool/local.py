@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from contextlib import aclosing
 
@@ -112,7 +113,9 @@ class LocalWorker:
     async def facts(self) -> WorkerFacts:
         engine, counters = self._opened, self._counters
         version = await self._engine.call(lambda _: engine.weight_info().version)
-        return WorkerFacts(num_computed=counters.num_computed, num_sampled=counters.num_sampled, version=version)
+        return WorkerFacts(
+            num_computed=counters.num_computed, num_sampled=counters.num_sampled, version=version, pid=os.getpid()
+        )
 
     async def close(self) -> None:
         await self._engine.stop()

@@ -54,6 +54,8 @@ class WorkerFacts:
     num_sampled: int = 0
     version: int = 0
     """Number of weight installations since its start."""
+    pid: int = 0
+    """The engine's process; 0 if unknown."""
 
 
 class Worker(Protocol):
