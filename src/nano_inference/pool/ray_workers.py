@@ -190,7 +190,7 @@ class RayWorker:
 
 
 class RayFleet:
-    """Opens engines as Ray actors, in the cluster that `ray.init` has joined, or else in one that Ray starts here."""
+    """Opens engines as Ray actors, in the cluster that this process has joined; else it joins one with `ray.init()`."""
 
     can_reopen = True
 
@@ -216,6 +216,9 @@ class RayFleet:
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         self._timeout = open_timeout
         self._ray = require_ray()
+        self._owns_cluster = not self._ray.is_initialized()
+        if self._owns_cluster:
+            self._ray.init()
 
     def share(self, named: Iterable[tuple[object, object]]) -> Any:
         """Put the tensors in the object store, once; return their reference."""
@@ -233,7 +236,9 @@ class RayFleet:
         return worker
 
     async def close(self) -> None:
-        """Owns nothing else: the cluster is its caller's."""
+        """Leave the cluster if this fleet joined it."""
+        if self._owns_cluster:
+            await asyncio.to_thread(self._ray.shutdown)
 
 
 def require_ray() -> Any:
