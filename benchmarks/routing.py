@@ -1,6 +1,6 @@
 """Simulate the routing of requests to replicas: prefix cache hits and the spread of load. No model, no network.
 
-    python benchmarks/routing.py [--replicas 16,256,10000] [--requests 20] [--seed 0] [--router ROUTER] [--work WORK]
+    python benchmarks/routing.py [--replicas 16,256,1024] [--requests 20] [--seed 0] [--router ROUTER] [--work WORK]
 
 Compares the pool's router (`pool/routing.py`) with random choice and round robin on four kinds of work: groups of 8
 equal prompts (GRPO), sessions of six turns that each extend the last, prompts after one of a few system prompts, and
@@ -201,7 +201,7 @@ def routers(num_replicas: int, seed: int) -> dict[str, Router]:
 def main() -> None:
     """Print a table for each number of replicas."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--replicas", default="16,256,10000")
+    parser.add_argument("--replicas", default="16,256,1024")
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--router", choices=list(routers(1, 0)))

@@ -11,6 +11,8 @@ log-probabilities of the sampled tokens, with the same weights. With `--in-fligh
 training, and updates are committed in the middle of it: samples that span an update have tokens of two versions. Their
 K/V is kept, so tokens after the update attend to K/V of older weights, which the trainer does not have; the column
 "after" is the difference there. With `--in-flight recompute` the K/V is recomputed, and the difference vanishes.
+With `--replicas 2` a pool of two engines, Ray actors, generates the samples; rewards and log-probabilities are those of
+one engine.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +36,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import EngineConfig, InferenceEngine, RayFleet, RolloutPool, SamplingParams, TrainingSample
 
 VOCABULARY = "_$0123456789+="
 """One token per character: the first is padding, the second ends an answer."""
@@ -49,6 +52,7 @@ class Problem(NamedTuple):
     answer: str
 
 
+Engine = InferenceEngine | RolloutPool
 Rollouts = Iterator[tuple[list[Problem], list[TrainingSample]]]
 
 
@@ -102,7 +106,7 @@ def warm_model(directory: str, steps: int) -> LlamaForCausalLM:
     return model
 
 
-def on_policy(engine: InferenceEngine, args: argparse.Namespace) -> Rollouts:
+def on_policy(engine: Engine, args: argparse.Namespace) -> Rollouts:
     """Yield problems and their samples, each batch generated completely with the current weights."""
     rng, params = random.Random(args.seed), SamplingParams(temperature=args.temperature, max_tokens=MAX_ANSWER)
     while True:
@@ -157,11 +161,13 @@ def compare(difference: Tensor, mask: Tensor, versions: Tensor) -> dict[str, flo
     return {"mean": before.mean().item(), "max": before.max().item(), "after": mean_after}
 
 
-def train(model: LlamaForCausalLM, engine: InferenceEngine, args: argparse.Namespace) -> list[dict[str, float]]:
+def train(model: LlamaForCausalLM, engine: Engine, args: argparse.Namespace) -> list[dict[str, float]]:
     """Run the steps; return the printed row of each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     how = {"blocking": False, "on_running": args.in_flight} if args.in_flight else {"blocking": True}
-    rollouts = in_flight(engine, args) if args.in_flight else on_policy(engine, args)
+    rollouts = (
+        in_flight(engine, args) if isinstance(engine, InferenceEngine) and args.in_flight else on_policy(engine, args)
+    )
     policies, log = {0: copy.deepcopy(model)}, []
     print("step  reward  |engine - trainer| mean      max" + "  spanning    after" * bool(args.in_flight), flush=True)
     for step in range(args.steps):
@@ -186,6 +192,14 @@ def train(model: LlamaForCausalLM, engine: InferenceEngine, args: argparse.Names
         policies = {step: policies[step], step + 1: copy.deepcopy(model)}
         engine.update_weights(model.named_parameters(), version=step + 1, **how)
     return log
+
+
+def open_engine(path: str, args: argparse.Namespace) -> AbstractContextManager[Engine]:
+    """Open one engine, or a pool of `--replicas`."""
+    config = EngineConfig(model_path=path, seed=args.seed, max_batch_size=args.prompts * args.group, **ENGINE)
+    if args.replicas == 1:
+        return InferenceEngine(config)
+    return RolloutPool(RayFleet(config, args.replicas), seed=args.seed)
 
 
 def report(log: list[dict[str, float]], columns: dict[str, str], args: argparse.Namespace, **more: float) -> None:
@@ -237,12 +251,14 @@ def main() -> None:
         "--in-flight", **modes, help="update while samples are generated: keep their K/V, or recompute it"
     )
     parser.add_argument("--epochs", type=int, default=2, help="optimizer steps per batch")
+    parser.add_argument("--replicas", type=int, default=1, help="engines that generate samples; several need Ray")
     args = parser.parse_args()
+    if args.replicas > 1 and args.in_flight:
+        parser.error("--in-flight drives the steps of one engine and cannot be combined with --replicas")
     with tempfile.TemporaryDirectory() as temporary:
         path = str(args.cache or temporary)
         model = warm_model(path, args.pretraining)
-        size = args.prompts * args.group
-        with InferenceEngine(EngineConfig(model_path=path, seed=args.seed, max_batch_size=size, **ENGINE)) as engine:
+        with open_engine(path, args) as engine:
             log = train(model, engine, args)
     columns = {"mean": "mean", "max": "max"} | ({"after": "mean_after_an_update"} if args.in_flight else {})
     report(log, columns, args, spanning=sum(row["spanning"] for row in log))

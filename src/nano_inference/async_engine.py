@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from nano_inference.admission import requests_for, score_starts, scoring_request
@@ -27,6 +28,7 @@ from nano_inference.types import (
     TokenProgram,
     TrainingSample,
 )
+from nano_inference.weights.updates import WeightUpdate
 
 Answer = TypeVar("Answer")
 
@@ -219,6 +221,47 @@ class AsyncEngine(Generic[Engine]):
         if indices:
             self.thread.post(lambda thread: thread.submit(submission, indices))
 
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, update: WeightUpdate) -> int:
+        """Gather new weights between steps and install them; return the installed version.
+
+        With `hold`, returns when they are gathered: `commit_update` installs them, `cancel_update` drops them.
+        Cancelling the call drops them too. Raises `WeightError`, `UpdateBusy`, `BadRequest` and `EngineDead`.
+        """
+        control = await self.call(lambda engine: engine.control)
+        update = replace(update, on_gathered=_both(self.wake, update.on_gathered))
+        installed = await self._installed(control, lambda: control.start_update(update), is_held=update.hold)
+        try:
+            while not installed.done():  # a silent source does not wake the thread, so its timeout is polled
+                await asyncio.wait({installed}, timeout=_WATCH_S)
+                self.wake()
+            return installed.result()
+        except asyncio.CancelledError:
+            installed.cancel()
+            self.thread.post(lambda _: control.cancel_update())
+            raise
+
+    async def commit_update(self) -> int:
+        """Install a held update, as its `on_running` says; return the installed version. Raises as `update_weights`."""
+        control = await self.call(lambda engine: engine.control)
+        return await (await self._installed(control, lambda: control.commit_update(blocking=False)))
+
+    async def cancel_update(self) -> bool:
+        """Cancel an update that is not installed yet; return whether there was one."""
+        return await self.call(lambda engine: engine.control.cancel_update())
+
+    async def _installed(
+        self, control: Control, start: Callable[[], object], *, is_held: bool = False
+    ) -> asyncio.Future[int]:
+        """Return a future of the version that `start` installs; with `is_held`, set once the weights are gathered."""
+        ends = ("idle", "staged") if is_held else ("idle",)
+        return await self.watch(
+            lambda: control.finish_update(0) if control.weight_info().update in ends else None, first=start
+        )
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
     async def call(self, work: Callable[[Engine], Answer]) -> Answer:
         """Return `work(engine)`, run on the engine's thread between two steps. Raises `EngineDead`."""
         done: asyncio.Future[Answer] = self._new_future()
@@ -375,6 +418,17 @@ class _Inbox:
 
     def on_failure(self, error: Exception) -> None:
         self.items.put_nowait(error)
+
+
+def _both(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:
+    """Return a function that calls `first`, and `second` unless it is None."""
+
+    def call() -> None:
+        first()
+        if second is not None:
+            second()
+
+    return call
 
 
 def _dead(cause: BaseException | None) -> EngineDead:

@@ -279,19 +279,22 @@ class Control:
         checksum: str | None = None,
         timeout: float | None = None,
         on_gathered: Callable[[], None] | None = None,
+        hold: bool = False,
     ) -> int:
         """Replace the weights between two steps; return the version that they get.
 
         `weights` are (Hugging Face name, tensor) pairs, a state dict, a directory or `WeightGroup.receive()`. All are
         gathered and checked before installation; on an error the old weights stay. With `blocking`, installs before it
         returns and raises `WeightError`. Otherwise a thread gathers and `tick` installs; do not modify the tensors
-        until then; `finish_update` waits and raises the error. `on_running` is "recompute" by default with `blocking`,
+        until then; `finish_update` waits and raises the error. With `hold`, gathered weights wait for `commit_update`,
+        and steps continue with the old ones. `on_running` is "recompute" by default with `blocking`,
         else "keep"; `version` is the trainer's label; `UpdateRules` and `WeightUpdate` document the others. Raises
         `UpdateBusy` during another update, `BadRequest`.
         """
         self._require_alive()
         try:
             check_bool("blocking", blocking)
+            check_bool("hold", hold)
             rules = UpdateRules(partial=partial, allow_nonfinite=allow_nonfinite, checksum=checksum)
         except ValueError as error:
             raise BadRequest(str(error)) from None
@@ -302,6 +305,7 @@ class Control:
             on_running=("recompute" if blocking else "keep") if on_running is None else on_running,
             timeout=timeout,
             on_gathered=on_gathered,
+            hold=hold,
         )
         return self._install_update(update) if blocking else self.start_update(update)
 
@@ -315,14 +319,17 @@ class Control:
             label=update.label,
             timeout=update.timeout,
             on_gathered=update.on_gathered,
+            hold=update.hold,
         )
         self._on_running, self._failed_update = update.on_running, None
         return weights.version + 1
 
     def _install_update(self, update: WeightUpdate) -> int:
         weights = self._updatable_weights
-        weights.stage(update.weights, rules=update.rules, label=update.label)
+        weights.stage(update.weights, rules=update.rules, label=update.label, hold=update.hold)
         self._on_running, self._failed_update = update.on_running, None
+        if update.hold:
+            return weights.version + 1
         try:
             return self.finish_update()
         except BaseException:
@@ -331,7 +338,7 @@ class Control:
 
     @as_call
     def finish_update(self, timeout: float | None = None) -> int:
-        """Wait until the update in progress is gathered, install it, and return the installed version.
+        """Wait until the update in progress is gathered, install it unless it is held; return the installed version.
 
         With on_running="wait", runs started requests to their end first. Raises `WeightError`, and `TimeoutError`
         after `timeout` seconds.
@@ -348,6 +355,15 @@ class Control:
             finally:
                 self._failed_update = None  # no local variable: its traceback would reference itself
         return self._state.core.version
+
+    @as_call
+    def commit_update(self, *, blocking: bool = True) -> int:
+        """Install a held update: as `finish_update` does, or in `tick` without `blocking`. Raises `BadRequest` too."""
+        weights = self._updatable_weights
+        check_bool("blocking", blocking)
+        if not weights.release() and self._failed_update is None:
+            raise BadRequest("no weight update is in progress that could be committed")
+        return self.finish_update() if blocking else weights.version + 1
 
     @as_call
     def cancel_update(self) -> bool:
@@ -397,7 +413,7 @@ class Control:
     def _install_staged(self) -> list[Delta]:
         """Install a staged update; return the last deltas of the requests that it aborted."""
         weights = self._weights
-        if weights is None or weights.state in ("idle", "staging") or self._must_wait(weights):
+        if weights is None or weights.state in ("idle", "staging") or weights.is_held or self._must_wait(weights):
             return []
         return self._state.change(lambda: self._install(weights))
 
@@ -418,8 +434,8 @@ class Control:
 
     def _must_wait(self, weights: Weights) -> bool:
         """Return whether an update must wait for started requests; without weights it cannot wait."""
-        is_waiting = self._on_running == "wait" and weights.has_weights and weights.state != "failed"
-        return is_waiting and bool(self._state.core.started_requests())
+        can_wait = weights.has_weights and not weights.is_held and weights.state != "failed"
+        return self._on_running == "wait" and can_wait and bool(self._state.core.started_requests())
 
     def _repair(self) -> None:
         """Repair runner, weights and memory after an interrupted transaction. Can be interrupted and called again."""

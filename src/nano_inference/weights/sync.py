@@ -55,25 +55,26 @@ class WeightSyncManager:
         label: WeightLabel | None = None,
         timeout: float | None = None,
         on_gathered: Callable[[], None] | None = None,
+        hold: bool = False,
     ) -> None:
         """Start staging in a thread; the tensors must not change until the state is "staged".
 
         The update fails after `timeout` seconds. The thread calls `on_gathered` when it ends, also after a failure.
-        Raises `UpdateBusy` if another update is in progress.
+        With `hold`, staged weights wait for `release`. Raises `UpdateBusy` if another update is in progress.
         """
         job = self._new_job(named, rules, label, timeout)
-        job.on_end = on_gathered
+        job.on_end, job.is_held = on_gathered, hold
         job.thread = threading.Thread(target=job.run, name="weight-staging", daemon=True)
         job.thread.start()
 
     def maybe_finish_sync(self) -> bool:
-        """Swap in staged weights, if any; return True if the weights changed. Raises a failed update's `WeightError`.
+        """Swap in staged weights unless they are held; return True if the weights changed.
 
-        Call from the engine thread only, between two steps.
+        Raises a failed update's `WeightError`. Call from the engine thread only, between two steps.
         """
         job = self._job
         state = self.state
-        if job is None or state == "staging":
+        if job is None or state == "staging" or self.is_held:
             return False
         if state == "failed":
             self._job = None
@@ -109,13 +110,32 @@ class WeightSyncManager:
         self.maybe_finish_sync()
         return self.version
 
-    def stage(self, named: NamedWeights, *, rules: UpdateRules | None = None, label: WeightLabel | None = None) -> None:
-        """Stage in this thread; `maybe_finish_sync` swaps. Raises `UpdateBusy` or `WeightError`."""
+    def stage(
+        self,
+        named: NamedWeights,
+        *,
+        rules: UpdateRules | None = None,
+        label: WeightLabel | None = None,
+        hold: bool = False,
+    ) -> None:
+        """Stage in this thread; `maybe_finish_sync` swaps, with `hold` after `release`. Raises as `sync_blocking`."""
         job = self._new_job(named, rules, label, None)
+        job.is_held = hold
         job.run()
         if job.error is not None:
             self._job = None
             raise job.take_failure()
+
+    @property
+    def is_held(self) -> bool:
+        """Return True while staged weights wait for `release`."""
+        return self._job is not None and self._job.is_held and self.state == "staged"
+
+    def release(self) -> bool:
+        """Let `maybe_finish_sync` swap in an update with `hold`; return True if there is an update."""
+        if self._job is not None:
+            self._job.is_held = False
+        return self._job is not None
 
     def label_next(self, label: WeightLabel) -> bool:
         """Set the label of the update in progress; return True if there is one."""
@@ -237,6 +257,8 @@ class _Job:
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.on_end: Callable[[], None] | None = None
+        self.is_held = False
+        """Whether the weights, once staged, wait for `WeightSyncManager.release`."""
         self.installs_as: int | None = None
         """The version of the new weights; set when the swap starts."""
         self.is_cancelled = threading.Event()

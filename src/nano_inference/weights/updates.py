@@ -40,6 +40,8 @@ class WeightUpdate:
     """The trainer's name for them."""
     on_running: OnRunning = "keep"
     """What happens to started requests: see `OnRunning`."""
+    hold: bool = False
+    """Keep the gathered weights beside the current ones until `commit_update` installs them."""
     timeout: float | None = checked(None, number(0, 1e9))
     """Most seconds for gathering in a thread."""
     on_gathered: Callable[[], None] | None = None
@@ -64,6 +66,9 @@ class Weights(Protocol):
     def state(self) -> UpdateState: ...
 
     @property
+    def is_held(self) -> bool: ...
+
+    @property
     def has_weights(self) -> bool: ...
 
     @property
@@ -71,7 +76,7 @@ class Weights(Protocol):
 
     def checksum(self) -> str: ...
 
-    def stage(self, named: NamedWeights, *, rules: UpdateRules, label: WeightLabel | None) -> None: ...
+    def stage(self, named: NamedWeights, *, rules: UpdateRules, label: WeightLabel | None, hold: bool) -> None: ...
 
     def start_sync(
         self,
@@ -81,11 +86,14 @@ class Weights(Protocol):
         label: WeightLabel | None,
         timeout: float | None,
         on_gathered: Callable[[], None] | None,
+        hold: bool,
     ) -> None: ...
 
     def wait(self, timeout: float | None = None) -> UpdateState: ...
 
     def maybe_finish_sync(self) -> bool: ...
+
+    def release(self) -> bool: ...
 
     def cancel(self, wait: float = 0.0) -> bool: ...
 

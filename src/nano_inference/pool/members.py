@@ -1,0 +1,244 @@
+"""`Members`: the workers of a pool. Places jobs, replaces dead workers, and resubmits what these did not finish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nano_inference.admission import Limits
+from nano_inference.files import path_of
+from nano_inference.pool.delivered import Delivered
+from nano_inference.pool.routing import PrefixRouter
+from nano_inference.pool.translation import pool_delta, pool_sample
+from nano_inference.pool.worker import Fleet, HeldUpdate, Job, Worker, WorkerDied
+from nano_inference.types import Delta, EngineDead, PauseMode, TrainingSample, WeightLabel
+from nano_inference.weights.staging import pairs
+from nano_inference.weights.updates import NamedWeights
+
+Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+
+_MOST_ATTEMPTS = 4
+"""A request that so many workers in a row did not survive is not tried again."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One worker in its place in the pool; a worker that replaces it is another `Member`."""
+
+    index: int
+    worker: Worker
+    versions: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """The worker's numbers of versions -> the pool's."""
+
+    def pool_version(self, number: int) -> int:
+        """Return the pool's number. Raises `EngineDead` if another client has updated the worker's weights."""
+        if number not in self.versions:
+            raise EngineDead(f"{self.worker.name}: has weights of version {number}, which this pool did not install")
+        return self.versions[number]
+
+
+class Members:
+    """Owns the workers. Accessed on the pool's event loop."""
+
+    def __init__(self, fleet: Fleet, lineage: str) -> None:
+        self.lock = asyncio.Lock()
+        """Held while weights are installed or a worker is replaced: a new worker has the weights of all others."""
+        self.version = 0
+        """Number of the pool's installations."""
+        self.label: WeightLabel | None = None
+        self.num_replaced = 0
+        self._fleet = fleet
+        self._lineage = lineage
+        self._router = PrefixRouter(fleet.size)
+        self._members: dict[int, Member] = {}
+        self._in_force: list[tuple[int, HeldUpdate]] = []
+        """(pool version, update): the latest complete one and the partial ones after it."""
+        self._is_paused = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Replacements that run."""
+
+    async def open(self) -> None:
+        """Open all workers, or none. Raises the first one's error."""
+        opened = await asyncio.gather(*(self._open(i) for i in range(self._fleet.size)), return_exceptions=True)
+        self._members = {one.index: one for one in opened if isinstance(one, Member)}
+        limits = self.limits
+        if limits is not None:
+            self._router = PrefixRouter(self._fleet.size, block_size=limits.block_size)
+        failures = [one for one in opened if isinstance(one, BaseException)]
+        if failures:
+            await self.close()
+            raise failures[0]
+
+    async def close(self) -> None:
+        """Close all workers."""
+        members, self._members = list(self._members.values()), {}
+        await asyncio.gather(*(one.worker.close() for one in members), return_exceptions=True)
+        await self._fleet.close()
+
+    @property
+    def limits(self) -> Limits | None:
+        """Return the limits of a request; None if no worker has reported its own."""
+        return next((one.worker.limits for one in self.alive if one.worker.limits is not None), None)
+
+    @property
+    def alive(self) -> list[Member]:
+        """Members in order of their index; a dead one counts until a call notices it."""
+        return [self._members[index] for index in sorted(self._members)]
+
+    # ---- jobs -------------------------------------------------------------------------------------------------------
+
+    async def generate(self, job: Job, session: str | None) -> list[TrainingSample]:
+        """Return a job's samples, with the pool's numbers. Raises `BadRequest`, and `EngineDead` without workers."""
+        died: WorkerDied | None = None
+        for _ in range(_MOST_ATTEMPTS):
+            with self._placed(job, session) as member:
+                try:
+                    samples = await member.worker.generate(job)
+                    return [pool_sample(one, member.pool_version, job.id, self._lineage) for one in samples]
+                except WorkerDied as error:
+                    died = error
+            await self.replace(member, died)
+        raise _gave_up(job, died)
+
+    async def stream(self, job: Job, session: str | None) -> AsyncGenerator[Delta]:
+        """Yield a job's deltas, with the pool's numbers; after a worker's death the next one continues the stream.
+
+        Raises as `generate` does, and `EngineDead` if the weights changed since a dead worker sampled its tokens.
+        """
+        died: WorkerDied | None = None
+        delivered = Delivered()
+        for _ in range(_MOST_ATTEMPTS):
+            delivered.restart()
+            with self._placed(job, session) as member:
+                try:
+                    async with aclosing(member.worker.stream(job)) as deltas:
+                        async for delta in deltas:
+                            new = delivered.unseen(pool_delta(delta, member.pool_version, job.id, self._lineage))
+                            if new is not None:
+                                yield new
+                    return
+                except WorkerDied as error:
+                    died = error
+            await self.replace(member, died)
+        raise _gave_up(job, died)
+
+    @contextmanager
+    def _placed(self, job: Job, session: str | None) -> Iterator[Member]:
+        """Choose the member for a job and count the job's cost until the block ends."""
+        if not self._members:
+            raise EngineDead("the pool has no worker left")
+        request = job.request
+        length = len(request.prompt)
+        cost = length + request.num_samples * (request.params.max_tokens or 0)
+        index = self._router.place(request.prompt, cost, session)
+        member = self._members[index]
+        try:
+            yield member
+        finally:
+            if self._members.get(index) is member:  # a new worker in its place has other jobs
+                self._router.finish(index, cost)
+
+    # ---- all workers ------------------------------------------------------------------------------------------------
+
+    async def each(self, work: Callable[[Worker], Awaitable[Answer]]) -> dict[str, Answer]:
+        """Return the result of `work` for each worker by its name; a dead worker is replaced and asked again."""
+        found = await asyncio.gather(*(self._at(one.index, work) for one in self.alive))
+        return dict(one for one in found if one is not None)
+
+    async def _at(self, index: int, work: Callable[[Worker], Awaitable[Answer]]) -> tuple[str, Answer] | None:
+        while (member := self._members.get(index)) is not None:
+            try:
+                return member.worker.name, await work(member.worker)
+            except WorkerDied as error:
+                await self.replace(member, error)
+        return None
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pause all workers, and those that replace them."""
+        self._is_paused = True
+        await self.each(lambda worker: worker.pause(mode, clear_cache=clear_cache))
+
+    async def resume(self) -> None:
+        """Resume all workers."""
+        self._is_paused = False
+        await self.each(lambda worker: worker.resume())
+
+    # ---- weights and replacements -----------------------------------------------------------------------------------
+
+    def shared(self, weights: NamedWeights | str | Path) -> Any:
+        """Return new weights as `HeldUpdate.weights`. Can be called on any thread. Raises `WeightError`."""
+        if isinstance(weights, str | Path):
+            return path_of(weights, "weights").absolute()
+        return self._fleet.share(pairs(weights))
+
+    def record(self, update: HeldUpdate, versions: dict[int, int]) -> int:
+        """Count an update that all workers hold, before any installs it; return the pool's new version.
+
+        `versions` maps a member's index to the number that its worker gives the new weights. From now on the update
+        is in force: a worker that dies before it has installed it gets it with its replacement.
+        """
+        self.version, self.label = self.version + 1, update.label
+        for index, number in versions.items():
+            self._members[index].versions[number] = self.version
+        kept = self._in_force if update.rules.partial else []
+        self._in_force = [*kept, (self.version, update)]
+        return self.version
+
+    async def replace(self, member: Member, error: WorkerDied) -> None:
+        """Open a new worker in the place of a dead one, or remove the place if the fleet cannot. Idempotent."""
+        await self._unstoppable(self._replace(member, error))
+
+    async def _replace(self, member: Member, error: WorkerDied) -> None:
+        async with self.lock:
+            index = member.index
+            if self._members.get(index) is not member:
+                return
+            with suppress(Exception):
+                await member.worker.close()
+            self._router.remove(index)
+            del self._members[index]
+            if not self._fleet.can_reopen:
+                _log.error("%s; %d workers are left", error, len(self._members))
+                return
+            _log.warning("%s; a new worker takes its place", error)
+            try:
+                opened = await self._open(index)
+            except Exception as failure:
+                _log.error("%s; its replacement failed: %s; %d workers are left", error, failure, len(self._members))
+                return
+            self._members[index] = opened
+            self._router.add(index)
+            self.num_replaced += 1
+
+    async def _open(self, index: int) -> Member:
+        """Open a worker, with the weights in force and paused if the pool is."""
+        member = Member(index=index, worker=await self._fleet.open(index))
+        try:
+            for version, update in self._in_force:
+                number = await member.worker.stage(update)
+                member.versions[number] = version
+                await member.worker.commit()
+            if self._is_paused:
+                await member.worker.pause("keep", clear_cache=False)
+        except BaseException:
+            await member.worker.close()
+            raise
+        return member
+
+    async def _unstoppable(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of `work`, which continues if the caller is cancelled."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+
+def _gave_up(job: Job, died: WorkerDied | None) -> EngineDead:
+    return EngineDead(f"request {job.id}: {_MOST_ATTEMPTS} workers died while they ran it, the last one as {died}")

@@ -1,0 +1,288 @@
+"""A pool of two engines in this process equals one engine, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from nano_inference import (
+    BadRequest,
+    EngineDead,
+    InferenceEngine,
+    RolloutPool,
+    SamplingParams,
+    UpdateBusy,
+    WeightError,
+    save_weights,
+    weights_checksum,
+)
+from nano_inference.pool.local import LocalFleet, LocalWorker
+from nano_inference.pool.worker import HeldUpdate
+from tests.pool.engines import LONG, PARAMS, PROMPTS, SEED, Engines, config_of, facts
+from tests.weights.pairs import Pair
+
+
+@pytest.fixture
+def engines(untied: Pair) -> Engines:
+    return Engines(untied)
+
+
+@pytest.fixture
+def pool(engines: Engines) -> Iterator[RolloutPool]:
+    with RolloutPool(engines.fleet(), seed=SEED) as one:
+        yield one
+
+
+@pytest.fixture
+def single(untied: Pair) -> Iterator[InferenceEngine]:
+    with InferenceEngine(config_of(untied)) as engine:
+        yield engine
+
+
+def num_used(pool: RolloutPool) -> int:
+    return sum(one.num_computed > 0 for one in pool.facts().values())
+
+
+def test_samples_equal_one_engine(pool: RolloutPool, single: InferenceEngine) -> None:
+    for num_samples in (1, 3):
+        assert facts(pool.generate(PROMPTS, PARAMS, num_samples)) == facts(
+            single.generate(PROMPTS, PARAMS, num_samples)
+        )
+    own = [SamplingParams(max_tokens=5 + n, temperature=0.5 * (n % 3), seed=n, logprobs=2) for n in range(8)]
+    mine, expected = pool.generate(PROMPTS, own), single.generate(PROMPTS, own)
+    assert facts(mine) == facts(expected) and [s.top_logprobs for s in mine] == [s.top_logprobs for s in expected]
+    assert num_used(pool) == 2
+    assert {sample.lineage for sample in mine} == {pool.lineage}
+
+
+def test_scores_embeddings_and_streams_equal_one_engine(pool: RolloutPool, single: InferenceEngine) -> None:
+    assert pool.score(PROMPTS) == single.score(PROMPTS)
+    assert pool.score(PROMPTS[0], 3, temperature=0.7) == single.score(PROMPTS[0], 3, temperature=0.7)
+    assert pool.embed(PROMPTS[:3], "last", normalize=True) == single.embed(PROMPTS[:3], "last", normalize=True)
+    mine, expected = list(pool.stream(PROMPTS[0], PARAMS, 2)), list(single.stream(PROMPTS[0], PARAMS, 2))
+    for index in (0, 1):
+        both = [[d for d in deltas if d.sample_index == index] for deltas in (mine, expected)]
+        assert [t for d in both[0] for t in d.token_ids] == [t for d in both[1] for t in d.token_ids]
+        assert [v for d in both[0] for v in d.logprobs] == [v for d in both[1] for v in d.logprobs]
+        assert facts([both[0][-1].sample]) == facts([both[1][-1].sample])  # type: ignore[list-item]
+    assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+
+
+def test_samples_of_a_prompt_prefill_it_once_in_the_whole_pool(pool: RolloutPool) -> None:
+    prompt = list(range(1, 101))
+    samples = pool.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True), 6)
+    computed = sorted(one.num_computed for one in pool.facts().values())
+    assert len(samples) == 6
+    assert computed[0] == 0 and computed[1] == 100 + 6 * 3 + 5  # 5 siblings compute the prompt's last token again
+
+
+def test_samples_equal_one_engine_through_updates(
+    pool: RolloutPool, single: InferenceEngine, untied: Pair, tmp_path: Path
+) -> None:
+    old = facts(pool.generate(PROMPTS, PARAMS, 2))
+    assert old == facts(single.generate(PROMPTS, PARAMS, 2))
+    save_weights(untied.old.named_parameters(), tmp_path / "old")
+    sources = [untied.named(), tmp_path / "old", iter(untied.named().items())]
+    for number, source in enumerate(sources, start=1):
+        assert pool.update_weights(source, blocking=number != 3, version=f"step-{number}") == number
+        assert pool.finish_update() == pool.get_weight_version() == number
+        assert pool.weight_info() == (number, f"step-{number}", "idle")
+        weights = untied.named() if number != 2 else dict(untied.old.named_parameters())
+        single.update_weights(weights, blocking=True, version=f"step-{number}")
+        assert pool.weights_checksum() == single.weights_checksum()
+        mine = pool.generate(PROMPTS, PARAMS, 2)
+        assert facts(mine) == facts(single.generate(PROMPTS, PARAMS, 2))
+        assert {sample.weight_version for sample in mine} == {number}
+
+
+def test_snapshot_of_an_update_does_not_follow_the_trainers_tensors(pool: RolloutPool, untied: Pair) -> None:
+    named = {name: tensor.clone() for name, tensor in untied.named().items()}
+    pool.update_weights(named, blocking=False)
+    for tensor in named.values():
+        tensor.zero_()
+    pool.finish_update()
+    assert pool.weights_checksum() == weights_checksum(untied.named().items())
+
+
+class Choosy(LocalWorker):
+    """A worker that rejects updates while its fleet is broken."""
+
+    def __init__(self, fleet: OneSided, index: int) -> None:
+        super().__init__(f"worker {index}", lambda: fleet.engines.open(index))
+        self._fleet, self._index = fleet, index
+
+    async def stage(self, update: HeldUpdate) -> int:
+        if self._fleet.is_broken and self._index == 1:
+            raise WeightError("q_proj.weight: holds NaN or infinity")
+        return await super().stage(update)
+
+
+class OneSided(LocalFleet):
+    """A fleet whose worker 1 rejects updates while it is broken."""
+
+    is_broken = False
+
+    def __init__(self, engines: Engines) -> None:
+        super().__init__(engines.open, 2)
+        self.engines = engines
+
+    async def open(self, index: int) -> LocalWorker:
+        worker = Choosy(self, index)
+        await worker.open()
+        return worker
+
+
+def test_failure_of_one_worker_leaves_all_on_the_old_weights(
+    engines: Engines, single: InferenceEngine, untied: Pair
+) -> None:
+    fleet = OneSided(engines)
+    with RolloutPool(fleet, seed=SEED) as pool:
+        old = pool.weights_checksum()
+        for blocking in (True, False):
+            fleet.is_broken = True
+            message = r"worker 1: q_proj\.weight: holds NaN or infinity; all workers keep version 0"
+            with pytest.raises(WeightError, match=message):
+                pool.update_weights(untied.named(), blocking=blocking)
+                pool.finish_update()
+            assert pool.weights_checksum() == old and pool.weight_info() == (0, None, "idle")
+            assert [one.version for one in pool.facts().values()] == [0, 0]
+        assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+        fleet.is_broken = False
+        assert pool.update_weights(untied.named(), blocking=True, version=7) == 1
+        single.update_weights(untied.named(), blocking=True, version=7)
+        assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+
+
+def test_rejected_updates_change_nothing(pool: RolloutPool, untied: Pair) -> None:
+    named = untied.named()
+    name = next(iter(named))
+    with pytest.raises(WeightError, match="lacks 1 tensors"):
+        pool.update_weights({key: value for key, value in named.items() if key != name}, blocking=True)
+    with pytest.raises(WeightError, match=rf"{name}: must be a tensor, got int"):
+        pool.update_weights({**named, name: 3})  # type: ignore[dict-item]
+    with pytest.raises(WeightError, match="no such directory"):
+        pool.update_weights("/nothing/here", blocking=True)
+    with pytest.raises(WeightError, match="checksum"):
+        pool.update_weights(named, blocking=True, checksum="00")
+    with pytest.raises(BadRequest, match="on_running"):
+        pool.update_weights(named, on_running="never")  # type: ignore[arg-type]
+    assert pool.get_weight_version() == 0
+    assert pool.update_weights(named, blocking=True) == 1
+
+
+def test_worker_that_dies_is_replaced_and_samples_stay_equal(
+    pool: RolloutPool, engines: Engines, single: InferenceEngine, untied: Pair
+) -> None:
+    for one in (pool, single):
+        one.update_weights(dict(untied.old.named_parameters()), blocking=True, version="a")
+        one.update_weights(untied.named(), blocking=True, version="b")
+    engines.opened[1][-1].steps_left = 5
+    assert facts(pool.generate(PROMPTS, PARAMS, 2)) == facts(single.generate(PROMPTS, PARAMS, 2))
+    assert pool.num_replaced == 1 and len(engines.opened[1]) == 2
+    assert pool.weights_checksum() == single.weights_checksum()
+    assert [one.version for one in pool.facts().values()] == [2, 1]  # the new worker got the weights in force only
+    assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+
+
+def test_stream_continues_on_another_worker(pool: RolloutPool, engines: Engines, single: InferenceEngine) -> None:
+    expected = list(single.stream(PROMPTS[0], LONG))
+    deltas = []
+    stream = pool.stream(PROMPTS[0], LONG)
+    for _ in range(5):
+        deltas.append(next(stream))
+    busy = next(i for i, one in enumerate(pool.facts().values()) if one.num_computed)
+    engines.opened[busy][-1].steps_left = 3
+    deltas += stream
+    assert [t for d in deltas for t in d.token_ids] == [t for d in expected for t in d.token_ids]
+    assert [v for d in deltas for v in d.logprobs] == [v for d in expected for v in d.logprobs]
+    assert facts([deltas[-1].sample]) == facts([expected[-1].sample])  # type: ignore[list-item]
+    assert pool.num_replaced == 1
+
+
+def test_abort_returns_unfinished_samples_and_later_ones_stay_equal(pool: RolloutPool, single: InferenceEngine) -> None:
+    expected = single.generate(PROMPTS[:2], LONG)
+    with ThreadPoolExecutor(1) as threads:
+        stream = pool.stream(PROMPTS[0], LONG)
+        first = next(stream)
+        waiting = threads.submit(lambda: pool.generate(PROMPTS[1:2], LONG))
+        pool.abort([first.request_id, 99])
+        deltas = [first, *stream]
+        cut = deltas[-1].sample
+        assert cut is not None and cut.finish_reason == "abort" and len(cut.completion_tokens) < 200
+        assert cut.completion_tokens == expected[0].completion_tokens[: len(cut.completion_tokens)] != ()
+        assert facts(waiting.result(60)) == facts(expected[1:])
+    assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+
+
+def test_update_does_not_wait_for_a_generate(pool: RolloutPool, untied: Pair) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        stream = pool.stream(PROMPTS[0], LONG)
+        next(stream)
+        waiting = threads.submit(lambda: pool.generate(PROMPTS[1:], LONG))
+        assert pool.update_weights(untied.named(), version="new") == 1
+        with pytest.raises(UpdateBusy, match="an update of the pool is in progress"):
+            pool.update_weights(untied.named())
+        assert pool.finish_update() == 1
+        sample = [delta.sample for delta in stream][-1]
+        assert sample is not None and sample.token_versions[0] == 0 and sample.token_versions[-1] == 1
+        assert sample.version_labels == {1: "new"}
+        waiting.result(60)
+
+
+def test_paused_pool_keeps_requests_until_resumed(pool: RolloutPool, single: InferenceEngine, engines: Engines) -> None:
+    pool.pause("keep")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lambda: pool.generate(PROMPTS, PARAMS))
+        engines.opened[0][-1].steps_left = 0  # a worker that is replaced while the pool is paused is paused too
+        assert sum(one.num_computed for one in pool.facts().values()) == 0 and not waiting.done()
+        pool.resume()
+        assert facts(waiting.result(60)) == facts(single.generate(PROMPTS, PARAMS))
+    pool.pause("wait")
+    pool.resume()
+    assert pool.flush_cache() > 0
+
+
+def test_invalid_requests_raise_before_anything_runs(pool: RolloutPool) -> None:
+    with pytest.raises(BadRequest, match="token id 999 at position 1 is outside the vocabulary"):
+        pool.generate([PROMPTS[0], [1, 999]], PARAMS)
+    with pytest.raises(BadRequest, match="sessions: 1 given for 8 prompts"):
+        pool.generate(PROMPTS, PARAMS, sessions=["a"])
+    with pytest.raises(BadRequest, match="mode must be one of keep, wait, abort, got 'stop'"):
+        pool.pause("stop")  # type: ignore[arg-type]
+    assert sum(one.num_computed for one in pool.facts().values()) == 0
+    assert pool.generate(PROMPTS[:1], PARAMS)[0].request_id == 0
+
+
+def test_pool_that_cannot_replace_its_workers_ends(engines: Engines) -> None:
+    fleet = engines.fleet(2)
+    fleet.can_reopen = False
+    with RolloutPool(fleet, seed=SEED) as pool:
+        engines.opened[1][-1].steps_left = 2
+        expected = facts(pool.generate(PROMPTS, PARAMS))
+        assert len(expected) == 8 and list(pool.facts()) == ["worker 0"]
+        engines.opened[0][-1].steps_left = 0
+        with pytest.raises(EngineDead, match="the pool has no worker left"):
+            pool.generate(PROMPTS, PARAMS)
+
+
+def test_shut_down_pool_refuses_calls(engines: Engines) -> None:
+    pool = RolloutPool(engines.fleet(1), seed=SEED)
+    pool.shutdown()
+    pool.shutdown()
+    with pytest.raises(EngineDead, match="the pool was shut down"):
+        pool.generate(PROMPTS, PARAMS)
+    assert not any(one.name == "pool" for one in threading.enumerate())
+
+
+def test_error_of_opening_a_worker_is_raised(untied: Pair) -> None:
+    def fail(index: int) -> InferenceEngine:
+        raise RuntimeError(f"no memory for engine {index}")
+
+    with pytest.raises(RuntimeError, match="no memory for engine 0"):
+        RolloutPool(LocalFleet(fail, 2))
+    assert torch.get_num_threads() == 1

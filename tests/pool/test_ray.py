@@ -1,0 +1,122 @@
+"""A pool of two Ray actors equals one engine, bit for bit: through updates, one-sided failures and killed processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from nano_inference import BadRequest, InferenceEngine, RayFleet, RolloutPool, SamplingParams, WeightError, save_weights
+from tests.pool.engines import PARAMS, PROMPTS, SEED, config_of, facts
+from tests.weights.pairs import Pair
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray (pip install '.[ray]')")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray announces future defaults
+            ray.init(
+                address="local",
+                num_cpus=2,
+                include_dashboard=False,
+                object_store_memory=100 << 20,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=directory,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+            )
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: None, untied: Pair) -> Iterator[RolloutPool]:
+    with RolloutPool(RayFleet(config_of(untied), 2), seed=SEED) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def single(untied: Pair) -> Iterator[InferenceEngine]:
+    with InferenceEngine(config_of(untied)) as engine:
+        yield engine
+
+
+@needs_ray
+def test_actors_equal_one_engine_through_an_update(
+    pool: RolloutPool, single: InferenceEngine, untied: Pair, tmp_path: Path
+) -> None:
+    assert facts(pool.generate(PROMPTS, PARAMS, 2)) == facts(single.generate(PROMPTS, PARAMS, 2))
+    assert pool.score(PROMPTS[:2]) == single.score(PROMPTS[:2])
+    mine = [token for delta in pool.stream(PROMPTS[0], PARAMS) for token in delta.token_ids]
+    assert mine == [token for delta in single.stream(PROMPTS[0], PARAMS) for token in delta.token_ids]
+    directory = save_weights(untied.old.named_parameters(), tmp_path / "old")
+    named = {name: tensor.bfloat16() if tensor.dim() == 2 else tensor for name, tensor in untied.named().items()}
+    for number, weights in enumerate((named, directory, named), start=1):
+        for one in (pool, single):
+            assert one.update_weights(weights, blocking=True, version=f"step-{number}") == number
+        assert pool.weights_checksum() == single.weights_checksum()
+        assert facts(pool.generate(PROMPTS, PARAMS, 2)) == facts(single.generate(PROMPTS, PARAMS, 2))
+
+
+@needs_ray
+def test_update_that_one_actor_does_not_survive_leaves_both_on_the_old_weights(
+    pool: RolloutPool, single: InferenceEngine, untied: Pair
+) -> None:
+    version, checksum = pool.get_weight_version(), pool.weights_checksum()
+    old = dict(untied.old.named_parameters())
+    with pytest.raises(WeightError, match=r"worker 0: the update lacks 1 tensors: .*; all workers keep version"):
+        pool.update_weights(dict(list(old.items())[1:]), blocking=True)
+    os.kill(pool.facts()["worker 1"].pid, signal.SIGKILL)
+    with pytest.raises(WeightError, match=rf"worker 1: the actor died .*; all workers keep version {version}"):
+        pool.update_weights(old, blocking=True)
+    assert pool.get_weight_version() == version and pool.weights_checksum() == checksum
+    assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+    with pytest.raises(BadRequest, match="outside the vocabulary"):
+        pool.generate([[1, 999]])
+
+
+@needs_ray
+def test_actor_killed_in_mid_generation_changes_no_token(
+    pool: RolloutPool, single: InferenceEngine, untied: Pair
+) -> None:
+    for one in (pool, single):
+        one.update_weights(untied.named(), blocking=True, version="last")
+    params = SamplingParams(max_tokens=700, ignore_eos=True)
+    before = pool.facts()["worker 1"]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lambda: pool.generate(PROMPTS, params, 2))
+        while pool.facts()["worker 1"].num_sampled == before.num_sampled:
+            assert not waiting.done()
+        os.kill(before.pid, signal.SIGKILL)
+        samples = waiting.result(120)
+    assert facts(samples) == facts(single.generate(PROMPTS, params, 2))
+    after = pool.facts()["worker 1"]
+    assert pool.num_replaced == 2 and after.pid != before.pid and after.version == 1
+    assert pool.weights_checksum() == single.weights_checksum()
+
+
+def test_missing_ray_is_one_line(untied: Pair) -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "from nano_inference import EngineConfig, RayFleet\n"
+        "RayFleet(EngineConfig(model_path='m'), 2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith("MissingPackage: a pool of Ray actors needs Ray: pip install 'nano-inference[ray]'")
