@@ -41,6 +41,7 @@ _HOMES = {
     "TrainingSample": "types",
     "Turn": "rollout",
     "UpdateBusy": "types",
+    "UrlFleet": "pool.urls",
     "VersionSpan": "types",
     "WeightError": "types",
     "WeightGroup": "weights.group",
