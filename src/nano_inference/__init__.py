@@ -42,6 +42,7 @@ _HOMES = {
     "TrainingSample": "types",
     "Turn": "rollout",
     "UpdateBusy": "types",
+    "UrlFleet": "pool.urls",
     "VersionSpan": "types",
     "WeightError": "types",
     "WeightGroup": "weights.group",

@@ -81,6 +81,10 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "weight_version": DIRECTORY,
             "version": "test_version_is_another_name_of_weight_version",
             "checksum": HELD,
+            "hold": "test_held_weights_are_installed_at_the_commit",
+            "on_running": "test_held_weights_treat_running_requests_at_the_commit",
+            "partial": "test_rejected_weights_are_not_held",
+            "allow_nonfinite": "test_rejected_weights_are_not_held",
         },
         "FinishUpdateBody": {
             "weight_version": "test_update_in_parts_is_installed_atomically",

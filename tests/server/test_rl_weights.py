@@ -498,3 +498,55 @@ def test_invalid_update_field_is_named(steady: Running, path: str, body: Any, st
     refused(steady.post(path, body), status, part)
     info = ok(steady.client.get("/weight_info"))
     assert (info["version"], info["update"]) == (0, "idle")
+
+
+# ---- held updates ---------------------------------------------------------------------------------------------------
+
+
+def tokens_of(server: Running) -> tuple[int, ...]:
+    return Stream(server, params=SHORT).result().completion_tokens
+
+
+def test_held_weights_are_installed_at_the_commit(server: Running) -> None:
+    old = tokens_of(server)
+    reply = ok(server.post("/update_weights", {"weight_dir": "one", "weight_version": "step-1", "hold": True}))
+    assert (reply["held_version"], reply["version"]) == (1, 0)
+    assert ok(server.client.get("/weight_info"))["update"] == "staged" and tokens_of(server) == old
+    refused(server.post("/update_weights_from_disk", {"model_path": "two"}), 409, "busy", "/commit_weight_update")
+    reply = ok(server.post("/commit_weight_update", {}))
+    assert (reply["version"], reply["weight_version"]) == (1, "step-1") and tokens_of(server) != old
+    refused(server.post("/commit_weight_update", {}), 400, "no weights are held")
+
+
+def test_held_weights_can_be_aborted(server: Running) -> None:
+    old = tokens_of(server)
+    ok(server.post("/update_weights", {"weight_dir": "one", "hold": True}))
+    assert ok(server.post("/abort_weight_update", {}))["aborted"] is True
+    refused(server.post("/commit_weight_update", {}), 400, "no weights are held")
+    assert tokens_of(server) == old
+    assert ok(server.post("/update_weights_from_disk", {"model_path": "two"}))["version"] == 1
+
+
+def test_rejected_weights_are_not_held(steady: Running, shelf: Path) -> None:
+    refused(steady.post("/update_weights", {"hold": True}), 400, "hold: give the weights as a directory")
+    refused(steady.post("/update_weights", {"weight_dir": "one", "partial": True}), 400, "partial: needs hold=true")
+    broken = load_file(shelf / "one" / "model.safetensors")
+    (shelf / "broken").mkdir()
+    save_file(dict(list(broken.items())[1:]), shelf / "broken" / "model.safetensors")
+    refused(steady.post("/update_weights", {"weight_dir": "broken", "hold": True}), 400, "lacks")
+    refused(steady.post("/commit_weight_update", {}), 400, "no weights are held")
+    ok(steady.post("/update_weights", {"weight_dir": "broken", "hold": True, "partial": True}))
+    ok(steady.post("/abort_weight_update", {}))
+    broken[next(iter(broken))].fill_(float("nan"))
+    save_file(broken, shelf / "broken" / "model.safetensors")
+    refused(steady.post("/update_weights", {"weight_dir": "broken", "hold": True}), 400, "NaN")
+    ok(steady.post("/update_weights", {"weight_dir": "broken", "hold": True, "allow_nonfinite": True}))
+    ok(steady.post("/abort_weight_update", {}))
+
+
+def test_held_weights_treat_running_requests_at_the_commit(server: Running) -> None:
+    stream = Stream(server, params=LONG)
+    ok(server.post("/update_weights", {"weight_dir": "one", "hold": True, "on_running": "abort"}))
+    ok(server.post("/commit_weight_update", {}))
+    sample = stream.result()
+    assert sample.finish_reason == "abort" and set(sample.token_versions) <= {0}

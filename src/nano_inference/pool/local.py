@@ -30,6 +30,7 @@ class LocalWorker:
     def __init__(self, name: str, open_engine: Callable[[], InferenceEngine]) -> None:
         self.name = name
         self.limits: Limits | None = None
+        self.first_version = 0
         self._counters = _Counters()
         self._engine = AsyncEngine(open_engine, observer=self._counters, end_error=self._died)
         self._control: Control | None = None

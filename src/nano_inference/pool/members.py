@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from nano_inference.admission import Limits
 from nano_inference.files import path_of
 from nano_inference.pool.delivered import Delivered
 from nano_inference.pool.routing import PrefixRouter
-from nano_inference.pool.translation import pool_delta, pool_sample
+from nano_inference.pool.translation import Numbering
 from nano_inference.pool.worker import Fleet, HeldUpdate, Job, Worker, WorkerDied
 from nano_inference.types import Delta, EngineDead, PauseMode, TrainingSample, WeightLabel
 from nano_inference.weights.staging import pairs
@@ -34,7 +34,7 @@ class Member:
 
     index: int
     worker: Worker
-    versions: dict[int, int] = field(default_factory=lambda: {0: 0})
+    versions: dict[int, int]
     """The worker's numbers of versions -> the pool's."""
 
     def pool_version(self, number: int) -> int:
@@ -52,7 +52,8 @@ class Members:
         """Held while weights are installed or a worker is replaced: a new worker has the weights of all others."""
         self.version = 0
         """Number of the pool's installations."""
-        self.label: WeightLabel | None = None
+        self.labels: dict[int, WeightLabel] = {}
+        """The trainer's names for the pool's versions."""
         self.num_replaced = 0
         self._fleet = fleet
         self._lineage = lineage
@@ -101,7 +102,7 @@ class Members:
             with self._placed(job, session) as member:
                 try:
                     samples = await member.worker.generate(job)
-                    return [pool_sample(one, member.pool_version, job.id, self._lineage) for one in samples]
+                    return [self._numbering(member).sample(one, job.id) for one in samples]
                 except WorkerDied as error:
                     died = error
             await self.replace(member, died)
@@ -120,7 +121,7 @@ class Members:
                 try:
                     async with aclosing(member.worker.stream(job)) as deltas:
                         async for delta in deltas:
-                            new = delivered.unseen(pool_delta(delta, member.pool_version, job.id, self._lineage))
+                            new = delivered.unseen(self._numbering(member).delta(delta, job.id))
                             if new is not None:
                                 yield new
                     return
@@ -128,6 +129,9 @@ class Members:
                     died = error
             await self.replace(member, died)
         raise _gave_up(job, died)
+
+    def _numbering(self, member: Member) -> Numbering:
+        return Numbering(pool_version=member.pool_version, labels=self.labels, lineage=self._lineage)
 
     @contextmanager
     def _placed(self, job: Job, session: str | None) -> Iterator[Member]:
@@ -184,7 +188,9 @@ class Members:
         `versions` maps a member's index to the number that its worker gives the new weights. From now on the update
         is in force: a worker that dies before it has installed it gets it with its replacement.
         """
-        self.version, self.label = self.version + 1, update.label
+        self.version += 1
+        if update.label is not None:
+            self.labels[self.version] = update.label
         for index, number in versions.items():
             self._members[index].versions[number] = self.version
         kept = self._in_force if update.rules.partial else []
@@ -219,7 +225,8 @@ class Members:
 
     async def _open(self, index: int) -> Member:
         """Open a worker, with the weights in force and paused if the pool is."""
-        member = Member(index=index, worker=await self._fleet.open(index))
+        worker = await self._fleet.open(index)
+        member = Member(index=index, worker=worker, versions={worker.first_version: 0})
         try:
             for version, update in self._in_force:
                 number = await member.worker.stage(update)

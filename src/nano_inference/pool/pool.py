@@ -239,7 +239,9 @@ class RolloutPool:
     def weight_info(self) -> WeightInfo:
         """Return the pool's version, its label, and the state of the latest update."""
         members = self._members
-        return WeightInfo(members.version, members.label, "staging" if self._updates.is_running else "idle")
+        return WeightInfo(
+            members.version, members.labels.get(members.version), "staging" if self._updates.is_running else "idle"
+        )
 
     def weights_checksum(self) -> str:
         """Return `weights_checksum` of the installed weights. Raises `WeightError` if the workers disagree."""

@@ -108,6 +108,7 @@ class RayWorker:
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self.limits: Limits | None = None
+        self.first_version = 0
         self._actor = actor
         self._ray = require_ray()
 

@@ -65,6 +65,8 @@ class Worker(Protocol):
     """For messages: where the engine is."""
     limits: Limits | None
     """Limits of its requests; None if unknown."""
+    first_version: int
+    """Its number of the weights that it opened with."""
 
     async def generate(self, job: Job) -> list[TrainingSample]:
         """Return the job's samples in order. Cancelling the call aborts them. Raises `BadRequest`."""

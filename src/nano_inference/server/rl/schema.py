@@ -134,6 +134,14 @@ class UpdateWeightsBody(Body):
     version: Label | None = None
     """Another name of `weight_version`."""
     checksum: Checksum | None = None
+    hold: bool | None = None
+    """An extension: gather the weights of a directory, and install them at /commit_weight_update."""
+    on_running: Literal["keep", "recompute", "abort", "wait"] | None = None
+    """An extension: what the update does to started requests, with `hold`."""
+    partial: bool | None = None
+    """An extension: weights that the directory lacks keep their values, with `hold`."""
+    allow_nonfinite: bool | None = None
+    """An extension: accept NaN and infinity, with `hold`."""
 
 
 class FinishUpdateBody(Body):

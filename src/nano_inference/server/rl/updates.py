@@ -30,6 +30,7 @@ HOW_TO_END = (
     "end it with /finish_weight_update, or abort it with /abort_weight_update or /shutdown_weight_transfer_engine"
 )
 """Advice in errors about an open update."""
+HOW_TO_COMMIT = "install it with /commit_weight_update, or abort it with /abort_weight_update"
 _POLL_S = 1.0
 """Interval at which the engine thread is woken after the timeout of an update."""
 _log = logging.getLogger("nano_inference.server")
@@ -48,6 +49,8 @@ class _Attempt:
     """State of the latest update. Accessed on the engine thread."""
 
     is_aborted: bool = False
+    is_held: bool = False
+    """Whether the engine waits for `commit` once the weights are gathered."""
 
 
 class Updates:
@@ -95,9 +98,39 @@ class Updates:
         `group`: the group that the source receives from. Raises `ApiError`: 409 during another update, else 400.
         """
         try:
-            outcome = await self._start(source, label=label, checksum=checksum, on_running=on_running, partial=partial)
+            rules = UpdateRules(partial=partial, checksum=checksum)
+            outcome = await self._start(source, label=label, rules=rules, on_running=on_running)
             with self._receiving_from(group):
                 return await self._wait(outcome)
+        except Exception as error:
+            raise self._client_error(error) from None
+
+    async def hold(
+        self, source: Source, *, label: WeightLabel | None, rules: UpdateRules, on_running: OnRunning
+    ) -> int:
+        """Read a source to its end and hold the weights until `commit`; return the version that they will get.
+
+        Raises `ApiError` as `install` does.
+        """
+        try:
+            outcome = await self._start(source, label=label, rules=rules, on_running=on_running, is_held=True)
+            return (await self._wait(outcome)).version + 1
+        except Exception as error:
+            raise self._client_error(error) from None
+
+    async def commit(self) -> WeightInfo:
+        """Install the held weights; return their version. Raises `ApiError` 400 if there are none."""
+        attempt, engine = self._latest, self._engine()
+
+        def commit() -> None:
+            if attempt is None or not attempt.is_held or engine.weight_info().update != "staged":
+                raise ApiError(400, "no weights are held: POST /update_weights with hold first", code="no_update")
+            attempt.is_held = False
+            engine.commit_update(blocking=False)
+
+        try:
+            outcome = await self._link.watch(self._check(attempt or _Attempt()), first=commit)
+            return await self._wait(outcome)
         except Exception as error:
             raise self._client_error(error) from None
 
@@ -109,7 +142,7 @@ class Updates:
         feed = Feed()
         engine = self._engine()
         try:
-            outcome = await self._start(feed.pairs(), label=None, checksum=None, on_running="keep", partial=False)
+            outcome = await self._start(feed.pairs(), label=None, rules=UpdateRules(), on_running="keep")
         except Exception as error:
             raise self._client_error(error) from None
         self._failure = ""
@@ -184,33 +217,47 @@ class Updates:
         return was_running
 
     async def _start(
-        self, source: Source, *, label: WeightLabel | None, checksum: str | None, on_running: OnRunning, partial: bool
+        self,
+        source: Source,
+        *,
+        label: WeightLabel | None,
+        rules: UpdateRules,
+        on_running: OnRunning,
+        is_held: bool = False,
     ) -> asyncio.Future[WeightInfo]:
-        """Start gathering; return the future of the installed version."""
-        engine, attempt = self._engine(), _Attempt()
+        """Start gathering; return the future of the installed version, with `is_held` set once they are gathered."""
+        engine, attempt = self._engine(), _Attempt(is_held=is_held)
         update = WeightUpdate(
             weights=source,
-            rules=UpdateRules(partial=partial, checksum=checksum),
+            rules=rules,
             label=label,
             on_running=on_running,
+            hold=is_held,
             timeout=self._timeout,
             on_gathered=self._link.wake,
         )
 
         def start() -> None:
-            _require_idle(engine.weight_info().update, is_open=self.is_open)
+            is_waiting = self._latest is not None and self._latest.is_held
+            _require_idle(engine.weight_info().update, is_open=self.is_open, is_held=is_waiting)
             engine.start_update(update)
             self._latest = attempt
+
+        return await self._link.watch(self._check(attempt), first=start)
+
+    def _check(self, attempt: _Attempt) -> Callable[[], WeightInfo | None]:
+        """Return a function that returns the version once an update is installed, or gathered if it is held."""
+        engine = self._engine()
 
         def check() -> WeightInfo | None:
             if attempt.is_aborted:
                 raise ApiError(409, "the update was aborted", code="aborted")
-            if engine.weight_info().update != "idle":
+            if engine.weight_info().update not in (("idle", "staged") if attempt.is_held else ("idle",)):
                 return None
             engine.finish_update(0)
             return engine.weight_info()
 
-        return await self._link.watch(check, first=start)
+        return check
 
     async def _wait(self, outcome: asyncio.Future[WeightInfo]) -> WeightInfo:
         """Return the result of an update. A silent source does not wake the engine thread, so its timeout is polled."""
@@ -251,7 +298,7 @@ class Updates:
         raise ApiError(400, f"no update is open: POST /start_weight_update first{why}", code="no_update")
 
 
-def _require_idle(state: UpdateState, *, is_open: bool) -> None:
+def _require_idle(state: UpdateState, *, is_open: bool, is_held: bool) -> None:
     """Raise `UpdateBusy` during an update.
 
     A failed update lasts until its trainer has the error, at the end of the current turn of the engine thread; with a
@@ -260,7 +307,8 @@ def _require_idle(state: UpdateState, *, is_open: bool) -> None:
     if state == "failed":
         raise UpdateBusy("the last update has failed and its trainer is being notified; try again")
     if state != "idle":
-        raise UpdateBusy(f"an update is {state}; {HOW_TO_END if is_open else 'wait for its end'}")
+        how = HOW_TO_END if is_open else HOW_TO_COMMIT if is_held else "wait for its end"
+        raise UpdateBusy(f"an update is {state}; {how}")
 
 
 def client_error(error: Exception) -> ApiError:

@@ -31,6 +31,7 @@ from nano_inference.server.rl.schema import (
     WakeBody,
 )
 from nano_inference.types import WeightLabel
+from nano_inference.weights.updates import UpdateRules
 
 _PACKED = "packed is not supported: broadcast each tensor separately, in the order of names"
 
@@ -98,6 +99,9 @@ async def _update_weights(context: RLContext, request: Request) -> JSON:
     body = await context.read(request, UpdateWeightsBody)
     directory, field = _directory_of(body)
     is_part = context.updates.is_open or (context.updates.takes_parts and body.weight_dir is None)
+    if body.hold:
+        return await _hold(context, body, directory, field)
+    _require_hold(body)
     if directory is not None and not is_part:
         label, weights = _label_of(body), await context.weights_in(directory, field)
         info = await context.updates.install(weights, label=label, checksum=body.checksum)
@@ -106,6 +110,23 @@ async def _update_weights(context: RLContext, request: Request) -> JSON:
         source = await _source_of(context, body.update_info, directory, field)
         group = None if directory is not None or body.update_info is None else body.update_info.group_name or GROUP
         info = await context.updates.add(source, group)
+    return {"message": "Weights updated", **await context.facts(info)}
+
+
+async def _hold(context: RLContext, body: UpdateWeightsBody, directory: str | None, field: str) -> JSON:
+    """An extension: gather weights from a directory without installing them."""
+    if directory is None:
+        raise ApiError(400, "hold: give the weights as a directory, in weight_dir", param="hold")
+    rules = UpdateRules(partial=bool(body.partial), allow_nonfinite=bool(body.allow_nonfinite), checksum=body.checksum)
+    weights = await context.weights_in(directory, field)
+    held = await context.updates.hold(weights, label=_label_of(body), rules=rules, on_running=body.on_running or "keep")
+    return {"message": "Weights held", "held_version": held, **await context.facts()}
+
+
+async def _commit_update(context: RLContext, request: Request) -> JSON:
+    """An extension: several servers gather the same weights, and install them only if all have succeeded."""
+    await context.read(request, EmptyBody)
+    info = await context.updates.commit()
     return {"message": "Weights updated", **await context.facts(info)}
 
 
@@ -134,6 +155,13 @@ def _label_of(body: UpdateWeightsBody) -> WeightLabel | None:
     if body.version is not None and body.weight_version not in (None, body.version):
         raise ApiError(400, "version and weight_version disagree", param="version")
     return body.version if body.weight_version is None else body.weight_version
+
+
+def _require_hold(body: UpdateWeightsBody) -> None:
+    """Raise `ApiError` 400 for fields that apply to held weights only."""
+    for name in ("on_running", "partial", "allow_nonfinite"):
+        if getattr(body, name) is not None:
+            raise ApiError(400, f"{name}: needs hold=true", param=name)
 
 
 def _require_no_version(body: UpdateWeightsBody) -> None:
@@ -214,6 +242,7 @@ VLLM_COMMANDS: Mapping[str, Command] = {
     "/start_weight_update": _start_update,
     "/update_weights": _update_weights,
     "/finish_weight_update": _finish_update,
+    "/commit_weight_update": _commit_update,
     "/abort_weight_update": _abort_update,
     "/shutdown_weight_transfer_engine": _shut_down_transfer,
     "/update_weight_version": _set_label,

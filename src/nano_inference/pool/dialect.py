@@ -1,0 +1,197 @@
+"""Requests and samples in the form of vLLM's POST /inference/v1/generate. Pure.
+
+Of our own server's extensions, `mask` and `weight_versions` are read where a reply has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nano_inference.types import (
+    FROM_THE_PROMPT,
+    BadRequest,
+    Delta,
+    EngineRequest,
+    SamplingMask,
+    SamplingParams,
+    TokenLogprob,
+    TopLogprobs,
+    TrainingSample,
+)
+
+JSON = dict[str, Any]
+_PLAIN = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "presence_penalty", "ignore_eos")
+_PLAIN_TOO = ("frequency_penalty", "repetition_penalty")
+
+
+def params_json(params: SamplingParams, num_samples: int) -> JSON:
+    """Return vLLM's `sampling_params`; options that only our server has are left out unless they are used."""
+    fields: JSON = {name: getattr(params, name) for name in (*_PLAIN, *_PLAIN_TOO)}
+    fields |= {"n": num_samples, "logprobs": params.logprobs or 0, "seed": signed(params.seed)}
+    more = {
+        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
+        "allowed_token_ids": sorted(params.allowed_token_ids or ()),
+        "stop_token_ids": sorted(params.stop_token_ids),
+        "stop": list(params.stop),
+        "return_raw_logprobs": params.raw_logprobs,
+        "return_sampling_mask": params.sampling_mask,
+    }
+    fields |= {name: value for name, value in more.items() if value}
+    if params.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = params.prompt_logprobs
+    return fields
+
+
+def signed(seed: int | None) -> int | None:
+    """Return a seed of 64 bits as the signed number that servers take; both give the same draws."""
+    return seed if seed is None or seed < 1 << 63 else seed - (1 << 64)
+
+
+def request_json(request: EngineRequest, model: str, name: str) -> JSON:
+    """Return the body. Raises `BadRequest` naming what a server cannot be asked for."""
+    check_supported(request)
+    salt = {"cache_salt": request.salt} if request.salt else {}
+    return {
+        "model": model,
+        "request_id": name,
+        "token_ids": list(request.prompt),
+        "sampling_params": params_json(request.params, request.num_samples),
+        **salt,
+    }
+
+
+def check_supported(request: EngineRequest) -> None:
+    """Raise `BadRequest` naming a field that a worker at a URL cannot receive."""
+    given = {
+        "program": request.program is not None,
+        "make_matcher": request.make_matcher is not None,
+        "partial": request.partial is not None,
+        "beginning": request.beginning != FROM_THE_PROMPT,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise BadRequest(f"{name}: workers at URLs do not support it; use engines in this process or Ray actors")
+    params = request.params
+    if params.prompt_logprobs is not None and params.temperature != 1 and params.max_tokens == 0:
+        raise BadRequest(f"temperature: workers at URLs score at temperature 1, got {params.temperature:g}")
+    if params.logprobs_mode is not None and params.max_tokens != 0:
+        raise BadRequest("logprobs_mode: servers set it for all requests (--logprobs-mode)")
+
+
+def samples_of(reply: JSON, request: EngineRequest, version: int) -> list[TrainingSample]:
+    """Return the samples of a whole reply; `version` is that of servers which report none."""
+    prompt = prompt_fields(reply.get("prompt_logprobs"), request)
+    details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+    choices = sorted(reply["choices"], key=lambda one: int(one["index"]))
+    found = []
+    for choice in choices:
+        builder = SampleBuilder(request, choice["index"], version)
+        builder.add(choice)
+        found.append(builder.sample(choice, prompt, int(details.get("cached_tokens") or 0)))
+    return found
+
+
+class SampleBuilder:
+    """Collects the parts of one sample."""
+
+    def __init__(self, request: EngineRequest, index: int, version: int) -> None:
+        self._request, self._index = request, index
+        self._version = version
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._mask: list[int] = []
+        self._versions: list[int] = []
+        self._tops: list[TopLogprobs] = []
+        self._raw: list[float] = []
+        self._masks: list[SamplingMask] = []
+
+    def add(self, choice: Mapping[str, Any]) -> Delta:
+        """Add the tokens of a reply's or a chunk's choice; return them, without the sample."""
+        params = self._request.params
+        tokens = tuple(choice.get("token_ids") or ())
+        entries = (choice.get("logprobs") or {}).get("content") or []
+        mask = tuple(choice.get("mask") or (1,) * len(tokens))
+        delta = Delta(
+            request_id=0,
+            sample_index=self._index,
+            token_ids=tokens,
+            logprobs=tuple(_logprob(entry) for entry in entries),
+            mask=mask,
+            versions=self._versions_of(choice, len(tokens)),
+            top_logprobs=None if params.logprobs is None else tuple(_top(entry) for entry in entries),
+            raw_logprobs=tuple(choice.get("raw_logprobs") or ()) if params.raw_logprobs else None,
+            sampling_masks=_masks(choice.get("sampling_mask") or ()) if params.sampling_mask else None,
+        )
+        self._tokens += tokens
+        self._logprobs += delta.logprobs
+        self._mask += mask
+        self._versions += delta.versions
+        self._tops += delta.top_logprobs or ()
+        self._raw += delta.raw_logprobs or ()
+        self._masks += delta.sampling_masks or ()
+        return delta
+
+    def sample(self, choice: Mapping[str, Any], prompt: Mapping[str, Any], num_cached: int = 0) -> TrainingSample:
+        """Return the sample; `choice` is the last one, which has the finish reason."""
+        params = self._request.params
+        labels = {span["number"]: span["version"] for span in choice.get("weight_versions") or () if "number" in span}
+        versions = tuple(self._versions)
+        return TrainingSample(
+            request_id=0,
+            sample_index=self._index,
+            prompt_tokens=tuple(self._request.prompt),
+            completion_tokens=tuple(self._tokens),
+            logprobs=tuple(self._logprobs),
+            mask=tuple(self._mask),
+            token_versions=versions,
+            weight_version=min(versions, default=self._version),
+            finish_reason=choice["finish_reason"],
+            stop_reason=choice.get("stop_reason"),
+            seed=params.seed,
+            version_labels={number: label for number, label in labels.items() if label != str(number)},
+            top_logprobs=None if params.logprobs is None else tuple(self._tops),
+            raw_logprobs=tuple(self._raw) if params.raw_logprobs else None,
+            sampling_masks=tuple(self._masks) if params.sampling_mask else None,
+            num_cached_tokens=num_cached,
+            **prompt,
+        )
+
+    def _versions_of(self, choice: Mapping[str, Any], count: int) -> tuple[int, ...]:
+        """Return the version of each token: from a chunk's list, or from a reply's spans."""
+        if choice.get("token_versions") is not None:
+            return tuple(choice["token_versions"])
+        spans = choice.get("weight_versions")
+        if spans is None or len(self._tokens):
+            return (self._version,) * count
+        return tuple(span.get("number", self._version) for span in spans for _ in range(span["start"], span["end"]))
+
+
+def prompt_fields(entries: Sequence[Mapping[str, Any] | None] | None, request: EngineRequest) -> JSON:
+    """Return the fields of a sample about its prompt, if they were requested."""
+    count = request.params.prompt_logprobs
+    if entries is None or count is None:
+        return {}
+    first = max(request.score_start, 1)
+    pairs = list(zip(request.prompt, entries, strict=True))[first:]
+    own = [(entry or {})[str(token)] for token, entry in pairs]
+    tops = [
+        tuple(
+            TokenLogprob(int(token), one["logprob"])
+            for token, one in sorted((entry or {}).items(), key=lambda item: item[1]["rank"])
+        )[:count]
+        for _, entry in pairs
+    ]
+    return {"prompt_logprobs": tuple(one["logprob"] for one in own), "prompt_top_logprobs": tuple(tops)}
+
+
+def _logprob(entry: Mapping[str, Any]) -> float:
+    return float(entry["logprob"] or 0.0)
+
+
+def _top(entry: Mapping[str, Any]) -> TopLogprobs:
+    return tuple(TokenLogprob(one["token_id"], one["logprob"]) for one in entry.get("top_logprobs") or ())
+
+
+def _masks(masks: Sequence[Sequence[int] | None]) -> tuple[SamplingMask, ...]:
+    return tuple(None if one is None else tuple(one) for one in masks)

@@ -1,0 +1,191 @@
+"""`UrlFleet`: workers are servers at given addresses, our own or others that speak vLLM's dialect."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from nano_inference.admission import Limits
+from nano_inference.checks import float32
+from nano_inference.pool.dialect import SampleBuilder, check_supported, request_json, samples_of
+from nano_inference.pool.wire import Refused, Server, read_url
+from nano_inference.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
+from nano_inference.types import BadRequest, Delta, PauseMode, TrainingSample, WeightError
+
+_GENERATE = "/inference/v1/generate"
+
+
+class UrlWorker:
+    """Owns the connections to one server; see `Worker`. It sends the pool's key, and never stops the server."""
+
+    def __init__(self, server: Server) -> None:
+        self.name = server.url
+        self.limits: Limits | None = None
+        self.first_version = 0
+        self._server = server
+        self._model = ""
+        self._nonce = secrets.token_hex(4)
+        self._open: dict[int, str] = {}
+        """Open jobs and the names of their requests."""
+        self._version = 0
+
+    async def open(self) -> None:
+        """Read the model's name and the version of its weights. Raises `WorkerDied`, `BadRequest`."""
+        models = await self._server.get("/v1/models")
+        self._model = models["data"][0]["id"]
+        try:
+            self.first_version = int((await self._server.get("/weight_info"))["version"])
+        except (Refused, KeyError):  # another program's server, or one without the trainers' routes
+            self.first_version = 0
+        self._version = self.first_version
+
+    async def generate(self, job: Job) -> list[TrainingSample]:
+        request = job.request
+        if request.params.pooling is not None:
+            return [await self._embedding(job)]
+        body = request_json(request, self._model, self._named(job))
+        try:
+            reply = await self._server.generate(_GENERATE, body)
+        finally:
+            self._open.pop(job.id, None)
+        return samples_of(reply, request, self._version)
+
+    async def stream(self, job: Job) -> AsyncGenerator[Delta]:
+        request = job.request
+        body = request_json(request, self._model, self._named(job)) | {"stream": True}
+        builders = [SampleBuilder(request, index, self._version) for index in range(request.num_samples)]
+        try:
+            async with aclosing(self._server.events(_GENERATE, body)) as events:
+                async for event in events:
+                    for choice in event["choices"]:
+                        yield _delta(builders[choice["index"]], choice)
+        finally:
+            self._open.pop(job.id, None)
+
+    async def stage(self, update: HeldUpdate) -> int:
+        """Only our own server holds updates; others reject the field by name."""
+        directory, rules = directory_of(update), update.rules
+        assert directory is not None, "UrlFleet.share refuses tensors"
+        body: dict[str, Any] = {"weight_dir": str(directory), "hold": True, "on_running": update.on_running}
+        body |= {"partial": rules.partial, "allow_nonfinite": rules.allow_nonfinite}
+        given = {"weight_version": update.label, "checksum": rules.checksum}
+        body |= {name: value for name, value in given.items() if value is not None}
+        try:
+            reply = await self._server.command("/update_weights", body)
+            return int(reply["held_version"])
+        except Refused as error:
+            raise WeightError(str(error)) from None
+        except KeyError:
+            raise WeightError(f"{self.name}: cannot hold an update, so that it would not be atomic") from None
+
+    async def commit(self) -> int:
+        self._version = int((await self._server.command("/commit_weight_update", {}))["version"])
+        return self._version
+
+    async def discard(self) -> bool:
+        return bool((await self._server.command("/abort_weight_update", {}))["aborted"])
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        await self._server.command("/pause", {"mode": mode, "clear_cache": clear_cache})
+
+    async def resume(self) -> None:
+        await self._server.command("/resume", {})
+
+    async def abort(self, job_ids: Collection[int] | None) -> None:
+        wanted = self._open if job_ids is None else {one: self._open[one] for one in job_ids if one in self._open}
+        if wanted:
+            await self._server.command("/abort_requests", {"request_ids": list(wanted.values())})
+
+    async def flush(self) -> int:
+        return int((await self._server.command("/reset_prefix_cache", {})).get("num_blocks", 0))
+
+    async def checksum(self) -> str:
+        return str((await self._server.command("/weight_checker", {"action": "checksum"}))["checksum"])
+
+    async def facts(self) -> WorkerFacts:
+        await self._server.get("/health")
+        return WorkerFacts(version=self._version)
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    def _named(self, job: Job) -> str:
+        check_supported(job.request)
+        name = self._open[job.id] = f"pool-{self._nonce}-{job.id}"
+        return name
+
+    async def _embedding(self, job: Job) -> TrainingSample:
+        request = job.request
+        body = {"model": self._model, "input": list(request.prompt), "encoding_format": "float"}
+        reply = await self._server.generate(
+            "/v1/embeddings", body | {"pooling": request.params.pooling, "normalize": False}
+        )
+        return TrainingSample(
+            request_id=0,
+            sample_index=0,
+            prompt_tokens=tuple(request.prompt),
+            completion_tokens=(),
+            logprobs=(),
+            mask=(),
+            token_versions=(),
+            weight_version=self._version,
+            finish_reason="length",
+            seed=request.params.seed,
+            embedding=float32(reply["data"][0]["embedding"]),
+        )
+
+
+class UrlFleet:
+    """Servers at fixed addresses. One that stops answering is left out, and its requests go to the others.
+
+    Requests, scores, embeddings and streams need no more than the dialect. Pauses, aborts and updates need our server
+    with `--enable-rl`; an update is a directory below every server's `--weights-dir`. All servers must have opened the
+    same weights.
+    """
+
+    can_reopen = False
+
+    def __init__(self, urls: Sequence[str], *, api_key: str | None = None) -> None:
+        """Raises `BadRequest` naming an address that is invalid or given twice."""
+        if isinstance(urls, str) or not urls:
+            raise BadRequest("urls must be a list of at least one address, such as http://host:8000")
+        found = [read_url(one) for one in urls]
+        for one in found:
+            if found.count(one) > 1:
+                raise BadRequest(f"urls: {one} is given twice")
+        self.size = len(found)
+        self._urls = found
+        self._api_key = api_key
+
+    def share(self, named: Iterable[tuple[object, object]]) -> Any:
+        """Refuse: tensors are not sent over HTTP."""
+        raise WeightError(
+            "weights: workers at URLs read an update from a directory that all of them can read (save_weights), "
+            "not from tensors or a process group"
+        )
+
+    async def open(self, index: int) -> UrlWorker:
+        worker = UrlWorker(Server(self._urls[index], self._api_key))
+        try:
+            await worker.open()
+        except (KeyError, IndexError, TypeError):
+            await worker.close()
+            raise WorkerDied(f"{worker.name}: is no server of a model: /v1/models names none") from None
+        except BaseException:
+            await worker.close()
+            raise
+        return worker
+
+    async def close(self) -> None:
+        """Owns nothing else."""
+
+
+def _delta(builder: SampleBuilder, choice: dict[str, Any]) -> Delta:
+    """Return the delta of a stream's chunk, with the sample in its last one."""
+    delta = builder.add(choice)
+    if choice.get("finish_reason") is None:
+        return delta
+    return replace(delta, sample=builder.sample(choice, {}))
