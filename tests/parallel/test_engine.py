@@ -111,14 +111,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"lookahead": 5},
-        {"speculation": "ngram"},
+        {"max_tokens_per_batch": 32},
+        {"lookahead": 5, "logprobs_mode": "tempered"},
+        {"speculation": "ngram", "logprobs_mode": "raw"},
         {"kv_cache_bytes": 144 << 10, "cache_type": "paged"},
-        {"logprobs_mode": "raw"},
-        {"logprobs_mode": "tempered", "max_tokens_per_batch": 32},
     ],
-    ids=["plain", "lookahead", "speculation", "preemption", "raw", "tempered"],
+    ids=["chunks", "lookahead", "speculation", "preemption"],
 )
 def test_every_kind_of_request_is_the_undivided_one(options: dict[str, Any], tiny: Path) -> None:
     with InferenceEngine(config_of(tiny, **options | {"kv_cache_bytes": 16 << 20})) as whole:
