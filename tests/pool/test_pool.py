@@ -18,6 +18,7 @@ from nano_inference import (
     SamplingParams,
     UpdateBusy,
     WeightError,
+    WeightGroup,
     save_weights,
     weights_checksum,
 )
@@ -25,6 +26,7 @@ from nano_inference.pool.local import LocalFleet, LocalWorker
 from nano_inference.pool.worker import HeldUpdate
 from tests.pool.engines import LONG, PARAMS, PROMPTS, SEED, Engines, config_of, facts
 from tests.weights.pairs import Pair
+from tests.weights.test_group import send_twice, trainer_process
 
 
 @pytest.fixture
@@ -98,6 +100,16 @@ def test_samples_equal_one_engine_through_updates(
         mine = pool.generate(PROMPTS, PARAMS, 2)
         assert facts(mine) == facts(single.generate(PROMPTS, PARAMS, 2))
         assert {sample.weight_version for sample in mine} == {number}
+
+
+def test_update_from_a_process_group_reaches_all_workers(pool: RolloutPool, untied: Pair, tmp_path: Path) -> None:
+    with trainer_process(send_twice, untied.named(), tmp_path) as port:
+        group = WeightGroup("127.0.0.1", port, rank=1, world_size=2, timeout=60)
+        assert pool.update_weights(group.receive(), blocking=True) == 1
+        assert pool.weights_checksum() == weights_checksum(untied.named().items())
+        assert pool.update_weights(group.receive(), blocking=True) == 2
+        assert pool.weights_checksum() != weights_checksum(untied.named().items())
+        group.close()
 
 
 def test_snapshot_of_an_update_does_not_follow_the_trainers_tensors(pool: RolloutPool, untied: Pair) -> None:

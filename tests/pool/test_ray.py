@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -16,7 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference import BadRequest, InferenceEngine, RayFleet, RolloutPool, SamplingParams, WeightError, save_weights
+from nano_inference import (
+    BadRequest,
+    EngineConfig,
+    InferenceEngine,
+    RayFleet,
+    RolloutPool,
+    SamplingParams,
+    WeightError,
+    save_weights,
+)
+from nano_inference.packages import MissingPackage
 from tests.pool.engines import PARAMS, PROMPTS, SEED, config_of, facts
 from tests.weights.pairs import Pair
 
@@ -75,6 +84,20 @@ def test_actors_equal_one_engine_through_an_update(
 
 
 @needs_ray
+def test_abort_and_pause_reach_the_actors(pool: RolloutPool, single: InferenceEngine) -> None:
+    params = SamplingParams(max_tokens=700, ignore_eos=True)
+    stream, (whole,) = pool.stream(PROMPTS[0], params), single.generate(PROMPTS[:1], params)
+    first = next(stream)
+    pool.pause("keep")
+    pool.abort(first.request_id)
+    pool.resume()
+    cut = [delta.sample for delta in stream][-1]
+    assert cut is not None and cut.finish_reason == "abort" and 0 < len(cut.completion_tokens) < 700
+    assert cut.completion_tokens == whole.completion_tokens[: len(cut.completion_tokens)]
+    assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+
+
+@needs_ray
 def test_update_that_one_actor_does_not_survive_leaves_both_on_the_old_weights(
     pool: RolloutPool, single: InferenceEngine, untied: Pair
 ) -> None:
@@ -111,12 +134,8 @@ def test_actor_killed_in_mid_generation_changes_no_token(
     assert pool.weights_checksum() == single.weights_checksum()
 
 
-def test_missing_ray_is_one_line(untied: Pair) -> None:
-    code = (
-        "import sys; sys.modules['ray'] = None\n"
-        "from nano_inference import EngineConfig, RayFleet\n"
-        "RayFleet(EngineConfig(model_path='m'), 2)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    last = done.stderr.splitlines()[-1]
-    assert last.endswith("MissingPackage: a pool of Ray actors needs Ray: pip install 'nano-inference[ray]'")
+def test_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # an import then raises ModuleNotFoundError
+    with pytest.raises(MissingPackage) as caught:
+        RayFleet(EngineConfig(model_path="m"), 2)
+    assert str(caught.value) == "a pool of Ray actors needs Ray: pip install 'nano-inference[ray]'"
