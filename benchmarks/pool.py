@@ -5,7 +5,8 @@
 Each engine process has one CPU thread; "one engine, all threads" has as many threads as there are replicas. Every round
 has new prompts, so nothing is cached, and runs each contender once, in turn. The processes without Ray get equal parts
 of the prompts and return only a count of tokens; the pool returns samples and checks that they are those of one engine.
-Times are medians over the rounds. The last line is JSON. Needs the extra `ray`.
+Times are medians over the rounds. Ray is started with `worker_niceness` 0: by default it gives its processes the
+priority 15, so that any other work on the machine slows them down. The last line is JSON. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each sample")
     args = parser.parse_args()
     os.environ["PYTHONSAFEPATH"] = "1"  # a spawned Python would look for modules in the current directory first
+    os.environ.setdefault("RAY_worker_niceness", "0")
     config = EngineConfig(model_path=args.model, device="cpu", num_threads=1, kv_cache_bytes=256 << 20)
     with ExitStack() as stack:
         one = stack.enter_context(InferenceEngine(config))

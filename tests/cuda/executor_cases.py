@@ -22,7 +22,6 @@ from tests.nanochat.tiny import base_meta, write_checkpoint
 
 _SMALL: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
 _MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-ratio3-tied": _SMALL,
     "gemma2": {**_SMALL, "sliding_window": 10, "num_hidden_layers": 2},
     "G4": {},
 }

@@ -28,12 +28,12 @@ def config_of(pair: Pair) -> EngineConfig:
 
 
 class Mortal(InferenceEngine):
-    """An engine that fails in the middle of an answer once `steps_left` is set."""
+    """An engine that fails after `steps_left` turns of its thread, once that is set."""
 
     steps_left: int | None = None
 
     def tick(self) -> StepResult:
-        if self.steps_left is not None and self.has_pending():
+        if self.steps_left is not None:
             self.steps_left -= 1
             if self.steps_left < 0:
                 raise RuntimeError("killed by the test")

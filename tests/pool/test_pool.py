@@ -83,6 +83,16 @@ def test_samples_of_a_prompt_prefill_it_once_in_the_whole_pool(pool: RolloutPool
     assert computed[0] == 0 and computed[1] == 100 + 6 * 3 + 5  # 5 siblings compute the prompt's last token again
 
 
+def test_prompts_and_sessions_go_where_their_prefix_is_cached(pool: RolloutPool) -> None:
+    prompts = [[n] * 40 for n in range(1, 8)]
+    pool.generate(prompts, PARAMS)
+    again = pool.generate([[*prompt, 9] for prompt in reversed(prompts)], PARAMS)
+    assert all(sample.num_cached_tokens >= 32 for sample in again)
+    pool.generate([[20, 21], [30, 31]], LONG, sessions=["a", "b"])
+    longer = pool.generate([[30, 31, *range(40)], [20, 21, *range(40)]], PARAMS, sessions=["b", "a"])
+    assert [sample.num_cached_tokens for sample in longer] == [2, 2]
+
+
 def test_samples_equal_one_engine_through_updates(
     pool: RolloutPool, single: InferenceEngine, untied: Pair, tmp_path: Path
 ) -> None:
@@ -250,9 +260,12 @@ def test_paused_pool_keeps_requests_until_resumed(pool: RolloutPool, single: Inf
     pool.pause("keep")
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(lambda: pool.generate(PROMPTS, PARAMS))
-        engines.opened[0][-1].steps_left = 0  # a worker that is replaced while the pool is paused is paused too
-        assert sum(one.num_computed for one in pool.facts().values()) == 0 and not waiting.done()
+        engines.opened[0][-1].steps_left = 0
+        while not pool.num_replaced:
+            pool.facts()
+        computed = [sum(one.num_computed for one in pool.facts().values()) for _ in range(5)]
         pool.resume()
+        assert computed == [0] * 5  # the new worker was paused too
         assert facts(waiting.result(60)) == facts(single.generate(PROMPTS, PARAMS))
     pool.pause("wait")
     pool.resume()
