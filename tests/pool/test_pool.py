@@ -295,6 +295,24 @@ def test_pool_that_cannot_replace_its_workers_ends(engines: Engines) -> None:
             pool.generate(PROMPTS, PARAMS)
 
 
+def test_requests_wait_while_the_only_worker_is_replaced(engines: Engines, single: InferenceEngine) -> None:
+    opening, may_open = threading.Event(), threading.Event()
+
+    def open_slowly(index: int) -> InferenceEngine:
+        if engines.opened:
+            opening.set()
+            assert may_open.wait(60)
+        return engines.open(index)
+
+    with RolloutPool(LocalFleet(open_slowly, 1), seed=SEED) as pool, ThreadPoolExecutor(2) as threads:
+        engines.opened[0][-1].steps_left = 2
+        first = threads.submit(lambda: pool.generate(PROMPTS[:4], PARAMS))
+        assert opening.wait(60)
+        second = threads.submit(lambda: pool.generate(PROMPTS[4:], PARAMS))
+        may_open.set()
+        assert facts(first.result(60)) + facts(second.result(60)) == facts(single.generate(PROMPTS, PARAMS))
+
+
 def test_shut_down_pool_refuses_calls(engines: Engines) -> None:
     pool = RolloutPool(engines.fleet(1), seed=SEED)
     pool.shutdown()

@@ -114,7 +114,7 @@ class RolloutPool:
         *,
         session: str | None = None,
     ) -> PoolStream:
-        """Queue one prompt and return an iterator of its deltas; closing the iterator aborts the samples."""
+        """Return an iterator of a prompt's deltas, which starts at the first `next`; closing it aborts the samples."""
         params = sampling_params or SamplingParams()
         request = EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, is_streamed=True)
         (job,) = self._run(self._jobs([request]))
