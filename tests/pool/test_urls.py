@@ -195,3 +195,5 @@ def test_options_that_servers_do_not_take_are_refused_by_name(pool: RolloutPool)
         pool.generate(PROMPTS[:1], SamplingParams(logprobs_mode="raw"))
     with pytest.raises(BadRequest, match="token id 999"):
         pool.generate([[999]], PARAMS)
+    with pytest.raises(BadRequest, match="prompt"):
+        pool.generate([[1, "x"]], PARAMS)  # type: ignore[list-item]
