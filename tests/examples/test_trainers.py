@@ -61,7 +61,7 @@ def test_k_our_own_grpo_learns_and_agrees_at_every_step(cache: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')")
 def test_k_our_own_grpo_on_two_replicas_repeats_the_run_on_one(cache: Path) -> None:
-    both = [run("grpo.py", cache, "--steps", "8", *LEARNING, *more) for more in ((), ("--replicas", "2"))]
+    both = [run("grpo.py", cache, "--steps", "4", *LEARNING, *more) for more in ((), ("--replicas", "2"))]
     one, two = [{name: value for name, value in result.items() if name != "seconds"} for result in both]
     assert one == two and one["first10"] > 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.pool.local import LocalFleet
@@ -13,7 +15,7 @@ SEED = 5
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, n % 7, n] for n in range(8)]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 """Without a seed: the engine's and the pool's are compared."""
-LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+LONG = SamplingParams(max_tokens=600, ignore_eos=True)
 
 
 def config_of(pair: Pair) -> EngineConfig:
@@ -54,6 +56,16 @@ class Engines:
 
     def fleet(self, size: int = 2) -> LocalFleet:
         return LocalFleet(self.open, size)
+
+
+def transient(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights as `WeightGroup.receive` does: a tensor is valid until the next is requested."""
+    buffer = torch.empty(max(tensor.numel() for tensor in named.values()))
+    for name, tensor in named.items():
+        part = buffer[: tensor.numel()].view(tensor.shape)
+        part.copy_(tensor)
+        yield name, part
+        buffer.fill_(0.0)
 
 
 def facts(samples: Sequence[TrainingSample]) -> list[tuple[object, ...]]:

@@ -18,15 +18,13 @@ from nano_inference import (
     SamplingParams,
     UpdateBusy,
     WeightError,
-    WeightGroup,
     save_weights,
     weights_checksum,
 )
 from nano_inference.pool.local import LocalFleet, LocalWorker
 from nano_inference.pool.worker import HeldUpdate
-from tests.pool.engines import LONG, PARAMS, PROMPTS, SEED, Engines, config_of, facts
+from tests.pool.engines import LONG, PARAMS, PROMPTS, SEED, Engines, config_of, facts, transient
 from tests.weights.pairs import Pair
-from tests.weights.test_group import send_twice, trainer_process
 
 
 @pytest.fixture
@@ -99,7 +97,7 @@ def test_samples_equal_one_engine_through_updates(
     old = facts(pool.generate(PROMPTS, PARAMS, 2))
     assert old == facts(single.generate(PROMPTS, PARAMS, 2))
     save_weights(untied.old.named_parameters(), tmp_path / "old")
-    sources = [untied.named(), tmp_path / "old", iter(untied.named().items())]
+    sources = [untied.named(), tmp_path / "old", transient(untied.named())]
     for number, source in enumerate(sources, start=1):
         assert pool.update_weights(source, blocking=number != 3, version=f"step-{number}") == number
         assert pool.finish_update() == pool.get_weight_version() == number
@@ -110,16 +108,6 @@ def test_samples_equal_one_engine_through_updates(
         mine = pool.generate(PROMPTS, PARAMS, 2)
         assert facts(mine) == facts(single.generate(PROMPTS, PARAMS, 2))
         assert {sample.weight_version for sample in mine} == {number}
-
-
-def test_update_from_a_process_group_reaches_all_workers(pool: RolloutPool, untied: Pair, tmp_path: Path) -> None:
-    with trainer_process(send_twice, untied.named(), tmp_path) as port:
-        group = WeightGroup("127.0.0.1", port, rank=1, world_size=2, timeout=60)
-        assert pool.update_weights(group.receive(), blocking=True) == 1
-        assert pool.weights_checksum() == weights_checksum(untied.named().items())
-        assert pool.update_weights(group.receive(), blocking=True) == 2
-        assert pool.weights_checksum() != weights_checksum(untied.named().items())
-        group.close()
 
 
 def test_snapshot_of_an_update_does_not_follow_the_trainers_tensors(pool: RolloutPool, untied: Pair) -> None:
@@ -211,18 +199,36 @@ def test_worker_that_dies_is_replaced_and_samples_stay_equal(
     assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
 
 
+def kill_busy(pool: RolloutPool, engines: Engines) -> None:
+    """Kill the one worker that has computed something, at its next step."""
+    pool.pause("keep")
+    busy = next(i for i, one in enumerate(pool.facts().values()) if one.num_computed)
+    engines.opened[busy][-1].steps_left = 2
+    pool.resume()
+
+
 def test_stream_continues_on_another_worker(pool: RolloutPool, engines: Engines, single: InferenceEngine) -> None:
     expected = list(single.stream(PROMPTS[0], LONG))
-    deltas = []
     stream = pool.stream(PROMPTS[0], LONG)
-    for _ in range(5):
-        deltas.append(next(stream))
-    busy = next(i for i, one in enumerate(pool.facts().values()) if one.num_computed)
-    engines.opened[busy][-1].steps_left = 3
+    deltas = [next(stream) for _ in range(5)]
+    kill_busy(pool, engines)
     deltas += stream
     assert [t for d in deltas for t in d.token_ids] == [t for d in expected for t in d.token_ids]
     assert [v for d in deltas for v in d.logprobs] == [v for d in expected for v in d.logprobs]
     assert facts([deltas[-1].sample]) == facts([expected[-1].sample])  # type: ignore[list-item]
+    assert pool.num_replaced == 1
+
+
+def test_stream_ends_with_an_error_if_the_weights_changed_before_the_death(
+    pool: RolloutPool, engines: Engines, untied: Pair
+) -> None:
+    stream = pool.stream(PROMPTS[0], LONG)
+    for _ in range(5):
+        next(stream)
+    pool.update_weights(untied.named(), blocking=True)
+    kill_busy(pool, engines)
+    with pytest.raises(EngineDead, match="its worker died and the weights have changed since"):
+        list(stream)
     assert pool.num_replaced == 1
 
 
@@ -235,7 +241,7 @@ def test_abort_returns_unfinished_samples_and_later_ones_stay_equal(pool: Rollou
         pool.abort([first.request_id, 99])
         deltas = [first, *stream]
         cut = deltas[-1].sample
-        assert cut is not None and cut.finish_reason == "abort" and len(cut.completion_tokens) < 200
+        assert cut is not None and cut.finish_reason == "abort" and len(cut.completion_tokens) < 600
         assert cut.completion_tokens == expected[0].completion_tokens[: len(cut.completion_tokens)] != ()
         assert facts(waiting.result(60)) == facts(expected[1:])
     assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
@@ -293,6 +299,24 @@ def test_pool_that_cannot_replace_its_workers_ends(engines: Engines) -> None:
         engines.opened[0][-1].steps_left = 0
         with pytest.raises(EngineDead, match="the pool has no worker left"):
             pool.generate(PROMPTS, PARAMS)
+
+
+def test_requests_wait_while_the_only_worker_is_replaced(engines: Engines, single: InferenceEngine) -> None:
+    opening, may_open = threading.Event(), threading.Event()
+
+    def open_slowly(index: int) -> InferenceEngine:
+        if engines.opened:
+            opening.set()
+            assert may_open.wait(60)
+        return engines.open(index)
+
+    with RolloutPool(LocalFleet(open_slowly, 1), seed=SEED) as pool, ThreadPoolExecutor(2) as threads:
+        engines.opened[0][-1].steps_left = 2
+        first = threads.submit(lambda: pool.generate(PROMPTS[:4], PARAMS))
+        assert opening.wait(60)
+        second = threads.submit(lambda: pool.generate(PROMPTS[4:], PARAMS))
+        may_open.set()
+        assert facts(first.result(60)) + facts(second.result(60)) == facts(single.generate(PROMPTS, PARAMS))
 
 
 def test_shut_down_pool_refuses_calls(engines: Engines) -> None:

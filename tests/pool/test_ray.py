@@ -26,7 +26,7 @@ from nano_inference import (
     save_weights,
 )
 from nano_inference.packages import MissingPackage
-from tests.pool.engines import PARAMS, PROMPTS, SEED, config_of, facts
+from tests.pool.engines import PARAMS, PROMPTS, SEED, config_of, facts, transient
 from tests.weights.pairs import Pair
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -76,9 +76,10 @@ def test_actors_equal_one_engine_through_an_update(
     assert mine == [token for delta in single.stream(PROMPTS[0], PARAMS) for token in delta.token_ids]
     directory = save_weights(untied.old.named_parameters(), tmp_path / "old")
     named = {name: tensor.bfloat16() if tensor.dim() == 2 else tensor for name, tensor in untied.named().items()}
-    for number, weights in enumerate((named, directory, named), start=1):
+    for number, weights in enumerate((named, directory, None), start=1):
         for one in (pool, single):
-            assert one.update_weights(weights, blocking=True, version=f"step-{number}") == number
+            given = transient(untied.named()) if weights is None else weights
+            assert one.update_weights(given, blocking=True, version=f"step-{number}") == number
         assert pool.weights_checksum() == single.weights_checksum()
         assert facts(pool.generate(PROMPTS, PARAMS, 2)) == facts(single.generate(PROMPTS, PARAMS, 2))
 
@@ -120,7 +121,7 @@ def test_actor_killed_in_mid_generation_changes_no_token(
 ) -> None:
     for one in (pool, single):
         one.update_weights(untied.named(), blocking=True, version="last")
-    params = SamplingParams(max_tokens=700, ignore_eos=True)
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
     before = pool.facts()["worker 1"]
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(lambda: pool.generate(PROMPTS, params, 2))

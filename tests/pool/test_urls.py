@@ -22,8 +22,9 @@ from nano_inference import (
     weights_in,
 )
 from nano_inference.pool.worker import WorkerDied
+from nano_inference.server.config import ServerConfig
 from tests.pool.engines import SEED, facts
-from tests.server.tiny import Running, make_tiny
+from tests.server.tiny import Running, make_tiny, running
 from tests.server.trainer import make_weights, serving
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, n] for n in range(8)]
@@ -137,6 +138,19 @@ def test_requests_of_an_unreachable_server_go_to_the_others(
         assert list(pool.facts()) == [servers[0].url]
 
 
+def test_restarted_server_is_left_out(directory: Path, servers: list[Running], config: EngineConfig) -> None:
+    with ExitStack() as stack:
+        single, first = stack.enter_context(InferenceEngine(config)), stack.enter_context(ExitStack())
+        leaving = first.enter_context(serving(directory, logprobs_mode="processed"))
+        port = int(leaving.url.rpartition(":")[2])
+        pool = stack.enter_context(RolloutPool(UrlFleet([servers[0].url, leaving.url]), seed=SEED))
+        first.close()
+        config_again = ServerConfig(port=port, log_requests=False, logprobs_mode="processed", enable_rl=True)
+        stack.enter_context(running(directory, config_again))
+        assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+        assert list(pool.facts()) == [servers[0].url]
+
+
 def test_abort_and_pause_reach_the_servers(pool: RolloutPool) -> None:
     stream = pool.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
     first = next(stream)
@@ -181,3 +195,5 @@ def test_options_that_servers_do_not_take_are_refused_by_name(pool: RolloutPool)
         pool.generate(PROMPTS[:1], SamplingParams(logprobs_mode="raw"))
     with pytest.raises(BadRequest, match="token id 999"):
         pool.generate([[999]], PARAMS)
+    with pytest.raises(BadRequest, match="prompt"):
+        pool.generate([[1, "x"]], PARAMS)  # type: ignore[list-item]

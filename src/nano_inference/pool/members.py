@@ -79,6 +79,9 @@ class Members:
 
     async def close(self) -> None:
         """Close all workers."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         members, self._members = list(self._members.values()), {}
         await asyncio.gather(*(one.worker.close() for one in members), return_exceptions=True)
         await self._fleet.close()
@@ -99,6 +102,7 @@ class Members:
         """Return a job's samples, with the pool's numbers. Raises `BadRequest`, and `EngineDead` without workers."""
         died: WorkerDied | None = None
         for _ in range(_MOST_ATTEMPTS):
+            await self._some_alive()
             with self._placed(job, session) as member:
                 try:
                     samples = await member.worker.generate(job)
@@ -117,6 +121,7 @@ class Members:
         delivered = Delivered()
         for _ in range(_MOST_ATTEMPTS):
             delivered.restart()
+            await self._some_alive()
             with self._placed(job, session) as member:
                 try:
                     async with aclosing(member.worker.stream(job)) as deltas:
@@ -133,11 +138,20 @@ class Members:
     def _numbering(self, member: Member) -> Numbering:
         return Numbering(pool_version=member.pool_version, labels=self.labels, lineage=self._lineage)
 
+    async def _some_alive(self) -> None:
+        """Wait until there is a worker, while one is replaced. Raises `EngineDead` if none is left."""
+        while not self._members and self._tasks:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        self.require_some()
+
+    def require_some(self) -> None:
+        """Raise `EngineDead` without workers."""
+        if not self._members:
+            raise EngineDead("the pool has no worker left")
+
     @contextmanager
     def _placed(self, job: Job, session: str | None) -> Iterator[Member]:
         """Choose the member for a job and count the job's cost until the block ends."""
-        if not self._members:
-            raise EngineDead("the pool has no worker left")
         request = job.request
         length = len(request.prompt)
         cost = length + request.num_samples * (request.params.max_tokens or 0)
@@ -153,6 +167,7 @@ class Members:
 
     async def each(self, work: Callable[[Worker], Awaitable[Answer]]) -> dict[str, Answer]:
         """Return the result of `work` for each worker by its name; a dead worker is replaced and asked again."""
+        await self._some_alive()
         found = await asyncio.gather(*(self._at(one.index, work) for one in self.alive))
         return dict(one for one in found if one is not None)
 
@@ -229,13 +244,15 @@ class Members:
         member = Member(index=index, worker=worker, versions={worker.first_version: 0})
         try:
             for version, update in self._in_force:
-                number = await member.worker.stage(update)
+                number = await worker.stage(update)
                 member.versions[number] = version
-                await member.worker.commit()
-            if self._is_paused:
-                await member.worker.pause("keep", clear_cache=False)
+                await worker.commit()
+            is_paused = False
+            while is_paused != self._is_paused:  # the pool may be paused or resumed during the call
+                is_paused = self._is_paused
+                await (worker.pause("keep", clear_cache=False) if is_paused else worker.resume())
         except BaseException:
-            await member.worker.close()
+            await worker.close()
             raise
         return member
 

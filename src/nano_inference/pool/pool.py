@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from nano_inference.admission import checked, requests_for, score_starts, scoring_request, texts_of
-from nano_inference.checks import check_bool, unit_vector
+from nano_inference.checks import check_bool, check_int, token_ids, unit_vector
 from nano_inference.pool.loop import LoopThread
 from nano_inference.pool.members import Members
 from nano_inference.pool.updates import Updates
@@ -114,7 +114,7 @@ class RolloutPool:
         *,
         session: str | None = None,
     ) -> PoolStream:
-        """Queue one prompt and return an iterator of its deltas; closing the iterator aborts the samples."""
+        """Return an iterator of a prompt's deltas, which starts at the first `next`; closing it aborts the samples."""
         params = sampling_params or SamplingParams()
         request = EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, is_streamed=True)
         (job,) = self._run(self._jobs([request]))
@@ -254,8 +254,10 @@ class RolloutPool:
 
     async def _jobs(self, requests: Seq[EngineRequest]) -> list[Job]:
         """Number requests and give each its seed. Raises `BadRequest` naming the first invalid field."""
-        if self._limits is not None:
-            for request in requests:
+        for request in requests:
+            if self._limits is None:
+                _check_shape(request)
+            else:
                 checked(request, self._limits, _unused_stops)
         first, self._next_job = self._next_job, self._next_job + len(requests)
         return [Job(id=number, request=self._seeded(one, number)) for number, one in enumerate(requests, start=first)]
@@ -344,6 +346,15 @@ async def _together(work: Seq[Coroutine[Any, Any, Result]]) -> list[Result]:
 async def _next(deltas: AsyncGenerator[Delta]) -> Delta | None:
     """Return the next delta; None at the end."""
     return await anext(deltas, None)
+
+
+def _check_shape(request: EngineRequest) -> None:
+    """Check what routing needs of a request whose limits only the workers know. Raises `BadRequest`."""
+    try:
+        token_ids("prompt", request.prompt)
+        check_int("num_samples", request.num_samples, 1)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
 
 
 def _unused_stops(texts: tuple[str, ...]) -> MatcherFactory:

@@ -58,6 +58,7 @@ class Updates:
         """Stage in all workers, then commit in all; discard everywhere if one fails."""
         members = self._members
         async with members.lock:
+            members.require_some()
             alive = members.alive
             numbers = await _staged(alive, update, members.version)
             self._is_committing = True

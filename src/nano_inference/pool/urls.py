@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -31,13 +31,15 @@ class UrlWorker:
         self._open: dict[int, str] = {}
         """Open jobs and the names of their requests."""
         self._version = 0
+        self._lineage: str | None = None
 
     async def open(self) -> None:
         """Read the model's name and the version of its weights. Raises `WorkerDied`, `BadRequest`."""
         models = await self._server.get("/v1/models")
         self._model = models["data"][0]["id"]
         try:
-            self.first_version = int((await self._server.get("/weight_info"))["version"])
+            info = await self._server.get("/weight_info")
+            self.first_version, self._lineage = int(info["version"]), info.get("lineage")
         except (Refused, KeyError):  # another program's server, or one without the trainers' routes
             self.first_version = 0
         self._version = self.first_version
@@ -51,6 +53,8 @@ class UrlWorker:
             reply = await self._server.generate(_GENERATE, body)
         finally:
             self._open.pop(job.id, None)
+        for choice in reply["choices"]:
+            self._check_lineage(choice)
         return samples_of(reply, request, self._version)
 
     async def stream(self, job: Job) -> AsyncGenerator[Delta]:
@@ -61,6 +65,7 @@ class UrlWorker:
             async with aclosing(self._server.events(_GENERATE, body)) as events:
                 async for event in events:
                     for choice in event["choices"]:
+                        self._check_lineage(choice)
                         yield _delta(builders[choice["index"]], choice)
         finally:
             self._open.pop(job.id, None)
@@ -112,6 +117,12 @@ class UrlWorker:
     async def close(self) -> None:
         await self._server.close()
 
+    def _check_lineage(self, reply: Mapping[str, Any]) -> None:
+        """Raise `WorkerDied` if the server has been restarted: its weights are not the pool's any more."""
+        lineage = reply.get("lineage")
+        if None not in (lineage, self._lineage) and lineage != self._lineage:
+            raise WorkerDied(f"{self.name}: was restarted, without the weights that the pool installed")
+
     def _named(self, job: Job) -> str:
         check_supported(job.request)
         name = self._open[job.id] = f"pool-{self._nonce}-{job.id}"
@@ -123,6 +134,7 @@ class UrlWorker:
         reply = await self._server.generate(
             "/v1/embeddings", body | {"pooling": request.params.pooling, "normalize": False}
         )
+        self._check_lineage(reply)
         return TrainingSample(
             request_id=0,
             sample_index=0,
