@@ -27,7 +27,7 @@ BANDS = {
     "core state",
     "Executors and weights": "executors weights",
     "Engine": "calls requests control assemble engine",
-    "Faces of the engine": "engine_thread async_engine rollout reference workloads",
+    "Faces of the engine": "engine_thread async_engine rollout reference workloads pool",
     "Wings": "server cli nanochat",
 }
 WIDTH, BOX, BAND, LEFT = 1180, 30, 104, 185

@@ -41,6 +41,7 @@ LEVELS = (
     "engine",
     "workloads rollout reference engine_thread",
     "async_engine",
+    "pool",
     "server",
     "cli",
     "nanochat",
@@ -64,6 +65,7 @@ TORCH_FREE = (
     *("calls.py", "control.py", "requests.py", "weights/updates.py"),
     *("speculation.py", "appending.py"),
     "runner.py",
+    "pool/routing.py",
     *("rollout.py", "ngram_drafter.py"),
     *(
         "catalog.py",

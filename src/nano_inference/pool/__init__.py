@@ -1,0 +1,1 @@
+"""Several engines as one: routing by prefix, updates that all install together, replacement of lost engines."""
