@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
+from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
 from nano_inference.checks import check_int, check_number
 
 Key = TypeVar("Key")
 _DIGEST_BYTES = 8
+_BYTES_PER_TOKEN = 4
+"""Estimate for prompts given as text."""
 _MOST_BLOCKS = 1024
 """The longest prefix that is remembered, in blocks."""
 
@@ -38,6 +41,7 @@ class PrefixRouter:
         check_int("max_entries", max_entries, 1)
         self._block_size, self._imbalance, self._max_entries = block_size, imbalance, max_entries
         self._loads: dict[int, int] = dict.fromkeys(range(num_workers), 0)
+        self._heap = [(0, worker) for worker in range(num_workers)]
         self._prefixes: OrderedDict[bytes, int] = OrderedDict()
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
@@ -46,29 +50,29 @@ class PrefixRouter:
         """Return the unfinished work of each worker."""
         return dict(self._loads)
 
-    def place(self, tokens: Sequence[int], cost: int, session: str | None = None) -> int:
+    def place(
+        self, tokens: Sequence[int], cost: int, session: str | None = None, *, avoid: Collection[int] = ()
+    ) -> int:
         """Return the worker for a prompt and add `cost` to its work, for example the tokens to compute and to sample.
 
-        Raises `ValueError` if there are no workers.
+        `tokens` are ids below 2^63, or the bytes of a text. Workers in `avoid` are not chosen. Raises `ValueError` if there are no others.
         """
-        if not self._loads:
-            raise ValueError("there are no workers")
+        lightest = self._lightest(avoid)
         keys = list(self._keys(tokens))
         worker = self._home(keys, session)
-        lightest = min(self._loads, key=self._loads.__getitem__)
-        if worker is None or self._loads[worker] > self._imbalance * self._loads[lightest] + cost:
+        if worker is None or worker in avoid or self._loads[worker] > self._imbalance * self._loads[lightest] + cost:
             worker = lightest
         for key in keys:
             _remember(self._prefixes, key, worker, self._max_entries)
         if session is not None:
             _remember(self._sessions, session, worker, self._max_entries)
-        self._loads[worker] += cost
+        self._set_load(worker, self._loads[worker] + cost)
         return worker
 
     def finish(self, worker: int, cost: int) -> None:
         """Subtract the cost of a request that has ended; ignored for a worker that was removed."""
         if worker in self._loads:
-            self._loads[worker] = max(0, self._loads[worker] - cost)
+            self._set_load(worker, max(0, self._loads[worker] - cost))
 
     def remove(self, worker: int) -> None:
         """Send nothing to a worker any more; its prefixes and sessions find new homes."""
@@ -76,7 +80,30 @@ class PrefixRouter:
 
     def add(self, worker: int) -> None:
         """Send requests to a worker that is new, or has an empty cache."""
-        self._loads.setdefault(worker, 0)
+        if worker not in self._loads:
+            self._set_load(worker, 0)
+
+    def _lightest(self, avoid: Collection[int]) -> int:
+        """Return the worker with the least work, the lowest number of several."""
+        if avoid:
+            others = sorted(worker for worker in self._loads if worker not in avoid)
+            if not others:
+                raise ValueError("there are no workers")
+            return min(others, key=self._loads.__getitem__)
+        while self._heap:
+            load, worker = self._heap[0]
+            if self._loads.get(worker) == load:
+                return worker
+            heappop(self._heap)
+        raise ValueError("there are no workers")
+
+    def _set_load(self, worker: int, load: int) -> None:
+        """Store a worker's work; the heap's older entries of it are skipped later."""
+        self._loads[worker] = load
+        heappush(self._heap, (load, worker))
+        if len(self._heap) > 4 * len(self._loads) + 64:
+            self._heap = [(work, one) for one, work in self._loads.items()]
+            heapify(self._heap)
 
     def _home(self, keys: Sequence[bytes], session: str | None) -> int | None:
         """Return the worker of the session, else of the longest known prefix."""
@@ -88,9 +115,11 @@ class PrefixRouter:
 
     def _keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
         """Yield a digest for prefixes of 1, 2, 4, … blocks and for the whole prompt, the shortest first."""
-        data = array("q", tokens)
-        digest, end, size = blake2b(digest_size=_DIGEST_BYTES), 0, self._block_size
-        while size < len(data) and size <= _MOST_BLOCKS * self._block_size:
+        is_text = isinstance(tokens, bytes)
+        data = tokens if isinstance(tokens, bytes) else array("q", tokens)
+        block_size = self._block_size * (_BYTES_PER_TOKEN if is_text else 1)
+        digest, end, size = blake2b(b"t" if is_text else b"", digest_size=_DIGEST_BYTES), 0, block_size
+        while size < len(data) and size <= _MOST_BLOCKS * block_size:
             digest.update(data[end:size])
             yield digest.digest()
             end, size = size, size * 2
