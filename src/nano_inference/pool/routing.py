@@ -55,7 +55,8 @@ class PrefixRouter:
     ) -> int:
         """Return the worker for a prompt and add `cost` to its work, for example the tokens to compute and to sample.
 
-        `tokens` are ids below 2^63, or the bytes of a text. Workers in `avoid` are not chosen. Raises `ValueError` if there are no others.
+        `tokens` are ids below 2^63, or the bytes of a text. Workers in `avoid` are not chosen. Raises `ValueError` if
+        there are no others.
         """
         lightest = self._lightest(avoid)
         keys = list(self._keys(tokens))
