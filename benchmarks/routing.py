@@ -4,14 +4,15 @@
 
 Each replica has an LRU cache of prefix blocks. Requests arrive one by one at a rate that keeps the replicas busy, and a
 request's work leaves its replica when as much later work has arrived as the fleet does in the request's time. `hits` is
-the share of prompt tokens that the replica had cached; `spread` is the largest unfinished work of a replica divided by
-the mean, as the mean over time.
+the share of prompt tokens that the replica had cached, `most` that of one endless cache for all; `spread` is the
+largest unfinished work of a replica divided by the mean, as the mean over time.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ BLOCK = 16
 """Tokens of a cache block."""
 CACHE_BLOCKS = 1024
 """Blocks that each replica's cache holds: 16,384 tokens."""
-OPEN_PER_REPLICA = 4
+OPEN_PER_REPLICA = 2
 """Requests that each replica works on at the same time, on average."""
 MEASURES = 50
 """Times at which the spread is measured."""
@@ -75,7 +76,8 @@ class RoundRobin:
 class Caches:
     """The blocks that each replica has cached, the least recently used first."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, limit: int | None = CACHE_BLOCKS) -> None:
+        self._limit = limit
         self._blocks: list[OrderedDict[tuple[int, int], None]] = [OrderedDict() for _ in range(size)]
 
     def hit(self, worker: int, blocks: Sequence[int]) -> int:
@@ -88,7 +90,7 @@ class Caches:
             num_hit += is_prefix
             cache[key] = None
             cache.move_to_end(key)
-        while len(cache) > CACHE_BLOCKS:
+        while self._limit is not None and len(cache) > self._limit:
             cache.popitem(last=False)
         return num_hit
 
@@ -106,17 +108,15 @@ def grpo_groups(rng: random.Random, size: int) -> Iterator[Arrival]:
 
 
 def sessions(rng: random.Random, size: int) -> Iterator[Arrival]:
-    """Conversations of eight turns; as many are in progress as the fleet serves at the same time."""
-    open_ones = [new_blocks(rng, 8) for _ in range(2 * OPEN_PER_REPLICA * size)]
-    names = [rng.getrandbits(60) for _ in open_ones]
-    turns = [rng.randrange(8) for _ in open_ones]
-    while True:
-        index = rng.randrange(len(open_ones))
-        yield Arrival(open_ones[index], 128, f"{names[index]}")
-        turns[index] += 1
-        open_ones[index] += new_blocks(rng, 10)  # the answer and the next question
-        if turns[index] >= 8:
-            open_ones[index], names[index], turns[index] = new_blocks(rng, 8), rng.getrandbits(60), 0
+    """Conversations of eight turns, as many at a time as the fleet works on, each with its name."""
+    count = OPEN_PER_REPLICA * size
+    open_ones = [(new_blocks(rng, 8), rng.getrandbits(60), index % 8) for index in range(count)]
+    order = itertools.chain.from_iterable(rng.sample(range(count), count) for _ in itertools.count())
+    for index in order:
+        blocks, name, turn = open_ones[index]
+        yield Arrival(blocks, 128, f"{name}")
+        later = (blocks + new_blocks(rng, 10), name, turn + 1)  # the answer and the next question
+        open_ones[index] = later if turn < 7 else (new_blocks(rng, 8), rng.getrandbits(60), 0)
 
 
 def system_prompts(rng: random.Random, size: int) -> Iterator[Arrival]:
@@ -145,16 +145,17 @@ WORKLOADS: dict[str, Callable[[random.Random, int], Iterator[Arrival]]] = {
 class Result(NamedTuple):
     """What a simulation measured."""
 
+    most: float
     hits: float
     spread: float
 
 
 def simulate(router: Router, arrivals: Iterator[Arrival], size: int, num_requests: int) -> Result:
     """Route `num_requests` requests to `size` replicas."""
-    caches, loads = Caches(size), [0] * size
+    caches, endless, loads = Caches(size), Caches(1, None), [0] * size
     running: list[tuple[float, int, int]] = []
     """(time of its end, replica, cost), by time."""
-    clock, num_hit, num_blocks = 0.0, 0, 0
+    clock, num_hit, num_known, num_blocks = 0.0, 0, 0, 0
     spreads: list[float] = []
     warm = num_requests // 4
     every = max(1, (num_requests - warm) // MEASURES)
@@ -167,14 +168,14 @@ def simulate(router: Router, arrivals: Iterator[Arrival], size: int, num_request
             router.finish(worker, done)
         worker = router.place(arrival.blocks, cost, arrival.session)
         loads[worker] += cost
-        found = caches.hit(worker, arrival.blocks)
+        found, known = caches.hit(worker, arrival.blocks), endless.hit(0, arrival.blocks)
         heapq.heappush(running, (clock + cost, worker, cost))
         clock += cost / (OPEN_PER_REPLICA * size)
         if number >= warm:
-            num_hit, num_blocks = num_hit + found, num_blocks + len(arrival.blocks)
+            num_hit, num_known, num_blocks = num_hit + found, num_known + known, num_blocks + len(arrival.blocks)
             if number % every == 0:
                 spreads.append(max(loads) * size / sum(loads))
-    return Result(num_hit / num_blocks, sum(spreads) / len(spreads))
+    return Result(num_known / num_blocks, num_hit / num_blocks, sum(spreads) / len(spreads))
 
 
 def policies(size: int, seed: int) -> dict[str, Router]:
@@ -188,8 +189,8 @@ def policies(size: int, seed: int) -> dict[str, Router]:
 
 def table(sizes: Sequence[int], per_replica: int, seed: int) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield "workload        replicas  requests |    prefix     |    random     |  round robin"
-    yield "                                   |  hits  spread |  hits  spread |  hits  spread"
+    yield "workload        replicas  requests   most |    prefix     |    random     |  round robin"
+    yield "                                          |  hits  spread |  hits  spread |  hits  spread"
     for name, workload in WORKLOADS.items():
         for size in sizes:
             num_requests = max(2000, per_replica * size)
@@ -198,7 +199,7 @@ def table(sizes: Sequence[int], per_replica: int, seed: int) -> Iterator[str]:
                 for router in policies(size, seed).values()
             ]
             columns = " | ".join(f"{result.hits:5.1%}  {result.spread:6.2f}" for result in results)
-            yield f"{name:15} {size:8,}  {num_requests:8,} | {columns}"
+            yield f"{name:15} {size:8,}  {num_requests:8,}  {results[0].most:5.1%} | {columns}"
 
 
 def main() -> None:

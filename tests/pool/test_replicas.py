@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -21,7 +20,6 @@ import httpx2
 import openai
 import pytest
 
-from nano_inference.cli import main
 from tests.server.tiny import make_tiny
 
 PATIENCE = 120.0
@@ -223,22 +221,37 @@ def test_no_request_fails_during_a_rolling_restart(server: tuple[Process, str]) 
     assert not set(before.values()) & set(pids(process).values())
 
 
-def test_a_port_in_use_is_one_line(server: tuple[Process, str], directory: Path, capsys: Any) -> None:
+def refusal(arguments: list[str], *, before: str = "", **environment: str) -> str:
+    """Run `serve` with these arguments and return the last line of stderr of the refused command."""
+    code = f"import sys; {before}; from nano_inference.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "serve", *arguments]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, **environment}, check=False
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    return ended.stderr.splitlines()[-1]
+
+
+def test_a_port_in_use_is_one_line(server: tuple[Process, str], directory: Path) -> None:
     port = server[1].rpartition(":")[2]
-    assert main(["serve", "--model", str(directory), "--replicas", "2", "--port", port]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"--port {port}: another program listens on 127.0.0.1:{port}" in said
+    said = refusal(["--model", str(directory), "--replicas", "2", "--port", port])
+    assert said.startswith(f"nano-inference: --port {port}: another program listens on 127.0.0.1:{port}")
 
 
-def test_more_replicas_than_cpus_are_one_line(cluster: str, directory: Path, capsys: Any) -> None:
-    assert main(["serve", "--model", str(directory), "--replicas", "99", "--port", "0"]) == 2
-    said = capsys.readouterr().err
-    assert said.splitlines()[-1].startswith("nano-inference: --replicas: 99 need 99 CPUs, Ray's cluster has ")
+def test_more_replicas_than_cpus_are_one_line(cluster: str, directory: Path) -> None:
+    said = refusal(["--model", str(directory), "--replicas", "99", "--port", "0"], RAY_ADDRESS=cluster)
+    assert said.startswith("nano-inference: --replicas: 99 need 99 CPUs, Ray's cluster has ")
 
 
-def test_missing_ray_is_one_line(directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with contextlib.suppress(SystemExit):
-        assert main(["serve", "--model", str(directory), "--replicas", "2", "--port", "0"]) == 2
-    said = capsys.readouterr().err
-    assert said == "nano-inference: --replicas needs Ray: pip install 'nano-inference[ray]'\n"
+def test_missing_ray_is_one_line(directory: Path) -> None:
+    said = refusal(["--model", str(directory), "--replicas", "2", "--port", "0"], before="sys.modules['ray'] = None")
+    assert said == "nano-inference: --replicas needs Ray: pip install 'nano-inference[ray]'"
+
+
+def test_workers_are_served_without_ray_and_without_a_model(server: tuple[Process, str]) -> None:
+    process = Process(["--workers", server[1], "--port", "0"], {})
+    try:
+        (ready,) = process.wait_for(r"^ready: 1 workers behind (\S+)")
+        assert httpx2.get(f"{ready[1]}/v1/models", timeout=PATIENCE).json()["data"]
+    finally:
+        assert process.end() == 0

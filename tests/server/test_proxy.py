@@ -137,7 +137,7 @@ def test_a_client_that_leaves_aborts_its_request(front: Front, servers: tuple[Ru
     assert [member.num_open for member in front.fleet.members] == [0, 0]
 
 
-def test_a_request_goes_on_to_the_next_server_when_one_refuses_connections(servers: tuple[Running, Running]) -> None:
+def test_a_refused_connection_moves_a_request_to_the_next_server(servers: tuple[Running, Running]) -> None:
     with proxied([CLOSED, servers[1].url]) as front:
         for index in range(4):
             complete(front, f"{index}")
