@@ -100,11 +100,11 @@ def start(command: Sequence[str], *, cwd: Path, stderr: IO[str]) -> subprocess.P
     )
 
 
-def start_worker(command: Sequence[str], *, cwd: Path) -> subprocess.Popen[bytes]:
-    """Start a program with unbuffered pipes as stdin and stdout, and without stderr. Raises `OSError`.
+def start_worker(command: Sequence[str], *, cwd: Path, keeps_stderr: bool = False) -> subprocess.Popen[bytes]:
+    """Start a program with unbuffered pipes as stdin and stdout. Raises `OSError`.
 
-    `cwd` must be a directory to which only this process, or only the system, writes. Ctrl-C in a terminal does not
-    reach the program.
+    Its stderr is dropped, or with `keeps_stderr` that of this process. `cwd` must be a directory to which only this
+    process, or only the system, writes. Ctrl-C in a terminal does not reach the program.
     """
     _check(command, cwd)
     return subprocess.Popen(
@@ -113,7 +113,7 @@ def start_worker(command: Sequence[str], *, cwd: Path) -> subprocess.Popen[bytes
         env=environment(os.environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=None if keeps_stderr else subprocess.DEVNULL,
         bufsize=0,
         start_new_session=True,
     )

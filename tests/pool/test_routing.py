@@ -33,6 +33,22 @@ def test_the_longest_known_prefix_decides() -> None:
     assert router.place(common + first + [5], 1) == 0
 
 
+def test_a_text_is_routed_by_its_bytes() -> None:
+    router = PrefixRouter(2, imbalance=100)
+    text = bytes(range(200)) * 2
+    assert router.place(text + b"a", 1) == 0
+    assert router.place(b"another", 1) == 1
+    assert router.place(text + b"b", 1) == 0
+
+
+def test_avoided_workers_are_not_chosen() -> None:
+    router = PrefixRouter(3, imbalance=100)
+    assert router.place([1, 2], 5) == 0
+    assert router.place([1, 2], 5, avoid={0}) == 1
+    with pytest.raises(ValueError, match="no workers"):
+        router.place([1, 2], 5, avoid={0, 1, 2})
+
+
 def test_turns_of_a_session_stay_together() -> None:
     router = PrefixRouter(2)
     router.place(prompt(0, 40), 1)

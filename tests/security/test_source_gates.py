@@ -180,7 +180,8 @@ def test_nothing_is_evaluated_and_one_room_starts_programs(trees: dict[str, ast.
     assert importers(trees, STARTERS) == {"children.py"}
     assert importers(trees, {"ctypes"}) == {"kernels/library.py", "kernels/native.py"}
     callers = {path for path, tree in trees.items() if "nano_inference.children" in set(imports(tree))}
-    assert callers == {"wheels.py", "kernels/compile.py", "text/template_process.py", "parallel/processes.py"}
+    starting = {"wheels.py", "kernels/compile.py", "text/template_process.py"}
+    assert callers == starting | {"parallel/processes.py", "server/replicas/child.py"}
 
 
 def test_programs_are_run_without_a_shell_in_a_named_directory(trees: dict[str, ast.Module]) -> None:

@@ -33,6 +33,11 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed
     """Serve until a signal; return the exit code."""
     set_up_logs(log_requests=config.log_requests, as_json=config.log_requests, level=logging.WARNING)
     warn(config)
+    if config.replicas is not None or config.workers:
+        from nano_inference.cli.fleet import listen as listen_for_fleet
+
+        with bind(config) as listening:
+            return listen_for_fleet(engine, config, common, typed, listening)
     with bind(config) as listening:
         return listen(engine, config, common, typed, listening)
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
 from nano_inference.checks import check_int, check_number
 
 Key = TypeVar("Key")
 _DIGEST_BYTES = 8
+_BYTES_PER_TOKEN = 4
+"""Estimate for prompts given as text."""
 _MOST_BLOCKS = 1024
 """The longest prefix that is remembered, in blocks."""
 
@@ -42,8 +44,8 @@ class PrefixRouter:
         self._num_placed = 0
         self._placed = dict.fromkeys(range(num_workers), -1)
         """The number of the last request that each worker got: of equal loads, the longest unused worker is chosen."""
-        self._by_load = [(0, -1, worker) for worker in range(num_workers)]
-        """A heap with every (load, last request, worker), and old ones, which are dropped when they reach the top."""
+        self._heap = [(0, -1, worker) for worker in range(num_workers)]
+        """Every (load, last request, worker), and old ones, which are skipped."""
         self._prefixes: OrderedDict[bytes, int] = OrderedDict()
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
@@ -52,17 +54,18 @@ class PrefixRouter:
         """Return the unfinished work of each worker."""
         return dict(self._loads)
 
-    def place(self, tokens: Sequence[int], cost: int, session: str | None = None) -> int:
+    def place(
+        self, tokens: Sequence[int], cost: int, session: str | None = None, *, avoid: Collection[int] = ()
+    ) -> int:
         """Return the worker for a prompt and add `cost` to its work, for example the tokens to compute and to sample.
 
-        Raises `ValueError` if there are no workers.
+        `tokens` are ids below 2^63, or the bytes of a text. Workers in `avoid` are not chosen. Raises `ValueError` if
+        there are no others.
         """
-        if not self._loads:
-            raise ValueError("there are no workers")
+        lightest = self._lightest(avoid)
         keys = list(self._keys(tokens))
         worker = self._home(keys, session)
-        lightest = self._lightest()
-        if worker is None or self._loads[worker] > self._imbalance * self._loads[lightest] + cost:
+        if worker is None or worker in avoid or self._loads[worker] > self._imbalance * self._loads[lightest] + cost:
             worker = lightest
         for key in keys:
             _remember(self._prefixes, key, worker, self._max_entries)
@@ -88,17 +91,27 @@ class PrefixRouter:
             self._placed.setdefault(worker, -1)
             self._set_load(worker, 0)
 
-    def _set_load(self, worker: int, load: int) -> None:
-        self._loads[worker] = load
-        heappush(self._by_load, (load, self._placed[worker], worker))
-
-    def _lightest(self) -> int:
-        """Return the worker with the least work."""
-        while True:
-            load, placed, worker = self._by_load[0]
+    def _lightest(self, avoid: Collection[int]) -> int:
+        """Return the worker with the least work, of several the one that got a request least recently."""
+        if avoid:
+            others = [worker for worker in self._loads if worker not in avoid]
+            if not others:
+                raise ValueError("there are no workers")
+            return min(others, key=lambda worker: (self._loads[worker], self._placed[worker], worker))
+        while self._heap:
+            load, placed, worker = self._heap[0]
             if self._loads.get(worker) == load and self._placed[worker] == placed:
                 return worker
-            heappop(self._by_load)
+            heappop(self._heap)
+        raise ValueError("there are no workers")
+
+    def _set_load(self, worker: int, load: int) -> None:
+        """Store a worker's work; the heap's older entries of it are skipped later."""
+        self._loads[worker] = load
+        heappush(self._heap, (load, self._placed[worker], worker))
+        if len(self._heap) > 4 * len(self._loads) + 64:
+            self._heap = [(work, self._placed[one], one) for one, work in self._loads.items()]
+            heapify(self._heap)
 
     def _home(self, keys: Sequence[bytes], session: str | None) -> int | None:
         """Return the worker of the session, else of the longest known prefix."""
@@ -110,9 +123,11 @@ class PrefixRouter:
 
     def _keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
         """Yield a digest for prefixes of 1, 2, 4, … blocks and for the whole prompt, the shortest first."""
-        data = array("q", tokens)
-        digest, end, size = blake2b(digest_size=_DIGEST_BYTES), 0, self._block_size
-        while size < len(data) and size <= _MOST_BLOCKS * self._block_size:
+        is_text = isinstance(tokens, bytes)
+        data = tokens if isinstance(tokens, bytes) else array("q", tokens)
+        block_size = self._block_size * (_BYTES_PER_TOKEN if is_text else 1)
+        digest, end, size = blake2b(b"t" if is_text else b"", digest_size=_DIGEST_BYTES), 0, block_size
+        while size < len(data) and size <= _MOST_BLOCKS * block_size:
             digest.update(data[end:size])
             yield digest.digest()
             end, size = size, size * 2

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from nano_inference.checks import Check, check_fields, check_text, from_known, integer, number
 from nano_inference.config import helped
@@ -136,6 +137,15 @@ class ServerConfig:
     )
     exit_on_failure: bool = helped(False, "end the process when the engine fails, instead of answering 503")
 
+    replicas: int | None = helped(
+        None,
+        "engines that share the port, each in its own process, started by Ray: needs the extra ray",
+        integer(1, 4096),
+    )
+    workers: tuple[str, ...] = helped(
+        (), "URL of a running server to send requests to, or several with commas; no model is loaded; may be repeated"
+    )
+
     log_requests: bool = helped(True, "JSON on stderr: a line for every finished request, and for every warning")
 
     def __post_init__(self) -> None:
@@ -150,7 +160,9 @@ class ServerConfig:
         check_fields(self)
         for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin", "trusted_proxy"):
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
+        object.__setattr__(self, "workers", worker_urls(checked_texts("workers", self.workers)))
         self._check_rl()
+        self._check_fleet()
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
 
@@ -165,6 +177,13 @@ class ServerConfig:
             if getattr(self, name) and not self.enable_rl:
                 raise ValueError(f"{name} is for a trainer: it needs enable_rl")
 
+    def _check_fleet(self) -> None:
+        if self.replicas is not None and self.workers:
+            raise ValueError("replicas starts engines, workers names running ones: set one of them")
+        for name in ("replicas", "workers"):
+            if getattr(self, name) and self.enable_rl:
+                raise ValueError(f"{name}: routes for trainers need one engine; a RolloutPool updates several")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -173,6 +192,18 @@ class ServerConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> ServerConfig:
         """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
         return from_known(cls, data)
+
+
+def worker_urls(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the URLs in texts that list them with commas. Raises `ValueError` naming `workers`."""
+    urls = tuple(url.strip().rstrip("/") for text in texts for url in text.split(","))
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path or parts.query or parts.username:
+            raise ValueError(f"workers must be URLs such as http://127.0.0.1:8001, without a path, got {url!r}")
+    if len(set(urls)) < len(urls):
+        raise ValueError("workers lists a URL twice")
+    return urls
 
 
 def checked_texts(name: str, values: object) -> tuple[str, ...]:

@@ -79,6 +79,13 @@ class Shutdown:
         self.requested = asyncio.Event()
         self.forced = asyncio.Event()
 
+    def handle_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Install the signal handlers."""
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            loop.add_signal_handler(signal.SIGHUP, self.on_hangup)
+
     def on_signal(self) -> None:
         """Request shutdown; on the second signal, force it."""
         (self.forced if self.requested.is_set() else self.requested).set()
@@ -140,10 +147,7 @@ async def serve(
     shutdown = Shutdown()
     loop = asyncio.get_running_loop()
     watchdog = LoopWatchdog(loop).start()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, shutdown.on_signal)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-        loop.add_signal_handler(signal.SIGHUP, shutdown.on_hangup)
+    shutdown.handle_signals(loop)
     serving = loop.create_task(listener.serve(sockets=[listening]))
     serving.add_done_callback(lambda _: shutdown.requested.set())  # a failed listener ends the process
     try:
@@ -158,7 +162,7 @@ async def serve(
         # Waiting longer would not help for a model that is loading or a step that hangs.
         is_orderly = link.state == "draining" and not shutdown.forced.is_set()
         try:
-            await _end(listener, serving)
+            await close_listener(listener, serving)
         finally:
             await link.stop(timeout=10.0 if is_orderly else 0.5)
             app.close()
@@ -216,7 +220,7 @@ async def _drain(link: EngineLink, shutdown: Shutdown, timeout: float) -> None:
     link.abort_all()
 
 
-async def _end(listener: Listener, serving: asyncio.Task[None]) -> None:
+async def close_listener(listener: Listener, serving: asyncio.Task[None]) -> None:
     """Let uvicorn close its connections; abort those still open after `_CLOSING_S`."""
     listener.should_exit = True
     try:

@@ -1,0 +1,130 @@
+"""Replicas as Ray actors: Ray places them on machines and devices, restarts nothing and carries no request.
+
+Ray is an extra and is imported in functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from nano_inference.packages import MissingPackage
+from nano_inference.server.config import SettingError
+from nano_inference.server.replicas.child import ChildServer, ReplicaFailed
+
+_MOST_CALLS = 8
+"""Calls of one actor at the same time: `ready`, `wait` and `stop`."""
+
+
+_MARGIN_S = 5.0
+_STORE_BYTES = 100 << 20
+"""Ray's object store on this machine, which replicas do not use."""
+
+
+class ReplicaActor:
+    """Runs in a Ray process and owns one replica's server process on that machine."""
+
+    def __init__(self, setup: Mapping[str, Any], is_remote: bool) -> None:
+        if is_remote:
+            ray = require_ray()
+            server = {**setup["server"], "host": ray.util.get_node_ip_address()}
+            setup = {**setup, "server": server}
+        self._child = ChildServer(setup)
+
+    async def ready(self) -> tuple[str, int]:
+        """Return the URL and the process id when the model is loaded."""
+        return await asyncio.to_thread(self._child.wait_ready), self._child.pid
+
+    async def wait(self) -> int:
+        """Return the exit code when the process has ended."""
+        return await asyncio.to_thread(self._child.wait)
+
+    async def stop(self, timeout: float) -> None:
+        """End the process: see `ChildServer.stop`."""
+        await asyncio.to_thread(self._child.stop, timeout)
+
+
+class RayReplica:
+    """Owns an actor; see `supervisor.Replica`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._ray = require_ray()
+        self.pid = 0
+
+    async def ready(self) -> str:
+        try:
+            url, self.pid = await self._actor.ready.remote()
+        except self._ray.exceptions.RayTaskError as error:
+            raise ReplicaFailed(str(error.cause)) from None
+        except self._ray.exceptions.RayActorError:
+            raise ReplicaFailed("its Ray actor died") from None
+        return str(url)
+
+    async def wait(self) -> int:
+        try:
+            return int(await self._actor.wait.remote())
+        except self._ray.exceptions.RayError:
+            return 1
+
+    async def stop(self, timeout: float) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+            await asyncio.wait_for(self._actor.stop.remote(timeout), timeout + _MARGIN_S)
+        self._ray.kill(self._actor, no_restart=True)
+
+
+class RayCluster:
+    """Joins the cluster that RAY_ADDRESS names or that runs here, or starts one; leaves it at `close`."""
+
+    def __init__(self) -> None:
+        """Raises `MissingPackage` without Ray."""
+        self._ray = require_ray()
+        self._is_owner = not self._ray.is_initialized()
+        if self._is_owner:
+            try:
+                self._ray.init(address="auto", logging_level=logging.ERROR)
+            except ConnectionError:
+                self._ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=_STORE_BYTES,
+                    logging_level=logging.ERROR,
+                )
+        self.is_remote = sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1
+        """True if replicas may run on other machines than this one."""
+
+    def check(self, num_replicas: int, num_gpus: int) -> None:
+        """Raise `SettingError` if the cluster has too few free CPUs or GPUs: Ray would wait without limit."""
+        free = self._ray.available_resources()
+        for name, needed in (("CPU", num_replicas), ("GPU", num_replicas * num_gpus)):
+            if free.get(name, 0) < needed:
+                text = f"replicas: {num_replicas} need {needed} {name}s, Ray's cluster has {free.get(name, 0):g} free"
+                raise SettingError(text, "replicas")
+
+    @property
+    def has_gpus(self) -> bool:
+        """True if the cluster has GPUs."""
+        return bool(self._ray.cluster_resources().get("GPU", 0))
+
+    def start(self, setup: Mapping[str, Any], num_gpus: int) -> RayReplica:
+        """Start a replica wherever Ray has a free CPU and `num_gpus` free GPUs."""
+        options = {"num_cpus": 1, "num_gpus": num_gpus, "max_restarts": 0, "max_concurrency": _MOST_CALLS}
+        actor = self._ray.remote(**options, scheduling_strategy="SPREAD")(ReplicaActor)
+        return RayReplica(actor.remote(dict(setup), self.is_remote))
+
+    def close(self) -> None:
+        """Leave the cluster, and end it if it was started here."""
+        if self._is_owner:
+            self._ray.shutdown()
+
+
+def require_ray() -> Any:
+    """Return the module `ray`. Raises `MissingPackage`."""
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise MissingPackage("--replicas needs Ray: pip install 'nano-inference[ray]'") from error
+    return ray

@@ -1,0 +1,257 @@
+"""`serve --replicas 2` on a real Ray: OpenAI's client, a killed replica, a rolling restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.server.tiny import make_tiny
+
+PATIENCE = 120.0
+KEYS = re.compile(r"replica (\d) accepts requests at \S+, process (\d+)")
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"word": {"type": "string"}}}},
+}
+
+
+class Process:
+    """A server process; a thread reads its stderr."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "nano_inference", "serve", *arguments]
+        self._popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+        self._lines: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._popen.stderr is not None
+        with self._popen.stderr as stream:
+            for line in stream:
+                with self._news:
+                    self._lines.append(line)
+                    self._news.notify_all()
+        with self._news:
+            self._lines.append("")
+            self._news.notify_all()
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
+        """Return all matches in stderr when there are `count`."""
+        expression = re.compile(pattern)
+        with self._news:
+            found: list[re.Match[str]] = []
+
+            def has_come() -> bool:
+                found[:] = [match for line in self._lines if (match := expression.search(line))]
+                return len(found) >= count or self._lines[-1:] == [""]
+
+            assert self._news.wait_for(has_come, PATIENCE), self._lines
+            assert len(found) >= count, self._lines
+            return found
+
+    def signal(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def end(self) -> int:
+        """Request shutdown and return the exit code."""
+        self._popen.send_signal(signal.SIGTERM)
+        try:
+            return self._popen.wait(PATIENCE)
+        finally:
+            self._popen.kill()
+            self._reader.join(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("replicated"), positions=32768)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster with two CPUs."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as temporary:
+        context = ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=temporary,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+        yield context.address_info["gcs_address"]
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(cluster: str, directory: Path) -> Iterator[tuple[Process, str]]:
+    """The process and its URL."""
+    options = ["--model", str(directory), "--port", "0", "--num-threads", "1", "--kv-cache-bytes", "32MiB"]
+    process = Process([*options, "--replicas", "2"], {"RAY_ADDRESS": cluster})
+    try:
+        (ready,) = process.wait_for(r"^ready: 2 replicas behind (\S+)")
+        yield process, ready[1]
+    finally:
+        assert process.end() == 0
+    assert not [pid for pid in pids(process).values() if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.fixture(scope="module")
+def client(server: tuple[Process, str]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as one:
+        yield one
+
+
+def pids(process: Process) -> dict[int, int]:
+    """Return the process ids of the latest replicas."""
+    return {int(match[1]): int(match[2]) for match in process.wait_for(KEYS.pattern)}
+
+
+def state_of(url: str) -> dict[str, Any]:
+    return dict(httpx2.get(f"{url}/health", timeout=PATIENCE).json())
+
+
+def test_openais_client_gets_completions_streams_and_tools(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    model = client.models.list().data[0].id
+    options: Any = {"model": model, "messages": messages, "temperature": 0, "seed": 1}
+    whole = client.chat.completions.create(**options, max_tokens=16)
+    chunks = client.chat.completions.create(**options, max_tokens=16, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    completion = client.completions.create(model=model, prompt="abc", max_tokens=4, extra_body={"ignore_eos": True})
+    assert completion.usage is not None and completion.usage.completion_tokens == 4
+    called = client.chat.completions.create(**options, tools=[TOOL], tool_choice="required", max_tokens=200)
+    assert called.choices[0].message.tool_calls[0].function.name == "look_up"
+
+
+def test_chat_page_and_metrics_of_both_engines_are_served(server: tuple[Process, str]) -> None:
+    _, url = server
+    page = httpx2.get(f"{url}/", timeout=PATIENCE)
+    assert page.status_code == 200 and "<html" in page.text.lower()
+    text = httpx2.get(f"{url}/metrics", timeout=PATIENCE).text
+    assert all(f'nano_inference_engine_up{{engine="{index}"' in text for index in (0, 1))
+
+
+def test_a_killed_replica_harms_only_its_own_streams_and_is_replaced(server: tuple[Process, str]) -> None:
+    process, url = server
+    killed = pids(process)
+
+    async def read(client: httpx2.AsyncClient, index: int, started: asyncio.Semaphore) -> str:
+        body = {"prompt": f"{index:02} is a stream", "max_tokens": 600, "ignore_eos": True, "stream": True}
+        headers = {"x-session-id": f"{index}"}
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+            assert reply.status_code == 200
+            text = ""
+            async for piece in reply.aiter_text():
+                if not text:
+                    started.release()
+                text += piece
+            return text
+
+    async def run() -> tuple[list[str], list[int]]:
+        started = asyncio.Semaphore(0)
+        async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+            streams = [asyncio.create_task(read(client, index, started)) for index in range(32)]
+            for _ in streams:
+                await started.acquire()
+            opened = [one["open"] for one in (await client.get("/health")).json()["replicas"]]
+            os.kill(killed[0], signal.SIGKILL)
+            return list(await asyncio.gather(*streams)), opened
+
+    texts, opened = asyncio.run(run())
+    whole = [text for text in texts if text.rstrip().endswith("[DONE]")]
+    lost = [text for text in texts if "replica_died" in text]
+    assert min(opened) > 0 and len(lost) > 0
+    assert len(whole) + len(lost) == 32 and len(whole) >= opened[1]
+    assert all("error" not in text for text in whole)
+    for text in lost:
+        blocks = [block for block in text.split("\n\n") if block]
+        assert all(json.loads(block.partition("data: ")[2]) for block in blocks), "each event is whole"
+    process.wait_for(r"replica 0 ended with code -9")
+    process.wait_for(r"replica 0 accepts requests", 2)
+    assert state_of(url)["status"] == "ok"
+
+
+def test_no_request_fails_during_a_rolling_restart(server: tuple[Process, str]) -> None:
+    process, url = server
+    before = pids(process)
+    num_ready = len(process.wait_for(KEYS.pattern))
+
+    async def run() -> list[int]:
+        finished, statuses = asyncio.Event(), []
+
+        async def load(client: httpx2.AsyncClient, worker: int) -> None:
+            number = 0
+            while not finished.is_set() or len(statuses) < 500:
+                body = {"prompt": f"{worker} {number}", "max_tokens": 2}
+                reply = await client.post("/v1/completions", json=body)
+                statuses.append(reply.status_code)
+                number += 1
+
+        async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+            loads = [asyncio.create_task(load(client, worker)) for worker in range(4)]
+            process.signal(signal.SIGUSR1)
+            await asyncio.to_thread(process.wait_for, "rolling restart: finished")
+            finished.set()
+            await asyncio.gather(*loads)
+        return statuses
+
+    statuses = asyncio.run(run())
+    assert len(statuses) >= 500 and set(statuses) == {200}
+    process.wait_for(KEYS.pattern, num_ready + 2)
+    assert not set(before.values()) & set(pids(process).values())
+
+
+def refusal(arguments: list[str], *, before: str = "", **environment: str) -> str:
+    """Run `serve` with these arguments and return the last line of stderr of the refused command."""
+    code = f"import sys; {before}; from nano_inference.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "serve", *arguments]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, **environment}, check=False
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    return ended.stderr.splitlines()[-1]
+
+
+def test_a_port_in_use_is_one_line(server: tuple[Process, str], directory: Path) -> None:
+    port = server[1].rpartition(":")[2]
+    said = refusal(["--model", str(directory), "--replicas", "2", "--port", port])
+    assert said.startswith(f"nano-inference: --port {port}: another program listens on 127.0.0.1:{port}")
+
+
+def test_more_replicas_than_cpus_are_one_line(cluster: str, directory: Path) -> None:
+    said = refusal(["--model", str(directory), "--replicas", "99", "--port", "0"], RAY_ADDRESS=cluster)
+    assert said.startswith("nano-inference: --replicas: 99 need 99 CPUs, Ray's cluster has ")
+
+
+def test_missing_ray_is_one_line(directory: Path) -> None:
+    said = refusal(["--model", str(directory), "--replicas", "2", "--port", "0"], before="sys.modules['ray'] = None")
+    assert said == "nano-inference: --replicas needs Ray: pip install 'nano-inference[ray]'"
+
+
+def test_workers_are_served_without_ray_and_without_a_model(server: tuple[Process, str]) -> None:
+    process = Process(["--workers", server[1], "--port", "0"], {})
+    try:
+        (ready,) = process.wait_for(r"^ready: 1 workers behind (\S+)")
+        assert httpx2.get(f"{ready[1]}/v1/models", timeout=PATIENCE).json()["data"]
+    finally:
+        assert process.end() == 0
