@@ -67,7 +67,7 @@ def settings(capsys: Capture, *argv: str) -> dict[str, tuple[Any, str]]:
     return parse(run(capsys, *argv, "--print-config")[0])
 
 
-SAMPLES: dict[str, tuple[str, object]] = {"--max-body-bytes": ("2000", 2000)}
+SAMPLES: dict[str, tuple[str, object]] = {"--workers": ("http://a", ["http://a"]), "--max-body-bytes": ("2000", 2000)}
 
 
 def write(path: Path, text: str) -> str:
