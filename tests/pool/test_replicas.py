@@ -221,7 +221,7 @@ def test_no_request_fails_during_a_rolling_restart(server: tuple[Process, str]) 
     assert not set(before.values()) & set(pids(process).values())
 
 
-def refusal(arguments: list[str], *, before: str = "", **environment: str) -> str:
+def refusal(arguments: list[str], *, before: str = "pass", **environment: str) -> str:
     """Run `serve` with these arguments and return the last line of stderr of the refused command."""
     code = f"import sys; {before}; from nano_inference.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "serve", *arguments]
