@@ -225,7 +225,9 @@ def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:
     calling |= {path for path in server_uses(trees) if path.startswith("pool/")}  # the same, and clients of servers
     for path in calling:
         assert not {name for _, name, _ in calls(trees[path])} & {"bind", "listen", "create_server"}
-    allowed = {path for path in server_uses(trees) if path.startswith("server/") or path in ("cli/serve.py", "cli/fleet.py")}
+    allowed = {
+        path for path in server_uses(trees) if path.startswith("server/") or path in ("cli/serve.py", "cli/fleet.py")
+    }
     assert server_uses(trees) - calling == allowed
 
 
