@@ -214,7 +214,7 @@ async def whole_events(reply: httpx2.Response) -> AsyncGenerator[bytes]:
 
 
 def lost_event() -> bytes:
-    """Return the event that ends a stream whose replica died, in a form that OpenAI's and Anthropic's clients raise."""
+    """Return the event that ends a stream whose replica died; clients of OpenAI and Anthropic raise it."""
     text = "the replica that generated this answer died; send the request again"
     error = ApiError(500, text, code="replica_died").to_dict()
     return b"event: error\ndata: " + json.dumps({"type": "error", **error}).encode() + b"\n\n"
