@@ -340,8 +340,7 @@ class Control:
     def finish_update(self, timeout: float | None = None) -> int:
         """Wait until the update in progress is gathered, install it unless it is held; return the installed version.
 
-        With on_running="wait", runs started requests to their end first. Raises `WeightError`, and `TimeoutError`
-        after `timeout` seconds.
+        With on_running="wait", started requests end first. Raises `WeightError`; `TimeoutError` after `timeout` s.
         """
         weights = self._updatable_weights
         if weights.wait(timeout) == "staging":

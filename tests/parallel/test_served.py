@@ -39,7 +39,7 @@ def test_a_server_reports_the_loss_of_a_rank(directory: Path) -> None:
             text += "".join(pieces)
         assert time.monotonic() - start < FIVE_SECONDS
         last, done = events_in(text)[-2:]
-        assert last["error"]["code"] == 500 and done == "[DONE]"
+        assert last["error"]["message"] == "internal server error" and done == "[DONE]"
         wait_until(lambda: client.get("/health").status_code == 503, FIVE_SECONDS)
         assert not ranks_of(server.popen.pid)
 

@@ -58,8 +58,9 @@ class Follower:
         self._specs = {spec.name: spec for spec in self.part.program.weights}
         self._models = {0: _Model(executor)}
         self._is_fed = is_fed
+        self._receiver = threading.Thread(target=self._receive_weights, name="weights", daemon=True)
         if is_fed:
-            threading.Thread(target=self._receive_weights, name="weights", daemon=True).start()
+            self._receiver.start()
 
     # ---- commands ---------------------------------------------------------------------------------------------------
 
@@ -80,7 +81,9 @@ class Follower:
         while True:
             command, arguments = unpack(commands.next_message())
             if command == "stop":
-                self.links.close(is_receiving=self._is_fed)
+                if self._is_fed:
+                    self._receiver.join()  # rank 0 sends it the same command
+                self.links.close()
                 return None
             if command == "return":
                 return arguments["value"]
@@ -151,6 +154,8 @@ class Follower:
         try:
             while True:
                 command, arguments = unpack(weights.next_message())
+                if command == "stop":
+                    return
                 self._receive(self._models[arguments["id"]], command, arguments, weights, None)
         except EngineDead:
             return

@@ -37,6 +37,7 @@ class Leader:
         self._last_command = time.monotonic()
         self._is_closed = threading.Event()
         self._weights_lock = threading.RLock()
+        self._is_serving = is_serving
         if is_serving:
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
@@ -113,6 +114,8 @@ class Leader:
         with self._lock:
             if self.failure is None and not self._is_closed.is_set():
                 self._send("stop", {})
+                if self._is_serving:
+                    self.feed(0, is_fed=True).send("stop", {})
                 self._end(self._on_close)
 
     def _end(self, callback: Callable[[], None]) -> None:
