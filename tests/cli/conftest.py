@@ -41,6 +41,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def own_logging(restored_logging: None) -> None:
+    """Restore the logging that `serve` configures in this process."""
+
+
+@pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set one thread, since two are slow on a busy machine, and hide the user's configuration file."""
     monkeypatch.setenv("NANO_INFERENCE_NUM_THREADS", "1")

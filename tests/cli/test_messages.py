@@ -19,8 +19,6 @@ from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.wiring import guard_policy
 from tests.cli.test_serve import Process, command, process
 
-pytestmark = pytest.mark.usefixtures("restored_logging")  # `serve` configures it in this process
-
 Capture = pytest.CaptureFixture[str]
 TOO_MUCH = "100TiB"
 
