@@ -658,6 +658,8 @@ SGLANG_TABLE: Table = {
     "return_sampling_mask": turn("form", True, False),
     "rid": turn("id", "one", "two"),
     "extra_key": turn("cached", "sglang1", "sglang2", text=LONG),
+    "sampling_params.custom_params": turn("form", {"return_top_p_token_ids": True}, None, sampling_params={"top_k": 2}),
+    "sampling_params.custom_params.return_top_p_token_ids": turn("form", True, False, sampling_params={"top_k": 2}),
     "log_metrics": idle(False),
     "no_logs": idle(True),
     "background": idle(True),

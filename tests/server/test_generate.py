@@ -295,6 +295,7 @@ WITHOUT_EFFECT: list[JSON] = [
     {"skip_clone": True},
     {"output_kind": 2},
     {"spaces_between_special_tokens": True},
+    {"spaces_between_special_tokens": False, "stream_interval": 5, "length_penalty": 0.5},
     {"extra_args": None},
     {"structured_outputs": None},
     {"structured_outputs": {"json": None, "disable_fallback": False}},
@@ -317,7 +318,6 @@ REFUSED: list[tuple[JSON, JSON, str]] = [
     ({}, {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
     ({}, {"ec_transfer_params": {"a": 1}}, "ec_transfer_params"),
     ({}, {"lora_request": {"a": 1}}, "lora_request"),
-    ({}, {"priority": 1}, "priority"),
     ({}, {"token_ids": []}, "token_ids"),
     ({}, {"token_ids": [-1]}, "token_ids.0"),
     ({}, {"token_ids": [260]}, "token_ids"),
@@ -346,7 +346,6 @@ REFUSED: list[tuple[JSON, JSON, str]] = [
     ({"output_kind": 2}, {"stream": True}, "sampling_params.output_kind"),
     ({"stop": "a", "detokenize": False}, {}, "sampling_params.stop"),
     ({"best_of": 2}, {}, "sampling_params.best_of"),
-    ({"spaces_between_special_tokens": False}, {}, "sampling_params.spaces_between_special_tokens"),
     ({"truncation_side": "right"}, {}, "sampling_params.truncation_side"),
     ({"truncate_prompt_tokens": 0}, {}, "sampling_params.truncate_prompt_tokens"),
     ({"logprob_token_ids": [1]}, {}, "sampling_params.logprob_token_ids"),
@@ -356,11 +355,8 @@ REFUSED: list[tuple[JSON, JSON, str]] = [
     ({"guided_decoding": {"regex": "a"}}, {}, "sampling_params.guided_decoding"),
     ({"thinking_token_budget": 5}, {}, "sampling_params.thinking_token_budget"),
     ({"repetition_detection": {"a": 1}}, {}, "sampling_params.repetition_detection"),
-    ({"stream_interval": 5}, {}, "sampling_params.stream_interval"),
     ({"routed_experts_prompt_start": 5}, {}, "sampling_params.routed_experts_prompt_start"),
     ({"use_beam_search": True}, {}, "sampling_params.use_beam_search"),
-    ({"length_penalty": 0.5}, {}, "sampling_params.length_penalty"),
-    ({"early_stopping": True}, {}, "sampling_params.early_stopping"),
 ]
 
 

@@ -130,7 +130,9 @@ def test_unprintable_characters_are_replaced() -> None:
     assert clean("a\r\nb\x1b\x7f\x9b\u202e\u2028\ud800", 99) == "a��b������"
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/metrics", "/load", "/health/", "/health?x=1"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/ping", "/liveness", "/metrics", "/load", "/health/", "/health?x=1"]
+)
 def test_probes_are_logged_only_on_failure(path: str) -> None:
     assert is_quiet(path, 200)
     assert is_quiet(path, 404)

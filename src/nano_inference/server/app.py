@@ -45,7 +45,7 @@ from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.queue_limits import QueueLimits
 from nano_inference.server.schema import Body
 from nano_inference.server.serving import CallResponse, OpenCalls, Serving
-from nano_inference.server.unsupported import unknown_fields
+from nano_inference.server.unsupported import reported_fields
 from nano_inference.server.worker_pool import BodyWorkers
 
 _MAX_LOGGED_FIELDS = 1000
@@ -135,6 +135,7 @@ class App:
             "/v1/models/{model:path}": self.model_card,
             "/health": self.health,
             "/ping": self.health,
+            "/liveness": self.health,
             "/ready": self.ready,
             "/load": self.load,
             "/version": self.version,
@@ -208,8 +209,11 @@ class App:
 
     async def _probe(self, route: Probing, request: Request) -> Response:
         serving = self._require_serving()
+        control = serving.loaded.engine.control
+        if await self.link.call(lambda: control.is_halted):
+            return _json(to_json({"status": "paused"}))
         call = route.to_call(serving.model, self.config)
-        seconds = min(_PROBE_SECONDS, self.config.request_timeout)  # a paused engine would not answer
+        seconds = min(_PROBE_SECONDS, self.config.request_timeout)
         return self._response(serving, call, Timing(deadline=time.monotonic() + seconds, keep_alive_s=0))
 
     def _response(self, serving: Serving, call: Call, timing: Timing) -> Response:
@@ -341,19 +345,16 @@ class App:
         return await read_body(request.receive, self._policy.max_body_bytes, self._policy.body_timeout)
 
     def _report_unknown_fields(self, body: Body) -> None:
-        """Log each unknown field once; with `strict`, raise `ApiError`."""
-        options = getattr(body, "stream_options", None)
-        inner = unknown_fields(options.model_extra or {}) if isinstance(options, Body) else []
-        top = (name for name in unknown_fields(body.model_extra or {}) if name not in body.neutral_names)
-        names = [*top, *(f"stream_options.{name}" for name in inner)]
+        """Log each field of `reported_fields` once; with `strict`, raise `ApiError`."""
+        names = reported_fields(body)
         if names and self.config.strict:
             shown = ", ".join(repr(name[:64]) for name in names[:8])
-            raise ApiError(400, f"unknown fields: {shown}", param=names[0][:64], code="unknown_field")
+            raise ApiError(400, f"fields without effect: {shown}", param=names[0][:64], code="unknown_field")
         new = sorted({name[:64] for name in names} - self.logged_fields)[: _MAX_LOGGED_FIELDS - len(self.logged_fields)]
         self.logged_fields.update(new)
         if new:
             shown = ", ".join(map(repr, new[:8]))
-            _log.warning("unknown fields are ignored: %s%s", shown, f" and {len(new) - 8} more" if new[8:] else "")
+            _log.warning("fields are ignored: %s%s", shown, f" and {len(new) - 8} more" if new[8:] else "")
 
     def _on_response(self, scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
         """Count and log a finished request."""

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 ACCESS_LOGGER = "nano_inference.access"
-QUIET_PATHS = ("/health", "/ready", "/ping", "/metrics", "/load")
+QUIET_PATHS = ("/health", "/ready", "/ping", "/liveness", "/metrics", "/load")
 """Polled every few seconds; logged only if answering fails."""
 MAX_TEXT = 256
 """Characters of a field that is not in `MAX_LENGTHS`."""

@@ -17,6 +17,7 @@ _GETS: tuple[tuple[str, str, bool], ...] = (
     ("/health", "Liveness: 503 while loading and after the engine has failed.", True),
     ("/ready", "Readiness: 503 while loading, draining or dead.", True),
     ("/ping", "The same as /health.", True),
+    ("/liveness", "The same as /health.", True),
     ("/load", "Count the open requests.", False),
     ("/version", "Return the server's version.", False),
     ("/metrics", "Prometheus metrics, under vLLM's names.", False),

@@ -71,6 +71,8 @@ class Body(BaseModel):
 
     neutral_names: ClassVar[frozenset[str]] = frozenset()
     """Known fields outside the model, which are not reported as unknown."""
+    reported_parts: ClassVar[tuple[str, ...]] = ("stream_options",)
+    """Fields with objects whose unknown fields are reported, too."""
 
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]

@@ -21,7 +21,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.structured import Structure
-from nano_inference.server.unsupported import is_one_of, refuse_unsupported
+from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported
 
 _WORD = re.compile(r"^[a-z]+(?=[ :.\[])|[a-z]+(?:_[a-z]+)+")
 """A possible field name in a message: its first word, or a name with an underscore anywhere."""
@@ -108,10 +108,10 @@ def refuse_foreign(body: Body, neutral: Mapping[str, tuple[Any, ...]]) -> None:
 
 
 def refuse_unknown(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Raise as `refuse` does, and for a name that is not in `neutral`."""
+    """Raise as `refuse` does, and for a name that is neither in `neutral` nor in `HINTS`."""
     refuse(fields, neutral, where)
     for name in fields:
-        if name not in neutral:
+        if name not in neutral and name not in HINTS:
             place = f"{where}{name[:64]}"
             raise ApiError(400, f"{place} is not a known field", param=place, code="unknown_field")
 

@@ -1,4 +1,4 @@
-"""Fields of other servers without support here: refused by name, unless their value changes nothing."""
+"""Fields of other servers without support here: refused by name, unless their value changes no token of the answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nano_inference.server.errors import ApiError
+from nano_inference.server.schema import Body
 
 OFF: tuple[Any, ...] = (None, False)
 EMPTY: tuple[Any, ...] = (None, [], {}, "")
@@ -31,24 +32,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": EMPTY,
     "modalities": (None, ["text"]),
     "audio": EMPTY,
-    "prediction": EMPTY,
     "web_search_options": (None,),
     "moderation": (None,),
     # vLLM
     "use_beam_search": OFF,
-    "length_penalty": (None, 1, 1.0),
-    "early_stopping": OFF,
-    "spaces_between_special_tokens": (None, True),
     "truncation_side": (None, "left"),
     "logprob_token_ids": EMPTY,
-    "guided_decoding_backend": (None,),
     "prompt_embeds": EMPTY,
     "documents": EMPTY,
     "chat_template": (None,),
-    "media_io_kwargs": EMPTY,
-    "mm_processor_kwargs": EMPTY,
-    "priority": (None, 0),
-    "stream_interval": (None, 1),
     "vllm_xargs": EMPTY,
     "kv_transfer_params": EMPTY,
     "repetition_detection": (None,),
@@ -62,9 +54,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # llama.cpp
     "n_predict": (None,),
     "n_probs": (None, 0),
-    "n_keep": (None, 0),
-    "id_slot": (None, -1),
-    "cache_prompt": (None, True),
     "timings_per_token": OFF,
     "return_progress": OFF,
     "t_max_predict_ms": (None, 0),
@@ -77,6 +66,28 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Field -> values with which it changes nothing."""
 
+HINTS: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI
+    "prediction": EMPTY,
+    # vLLM: options of beam search and of images, which are refused themselves; the tokenizers library adds no spaces
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": OFF,
+    "guided_decoding_backend": (None,),
+    "media_io_kwargs": EMPTY,
+    "mm_processor_kwargs": EMPTY,
+    "priority": (None, 0),
+    "stream_interval": (None, 1),
+    "spaces_between_special_tokens": (None, True, False),
+    # SGLang
+    "data_parallel_rank": (None, 0),
+    "routed_dp_rank": (None, 0),
+    # llama.cpp; the context is never shifted
+    "n_keep": (None, 0),
+    "id_slot": (None, -1),
+    "cache_prompt": (None, True),
+}
+"""Fields on which no token of an answer depends -> values that say nothing. Others are reported as unknown fields."""
+
 
 def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
     """Raise `ApiError` naming the first field of `NEUTRAL` whose value is not neutral."""
@@ -86,8 +97,22 @@ def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
 
 
 def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Return the unknown field names, sorted."""
-    return sorted(name for name in fields if name not in NEUTRAL)
+    """Return the names of unknown fields and of `HINTS`, sorted."""
+    return sorted(
+        name
+        for name, value in fields.items()
+        if name not in NEUTRAL and not (name in HINTS and is_one_of(value, HINTS[name]))
+    )
+
+
+def reported_fields(body: Body) -> list[str]:
+    """Return a body's fields that change no token of the answer here, also those of `reported_parts`, each once."""
+    names = [name for name in unknown_fields(body.model_extra or {}) if name not in body.neutral_names]
+    for part in body.reported_parts:
+        value = getattr(body, part, None)
+        for one in value if isinstance(value, list) else [value]:
+            names += [f"{part}.{name}" for name in reported_fields(one)] if isinstance(one, Body) else []
+    return list(dict.fromkeys(names))
 
 
 def is_one_of(value: Any, neutral: Sequence[Any]) -> bool:

@@ -58,13 +58,11 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "lora_request": (None,),
     "kv_transfer_params": EMPTY,
     "ec_transfer_params": EMPTY,
-    "priority": (None, 0),
 }
 """Unsupported fields of vLLM's request -> the values that are accepted because they have no effect."""
 
 UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "spaces_between_special_tokens": (None, True),
     "truncation_side": (None, "left"),
     "logprob_token_ids": EMPTY,
     "prompt_logprob_start": (None, 0),
@@ -73,11 +71,8 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding": (None,),
     "thinking_token_budget": (None,),
     "repetition_detection": (None,),
-    "stream_interval": (None, 1),
     "routed_experts_prompt_start": (None, 0),
     "use_beam_search": OFF,
-    "length_penalty": (None, 1, 1.0),
-    "early_stopping": OFF,
 }
 """The same for `sampling_params`."""
 
@@ -89,6 +84,8 @@ _NOT_IN_COMPLETION = frozenset(
 
 class GenerateParams(SamplingFields):
     """vLLM's SamplingParams with vLLM's defaults; the model's recommended values are not applied."""
+
+    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED_PARAMS)
 
     n: Samples | None = 1
     temperature: Temperature | None = 1.0
@@ -114,6 +111,7 @@ class GenerateBody(Body):
     """POST /inference/v1/generate."""
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
+    reported_parts: ClassVar[tuple[str, ...]] = ("stream_options", "sampling_params")
 
     request_id: Name | None = None
     model: Annotated[str, Field(max_length=512)] | None = None

@@ -71,9 +71,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "return_prompt_token_ids": OFF,
     "return_entropy": OFF,
     "return_bytes": OFF,
-    "priority": (None, 0),
-    "data_parallel_rank": (None, 0),
-    "routed_dp_rank": (None, 0),
     "bootstrap_host": EMPTY,
     "bootstrap_port": EMPTY,
     "bootstrap_room": (None,),
@@ -83,9 +80,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "stop_regex": EMPTY,
     "structural_tag": EMPTY,
-    "spaces_between_special_tokens": (None, True),
-    "custom_params": EMPTY,
-    "stream_interval": (None, 1),
     "beam_width": (None, 1),
     "thinking_budget": (None,),
 }
@@ -111,8 +105,17 @@ _BODY_NAMES: Mapping[str, str] = {
 """Field of `CompletionBody` -> field of `SglangBody`, for error messages."""
 
 
+class CustomParams(Body):
+    """Parameters of slime's SGLang."""
+
+    return_top_p_token_ids: bool | None = None
+    """Include `top_p_token_ids` and `top_p_token_offsets` in `meta_info`."""
+
+
 class SglangParams(Body):
     """SGLang's SamplingParams with SGLang's defaults; the model's recommended values are not applied."""
+
+    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED_PARAMS)
 
     max_new_tokens: Count | None = 128
     """None: up to the end of the context."""
@@ -136,12 +139,14 @@ class SglangParams(Body):
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    custom_params: CustomParams | None = None
 
 
 class SglangBody(Body):
     """POST /generate. A list has one entry for each prompt."""
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
+    reported_parts: ClassVar[tuple[str, ...]] = ("sampling_params",)
 
     text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | None = None
     input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
@@ -166,7 +171,7 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
     refuse_foreign(body, UNSUPPORTED)
     prompts, is_list = _prompts(body)
     params = _per_prompt(body.sampling_params, SglangParams(), len(prompts), "sampling_params")
-    options = _prompt_options(body, len(prompts))
+    options = _prompt_options(body, params)
     fields = [_fields(one, option, body) for one, option in zip(params, options, strict=True)]
     source = "text" if body.text is not None else "input_ids"
     calls: list[Call] = []
@@ -187,6 +192,8 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
         options=options,
         is_list=is_list or call.num_samples > 1,
         with_text=bool(body.return_text_in_logprobs),
+        with_masks=bool(body.return_sampling_mask),
+        vocab_size=model.limits.vocab_size,
     )
     requests = tuple(replace(request, is_streamed=bool(body.stream)) for request in call.requests)
     return replace(
@@ -221,8 +228,9 @@ def _per_prompt(value: _T | list[_T] | None, default: _T, count: int, name: str)
     return [default if value is None else value] * count
 
 
-def _prompt_options(body: SglangBody, count: int) -> list[PromptOptions]:
-    """Return the reply's options for each of `count` prompts."""
+def _prompt_options(body: SglangBody, params: Sequence[SglangParams]) -> list[PromptOptions]:
+    """Return the reply's options for each prompt; `params` has one entry per prompt."""
+    count = len(params)
     base = body.rid if isinstance(body.rid, str) else uuid.uuid4().hex
     rids = _per_prompt(body.rid if isinstance(body.rid, list) else None, base, count, "rid")
     if not isinstance(body.rid, list) and count > 1:
@@ -233,14 +241,16 @@ def _prompt_options(body: SglangBody, count: int) -> list[PromptOptions]:
     starts = _per_prompt(body.logprob_start_len, -1, count, "logprob_start_len")
     tops = _per_prompt(body.top_logprobs_num, 0, count, "top_logprobs_num")
     return [
-        PromptOptions(rid, has_logprobs, start if has_logprobs else -1, top if has_logprobs else 0)
-        for rid, has_logprobs, start, top in zip(rids, logprobs, starts, tops, strict=True)
+        PromptOptions(rid, has_logprobs, start if has_logprobs else -1, top if has_logprobs else 0, _has_kept(one))
+        for rid, has_logprobs, start, top, one in zip(rids, logprobs, starts, tops, params, strict=True)
     ]
 
 
 def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> JSON:
     """Return the fields of a `CompletionBody` for one prompt, without the prompt."""
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
+    if params.custom_params is not None:
+        refuse_unknown(params.custom_params.model_extra or {}, {}, "sampling_params.custom_params.")
     values = given_fields(params)
     fields: JSON = {field: values[name] for field, name in _PARAM_NAMES.items() if name in values}
     fields["max_tokens"] = params.max_new_tokens
@@ -248,7 +258,12 @@ def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> J
         fields["logprobs"] = options.top
     if options.start >= 0:
         fields["prompt_logprobs"] = options.top
-    return fields | {"return_token_ids": True, "return_sampling_mask": body.return_sampling_mask, "stream": body.stream}
+    masks = bool(body.return_sampling_mask) or options.kept
+    return fields | {"return_token_ids": True, "return_sampling_mask": masks, "stream": body.stream}
+
+
+def _has_kept(params: SglangParams) -> bool:
+    return params.custom_params is not None and bool(params.custom_params.return_top_p_token_ids)
 
 
 def _client_names(source: str, index: int | None) -> dict[str, str]:
@@ -290,6 +305,7 @@ def _merge_shapes(shapes: Sequence[ReplyShape]) -> ReplyShape:
         stops=tuple(dict.fromkeys(stop for shape in shapes for stop in shape.stops)),
         logprobs=max((shape.logprobs for shape in shapes if shape.logprobs is not None), default=None),
         prompt_logprobs=max((s.prompt_logprobs for s in shapes if s.prompt_logprobs is not None), default=None),
+        sampling_masks=any(shape.sampling_masks for shape in shapes),
     )
 
 

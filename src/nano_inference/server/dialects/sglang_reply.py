@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from nano_inference.server.call import JSON, Call, Reply, Transcript, transcripts_of
@@ -27,6 +30,8 @@ class PromptOptions(NamedTuple):
     """First prompt token with a log-probability; -1: none."""
     top: int
     """Alternatives of each token."""
+    kept: bool
+    """Whether the tokens that could be sampled are included in slime's form."""
 
 
 def next_event(num_tokens: int) -> int:
@@ -46,12 +51,16 @@ class SglangReply(Reply):
         options: Sequence[PromptOptions],
         is_list: bool,
         with_text: bool,
+        with_masks: bool,
+        vocab_size: int,
     ) -> None:
         self._call = call
         self._tokenizer = tokenizer
         self._options = options
         self._is_list = is_list
         self._with_text = with_text
+        self._with_masks = with_masks
+        self._vocab_size = vocab_size
         self._started_at = time.monotonic()
         self._sent = transcripts_of(call)
         """What a stream has sent; the transcripts passed to `delta_events` may be ahead by several deltas."""
@@ -83,8 +92,10 @@ class SglangReply(Reply):
             meta |= self._logprobs(transcript.entries, options.top)
         if options.start >= 0:
             meta |= self._input_logprobs(transcript, options)
-        if self._call.shape.sampling_masks:
+        if self._with_masks:
             meta["sampling_mask"] = list(masks)
+        if options.kept and transcript.finish_reason is not None:
+            meta |= kept_tokens(masks, self._vocab_size)
         return {"text": transcript.text, "output_ids": list(transcript.token_ids), "meta_info": meta}
 
     def _meta(self, transcript: Transcript, rid: str) -> JSON:
@@ -128,6 +139,24 @@ class SglangReply(Reply):
 
     def _triple(self, logprob: float | None, token: int) -> list[Any]:
         return [logprob, token, token_text(token, self._tokenizer) if self._with_text else None]
+
+
+def kept_tokens(masks: Sequence[SamplingMask], vocab_size: int) -> JSON:
+    """Return the ids that could be sampled at each position, joined, and where each position's ids end.
+
+    Both are base64 of little-endian int32, the form of slime's patch of SGLang (docker/patch/latest/sglang-top_p.patch
+    of 624b824); like it, returns nothing if no token was left out anywhere. Forced tokens have no ids.
+    """
+    if all(mask is None for mask in masks):
+        return {}
+    rows = [range(vocab_size) if mask is None else mask for mask in masks]
+    offsets = [0, *accumulate(len(row) for row in rows)]
+    return {"top_p_token_ids": _int32(chain.from_iterable(rows)), "top_p_token_offsets": _int32(offsets)}
+
+
+def _int32(values: Iterable[int]) -> str:
+    numbers = tuple(values)
+    return b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
 
 
 def finish_of(transcript: Transcript) -> JSON | None:

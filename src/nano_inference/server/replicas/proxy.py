@@ -66,7 +66,7 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request that the guard has admitted. Raises `ApiError`, `ClientGone`."""
         path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
-        if is_read and path in ("/health", "/ping", "/ready"):
+        if is_read and path in ("/health", "/ping", "/liveness", "/ready"):
             await _respond(send, *self._health(path))
         elif is_read and path == "/load":
             await _respond(send, 200, await self._load(scope))

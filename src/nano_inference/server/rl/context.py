@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy, read_body
+from nano_inference.server.rl.checker import Snapshot
 from nano_inference.server.rl.control import Control
 from nano_inference.server.rl.feed import Source
 from nano_inference.server.rl.groups import Groups
@@ -40,7 +41,7 @@ from nano_inference.types import (
 )
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-Command = Callable[["RLContext", Request], Awaitable[JSON]]
+Command = Callable[["RLContext", Request], Awaitable[JSON | list[JSON]]]
 """Executes a request and returns the reply's JSON."""
 B = TypeVar("B", bound=Body)
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
@@ -64,6 +65,7 @@ class RLContext:
     control: Control
     updates: Updates
     groups: Groups
+    snapshot: Snapshot
 
     @property
     def engine(self) -> EngineControl:
@@ -164,6 +166,7 @@ def make_context(
         control=Control(link, engine),
         updates=Updates(link, engine, config.weight_timeout, relative_paths(root)),
         groups=Groups(config.weight_timeout, lambda: engine().weight_shapes()),
+        snapshot=Snapshot(),
     )
 
 
@@ -227,7 +230,7 @@ def endpoint_of(command: Command, context: RLContext) -> Endpoint:
     return endpoint
 
 
-async def run_command(command: Command, context: RLContext, request: Request) -> JSON:
+async def run_command(command: Command, context: RLContext, request: Request) -> JSON | list[JSON]:
     """Return a command's reply. Raises its expected failures as `ApiError`; other exceptions pass unchanged."""
     try:
         return await command(context, request)
@@ -235,5 +238,5 @@ async def run_command(command: Command, context: RLContext, request: Request) ->
         raise client_error(error) from None
 
 
-def json_response(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(to_json(dict(value)), status, headers=headers, media_type="application/json")
+def json_response(value: JSON | list[JSON], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, headers=headers, media_type="application/json")

@@ -52,6 +52,17 @@ async def _loads(context: RLContext, request: Request) -> JSON:
     return {"program_version": program, "dp_rank_count": 1, "loads": [one], **await context.facts()}
 
 
+async def _load(context: RLContext, request: Request) -> list[JSON]:
+    """The load report of older versions of SGLang."""
+    one = (await _loads(context, request))["loads"][0]
+    names = {"num_reqs": "num_total_reqs", "num_waiting_reqs": "num_waiting_reqs", "num_tokens": "num_used_tokens"}
+    return [{"rid": None, "dp_rank": 0, **{name: one[source] for name, source in names.items()}}]
+
+
+async def _weight_version(context: RLContext, request: Request) -> JSON:
+    return await context.facts()
+
+
 async def _model_info(context: RLContext, request: Request) -> JSON:
     model = context.opened().model
     return {
@@ -107,6 +118,9 @@ QUERIES: Mapping[str, Command] = {
     "/weight_info": _weight_info,
     "/get_world_size": _world_size,
     "/v1/loads": _loads,
+    "/get_load": _load,
+    "/get_weight_version": _weight_version,
+    "/weight_version": _weight_version,
     "/get_model_info": _model_info,
     "/model_info": _model_info,
     "/server_info": _server_info,

@@ -25,7 +25,7 @@ from nano_inference.server.rl.vllm import VLLM_COMMANDS
 REFUSED_COMMANDS = frozenset(
     {
         *("/update_weights_from_tensor", "/update_weights_from_ipc", "/begin_weight_update", "/end_weight_update"),
-        *("/get_weights_by_name", "/weights_checker", "/collective_rpc", "/release_kv_cache_memory"),
+        *("/get_weights_by_name", "/collective_rpc", "/release_kv_cache_memory"),
         *("/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
@@ -35,7 +35,7 @@ QUESTIONS = frozenset(QUERIES)
 
 ADMIN_PATHS = frozenset({*VLLM_COMMANDS, *SGLANG_COMMANDS}) | REFUSED_COMMANDS
 """All paths that need an admin key."""
-_ALSO_GET = frozenset({"/flush_cache"})
+_ALSO_GET = frozenset({"/flush_cache", "/weights_checker"})
 """Commands that SGLang also accepts as GET, as some trainers send them."""
 
 

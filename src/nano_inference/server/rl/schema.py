@@ -253,6 +253,23 @@ class DestroyGroupBody(Body):
     group_name: GroupName = GROUP
 
 
+class PostProcessBody(Body):
+    """POST /post_process_weights. Both are done in every update here: it takes a checkpoint's weights as they are."""
+
+    restore_weights_before_load: bool | None = None
+    post_process_quantization: bool | None = None
+
+
+class WeightsCheckerBody(Body):
+    """POST /weights_checker."""
+
+    action: Literal["snapshot", "reset_tensors", "compare", "checksum"] = "checksum"
+    allow_quant_error: bool | None = None
+    """Ignored: equal weights pass without it."""
+    skip_tensor_list: Annotated[list[str], Field(max_length=0)] | None = None
+    selector: Literal["target", "all"] | None = None
+
+
 class MemoryBody(Body):
     """POST /release_memory_occupation and /resume_memory_occupation; without tags, all parts."""
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
+from nano_inference.server.rl.checker import random_weights
 from nano_inference.server.rl.context import Command, Endpoint, RLContext, json_response, run_command
 from nano_inference.server.rl.schema import (
     AbortRequestBody,
@@ -23,6 +24,8 @@ from nano_inference.server.rl.schema import (
     InitGroupBody,
     MemoryBody,
     PauseGenerationBody,
+    PostProcessBody,
+    WeightsCheckerBody,
 )
 from nano_inference.types import PauseMode
 
@@ -149,6 +152,27 @@ async def _destroy_group(context: RLContext, request: Request) -> JSON:
     return {"success": True, "message": f"Left the group {body.group_name!r}.", **await context.facts()}
 
 
+async def _post_process(context: RLContext, request: Request) -> JSON:
+    await context.read(request, PostProcessBody)
+    return {"success": True, "message": "Nothing to do: an update installs its weights.", **await context.facts()}
+
+
+async def _check_weights(context: RLContext, request: Request) -> JSON:
+    """Blocks steps while the engine thread reads all weights."""
+    body = await context.read(request, WeightsCheckerBody)
+    if body.action == "reset_tensors":
+        source = random_weights(context.engine.weight_shapes())
+        info = await context.updates.install(source, label=None)
+        return {"success": True, "message": "the weights are random numbers", **await context.facts(info)}
+    checksum = await context.link.call(context.engine.weights_checksum)
+    reply: JSON = {"success": True, "message": "checksum", "checksum": checksum, "per_engine_checksum": checksum}
+    if body.action == "snapshot":
+        reply = context.snapshot.take(checksum)
+    if body.action == "compare":
+        reply = context.snapshot.compare(checksum)
+    return {**reply, **await context.facts()}
+
+
 def _require_format(load_format: str | None, known: tuple[str, ...]) -> None:
     if load_format is not None and load_format not in known:
         only = f"; known: {', '.join(known)}" if known else ""
@@ -166,4 +190,6 @@ SGLANG_COMMANDS: Mapping[str, Command] = {
     "/init_weights_update_group": _init_group,
     "/update_weights_from_distributed": _update_from_group,
     "/destroy_weights_update_group": _destroy_group,
+    "/post_process_weights": _post_process,
+    "/weights_checker": _check_weights,
 }
