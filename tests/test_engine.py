@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.types import LogprobsMode
 from tests.models.families import VOCAB_SIZE, gap, make_model
 from tests.sim.fakes import EOS, fake_config, fake_parts
 
@@ -236,6 +237,26 @@ def test_logprobs_have_the_requested_shape_and_raw_values(tiny: tuple[Path, Any]
     assert plain.top_logprobs is plain.prompt_logprobs is plain.prompt_top_logprobs is None
     with pytest.raises(ValueError, match="start"):
         ours.score(whole, -1)
+
+
+@pytest.mark.parametrize(("mode", "top_k"), [("raw", 0), ("tempered", 6), ("processed", 0), ("processed", 6)])
+def test_named_tokens_are_reported_at_every_position(tiny: tuple[Path, Any], mode: LogprobsMode, top_k: int) -> None:
+    """They equal those of a report of the whole vocabulary; a token that cannot be sampled has -9999."""
+    named = (VOCAB_SIZE - 1, 0, 5, 0)
+    params = SamplingParams(max_tokens=5, seed=1, temperature=0.7, top_k=top_k, logprobs_mode=mode, logprobs=2)
+    sample = engine(tiny).generate([PROMPT], replace(params, logprob_token_ids=named))[0]
+    whole = engine(tiny).generate([PROMPT], replace(params, logprobs=VOCAB_SIZE))[0]
+    assert sample.top_logprobs is not None and whole.top_logprobs is not None
+    assert sample.completion_tokens == whole.completion_tokens and sample.logprobs == whole.logprobs
+    for top, every in zip(sample.top_logprobs, whole.top_logprobs, strict=True):
+        values = dict(every)
+        assert top[:4] == tuple((token, values.get(token, -9999.0)) for token in named)
+        assert top[4:] == every[:2]
+    assert any(one.logprob == -9999 for top in sample.top_logprobs for one in top) is (
+        mode == "processed" and top_k > 0
+    )
+    with pytest.raises(BadRequest, match=f"logprob_token_ids: token id {VOCAB_SIZE} is outside"):
+        engine(tiny).generate([PROMPT], SamplingParams(logprobs=0, logprob_token_ids=[VOCAB_SIZE]))
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])

@@ -84,6 +84,7 @@ def requests() -> list[EngineRequest]:
     add(min_tokens=11, stop_token_ids=list(range(0, 60, 2)))
     add(stop_token_ids=list(range(0, 60, 9)), logprobs=0, ignore_eos=True)
     add(presence_penalty=0.7, min_tokens=3, stop_token_ids=[1, 2, 3])
+    add(logprobs=2, logprob_token_ids=[41, 0, 7], top_k=5, raw_logprobs=True)
     add(max_tokens=1)
     add(max_tokens=2, prompt_logprobs=1)
     add(num_samples=1, max_tokens=0, prompt_logprobs=0)

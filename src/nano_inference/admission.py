@@ -144,6 +144,7 @@ def check_tokens(params: SamplingParams, limits: Limits) -> None:
     """Raise `ValueError` for a token outside the vocabulary, or if `min_tokens` bans every allowed token."""
     allowed = params.allowed_token_ids or ()
     named = {"stop_token_ids": params.stop_token_ids, "allowed_token_ids": allowed, "logit_bias": params.logit_bias}
+    named["logprob_token_ids"] = params.logprob_token_ids
     for name, ids in named.items():
         for token in ids:
             if token >= limits.vocab_size:

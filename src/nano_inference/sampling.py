@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from nano_inference.logprobs import COLDEST, Normalise, Normaliser, at, floor_logprobs, normalise, top_logprobs
 from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.truncation import NO_TRUNCATION, Truncation, truncate, truncation_of
-from nano_inference.types import SamplingMask, TopLogprobs
+from nano_inference.types import SamplingMask, TokenLogprob, TopLogprobs
 from nano_inference.vocabulary import Vocabulary
 
 _MASK64 = 2**64 - 1
@@ -139,7 +140,24 @@ def draw(logits_BV: Tensor, rows: Sequence[Row], vocabulary: Vocabulary = WHOLE)
         raw_R = model.logprobs(token_B)
         logprob_B[model.rows] = torch.where(raw_R.isnan(), raw_R, logprob_B[model.rows])
     tops = vocabulary.tops(logits_BV, normaliser, [row.params.logprobs or 0 for row in rows])
+    named = named_tokens(logits_BV, normaliser, [row.params.logprob_token_ids for row in rows], vocabulary)
+    tops = tuple(map(add, named, tops)) if named else tops
     return results(rows, token_B.tolist(), logprob_B.tolist(), tops, _extras(rows, masks, model, token_B))
+
+
+def named_tokens(
+    logits_BV: Tensor, normaliser: Normaliser, ids: Sequence[Sequence[int]], vocabulary: Vocabulary
+) -> list[TopLogprobs]:
+    """Return the log-probabilities of the tokens that each row names, -9999 for impossible ones; [] if none does."""
+    width = max(map(len, ids), default=0)
+    if not width:
+        return []
+    id_BK = torch.tensor([[*row, *(0,) * (width - len(row))] for row in ids], device=logits_BV.device)
+    value_BK = torch.stack(
+        [normaliser.logprobs(vocabulary.at(logits_BV, id_B)).squeeze(-1) for id_B in id_BK.unbind(-1)], dim=-1
+    )
+    values = floor_logprobs(value_BK).tolist()
+    return [tuple(map(TokenLogprob, row, found)) for row, found in zip(ids, values, strict=False)]
 
 
 def _extras(

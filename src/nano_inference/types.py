@@ -146,6 +146,8 @@ class SamplingParams:
     """None takes the engine's seed, or fresh entropy."""
     logprobs: int | None = checked(None, integer(0))
     """How many of the most probable tokens to report at each position; the sampled token is always reported."""
+    logprob_token_ids: Sequence[int] = ()
+    """Also report these tokens at each position, before the most probable ones; requires logprobs."""
     prompt_logprobs: int | None = checked(None, integer(0))
     """If given, report the log-probabilities of prompt tokens, and this many alternatives for each."""
     logprobs_mode: LogprobsMode | None = None
@@ -165,6 +167,9 @@ class SamplingParams:
         put = object.__setattr__
         put(self, "top_k", max(0, self.top_k))
         put(self, "stop_token_ids", frozenset(token_ids("stop_token_ids", self.stop_token_ids)))
+        put(self, "logprob_token_ids", token_ids("logprob_token_ids", self.logprob_token_ids))
+        if self.logprob_token_ids and self.logprobs is None:
+            raise ValueError("logprob_token_ids needs logprobs, which may be 0")
         put(self, "logit_bias", FrozenDict(checked_bias(self.logit_bias)))
         put(self, "stop", checked_stops(self.stop))
         if self.allowed_token_ids is not None:
@@ -191,6 +196,7 @@ class SamplingParams:
         out["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         out["stop_token_ids"] = sorted(self.stop_token_ids)
         out["stop"] = list(self.stop)
+        out["logprob_token_ids"] = list(self.logprob_token_ids)
         if self.allowed_token_ids is not None:
             out["allowed_token_ids"] = sorted(self.allowed_token_ids)
         return out

@@ -335,6 +335,13 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"best_of": 2}, "best_of is not supported", "best_of"),
     ({"logprobs": 21}, "logprobs must be at most 20, got 21", "logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs must be at most 20, got 21", "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "must be at most 20, got -1, which needs --max-logprobs -1", "prompt_logprobs"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids needs logprobs", "logprob_token_ids"),
+    (
+        {"logprob_token_ids": [1], "logprobs": 1, "echo": True},
+        "logprob_token_ids cannot be combined with echo",
+        "logprob_token_ids",
+    ),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs needs stream=false", "prompt_logprobs"),
     ({"echo": True, "logprobs": 0, "stream": True}, "echo with logprobs needs stream=false", "echo"),
     ({"stream_options": {}}, "stream_options needs stream=true", "stream_options"),

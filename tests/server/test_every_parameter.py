@@ -144,6 +144,7 @@ SEEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "logprobs": frozenset(
             {"logprobs", "prompt_logprobs", "raw_logprobs", "completion_probabilities"}
             | {"output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "input_top_logprobs"}
+            | {"output_token_ids_logprobs"}
         ),
         "prompt": frozenset({"prompt_token_ids", "prompt_tokens", "tokens_evaluated", "prompt", "input_tokens"}),
         "cached": frozenset({"cached_tokens", "tokens_cached", "cache_read_input_tokens"}),
@@ -413,6 +414,7 @@ COMPLETE_TABLE: Table = {
     "prompt": turn("prompt", "abc", "abd"),
     "echo": turn("text", True, False),
     "logprobs": turn("logprobs", 1, 2),
+    "logprob_token_ids": turn("logprobs", [A], [B], logprobs=1),
     "best_of": turn("error", 2, 1),
     "lineage": turn("error", "another"),
     "add_special_tokens": turn("prompt", True, False),
@@ -432,6 +434,7 @@ CHAT_TABLE: Table = {
     "max_completion_tokens": turn("tokens", 2, 3),
     "logprobs": turn("form", True, False),
     "top_logprobs": turn("logprobs", 1, 2, logprobs=True),
+    "logprob_token_ids": turn("logprobs", [A], [B], logprobs=True),
     "echo": turn("text", True, False),
     "add_special_tokens": turn("error", True, False),
     "cache_salt": turn("cached", "chat1", "chat2", messages=user(LONG)),
@@ -622,6 +625,7 @@ GENERATE_TABLE: Table = {
         "end", True, False, sampling_params={"logit_bias": {str(START): 100.0}, "stop": "_start|><|im"}
     ),
     "sampling_params.logprobs": turn("logprobs", 1, 2),
+    "sampling_params.logprob_token_ids": turn("logprobs", [A], [B], sampling_params={"logprobs": 1}),
     "sampling_params.skip_reading_prefix_cache": turn("cached", False, True, token_ids=ids(LONG), cache_salt="skip"),
     "sampling_params.detokenize": idle(False),
     "sampling_params.flat_logprobs": idle(True, sampling_params={"logprobs": 1}),
@@ -654,6 +658,7 @@ SGLANG_TABLE: Table = {
     "return_logprob": turn("form", True, False),
     "logprob_start_len": turn("logprobs", 0, 1, **SCORED),
     "top_logprobs_num": turn("logprobs", 1, 2, **SCORED),
+    "token_ids_logprob": turn("logprobs", [A], [B], **SCORED),
     "return_text_in_logprobs": turn("logprobs", True, False, **SCORED),
     "return_sampling_mask": turn("form", True, False),
     "rid": turn("id", "one", "two"),

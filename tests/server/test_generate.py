@@ -349,6 +349,8 @@ REFUSED: list[tuple[JSON, JSON, str]] = [
     ({"truncation_side": "right"}, {}, "sampling_params.truncation_side"),
     ({"truncate_prompt_tokens": 0}, {}, "sampling_params.truncate_prompt_tokens"),
     ({"logprob_token_ids": [1]}, {}, "sampling_params.logprob_token_ids"),
+    ({"logprob_token_ids": [260], "logprobs": 1}, {}, "sampling_params.logprob_token_ids"),
+    ({"logprobs": -1}, {}, "sampling_params.logprobs"),
     ({"prompt_logprob_start": 2}, {}, "sampling_params.prompt_logprob_start"),
     ({"logits_processors": ["x"]}, {}, "sampling_params.logits_processors"),
     ({"extra_args": {"a": 1}}, {}, "sampling_params.extra_args"),

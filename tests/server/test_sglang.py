@@ -126,6 +126,22 @@ def test_logprob_options(server: Running) -> None:
     assert any(token not in [other for _, other, _ in row] for (_, token, _), row in own)
 
 
+def test_named_tokens_have_log_probabilities_of_their_own(server: Running) -> None:
+    options: JSON = {"return_logprob": True, "top_logprobs_num": 2}
+    plain = generate(server, HOT, **options)["meta_info"]
+    named = [plain["output_top_logprobs"][0][1][1], 7]
+    meta = generate(server, HOT, **options, token_ids_logprob=named)["meta_info"]
+    rows = meta["output_token_ids_logprobs"]
+    assert [[token for _, token, _ in row] for row in rows] == [named] * 40
+    assert rows[0][0] == plain["output_top_logprobs"][0][1]
+    assert all(value < 0 for row in rows for value, _, _ in row)
+    assert meta["output_top_logprobs"] == plain["output_top_logprobs"]
+    each = generate(server, HOT, **options, input_ids=[ids("hello"), [5]], token_ids_logprob=[named, []])
+    assert each[0]["meta_info"]["output_token_ids_logprobs"] == rows
+    assert "output_token_ids_logprobs" not in each[1]["meta_info"]
+    assert "output_token_ids_logprobs" not in generate(server, HOT, token_ids_logprob=named)["meta_info"]
+
+
 def test_finish_reason_is_an_object(server: Running) -> None:
     ending = {"logit_bias": {str(END_TOKEN): 100.0}, "temperature": 0}
     reply = generate(server, ending)
@@ -382,7 +398,9 @@ REFUSED: list[tuple[Any, JSON, str]] = [
     ({}, {"audio_data": "a"}, "audio_data"),
     ({}, {"modalities": ["image"]}, "modalities"),
     ({}, {"input_embeds": [[0.5]]}, "input_embeds"),
-    ({}, {"token_ids_logprob": [1]}, "token_ids_logprob"),
+    ({}, {"return_logprob": True, "token_ids_logprob": [260]}, "token_ids_logprob"),
+    ({}, {"return_logprob": True, "token_ids_logprob": [1], "logprob_start_len": 0}, "token_ids_logprob"),
+    ({}, {"return_logprob": True, "token_ids_logprob": [[1], [2]]}, "token_ids_logprob"),
     ({}, {"multi_item_scoring_delimiter": 1}, "multi_item_scoring_delimiter"),
     ({}, {"return_routed_experts": True}, "return_routed_experts"),
     ({}, {"return_prompt_token_ids": True}, "return_prompt_token_ids"),

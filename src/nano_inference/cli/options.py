@@ -20,7 +20,7 @@ _FLAG_OF = {"model_path": "model", "overrides": "override"}
 _SHORT = {"model_path": "-m", "temperature": "-t", "top_k": "-k", "dtype": "-d"}
 _BOTH_HAVE = ("seed", "logprobs_mode")
 """Fields of `EngineConfig` and `SamplingParams`: the flag sets the latter."""
-WITHOUT_FLAG = ("logit_bias", "allowed_token_ids")
+WITHOUT_FLAG = ("logit_bias", "allowed_token_ids", "logprob_token_ids")
 """Sampling fields without a flag."""
 
 _ENGINE_GROUP = Group("Engine")

@@ -34,6 +34,7 @@ def params_json(params: SamplingParams, num_samples: int) -> JSON:
         "allowed_token_ids": sorted(params.allowed_token_ids or ()),
         "stop_token_ids": sorted(params.stop_token_ids),
         "stop": list(params.stop),
+        "logprob_token_ids": list(params.logprob_token_ids),
         "return_raw_logprobs": params.raw_logprobs,
         "return_sampling_mask": params.sampling_mask,
     }
@@ -75,6 +76,8 @@ def check_supported(request: EngineRequest) -> None:
     params = request.params
     if params.prompt_logprobs is not None and params.temperature != 1 and params.max_tokens == 0:
         raise BadRequest(f"temperature: workers at URLs score at temperature 1, got {params.temperature:g}")
+    if params.logprob_token_ids and params.logprobs:
+        raise BadRequest("logprobs: workers at URLs report logprob_token_ids or the most probable tokens, not both")
     if params.logprobs_mode is not None and params.max_tokens != 0:
         raise BadRequest("logprobs_mode: servers set it for all requests (--logprobs-mode)")
 

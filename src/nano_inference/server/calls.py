@@ -65,7 +65,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     echoes_logprobs = bool(body.echo) and body.logprobs is not None
     asked = _requested_structure(body)
     tool = _calculator(bool(body.calculator), model, has_others=asked is not None)
-    shape = _shape(body, config, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
+    shape = _shape(body, config, model, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     params = _sampling_params(body, model, config, shape, max_tokens)
     return _call(body, model, "completion", name, prompts, params, shape, asked, salt, shape.tool)
 
@@ -95,6 +95,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     shape = _shape(
         body,
         config,
+        model,
         (body.top_logprobs or 0) if body.logprobs else None,
         (prompts[0].echo,) if body.echo else (),
         tool=_calculator(bool(body.calculator or (use and use.calculator)), model, has_others=has_others),
@@ -212,17 +213,24 @@ def _check_counts(body: Sampling, config: ServerConfig, num_top: int | None, top
     if (body.n or 1) > config.max_n:
         raise ApiError(400, f"n must be at most {config.max_n}, got {body.n}", param="n")
     for name, value in ((top_field, num_top), ("prompt_logprobs", body.prompt_logprobs)):
-        if value is not None and value > config.max_logprobs:
-            raise ApiError(400, f"{name} must be at most {config.max_logprobs}, got {value}", param=name)
+        if value is not None and config.max_logprobs >= 0 and not 0 <= value <= config.max_logprobs:
+            hint = ", which needs --max-logprobs -1" if value < 0 else ""
+            raise ApiError(400, f"{name} must be at most {config.max_logprobs}, got {value}{hint}", param=name)
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs needs stream=false", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
 
 
+def _counted(count: int | None, model: ServedModel) -> int | None:
+    """Return a number of alternatives, of which -1 is the whole vocabulary."""
+    return model.limits.vocab_size if count == -1 else count
+
+
 def _shape(
     body: Sampling,
     config: ServerConfig,
+    model: ServedModel,
     logprobs: int | None,
     echo: tuple[str, ...],
     *,
@@ -230,13 +238,18 @@ def _shape(
     echo_logprobs: bool = False,
     drop_space: bool = False,
 ) -> ReplyShape:
+    named = body.logprob_token_ids or None
+    if named and (logprobs is None or echo_logprobs):
+        text = "cannot be combined with echo" if echo_logprobs else "needs logprobs"
+        raise ApiError(400, f"logprob_token_ids {text}", param="logprob_token_ids")
     return ReplyShape(
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         drop_space=drop_space,
-        logprobs=logprobs,
-        prompt_logprobs=body.prompt_logprobs,
+        logprobs=_counted(logprobs, model) if named is None else len(named),
+        named=tuple(named or ()),
+        prompt_logprobs=_counted(body.prompt_logprobs, model),
         echo=echo,
         echo_logprobs=echo_logprobs,
         token_ids=bool(body.return_token_ids),
@@ -322,7 +335,8 @@ def _sampling_params(
         return SamplingParams(
             **{**model.generation, **given},
             max_tokens=max_tokens,
-            logprobs=shape.logprobs,
+            logprobs=0 if shape.named else shape.logprobs,
+            logprob_token_ids=shape.named,
             prompt_logprobs=max((count for count in scored if count is not None), default=None),
             logprobs_mode=config.logprobs_mode,
             raw_logprobs=shape.raw_logprobs,

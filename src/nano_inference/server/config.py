@@ -103,7 +103,9 @@ class ServerConfig:
         (), "address or range of a proxy whose X-Forwarded-For names the client; may be repeated"
     )
     max_n: int = resolved("max_n", "most samples of one prompt", integer(1, 65536))
-    max_logprobs: int = resolved("max_logprobs", "most alternatives of a token", integer(0, 1000))
+    max_logprobs: int = resolved(
+        "max_logprobs", "most alternatives of a token; -1 is the whole vocabulary", integer(-1)
+    )
     max_body_bytes: int = resolved("max_body_bytes", "largest request body, in bytes or as 8MiB", integer(1024))
     max_connections: int = helped(
         1000, "most open connections; fewer when the process may open fewer files", integer(1)

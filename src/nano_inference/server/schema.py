@@ -34,8 +34,12 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Factor = Annotated[float, Field(ge=0.01, le=100)]
 CountOrOff = Annotated[int, Field(ge=-1, le=INT32)]
 """-1: off, or no limit."""
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Alternatives = Annotated[int, Field(ge=0, le=1000)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+Alternatives = Annotated[int, Field(ge=0, le=1_000_000)]
+AlternativesOrAll = Annotated[int, Field(ge=-1, le=1_000_000)]
+"""-1 is the whole vocabulary."""
+MAX_NAMED = 128
+"""vLLM's limit of `logprob_token_ids`."""
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
 Lineage = Annotated[str, Field(min_length=1, max_length=MAX_LINEAGE)]
@@ -157,7 +161,9 @@ class SamplingFields(Body):
     bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
     truncate_prompt_tokens: CountOrOff | None = None
-    prompt_logprobs: Alternatives | None = None
+    prompt_logprobs: AlternativesOrAll | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_NAMED)] | None = None
+    """Report these tokens in place of the most probable ones."""
     structured_outputs: dict[str, Any] | None = None
     return_raw_logprobs: bool | None = None
     """Specific to this server: also return log-probabilities of the raw logits, whatever `--logprobs-mode` is."""
@@ -210,7 +216,7 @@ class CompletionBody(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     echo: bool | None = None
-    logprobs: Alternatives | None = None
+    logprobs: AlternativesOrAll | None = None
     best_of: Count | None = None
     lineage: Lineage | None = None
     """See `ChatBody.lineage`; for a prompt that ends with the tokens of a completion."""
@@ -250,7 +256,7 @@ class ChatBody(Sampling, RenderingFields):
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Alternatives | None = None
+    top_logprobs: AlternativesOrAll | None = None
     echo: bool | None = None
     answer_token_ids: TokenIds | None = None
     """Specific to this server: ids that start the answer; the reply has the rest (with `echo`: all of it)."""

@@ -19,6 +19,8 @@ class ReplyShape:
     """Drop the space that SentencePiece puts before the first word."""
     logprobs: int | None = None
     """Alternatives per token; None: no log-probabilities."""
+    named: tuple[int, ...] = ()
+    """Tokens to report in place of the most probable ones; `logprobs` is their number."""
     prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
     """For each prompt the text put before its answers; empty without echo."""

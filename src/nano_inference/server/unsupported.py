@@ -37,7 +37,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # vLLM
     "use_beam_search": OFF,
     "truncation_side": (None, "left"),
-    "logprob_token_ids": EMPTY,
     "prompt_embeds": EMPTY,
     "documents": EMPTY,
     "chat_template": (None,),

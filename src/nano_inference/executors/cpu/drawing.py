@@ -53,7 +53,7 @@ def is_plain(row: Row) -> bool:
     """Return True if a row uses no sampling parameter but the temperature and reports only the log-probability."""
     params = row.params
     is_adjusted = row.history or params.logit_bias or params.allowed_token_ids is not None or row.banned
-    wants_more = params.logprobs or params.raw_logprobs or params.sampling_mask
+    wants_more = params.logprobs or params.logprob_token_ids or params.raw_logprobs or params.sampling_mask
     return not (is_adjusted or row.mask is not None or wants_more or truncation_of(row).is_active)
 
 

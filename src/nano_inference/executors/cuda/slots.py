@@ -183,8 +183,11 @@ def excluded_by_bias(row: Row) -> tuple[int, ...]:
 
 
 def needs_reference(row: Row) -> bool:
-    """Return whether only `sampling.draw` has a row's results: the ids that could be sampled, or very many tokens."""
-    return row.params.sampling_mask or (row.params.logprobs or 0) > MOST_TOPS
+    """Return whether only `sampling.draw` has a row's results: a mask of ids, or the log-probabilities of other tokens
+    than a few of the most probable ones.
+    """
+    params = row.params
+    return params.sampling_mask or bool(params.logprob_token_ids) or (params.logprobs or 0) > MOST_TOPS
 
 
 def tops_of(ids: Sequence[int], logprobs: Sequence[float]) -> TopLogprobs:

@@ -26,7 +26,7 @@ from nano_inference.server.events import DONE, events
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import OpenAIReply, sample_facts, token_facts, version_facts
 from nano_inference.server.schema import (
-    Alternatives,
+    AlternativesOrAll,
     Body,
     Count,
     CountOrOff,
@@ -64,7 +64,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "truncation_side": (None, "left"),
-    "logprob_token_ids": EMPTY,
     "prompt_logprob_start": (None, 0),
     "logits_processors": EMPTY,
     "extra_args": EMPTY,
@@ -98,7 +97,7 @@ class GenerateParams(SamplingFields):
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
     repetition_penalty: Factor | None = 1.0
-    logprobs: Alternatives | None = None
+    logprobs: AlternativesOrAll | None = None
     detokenize: bool | None = None
     flat_logprobs: bool | None = None
     skip_clone: bool | None = None

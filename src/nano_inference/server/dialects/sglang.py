@@ -24,6 +24,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import (
     MAX_BIAS,
+    MAX_NAMED,
     MAX_PROMPTS,
     Alternatives,
     Bias,
@@ -60,7 +61,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "video_data": EMPTY,
     "audio_data": EMPTY,
     "modalities": EMPTY,
-    "token_ids_logprob": EMPTY,
     "multi_item_scoring_delimiter": (None,),
     "session_params": EMPTY,
     "lora_path": EMPTY,
@@ -100,9 +100,13 @@ _PARAM_NAMES: Mapping[str, str] = {
 _BODY_NAMES: Mapping[str, str] = {
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "logprob_start_len",
+    "logprob_token_ids": "token_ids_logprob",
     "cache_salt": "extra_key",
 }
 """Field of `CompletionBody` -> field of `SglangBody`, for error messages."""
+
+
+NamedIds = Annotated[list[TokenId], Field(max_length=MAX_NAMED)]
 
 
 class CustomParams(Body):
@@ -155,6 +159,8 @@ class SglangBody(Body):
     logprob_start_len: CountOrOff | Annotated[list[CountOrOff], Field(max_length=MAX_PROMPTS)] | None = None
     """First prompt token with log-probabilities in the reply; -1: none."""
     top_logprobs_num: Alternatives | Annotated[list[Alternatives], Field(max_length=MAX_PROMPTS)] | None = None
+    token_ids_logprob: NamedIds | Annotated[list[NamedIds], Field(max_length=MAX_PROMPTS)] | None = None
+    """Tokens whose log-probabilities are reported at each position of the output."""
     return_text_in_logprobs: bool | None = None
     return_sampling_mask: bool | None = None
     stream: bool | None = None
@@ -195,7 +201,12 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
         with_masks=bool(body.return_sampling_mask),
         vocab_size=model.limits.vocab_size,
     )
-    requests = tuple(replace(request, is_streamed=bool(body.stream)) for request in call.requests)
+    requests = tuple(
+        replace(request, params=replace(request.params, logprobs=option.top), is_streamed=bool(body.stream))
+        if option.named
+        else replace(request, is_streamed=bool(body.stream))
+        for request, option in zip(call.requests, options, strict=True)
+    )
     return replace(
         call, requests=requests, id=options[0].rid, names=rids, stream=bool(body.stream), make_reply=make_reply
     )
@@ -240,10 +251,25 @@ def _prompt_options(body: SglangBody, params: Sequence[SglangParams]) -> list[Pr
     logprobs = _per_prompt(body.return_logprob, False, count, "return_logprob")
     starts = _per_prompt(body.logprob_start_len, -1, count, "logprob_start_len")
     tops = _per_prompt(body.top_logprobs_num, 0, count, "top_logprobs_num")
-    return [
-        PromptOptions(rid, has_logprobs, start if has_logprobs else -1, top if has_logprobs else 0, _has_kept(one))
-        for rid, has_logprobs, start, top, one in zip(rids, logprobs, starts, tops, params, strict=True)
+    named = _named_ids(body.token_ids_logprob, count)
+    options = [
+        PromptOptions(rid, True, start, top, ids, _has_kept(one))
+        if has_logprobs
+        else PromptOptions(rid, False, -1, 0, (), _has_kept(one))
+        for rid, has_logprobs, start, top, ids, one in zip(rids, logprobs, starts, tops, named, params, strict=True)
     ]
+    if any(option.named and option.start >= 0 for option in options):
+        text = "token_ids_logprob: not reported for the prompt; leave out logprob_start_len"
+        raise ApiError(400, text, param="token_ids_logprob")
+    return options
+
+
+def _named_ids(value: list[int] | list[list[int]] | None, count: int) -> list[tuple[int, ...]]:
+    """Return the ids of `token_ids_logprob` for each of `count` prompts."""
+    each: list[tuple[int, ...]] = [tuple(one) for one in value or () if isinstance(one, list)]
+    if each:
+        return _per_prompt(each, (), count, "token_ids_logprob")
+    return [tuple(one for one in value or () if isinstance(one, int))] * count
 
 
 def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> JSON:
@@ -255,7 +281,7 @@ def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> J
     fields: JSON = {field: values[name] for field, name in _PARAM_NAMES.items() if name in values}
     fields["max_tokens"] = params.max_new_tokens
     if options.logprobs:
-        fields["logprobs"] = options.top
+        fields |= {"logprobs": options.top, "logprob_token_ids": list(options.named)}
     if options.start >= 0:
         fields["prompt_logprobs"] = options.top
     masks = bool(body.return_sampling_mask) or options.kept

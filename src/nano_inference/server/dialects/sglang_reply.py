@@ -30,6 +30,8 @@ class PromptOptions(NamedTuple):
     """First prompt token with a log-probability; -1: none."""
     top: int
     """Alternatives of each token."""
+    named: tuple[int, ...]
+    """Tokens reported at each position of the output, in addition to the alternatives."""
     kept: bool
     """Whether the tokens that could be sampled are included in slime's form."""
 
@@ -89,7 +91,7 @@ class SglangReply(Reply):
         options = self._options[transcript.prompt_index]
         meta = self._meta(transcript, options.rid)
         if options.logprobs:
-            meta |= self._logprobs(transcript.entries, options.top)
+            meta |= self._logprobs(transcript.entries, options)
         if options.start >= 0:
             meta |= self._input_logprobs(transcript, options)
         if self._with_masks:
@@ -113,10 +115,17 @@ class SglangReply(Reply):
             "e2e_latency": time.monotonic() - self._started_at,
         }
 
-    def _logprobs(self, entries: Sequence[LogprobEntry], top: int) -> JSON:
+    def _logprobs(self, entries: Sequence[LogprobEntry], options: PromptOptions) -> JSON:
         fields: JSON = {"output_token_logprobs": [self._triple(one.logprob, one.token) for one in entries]}
-        if top:
-            fields["output_top_logprobs"] = [self._triples(one.top or (), top) for one in entries]
+        num_named = len(options.named)  # their entries precede the alternatives
+        if options.top:
+            tops = [(one.top or ())[num_named:] for one in entries]
+            fields["output_top_logprobs"] = [self._triples(top, options.top) for top in tops]
+        if num_named:
+            found = [one.top or () for one in entries]  # a forced token has none
+            named = [top if len(top) >= num_named else () for top in found]
+            fields["output_token_ids_logprobs"] = [self._triples(top, num_named) for top in named]
+            fields["input_token_ids_logprobs"] = []
         return fields
 
     def _input_logprobs(self, transcript: Transcript, options: PromptOptions) -> JSON:
