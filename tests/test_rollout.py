@@ -308,6 +308,58 @@ def test_abort_ends_a_rollout_with_its_tokens() -> None:
     assert is_idle(engine)
 
 
+def aborted_rollouts(engine: InferenceEngine, params: SamplingParams) -> list[Rollout]:
+    """Return rollouts of which the first environment call of a second turn has aborted all that were running."""
+
+    def environment(rollout: Rollout) -> Iterable[int]:
+        if len(rollout.turns) == 2:
+            engine.abort_all()
+        return TOOL
+
+    return run_rollouts(engine, PROMPTS, environment, params, num_samples_per_prompt=4, max_turns=3)
+
+
+@pytest.mark.parametrize("program", [None, Calculator()])
+def test_resumed_rollouts_equal_uninterrupted_ones(tiny: tuple[Path, Any], program: Any) -> None:
+    params = replace(PARAMS, max_tokens=20, seed=5)
+    options: dict[str, Any] = {"num_samples_per_prompt": 4, "max_turns": 3, "program": program}
+    expected = run_rollouts(real(tiny), PROMPTS, lambda rollout: TOOL, params, **options)
+    engine = real(tiny, max_batch_size=32)
+
+    def environment(rollout: Rollout) -> Iterable[int]:
+        if len(rollout.turns) == 2:
+            engine.abort_all()
+        return TOOL
+
+    found = run_rollouts(engine, PROMPTS, environment, params, **options)
+    assert any(r.finish_reason == "abort" and r.turns[-1].sample.completion_tokens for r in found)
+    for _ in range(30):
+        if all(rollout.finish_reason != "abort" for rollout in found):
+            break
+        found = run_rollouts(engine, [], environment, params, **options, resume=found)
+    assert [r.tokens for r in found] == [r.tokens for r in expected]
+    assert [r.loss_mask for r in found] == [r.loss_mask for r in expected]
+    assert [r.finish_reason for r in found] == [r.finish_reason for r in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert is_idle(engine)
+
+
+def test_a_turn_that_is_resumed_after_an_update_has_both_versions(tiny: tuple[Path, Any]) -> None:
+    engine = real(tiny, max_batch_size=32)
+    params = replace(PARAMS, max_tokens=20, seed=5, ignore_eos=True)
+    first = aborted_rollouts(engine, params)
+    engine.update_weights(dict(tiny[1].state_dict()), blocking=True)
+    second = run_rollouts(engine, [[7, 7]], lambda rollout: TOOL, params, max_turns=3, resume=first)
+    assert len(second) == len(first) + 1 and second[-1].prompt_index == len(PROMPTS)
+    for before, after in zip(first, second, strict=False):
+        assert after.finish_reason == "max_turns" if before.finish_reason == "abort" else after == before
+        assert after.tokens[: len(before.tokens)] == before.tokens
+        assert after.logprobs[: len(before.tokens)] == before.logprobs
+        assert after.token_versions[: len(before.tokens)] == before.token_versions
+    assert any({0, 1} <= set(turn.sample.token_versions) for rollout in second for turn in rollout.turns)
+
+
 class Stop(Exception):
     """An exception that only these tests raise."""
 

@@ -209,8 +209,9 @@ def run_rollouts(
     max_tokens_total: int | None = None,
     program: TokenProgram | None = None,
     progress: Progress | None = None,
+    resume: Seq[Rollout] = (),
 ) -> list[Rollout]:
-    """Return the rollouts of all prompts, in order, `num_samples_per_prompt` for each prompt.
+    """Return the rollouts of `resume`, then those of all prompts, in order, `num_samples_per_prompt` for each prompt.
 
     A rollout's next turn starts as soon as the environment has returned, independently of the other rollouts. The
     environment is called after every turn, also a truncated one, but not after an abort. A rollout ends when the
@@ -219,13 +220,18 @@ def run_rollouts(
     ("length"); or when the turn was aborted ("abort"). These last tokens are dropped, so that a rollout ends with a
     sampled turn. If the environment returns no tokens (`()`), the model continues.
 
+    `resume`: rollouts of an earlier call. Those that were aborted continue after the last token of their interrupted
+    turn, whose earlier tokens keep their versions and log-probabilities; with the same settings and weights, the result
+    equals an uninterrupted run. Others are returned as they are. New prompts are numbered after theirs.
+
     With a seed, sampling depends only on the seed, the prompt's and the sample's index, and the absolute position.
     `program` is restarted for every turn. Other requests run in the same steps; their samples are not affected. The
     environment may use the engine. An exception, from the environment or by Ctrl-C, aborts this call's requests and is
     re-raised. Raises `ValueError` for invalid arguments before anything runs.
     """
     rules = _rules(engine, sampling_params or SamplingParams(), max_turns, max_tokens_total, program)
-    rollouts = _starts(prompts, num_samples_per_prompt, rules.max_tokens)
+    first = 1 + max((rollout.prompt_index for rollout in resume), default=-1)
+    rollouts = [*resume, *_starts(prompts, num_samples_per_prompt, rules.max_tokens, first)]
     return engine.exclusively(lambda: _take_turns(engine, rollouts, environment, rules, progress))
 
 
@@ -237,8 +243,12 @@ def _take_turns(
     progress: Progress | None,
 ) -> list[Rollout]:
     """Run all rollouts to their ends, as one exclusive call of the engine."""
-    pending = {_request_turn(engine, rollout, rules): index for index, rollout in enumerate(rollouts)}
+    pending: dict[int, int] = {}
     """Maps request ids to indices of rollouts."""
+    for index, rollout in enumerate(rollouts):
+        if rollout.finish_reason in (None, "abort"):
+            rollouts[index], partial = _interrupted(rollout)
+            pending[_request_turn(engine, rollouts[index], rules, partial)] = index
     while pending:
         for request_id in engine.wait_for_any(pending, progress):
             index = pending.pop(request_id)
@@ -272,8 +282,19 @@ def _rules(
     return _Rules(params=params, max_turns=max_turns, max_tokens=max_tokens, program=program)
 
 
-def _starts(prompts: Seq[Seq[int]], num_samples: int, max_tokens: int) -> list[Rollout]:
-    """Return the rollouts before their first turns. Raises `ValueError` for prompts that leave no room for a turn."""
+def _interrupted(rollout: Rollout) -> tuple[Rollout, TrainingSample | None]:
+    """Return a rollout without its aborted last turn, and that turn's sample; None if it was not aborted."""
+    if rollout.finish_reason is None or not rollout.turns:
+        return replace(rollout, finish_reason=None), None
+    before = replace(rollout, turns=rollout.turns[:-1], finish_reason=None)
+    return before, rollout.samples[-1]
+
+
+def _starts(prompts: Seq[Seq[int]], num_samples: int, max_tokens: int, first: int) -> list[Rollout]:
+    """Return the rollouts before their first turns; `first` is the number of the first prompt.
+
+    Raises `ValueError` for prompts that leave no room for a turn.
+    """
     check_int("num_samples_per_prompt", num_samples, 1)
     if isinstance(prompts, str | bytes) or not isinstance(prompts, list | tuple):
         raise ValueError(f"prompts must be a list of lists of token ids, got {type(prompts).__name__}")
@@ -284,7 +305,7 @@ def _starts(prompts: Seq[Seq[int]], num_samples: int, max_tokens: int) -> list[R
                 "(the minimum of max_tokens_total, max_model_len and the size of the KV cache)"
             )
     return [
-        start(prompt, prompt_index=index, sample_index=sample)
+        start(prompt, prompt_index=first + index, sample_index=sample)
         for index, prompt in enumerate(prompts)
         for sample in range(num_samples)
     ]
@@ -332,6 +353,12 @@ def _sample_segments(sample: TrainingSample) -> Iterator[Segment]:
         )
 
 
-def _request_turn(engine: InferenceEngine, rollout: Rollout, rules: _Rules) -> int:
-    """Queue a rollout's next turn and return its request id; the request is aborted if this call ends early."""
-    return engine.add_request(rollout.tokens, _turn_params(rollout, rules), program=rules.program, for_call=True)
+def _request_turn(
+    engine: InferenceEngine, rollout: Rollout, rules: _Rules, partial: TrainingSample | None = None
+) -> int:
+    """Queue a rollout's next turn and return its request id; the request is aborted if this call ends early.
+
+    `partial`: the turn's tokens so far.
+    """
+    params = _turn_params(rollout, rules)
+    return engine.add_request(rollout.tokens, params, program=rules.program, partial=partial, for_call=True)
