@@ -34,6 +34,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_client, vllm_generation
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.integrations.trl import EngineGeneration, use_engine
 from nano_inference.weights.directory import save_weights
 
 METRIC = "sampling/sampling_logp_difference"
@@ -41,36 +42,26 @@ FIXED = {"use_cpu": True, "bf16": False, "activation_checkpointing": False, "max
 QUIET = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
 
 
-class EngineGeneration:
-    """TRL's interface of a generation backend, implemented with an engine."""
+class Background:
+    """A request that is decoded while weights are updated; `use_engine` is enough without it."""
 
-    def __init__(self, engine: InferenceEngine, trainer: GRPOTrainer) -> None:
-        self.engine, self.trainer, self.background = engine, trainer, list[TrainingSample]()
+    def __init__(self, backend: EngineGeneration) -> None:
+        self.engine, self.backend, self.samples = backend.engine, backend, list[TrainingSample]()
 
-    def decode_background(self) -> None:
+    def decode(self) -> None:
         """Run one step of the background request; add one if there is none."""
-        self.background += self.engine.step()
+        self.samples += self.engine.step()
         if not self.engine.has_pending():
             self.engine.add_request(encode("1+1="), SamplingParams(max_tokens=50, ignore_eos=True))
             self.engine.step()
 
     def sync_weights(self) -> None:
         """Update the engine's weights while the background request is decoded."""
-        self.decode_background()
-        self.engine.update_weights(self.trainer.model.named_parameters(), blocking=False)
+        self.decode()
+        self.engine.update_weights(self.backend.named_weights(), blocking=False)
         while self.engine.weight_info().update == "staging":
-            self.decode_background()
+            self.decode()
         self.engine.finish_update()
-
-    def generate(self, prompts: list[list[int]], images: None, num_generations: int, profiler: Any = None) -> tuple:
-        """Return completions; `prompts` has each prompt `num_generations` times in a row."""
-        args = self.trainer.args
-        same = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
-        params = SamplingParams(max_tokens=args.max_completion_length, min_p=args.min_p or 0.0, **same)
-        samples = self.engine.generate(prompts[::num_generations], params, num_generations)
-        ids = [list(sample.completion_tokens) for sample in samples]
-        logprobs = [[[logprob] for logprob in sample.logprobs] for sample in samples]
-        return prompts, ids, logprobs, [[[token] for token in row] for row in ids]
 
 
 @contextmanager
@@ -156,10 +147,10 @@ def train_in_process(args: argparse.Namespace, path: str, output: str) -> tuple[
     """Train with an engine in this process; count the updates committed during background requests."""
     trainer = make_trainer(args, path, output)
     with InferenceEngine(EngineConfig(model_path=path, seed=args.seed, **ENGINE)) as engine:
-        trainer.vllm_generation = backend = EngineGeneration(engine, trainer)
-        trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
+        background = Background(use_engine(trainer, engine))
+        trainer.vllm_generation.sync_weights = background.sync_weights
         trainer.train()
-        landed = sum(len(sample.version_spans) - 1 for sample in (*backend.background, *engine.abort_all()))
+        landed = sum(len(sample.version_spans) - 1 for sample in (*background.samples, *engine.abort_all()))
     return trainer, {"in_flight": landed}
 
 

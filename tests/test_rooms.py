@@ -44,7 +44,7 @@ LEVELS = (
     "spmd",
     "workloads rollout reference engine_thread",
     "async_engine",
-    "pool",
+    "pool integrations",
     "server",
     "cli",
     "nanochat",

@@ -1,0 +1,192 @@
+"""Trainers of TRL generate with an engine in their own process: RLOO, GRPO with a tool, and PEFT's adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="needs TRL (pip install '.[examples]')")
+pytest.importorskip("peft", reason="needs PEFT")
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from nano_inference import EngineConfig, InferenceEngine, weights_checksum
+from nano_inference.integrations.trl import use_engine
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+"""TRL and its libraries warn about each other."""
+QUESTION = [{"role": "user", "content": "2+3?"}]
+CALL = [{"type": "function", "function": {"name": "plus", "arguments": {"a": 2, "b": 3}}}]
+CONVERSATION = [
+    *QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": CALL},
+    {"role": "tool", "name": "plus", "content": "5"},
+    {"role": "assistant", "content": "It is 5."},
+]
+SMALL: dict[str, Any] = {
+    **{"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True},
+    **{"logging_steps": 1, "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2},
+    **{"activation_checkpointing": False, "learning_rate": 1e-4},
+}
+
+
+def plus(a: int, b: int) -> int:
+    """
+    Adds two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes with Qwen3's template, which TRL can parse."""
+    from trl.chat_template_utils import qwen3_chat_template
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(name) for name in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")])
+    names = {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=qwen3_chat_template, **names)
+
+
+@pytest.fixture(scope="module")
+def model_path(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that knows one conversation by heart."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), **sizes, max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id
+    )
+    model = LlamaForCausalLM(config)
+    ids = tokenizer.apply_chat_template(CONVERSATION, tools=[plus], return_dict=False, return_tensors="pt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(200):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.05
+    directory = tmp_path_factory.mktemp("by_heart")
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def data(count: int = 8) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([{"prompt": QUESTION}] * count)
+
+
+def open_engine(path: Path) -> InferenceEngine:
+    return InferenceEngine(EngineConfig(model_path=str(path), device="cpu", kv_cache_bytes=16 << 20, seed=1))
+
+
+def test_grpo_runs_a_tool(model_path: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    seen: list[Any] = []
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(completions)
+        return [float("5" in str(one[-1]["content"])) for one in completions]
+
+    config = GRPOConfig(str(tmp_path), **SMALL, max_completion_length=400, temperature=0.1)
+    model = LlamaForCausalLM.from_pretrained(model_path)
+    trainer = GRPOTrainer(model, reward, config, data(), None, tokenizer, tools=[plus])
+    with open_engine(model_path) as engine:
+        use_engine(trainer, engine)
+        trainer.train()
+        assert engine.get_weight_version() == 2
+    assert [message["role"] for message in seen[0]] == ["assistant", "tool", "assistant"], seen[0]
+    assert seen[0][1]["content"] == "5"
+    for entry in trainer.state.log_history[:-1]:
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+
+
+def lengths(completions: list[Any], **_: Any) -> list[float]:
+    """Return rewards that differ within a group."""
+    return [len(one[-1]["content"]) / 100 for one in completions]
+
+
+def test_rloo_learns_with_an_engine(model_path: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    from trl import RLOOConfig, RLOOTrainer
+
+    config = RLOOConfig(str(tmp_path), **SMALL, max_completion_length=24, temperature=1.0)
+    model = LlamaForCausalLM.from_pretrained(model_path)
+    trainer = RLOOTrainer(model, lengths, config, data(), None, tokenizer)
+    with open_engine(model_path) as engine:
+        backend = use_engine(trainer, engine)
+        trainer.train()
+        assert engine.get_weight_version() == 2 and engine.weights_checksum() != checksum_of(model)
+        backend.sync_weights()
+        assert engine.weights_checksum() == checksum_of(model)
+
+
+def test_adapters_are_merged_for_the_engine(
+    model_path: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    options = {**SMALL, "learning_rate": 1e-2, "max_steps": 3}
+    config = GRPOConfig(str(tmp_path), **options, max_completion_length=24, temperature=1.0)
+    model = LlamaForCausalLM.from_pretrained(model_path)
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    trainer = GRPOTrainer(model, lengths, config, data(), None, tokenizer, peft_config=adapters)
+    with open_engine(model_path) as engine:
+        before = engine.weights_checksum()
+        backend = use_engine(trainer, engine)
+        trainer.train()
+        assert engine.weights_checksum() != before
+        backend.sync_weights()
+        merged = trainer.model.merge_and_unload()
+        assert engine.weights_checksum() == checksum_of(merged)
+    worst = [entry["sampling/sampling_logp_difference/max"] for entry in trainer.state.log_history[:-1]]
+    assert len(worst) == 3 and max(worst) < 1e-3
+
+
+def checksum_of(model: LlamaForCausalLM) -> str:
+    return weights_checksum((name, value.detach()) for name, value in model.named_parameters())
+
+
+class Trainer:
+    """What a backend reads of a trainer."""
+
+    def __init__(self, kind: str = "NO", **args: Any) -> None:
+        self.accelerator = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
+        defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_completion_length": 8}
+        self.args, self.use_vllm = SimpleNamespace(**{**defaults, **args}), False
+
+
+def test_what_the_backend_lacks_is_refused_by_name(model_path: Path) -> None:
+    with open_engine(model_path) as engine:
+        with pytest.raises(ValueError, match=r"shards its weights \(FSDP\)"):
+            use_engine(Trainer("FSDP"), engine)
+        with pytest.raises(ValueError, match="vllm_structured_outputs_regex"):
+            use_engine(Trainer(vllm_structured_outputs_regex="a+"), engine)
+        with pytest.raises(ValueError, match="guided"):
+            use_engine(Trainer(generation_kwargs={"guided": 1}), engine)
+        used = Trainer()
+        used.use_vllm = True
+        with pytest.raises(ValueError, match="use_vllm must be False"):
+            use_engine(used, engine)
+        backend = use_engine(Trainer(generation_kwargs={"min_tokens": 8, "seed": 2}), engine)
+        with pytest.raises(ValueError, match="images"):
+            backend.generate([[1]], [["a picture"]], 1)
+        prompts = [[1, 2], [1, 2], [3], [1, 2]]
+        again, ids, logprobs, tokens = backend.generate(prompts, None, 2)
+        assert again == prompts and [len(row) for row in ids] == [8] * 4 and ids[0] != ids[1]
+        assert [[[token] for token in row] for row in ids] == tokens
+        assert all(len(one) == 1 and one[0] <= 0 for row in logprobs for one in row)
