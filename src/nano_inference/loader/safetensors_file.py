@@ -39,16 +39,26 @@ def read_header(path: Path) -> dict[str, FileRange]:
                 raise ModelError(
                     f"{path}: a header of {length} bytes in a file of {num_file_bytes} (limit {MAX_HEADER_BYTES})"
                 )
-            header = parse_json(f"{path}: header", file.read(length))
+            header = file.read(length)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    header.pop("__metadata__", None)
-    if len(header) > MAX_TENSORS:
-        raise ModelError(f"{path}: holds {len(header)} tensors (limit {MAX_TENSORS})")
-    ranges = {name: _range(path, 8 + length, name, entry) for name, entry in header.items()}
-    ordered = sorted(ranges.items(), key=lambda item: (item[1].offset, num_bytes(item[1])))
-    _check_cover(path, dict(ordered), 8 + length, num_file_bytes)
-    return dict(ordered)
+    ranges = header_ranges(path, header, 8 + length)
+    end = 8 + length + sum(map(num_bytes, ranges.values()))
+    if end != num_file_bytes:
+        raise ModelError(f"{path}: the tensors end at byte {end}, the file at {num_file_bytes}; is it truncated?")
+    return ranges
+
+
+def header_ranges(path: Path, header: bytes, data_offset: int) -> dict[str, FileRange]:
+    """Return the range of each tensor of a header, in file order. Raises `ModelError` unless they are contiguous."""
+    entries = parse_json(f"{path}: header", header)
+    entries.pop("__metadata__", None)
+    if len(entries) > MAX_TENSORS:
+        raise ModelError(f"{path}: holds {len(entries)} tensors (limit {MAX_TENSORS})")
+    ranges = {name: _range(path, data_offset, name, entry) for name, entry in entries.items()}
+    ordered = dict(sorted(ranges.items(), key=lambda item: (item[1].offset, num_bytes(item[1]))))
+    _check_cover(path, ordered, data_offset)
+    return ordered
 
 
 def num_bytes(part: FileRange) -> int:
@@ -81,16 +91,14 @@ def _counts(path: Path, name: str, field: str, values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _check_cover(path: Path, ordered: Mapping[str, FileRange], data_offset: int, num_file_bytes: int) -> None:
-    """Raise `ModelError` unless the tensors are contiguous up to the end of the file."""
+def _check_cover(path: Path, ordered: Mapping[str, FileRange], data_offset: int) -> None:
+    """Raise `ModelError` unless the tensors are contiguous."""
     end = data_offset
     for name, part in ordered.items():
         if part.offset != end:
             what = "overlaps the one before it" if part.offset < end else "does not follow the one before it"
             raise ModelError(f"{path}: tensor {shown(name)} {what}")
         end += num_bytes(part)
-    if end != num_file_bytes:
-        raise ModelError(f"{path}: the tensors end at byte {end}, the file at {num_file_bytes}; is it truncated?")
 
 
 def open_weights(directory: Path) -> dict[str, FileRange]:

@@ -42,6 +42,8 @@ MAX_HEADERS = 100
 LINGER_SECONDS = 2.0
 """How long an unwanted body is read and dropped: most clients read the response only after sending their body."""
 LINGER_BYTES = 32 << 20
+JSON_TYPE, BYTES_TYPE = "application/json", "application/octet-stream"
+_MAX_STREAM = 1 << 50
 
 _LOGGER = logging.getLogger("nano_inference.server")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -67,6 +69,8 @@ class GuardPolicy:
     admins: KeyRing = KeyRing.of(())
     """Keys of `admin_paths`; if empty, these take an ordinary key."""
     admin_paths: frozenset[str] = frozenset()
+    stream_paths: frozenset[str] = frozenset()
+    """Those of `admin_paths` whose body is bytes of any length, which the route bounds itself."""
     is_loopback: bool
     """True if only this machine can connect; another machine's Host then means DNS rebinding in a browser."""
     allowed_hosts: tuple[Host, ...] = ()
@@ -79,7 +83,9 @@ class GuardPolicy:
     """Proxies whose X-Forwarded-For is used."""
 
 
-def policy_of(config: ServerConfig, keys: KeyRing, admin_paths: frozenset[str]) -> GuardPolicy:
+def policy_of(
+    config: ServerConfig, keys: KeyRing, admin_paths: frozenset[str], stream_paths: frozenset[str] = frozenset()
+) -> GuardPolicy:
     """Return the policy of a configuration. Raises `ValueError` naming an invalid or unsafe field.
 
     `admin_paths` need an admin key if `enable_rl` is set; without it they have no effect.
@@ -101,6 +107,7 @@ def policy_of(config: ServerConfig, keys: KeyRing, admin_paths: frozenset[str]) 
         keys=keys.with_admins(admins),
         admins=admins,
         admin_paths=admin_paths if config.enable_rl else frozenset(),
+        stream_paths=stream_paths if config.enable_rl else frozenset(),
         is_loopback=is_loopback,
         allowed_hosts=hosts_to_allow(config),
         cors_origins=frozenset(config.cors_origin),
@@ -295,7 +302,10 @@ def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "pr
     scope["state"].update(client=client_of(scope, policy))
     check_path(scope["path"])
     if scope["method"] in _BODY_METHODS and not is_bare_command(scope, policy):
-        check_content(headers, policy.max_body_bytes)
+        if scope["path"] in policy.stream_paths:
+            check_content(headers, _MAX_STREAM, BYTES_TYPE)
+        else:
+            check_content(headers, policy.max_body_bytes)
     return "request"
 
 
@@ -389,11 +399,12 @@ def presented_key(headers: Headers) -> str | None:
     return key.strip() if scheme.lower() == "bearer" else single(headers, b"x-api-key")
 
 
-def check_content(headers: Headers, max_body_bytes: int) -> None:
-    """Refuse a body that is not JSON (web pages may send other types without a preflight), or is declared too large."""
+def check_content(headers: Headers, max_body_bytes: int, wanted: str = JSON_TYPE) -> None:
+    """Refuse a body of another type (web pages may send some without a preflight), or that is declared too large."""
     kind = (single(headers, b"content-type") or "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+    if kind != wanted:
+        form = "as JSON" if wanted == JSON_TYPE else "as bytes"
+        raise ApiError(415, f"send the body {form}, with the header Content-Type: {wanted}")
     if any(value.strip().lower() != "identity" for value in values(headers, b"content-encoding")):
         raise ApiError(415, "send the body without Content-Encoding")
     length = single(headers, b"content-length")

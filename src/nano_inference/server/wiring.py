@@ -14,7 +14,7 @@ from nano_inference.server.dialects import embeddings, generate, llamacpp, messa
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.keys import KeyRing
-from nano_inference.server.rl.routes import ADMIN_PATHS, rl_routes
+from nano_inference.server.rl.routes import ADMIN_PATHS, STREAM_PATHS, rl_routes
 
 OWN_DIALECTS: Mapping[str, Dialect] = {
     "openai": openai.DIALECT,
@@ -36,7 +36,7 @@ def installed_dialects() -> Mapping[str, Dialect]:
 
 def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
     """Return `guard.policy_of` with the RL routes as admin paths. Raises `ValueError`."""
-    return guard.policy_of(config, keys, ADMIN_PATHS)
+    return guard.policy_of(config, keys, ADMIN_PATHS, STREAM_PATHS)
 
 
 def make_app(config: ServerConfig, policy: GuardPolicy, link: EngineLink, dialects: Mapping[str, Dialect]) -> App:

@@ -90,6 +90,13 @@ class RLContext:
         refuse_unknown(body)
         return body
 
+    def read_query(self, request: Request, kind: type[B]) -> B:
+        """Return the query parameters as a body. Raises `ApiError` 400 naming an invalid or unknown one."""
+        self.link.require_ready()
+        body = parse(to_json(query_fields(request, kind)), kind)
+        refuse_unknown(body)
+        return body
+
     async def facts(self, info: WeightInfo | None = None) -> JSON:
         """Return the fields of every reply: weight version, lineage, and whether the engine has weights.
 

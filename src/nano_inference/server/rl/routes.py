@@ -35,6 +35,8 @@ QUESTIONS = frozenset(QUERIES)
 
 ADMIN_PATHS = frozenset({*VLLM_COMMANDS, *SGLANG_COMMANDS}) | REFUSED_COMMANDS
 """All paths that need an admin key."""
+STREAM_PATHS = frozenset({"/update_weights_from_body"})
+"""Commands whose body is bytes, and whose fields are in the query."""
 _ALSO_GET = frozenset({"/flush_cache", "/weights_checker"})
 """Commands that SGLang also accepts as GET, as some trainers send them."""
 

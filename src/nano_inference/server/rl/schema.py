@@ -144,6 +144,16 @@ class UpdateWeightsBody(Body):
     """An extension: accept NaN and infinity, with `hold`."""
 
 
+class FromBodyQuery(Body):
+    """Query of POST /update_weights_from_body."""
+
+    weight_version: Label | None = None
+    checksum: Checksum | None = None
+    partial: bool | None = None
+    """Weights that the body lacks keep their values."""
+    abort_all_requests: bool | None = None
+
+
 class FinishUpdateBody(Body):
     """POST /finish_weight_update."""
 

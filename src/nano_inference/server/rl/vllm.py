@@ -5,12 +5,14 @@ Requests are named by the ids of their replies or by ids that clients chose; vLL
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from starlette.requests import Request
 
 from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
+from nano_inference.server.rl.body_stream import BodyStream, weights_in_body
 from nano_inference.server.rl.context import Command, RLContext
 from nano_inference.server.rl.feed import Source
 from nano_inference.server.rl.schema import (
@@ -20,6 +22,7 @@ from nano_inference.server.rl.schema import (
     CheckBody,
     EmptyBody,
     FinishUpdateBody,
+    FromBodyQuery,
     InitTransferBody,
     LabelBody,
     PauseBody,
@@ -201,6 +204,25 @@ async def _source_of(context: RLContext, info: UpdateInfo | None, directory: str
     return context.groups.receive(info.group_name or GROUP, info.names, info.dtype_names, info.shapes, "dtype_names")
 
 
+async def _update_from_body(context: RLContext, request: Request) -> JSON:
+    """An extension: the body is a safetensors file, which is read while it arrives."""
+    query = context.read_query(request, FromBodyQuery)
+    stream = BodyStream()
+    receiving = asyncio.create_task(stream.receive_all(request.receive))
+    try:
+        info = await context.updates.install(
+            weights_in_body(stream, context.engine.weight_shapes()),
+            label=query.weight_version,
+            checksum=query.checksum,
+            on_running="abort" if query.abort_all_requests else "keep",
+            partial=bool(query.partial),
+        )
+    finally:
+        stream.end("the update has ended")
+        receiving.cancel()
+    return {"message": "Weights updated", **await context.facts(info)}
+
+
 async def _set_label(context: RLContext, request: Request) -> JSON:
     body = await context.read(request, LabelBody)
     engine = context.engine
@@ -241,6 +263,7 @@ VLLM_COMMANDS: Mapping[str, Command] = {
     "/init_weight_transfer_engine": _init_transfer,
     "/start_weight_update": _start_update,
     "/update_weights": _update_weights,
+    "/update_weights_from_body": _update_from_body,
     "/finish_weight_update": _finish_update,
     "/commit_weight_update": _commit_update,
     "/abort_weight_update": _abort_update,
