@@ -16,6 +16,8 @@ from nano_inference.types import SamplingParams
 from tests.models.families import FAMILIES, VOCAB_SIZE, gap, gap_to, make_model, reference_logprobs
 
 TOLERANCE = 1e-4
+TIE = 1e-5
+"""Two logits of float32 that are closer than this have different orders on different processors."""
 FLEX = ("llama-ratio1-untied", "qwen2-ratio7", "qwen2-yarn-window", "gemma2", "gemma3")
 """Families that differ in what the attention backend is given: heads per kv head, windows, softcap, scale."""
 Witness = tuple[Path, transformers.PreTrainedModel]
@@ -79,10 +81,15 @@ def test_greedy_tokens_match(witness: Witness) -> None:
     directory, model = witness
     prompts = [text(100 + seed, 3 + 5 * seed) for seed in range(20)]
     samples = engine(directory).generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    num_ties = 0
     for sample in samples:
         ids = [*sample.prompt_tokens, *sample.completion_tokens]
-        best = reference_logprobs(model, ids, 64).argmax(-1).tolist()
-        assert best == list(sample.completion_tokens)
+        best = reference_logprobs(model, ids, 64).topk(2, dim=-1)
+        is_tie = best.values[:, 0] - best.values[:, 1] < TIE
+        for token, pair, is_open in zip(sample.completion_tokens, best.indices.tolist(), is_tie.tolist(), strict=True):
+            assert token in pair[: 1 + is_open]
+        num_ties += int(is_tie.sum())
+    assert num_ties <= 1, "these prompts decide too little"
 
 
 @pytest.mark.parametrize("witness", FLEX, indirect=True)

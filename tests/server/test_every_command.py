@@ -15,7 +15,7 @@ from nano_inference.server.rl.groups import Groups
 from nano_inference.server.rl.routes import REFUSED_COMMANDS
 from nano_inference.server.rl.schema import UPDATE_FORMS
 from nano_inference.server.schema import Body
-from tests.server import test_rl_control, test_rl_group, test_rl_weights
+from tests.server import test_rl_control, test_rl_group, test_rl_weights, test_slime, test_weight_body
 from tests.server.tiny import Running
 from tests.server.trainer import SHORT, Stream, make_weights, ok, refused, serving
 
@@ -23,6 +23,9 @@ ARRIVAL = "test_group_is_joined_with_given_fields"
 BUCKET = "test_each_sglang_bucket_is_an_update"
 PARTS = "test_vllm_update_in_parts"
 DIRECTORY = "test_update_from_directory"
+PACKED = "test_packed_broadcasts"
+CHECKER = "test_weights_checker_finds_an_update_that_is_not_whole"
+REFUSES = "test_weights_checker_refuses_by_name"
 PAUSES = "test_pause_keep_does_not_change_the_output"
 ENDS = "test_abort_all"
 NAMED = "test_abort_by_id_ends_only_that_request"
@@ -58,8 +61,8 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "world_size": ARRIVAL,
             "group_name": ARRIVAL,
             "backend": ARRIVAL,
-            "packed": ODD,
-            "packed_buffer_size_bytes": TAKEN_TOO,
+            "packed": PACKED,
+            "packed_buffer_size_bytes": PACKED,
             "packed_num_buffers": TAKEN_TOO,
         },
         "InitTransferBody": {"init_info": PARTS},
@@ -68,8 +71,8 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "names": PARTS,
             "dtype_names": PARTS,
             "shapes": PARTS,
-            "packed": UNKNOWN,
-            "packed_buffer_size_bytes": TAKEN_TOO,
+            "packed": PACKED,
+            "packed_buffer_size_bytes": PACKED,
             "packed_num_buffers": TAKEN_TOO,
             "group_name": "test_update_part_is_received_from_named_group",
             "weight_dir": DIRECTORY,
@@ -131,6 +134,19 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "abort_all_requests": "test_bucket_update_can_abort_running_requests",
         },
         "DestroyGroupBody": {"group_name": BUCKET},
+        "FromBodyQuery": {
+            "weight_version": "test_weights_are_installed_with_their_label",
+            "checksum": "test_weights_are_installed_with_their_label",
+            "partial": "test_a_part_of_the_weights_needs_partial",
+            "abort_all_requests": "test_running_requests_may_be_aborted",
+        },
+        "PostProcessBody": {"restore_weights_before_load": CHECKER, "post_process_quantization": CHECKER},
+        "WeightsCheckerBody": {
+            "action": CHECKER,
+            "allow_quant_error": CHECKER,
+            "skip_tensor_list": REFUSES,
+            "selector": REFUSES,
+        },
         "MemoryBody": {"tags": "test_named_memory_is_restored_alone"},
     }
 )
@@ -160,10 +176,10 @@ def groups(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tu
     """Record calls of weight groups; every group exists and gives one tensor. Ends an open update."""
     seen: list[tuple[Any, ...]] = []
 
-    async def join(self: Groups, *where: Any, rank: int, world_size: int, backend: str) -> None:
+    async def join(self: Groups, *where: Any, rank: int, world_size: int, backend: str, bucket_bytes: Any) -> None:
         seen.append((*where, rank, world_size, backend))
 
-    def receive(self: Groups, name: str, names: Any, dtypes: Any, shapes: Any, field: str) -> Any:
+    def receive(self: Groups, name: str, names: Any, dtypes: Any, shapes: Any, field: str, packed: Any = None) -> Any:
         seen.append((name, names, dtypes, shapes))
         return [(TENSOR[0], torch.ones(TENSOR[1]))]
 
@@ -180,7 +196,8 @@ def test_every_field_has_a_test() -> None:
     kinds = [one for one in vars(schema).values() if isinstance(one, type) and one.__module__ == schema.__name__]
     declared = {one.__name__: set(one.model_fields) for one in kinds if issubclass(one, Body)}
     assert {name: set(fields) for name, fields in SHOWN.items()} == declared
-    tests = {*globals(), *vars(test_rl_control), *vars(test_rl_group), *vars(test_rl_weights)}
+    modules = (test_rl_control, test_rl_group, test_rl_weights, test_slime, test_weight_body)
+    tests = {*globals(), *(name for module in modules for name in vars(module))}
     assert {test for fields in SHOWN.values() for test in fields.values()} <= tests
 
 

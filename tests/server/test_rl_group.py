@@ -143,6 +143,53 @@ def test_each_sglang_bucket_is_an_update(
     refused(server.post("/destroy_weights_update_group", {"group_name": "slime-pp_0"}), 400, "no group")
 
 
+@pytest.mark.parametrize("told", ["init", "update"])
+@pytest.mark.parametrize("limit", [None, 1, 5000, 40_000])
+def test_packed_broadcasts(
+    told: str, limit: int | None, server: Running, trainer: Trainer, named: Named, target: Path, tiny_directory: Path
+) -> None:
+    """TRL 1.16 packs its tensors, by its version of vLLM as said at the start or with each update."""
+    fields = {"packed": True} if limit is None else {"packed": True, "packed_buffer_size_bytes": limit}
+    join_group(server, trainer, **(fields if told == "init" else {}))
+    names = good_names(named)
+    ok(server.post("/start_weight_update", {}))
+    for part in (names[:5], names[5:]):
+        reply = send_packed(server, trainer, named, part, limit or 1 << 30, fields if told == "update" else {})
+        ok(reply)
+    assert ok(server.post("/finish_weight_update", {}))["version"] == 1
+    sample = Stream(server, params=SHORT).result()
+    assert sample.completion_tokens == fresh_tokens(tiny_directory, target, PROMPT, SHORT)
+
+
+def send_packed(
+    server: Running, trainer: Trainer, named: Named, names: Sequence[str], limit: int, fields: dict[str, Any]
+) -> Any:
+    """Announce tensors and broadcast them in buckets."""
+    dtypes, shapes = dtypes_and_shapes(named, names)
+    info = {"names": list(names), "dtype_names": dtypes, "shapes": shapes, **fields}
+    with posting(server, "/update_weights", {"update_info": info}) as reply:
+        trainer.pack(names, limit)
+        trainer.wait()
+        return reply.result(60)
+
+
+def test_buckets_of_another_size_are_refused_and_keep_the_group_usable(
+    server: Running, trainer: Trainer, named: Named
+) -> None:
+    join_group(server, trainer)
+    ok(server.post("/start_weight_update", {}))
+    names = ["model.norm.weight", "nan"]  # 128 bytes each: one bucket of 256, or two
+    fields = {"packed": True, "packed_buffer_size_bytes": 1}
+    dtypes, shapes = dtypes_and_shapes(named, names)
+    info = {"names": ["model.norm.weight", "lm_head.weight"], "dtype_names": dtypes, "shapes": shapes, **fields}
+    with posting(server, "/update_weights", {"update_info": info}) as reply:
+        trainer.send(["short", "nan"])
+        trainer.wait()
+        refused(reply.result(60), 400, "a packed broadcast of 1 tensors from model.norm.weight on has fewer")
+    assert_untouched(server)
+    assert update_all(server, trainer, named)["version"] == 1
+
+
 WRONG = {
     "shape": (["model.norm.weight"], {"model.norm.weight": "lm_head.weight"}, "has the shape (32,)"),
     "nan": (["nan"], {"nan": "model.norm.weight"}, "NaN"),
@@ -308,7 +355,7 @@ LISTS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
     ("path", "body", "part"),
     [
         ("/init_weight_transfer_engine", {}, "init_info"),
-        ("/init_weight_transfer_engine", {"init_info": {**GOOD, "packed": True}}, "packed is not supported"),
+        ("/init_weight_transfer_engine", {"init_info": {**GOOD, "packed_buffer_size_bytes": 0}}, "packed_buffer_size_bytes"),
         ("/init_weight_transfer_engine", {"init_info": {**GOOD, "backend": "mpi"}}, "backend"),
         ("/init_weights_update_group", {**GOOD, "backend": "nccl"}, "nccl is not available"),
         ("/init_weights_update_group", {**GOOD, "backend": "hccl"}, "backend"),

@@ -482,7 +482,7 @@ def test_server_keeps_serving_after_the_updating_client_disconnects(server: Runn
         ("/start_weight_update", {"is_checkpoint_format": False}, 400, "is_checkpoint_format"),
         ("/update_weights", {}, 400, "no update is open"),
         ("/update_weights", {"update_info": {}}, 400, "no update is open"),
-        ("/update_weights", {"update_info": {"packed": True}}, 400, "packed"),
+        ("/update_weights", {"update_info": {"packed": 1}}, 400, "packed"),
         ("/update_weights", {"update_info": {"ipc_handles": [1]}}, 501, "ipc_handles"),
         ("/update_weights", {"update_info": {"weight_dir": "one", "path": "one"}}, 400, "one directory"),
         ("/update_weights", {"weight_dir": "one", "update_info": {"names": ["a"]}}, 400, "one directory"),

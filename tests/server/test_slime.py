@@ -114,7 +114,7 @@ def test_load_and_liveness(server: Running) -> None:
 
 def test_weights_checker_finds_an_update_that_is_not_whole(server: Running, weights_root: Path) -> None:
     def check(action: str) -> Any:
-        return server.post("/weights_checker", {"action": action})
+        return server.post("/weights_checker", {"action": action, "allow_quant_error": False, "selector": "all"})
 
     new = str(weights_root / "new")
     ok(server.post("/update_weights_from_disk", {"model_path": new, "weight_version": "1"}))

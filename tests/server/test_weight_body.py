@@ -66,6 +66,13 @@ def test_a_part_of_the_weights_needs_partial(server: Running, new: Path) -> None
     assert checksum(server) != before
 
 
+def test_running_requests_may_be_aborted(server: Running, body: bytes) -> None:
+    for query, reason in (("?abort_all_requests=true", "abort"), ("", "length")):
+        stream = Stream(server).started()
+        ok(send(server, body, query))
+        assert stream.result().finish_reason == reason
+
+
 def header(entries: dict[str, Any]) -> bytes:
     text = json.dumps(entries).encode()
     return struct.pack("<Q", len(text)) + text

@@ -45,9 +45,25 @@ def run_trainer(orders: Connection, path: Path) -> None:
         elif order == "send":
             for name in words[0]:
                 dist.broadcast(named[name], src=0, group=group)
+        elif order == "pack":
+            names, limit = words
+            for bucket in packed([named[name] for name in names], limit):
+                dist.broadcast(bucket, src=0, group=group)
         elif order == "end":
             return
         orders.send(order)
+
+
+def packed(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[torch.Tensor]:
+    """Yield arrays of bytes as vLLM's trainers send them: each ends with the tensor that makes it exceed the limit."""
+    pieces: list[torch.Tensor] = []
+    for tensor in tensors:
+        pieces.append(tensor.contiguous().view(-1).view(torch.uint8))
+        if sum(len(piece) for piece in pieces) > limit:
+            yield torch.cat(pieces)
+            pieces = []
+    if pieces:
+        yield torch.cat(pieces)
 
 
 class Trainer:
@@ -73,6 +89,10 @@ class Trainer:
     def send(self, names: Sequence[str]) -> None:
         """Broadcast tensors; does not wait."""
         self.begin("send", list(names))
+
+    def pack(self, names: Sequence[str], limit: int) -> None:
+        """Broadcast tensors in buckets; does not wait."""
+        self.begin("pack", list(names), limit)
 
     def die(self) -> None:
         """Kill the process."""

@@ -56,6 +56,31 @@ def test_engine_updates_from_plain_broadcasts(
     assert engine.weights_checksum() == other.weights_checksum()
 
 
+@pytest.mark.parametrize("limit", [1, 7, 20, 1 << 20])
+def test_buckets_hold_tensors_of_any_dtype(limit: int, tmp_path: Path) -> None:
+    """A float32 tensor may follow an odd number of bfloat16 ones, so that its bytes are not aligned."""
+    sent = {
+        "a": torch.arange(3).to(torch.bfloat16),
+        "b": torch.arange(4, dtype=torch.float32),
+        "c": torch.ones((), dtype=torch.float16),
+        "d": torch.arange(6, dtype=torch.float64).view(2, 3),
+    }
+    with trainer_process(sent, tmp_path) as trainer:
+        group = join_group(trainer)
+        for _ in range(2):
+            trainer.pack(list(sent), limit)
+            received = collect(group.receive(specs_of(sent, list(sent)), bucket_bytes=limit))
+            trainer.wait()
+            assert list(received) == list(sent)
+            assert all(torch.equal(received[name], sent[name]) for name in sent)
+        trainer.pack(list(sent), limit)
+        some = group.receive(specs_of(sent, list(sent)), bucket_bytes=limit)
+        next(some)
+        some.close()
+        trainer.wait()
+        group.close()
+
+
 def test_group_is_usable_after_reader_stops_early(untied: Pair, tmp_path: Path) -> None:
     sent = untied.named()
     names = list(sent)

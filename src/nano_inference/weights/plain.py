@@ -99,8 +99,12 @@ class PlainGroup(Member):
         self._is_last = not next_ranks
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def receive(self, specs: Sequence[PlainSpec], own: Shapes = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
+    def receive(
+        self, specs: Sequence[PlainSpec], own: Shapes = MappingProxyType({}), *, bucket_bytes: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in the announced order; a tensor is valid until the next is requested.
+
+        With `bucket_bytes`, the trainer broadcasts the tensors of each of `buckets` as one array of bytes.
 
         `own` holds the model's shapes: the trainer may send those instead of the announced ones. If the generator is
         closed early, or a broadcast has another size than announced (`WeightError`), the remaining broadcasts are
@@ -110,16 +114,17 @@ class PlainGroup(Member):
         if self.is_receiving:
             raise WeightError("the weight group still receives an earlier update")
         self.is_receiving = True
-        left = iter(specs)
+        left = iter([(spec,) for spec in specs] if bucket_bytes is None else buckets(specs, bucket_bytes))
+        receive = (lambda part: self._receive_alone(part[0], own)) if bucket_bytes is None else self._receive_bucket
         try:
-            for spec in left:
-                yield spec.name, self._receive_one(spec, own)
+            for part in left:
+                yield from receive(part)
         except (GeneratorExit, _OtherSizeError) as error:
             if isinstance(error, _OtherSizeError):
                 _log.warning("an update will be refused after its remaining tensors are received: %s", error)
-            for spec in left:
+            for part in left:
                 with suppress(_OtherSizeError):
-                    self._receive_one(spec, own)
+                    receive(part)
             raise
         except BaseException:
             self._is_broken = True  # a broadcast may be half received: the next would receive its remainder
@@ -134,24 +139,67 @@ class PlainGroup(Member):
             self._is_broken = True
         super().close()
 
-    def _receive_one(self, spec: PlainSpec, own: Shapes) -> Tensor:
+    def _receive_alone(self, spec: PlainSpec, own: Shapes) -> list[tuple[str, Tensor]]:
+        """Return a tensor that is broadcast by itself."""
         if not self._is_oversized:
-            return self._broadcast(huge_empty(spec.shape, DTYPES[spec.dtype], self._device))
+            return [(spec.name, self._broadcast(huge_empty(spec.shape, DTYPES[spec.dtype], self._device)))]
         guesses = possible_specs(spec, own if self._is_last else {})
         num_bytes = max(math.prod(spec.shape) * _WIDEST, *(one.num_bytes for one in guesses)) + _SPARE_BYTES
+        buffer = self._oversized(num_bytes, [one.num_bytes for one in guesses])
+        if not ends_at(buffer, spec.num_bytes):
+            raise _OtherSizeError(_other_size(buffer, spec, guesses))
+        return [(spec.name, buffer[: spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape))]
+
+    def _receive_bucket(self, specs: Sequence[PlainSpec]) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a bucket; copies where the array does not align them."""
+        size = sum(spec.num_bytes for spec in specs)
+        if self._is_oversized:
+            buffer = self._oversized(2 * size + _SPARE_BYTES, [size])
+            if not ends_at(buffer, size):
+                compared = "fewer" if _marked_after(buffer, size) else "more"
+                raise _OtherSizeError(
+                    f"a packed broadcast of {len(specs)} tensors from {specs[0].name} on has {compared} than the "
+                    f"announced {size} bytes; is packed_buffer_size_bytes the trainer's?"
+                )
+        else:
+            buffer = self._broadcast(huge_empty((size,), torch.uint8, self._device))
+        found, end = [], 0
+        for spec in specs:
+            start, end = end, end + spec.num_bytes
+            dtype = DTYPES[spec.dtype]
+            values = buffer[start:end].clone() if start % dtype.itemsize else buffer[start:end]
+            found.append((spec.name, values.view(dtype).view(spec.shape)))
+        return found
+
+    def _oversized(self, num_bytes: int, ends: Sequence[int]) -> Tensor:
+        """Return a buffer of bytes with a broadcast, and marks around its possible ends."""
         if self._buffer.numel() < num_bytes:
             self._buffer = huge_empty((num_bytes,), torch.uint8, self._device)
         buffer = self._buffer[:num_bytes]
-        for one in guesses:
-            mark(buffer, one.num_bytes)
+        for end in ends:
+            mark(buffer, end)
         self._broadcast(buffer)
-        if not ends_at(buffer, spec.num_bytes):
-            raise _OtherSizeError(_other_size(buffer, spec, guesses))
-        return buffer[: spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape)
+        return buffer
 
 
 class _OtherSizeError(WeightError):
     """A broadcast had another size than announced; it was received completely."""
+
+
+def buckets(specs: Sequence[PlainSpec], limit: int) -> list[list[PlainSpec]]:
+    """Return the tensors of each packed broadcast, which ends with the tensor that makes it larger than `limit` bytes.
+
+    The rule of vLLM's distributed/weight_transfer/packed_tensor.py (00a9ccf).
+    """
+    found: list[list[PlainSpec]] = []
+    size = limit + 1
+    for spec in specs:
+        if size > limit:
+            found.append([])
+            size = 0
+        found[-1].append(spec)
+        size += spec.num_bytes
+    return found
 
 
 def forwarded_to(rank: int, world_size: int) -> tuple[int, ...]:

@@ -124,8 +124,8 @@ class RLContext:
         left = sorted(name for name in set(names) if self.groups.leave(name))
         return {"aborted": True, "closed_groups": left, **await self.facts()}
 
-    async def join(self, info: InitInfo | InitGroupBody) -> None:
-        """Join a trainer's group. Raises `ApiError` as `Groups.join` does, and 409 while an update is open."""
+    async def join(self, info: InitInfo | InitGroupBody, bucket_bytes: int | None = None) -> None:
+        """Join a trainer's group, whose broadcasts are packed with `bucket_bytes`. Raises `ApiError` as `Groups.join` does, and 409 while an update is open."""
         if self.updates.is_open:
             raise ApiError(409, f"busy: an update is open: {HOW_TO_END}", code="busy")
         await self.groups.join(
@@ -135,6 +135,7 @@ class RLContext:
             rank=info.rank_offset,
             world_size=info.world_size,
             backend=info.backend or self.backend,
+            bucket_bytes=bucket_bytes,
         )
 
     async def weights_in(self, path: str, field: str) -> Source:

@@ -14,6 +14,8 @@ from nano_inference.server.rl.threads import in_thread
 from nano_inference.types import WeightError
 
 MAX_GROUPS = 8
+Packed = int | Literal[False] | None
+"""Size in bytes of packed broadcasts; False for one broadcast per tensor."""
 _SHOWN_FAULTS = 5
 _log = logging.getLogger("nano_inference.server")
 
@@ -29,6 +31,8 @@ class Groups:
         """Name -> `PlainGroup`, whose module is imported late: it imports torch."""
         self._joining: dict[str, asyncio.Task[None]] = {}
         """Rendezvous in progress; cancelling the task abandons it."""
+        self._bucket_bytes: dict[str, int | None] = {}
+        """Name -> size of packed broadcasts."""
 
     async def join(
         self,
@@ -39,8 +43,11 @@ class Groups:
         rank: int,
         world_size: int,
         backend: Literal["gloo", "nccl"],
+        bucket_bytes: int | None = None,
     ) -> None:
         """Join the group of a trainer, which has rank 0. An existing or joining group of that name is left first.
+
+        `bucket_bytes`: the trainer packs tensors into broadcasts of this size, unless an update says otherwise.
 
         Raises `ApiError`: 400 for invalid arguments and if no trainer connects, 409 if the join is cancelled by a newer
         one or by `leave`, or if there are `MAX_GROUPS` groups.
@@ -70,6 +77,7 @@ class Groups:
         task = asyncio.ensure_future(self._connect(name, connect))
         task.add_done_callback(lambda _: given_up.set())
         await self._wait(name, task)
+        self._bucket_bytes[name] = bucket_bytes
 
     async def _connect(self, name: str, connect: Callable[[], Any]) -> None:
         """Connect in a thread and store the group; if this was cancelled meanwhile, the group is closed."""
@@ -105,12 +113,19 @@ class Groups:
         return sum(self.leave(name) for name in self._groups.keys() | self._joining.keys())
 
     def receive(
-        self, name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], dtypes_field: str
+        self,
+        name: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtypes_field: str,
+        packed: Packed = None,
     ) -> Source:
         """Return a source that receives the tensors that the trainer broadcasts. Raises `ApiError` naming the field.
 
         Tensors that do not fit the model are received too, so that the ranks stay in step; the update is rejected
-        afterwards, and a warning is logged at once. `dtypes_field` is the client's name of `dtypes`.
+        afterwards, and a warning is logged at once. `dtypes_field` is the client's name of `dtypes`; without `packed`
+        the tensors come as the group was joined.
         """
         from nano_inference.weights.plain import misfits, plain_specs
 
@@ -125,5 +140,6 @@ class Groups:
         if faults := misfits(specs, shapes_of):
             shown = "; ".join(faults[:_SHOWN_FAULTS])
             _log.warning("an update will be rejected once received: %d tensors do not fit: %s", len(faults), shown)
-        source: Source = group.receive(specs, shapes_of)
+        bucket_bytes = self._bucket_bytes.get(name) if packed is None else packed or None
+        source: Source = group.receive(specs, shapes_of, bucket_bytes=bucket_bytes)
         return source

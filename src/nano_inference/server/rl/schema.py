@@ -88,9 +88,10 @@ class InitInfo(Body):
     rank_offset: Count
     world_size: Count
     packed: bool | None = None
-    packed_buffer_size_bytes: Count | None = None
+    """The trainer broadcasts several tensors as one array of bytes."""
+    packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=2**36)] | None = None
     packed_num_buffers: Count | None = None
-    """Both are ignored: they have no effect without `packed`."""
+    """Ignored: it concerns the sender."""
     group_name: GroupName | None = None
     backend: Literal["gloo", "nccl"] | None = None
 
@@ -116,9 +117,10 @@ class UpdateInfo(Body):
     dtype_names: Dtypes | None = None
     shapes: Shapes | None = None
     packed: bool | None = None
-    packed_buffer_size_bytes: Count | None = None
+    """The trainer broadcasts several tensors as one array of bytes."""
+    packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=2**36)] | None = None
     packed_num_buffers: Count | None = None
-    """Both are ignored: they have no effect without `packed`."""
+    """Ignored: it concerns the sender."""
     group_name: GroupName | None = None
     weight_dir: Path | None = None
     path: Path | None = None

@@ -15,6 +15,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.rl.body_stream import BodyStream, weights_in_body
 from nano_inference.server.rl.context import Command, RLContext
 from nano_inference.server.rl.feed import Source
+from nano_inference.server.rl.groups import Packed
 from nano_inference.server.rl.schema import (
     GROUP,
     UPDATE_FORMS,
@@ -23,6 +24,7 @@ from nano_inference.server.rl.schema import (
     EmptyBody,
     FinishUpdateBody,
     FromBodyQuery,
+    InitInfo,
     InitTransferBody,
     LabelBody,
     PauseBody,
@@ -36,7 +38,8 @@ from nano_inference.server.rl.schema import (
 from nano_inference.types import WeightLabel
 from nano_inference.weights.updates import UpdateRules
 
-_PACKED = "packed is not supported: broadcast each tensor separately, in the order of names"
+_BUCKET_BYTES = 1 << 30
+"""vLLM's default size of packed broadcasts."""
 
 
 async def _pause(context: RLContext, request: Request) -> JSON:
@@ -84,9 +87,7 @@ async def _wake_up(context: RLContext, request: Request) -> JSON:
 
 async def _init_transfer(context: RLContext, request: Request) -> JSON:
     info = (await context.read(request, InitTransferBody)).init_info
-    if info.packed:
-        raise ApiError(400, f"init_info.{_PACKED}", param="init_info.packed")
-    await context.join(info)
+    await context.join(info, _packed(info) or None)
     return {"message": "Weight transfer initialized", **await context.facts()}
 
 
@@ -182,8 +183,6 @@ def _directory_of(body: UpdateWeightsBody) -> tuple[str | None, str]:
     for name in UPDATE_FORMS:
         if extra.get(name):
             raise ApiError(501, f"{name} is not supported: broadcast plain tensors or name a directory", param=name)
-    if info is not None and info.packed:
-        raise ApiError(400, f"update_info.{_PACKED}", param="update_info.packed")
     paths = {"weight_dir": body.weight_dir}
     if info is not None:
         paths |= {"update_info.weight_dir": info.weight_dir, "update_info.path": info.path}
@@ -201,7 +200,15 @@ async def _source_of(context: RLContext, info: UpdateInfo | None, directory: str
     if info is None or info.names is None or info.dtype_names is None or info.shapes is None:
         text = "update_info: give names, dtype_names and shapes, or a directory"
         raise ApiError(400, text, param="update_info")
-    return context.groups.receive(info.group_name or GROUP, info.names, info.dtype_names, info.shapes, "dtype_names")
+    name = info.group_name or GROUP
+    return context.groups.receive(name, info.names, info.dtype_names, info.shapes, "dtype_names", _packed(info))
+
+
+def _packed(info: InitInfo | UpdateInfo) -> Packed:
+    """Return the size of packed broadcasts, False for single ones, None if the trainer does not say."""
+    if info.packed is None:
+        return None
+    return (info.packed_buffer_size_bytes or _BUCKET_BYTES) if info.packed else False
 
 
 async def _update_from_body(context: RLContext, request: Request) -> JSON:
