@@ -277,7 +277,6 @@ def content(*blocks: JSON, role: str = "user") -> JSON:
         ({"logprobs": True}, "logprobs"),
         ({"grammar": "x"}, "grammar"),
         ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         (
             {"output_format": {"type": "json_schema", "schema": {}}}

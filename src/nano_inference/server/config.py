@@ -105,6 +105,10 @@ class ServerConfig:
     max_n: int = resolved("max_n", "most samples of one prompt", integer(1, 65536))
     max_logprobs: int = resolved("max_logprobs", "most alternatives of a token", integer(0, 1000))
     max_body_bytes: int = resolved("max_body_bytes", "largest request body, in bytes or as 8MiB", integer(1024))
+    max_stored_replies: int = helped(
+        1024, "most replies of /v1/responses kept in memory for clients that refer to them; 0 keeps none", integer(0)
+    )
+    max_stored_bytes: int = helped(64 << 20, "most bytes of these replies, in bytes or as 64MiB", integer(0))
     max_connections: int = helped(
         1000, "most open connections; fewer when the process may open fewer files", integer(1)
     )
