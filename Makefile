@@ -99,6 +99,8 @@ docs: .venv/ready
 	.venv-clients/litellm/bin/python -m pip install litellm==1.106.2
 	$(PYTHON) -m venv .venv-clients/instructor
 	.venv-clients/instructor/bin/python -m pip install 'instructor[anthropic]==1.17.0'
+	@npm install --prefix .venv-clients/node --no-audit --no-fund @openai/codex@0.169.0 \
+		|| echo "WARNING: the Codex CLI could not be installed: IT IS NOT TESTED (needs npm)"
 	touch $@
 
 clean:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from nano_inference.server.errors import ApiError
 
 _OVERHEAD = 512
-"""Bytes of a stored reply besides its two texts: objects, keys, links."""
+"""Bytes of a stored reply in addition to its two texts: objects, keys, links."""
 
 Owner = int | None
 """Index of the API key that a reply belongs to; None on a server without keys."""

@@ -156,5 +156,5 @@ class CompactBody(Body):
 
 
 def is_left_out(tool: FlatTool) -> bool:
-    """Return True for a tool that can do nothing on this server, so that the model is not told of it."""
+    """Return True for a tool that can do nothing on this server, so that the prompt leaves it out."""
     return tool.type == LOCAL_SEARCH and tool.external_web_access is False
