@@ -42,7 +42,7 @@ def commanding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def delegating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server whose model calls a function in one of Codex' namespaces."""
-    yield from served(tmp_path_factory.mktemp("delegating"), "multi_agent_v1.close_agent", {"target": "nobody"})
+    yield from served(tmp_path_factory.mktemp("delegating"), "multi_agent_v1.close_agent", {"target": "no-agent"})
 
 
 def codex(home: Path, server: Served, *arguments: str) -> list[JSON]:
@@ -87,7 +87,7 @@ def test_codex_receives_calls_of_its_namespaces(delegating: Served, tmp_path: Pa
     assert [one["text"] for one in completed(events, "agent_message")] == [ANSWER]
     call, output = calls_in(tmp_path)
     assert (call["namespace"], call["name"]) == ("multi_agent_v1", "close_agent")
-    assert output["call_id"] == call["call_id"] and "nobody" in output["output"]
+    assert output["call_id"] == call["call_id"] and "no-agent" in output["output"]
 
 
 def test_codex_shows_the_servers_refusal(commanding: Served, tmp_path: Path) -> None:

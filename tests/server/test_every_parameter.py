@@ -150,6 +150,7 @@ SEEN: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
         "prompt": frozenset({"prompt_token_ids", "prompt_tokens", "tokens_evaluated", "prompt", "input_tokens"}),
         "cached": frozenset({"cached_tokens", "tokens_cached", "cache_read_input_tokens"}),
+        "written": frozenset({"cache_creation_input_tokens"}),
         "end": frozenset({"finish_reason", "stop_reason", "stop_type", "stopping_word", "stop_sequence", "status"}),
         "index": frozenset({"index"}),
         "calls": frozenset({"tool_calls", "arguments", "input", "name"}),
@@ -608,13 +609,20 @@ ANTHROPIC: Table = {
     "tools.input_schema": turn("prompt", SCHEMA, OTHER_SCHEMA, tools=WORKS),
     "tools.strict": idle(True, tools=WORKS),
     "thinking": turn("prompt", {"type": "disabled"}),
-    "thinking.type": turn("error", "enabled", "disabled"),
+    "thinking.type": turn("prompt", "disabled", "adaptive"),
+    "thinking.budget_tokens": idle(1024, 2048, thinking={"type": "enabled"}),
+    "thinking.display": idle("omitted", "summarized", thinking={"type": "enabled"}),
+    "context_management": turn("error", {"edits": [{"type": "compact"}]}, {"edits": []}),
+    "context_management.edits": turn("error", [{"type": "compact"}], [{"type": "clear_thinking_20251015"}]),
+    "context_management.edits.type": turn(
+        "error", "compact", "clear_thinking_20251015", context_management={"edits": [{}]}
+    ),
     "output_config": turn("prompt", {"effort": "low"}),
     "output_config.effort": turn("prompt", "low", "high"),
     "output_config.format.type": turn("error", "text", "json_schema", output_config={"format": SCHEMED}),
     "output_format.type": turn("error", "text", "json_schema", output_format=SCHEMED),
     "chat_template_kwargs": turn("prompt", {"mood": "!"}, {"mood": "??"}),
-    "cache_control": idle({"type": "ephemeral"}),
+    "cache_control": turn("written", {"type": "ephemeral"}),
     "user_profile_id": idle("u"),
     "workspace_id": idle("w"),
 }
@@ -644,6 +652,7 @@ MESSAGES_TABLE: Table = {
 }  # fmt: skip
 COUNT_TABLE: Table = {
     **ANTHROPIC,
+    "cache_control": idle({"type": "ephemeral"}),
     "tool_choice": turn("error", {"type": "any"}, {"type": "none"}),
     "tool_choice.type": turn("error", "any", "none"),
     "tool_choice.name": turn("error", "h", "f", tools=WORKS, tool_choice={"type": "tool"}),
@@ -852,7 +861,7 @@ def test_embedding_salt_separates_cached_prefixes(servers: Mapping[str, Running]
 
 BOOKS = frozenset({*INFORMING, "stream_options.include_obfuscation"})
 SPOKEN = frozenset({"tools.function.strict", "functions.strict"})
-CLAUDE = frozenset({"cache_control", "user_profile_id", "workspace_id", "tools.strict"})
+CLAUDE = frozenset({"user_profile_id", "workspace_id", "tools.strict", "thinking.budget_tokens", "thinking.display"})
 UNSEEN = frozenset({"reasoning.summary", "reasoning.generate_summary"})
 INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -865,7 +874,12 @@ INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
         | {"tools.strict", "tools.tools.strict", "parallel_tool_calls"},
         MESSAGES: CLAUDE | {"metadata", "service_tier"},
         COUNT: CLAUDE
-        | {"tool_choice.disable_parallel_tool_use", "output_config.format.schema", "output_format.schema"},
+        | {
+            "cache_control",
+            "tool_choice.disable_parallel_tool_use",
+            "output_config.format.schema",
+            "output_format.schema",
+        },
         GENERATE: frozenset(
             {"stream_options.include_obfuscation", "token_offsets", "assistant_tokens_mask"}
             | {f"{PARAMS}.{name}" for name in ("detokenize", "flat_logprobs", "skip_clone")}
