@@ -21,7 +21,7 @@ import httpx2
 PATIENCE = 300.0
 """Timeout in seconds."""
 NEEDED = "not installed; `make test-clients` creates an environment with the clients"
-_REDIRECTS = ("OPENAI_", "LLM_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "GUIDELLM_", "NANO_INFERENCE_PORT")
+_REDIRECTS = ("OPENAI_", "CODEX_", "LLM_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "GUIDELLM_", "NANO_INFERENCE_PORT")
 """Prefixes of environment variables that redirect a client."""
 
 
@@ -93,6 +93,11 @@ def offline(home: Path | None = None) -> dict[str, str]:
 def program(name: str) -> str:
     """Return the path of a program in the Python environment of the tests."""
     return str(Path(sys.executable).parent / name)
+
+
+def node_program(name: str) -> str:
+    """Return the path of a program of an npm package in the Python environment of the tests."""
+    return str(Path(sys.prefix) / "node" / "node_modules" / ".bin" / name)
 
 
 def _read(process: subprocess.Popen[str], lines: list[str], news: queue.SimpleQueue[str]) -> None:

@@ -125,9 +125,9 @@ def test_stop_sequence_ends_the_message(tiny_server: Served) -> None:
 
 def test_refusals_raise_the_clients_errors(tiny_server: Served) -> None:
     client = client_of(tiny_server)
-    with pytest.raises(anthropic.BadRequestError, match="thinking") as bad:
-        client.messages.create(**REQUEST, thinking={"type": "enabled", "budget_tokens": 1024})
-    assert bad.value.type == "invalid_request_error" and "thinking.type" in bad.value.api_message
+    with pytest.raises(anthropic.BadRequestError, match="container") as bad:
+        client.messages.create(**{**REQUEST, "extra_body": {"container": "c"}})
+    assert bad.value.type == "invalid_request_error" and "container" in bad.value.api_message
     assert bad.value.error_code == "unsupported_field"
     with pytest.raises(anthropic.NotFoundError, match="claude") as lost:
         client.messages.create(**(REQUEST | {"model": "claude"}))

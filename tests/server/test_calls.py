@@ -305,13 +305,27 @@ def test_template_variables_and_limits(model: ServedModel) -> None:
     assert prompt() == "hello"
     assert prompt(chat_template_kwargs={"loud": True}).startswith("hello!")
     assert prompt(reasoning_effort="high") == "hellohigh"
-    with pytest.raises(ApiError, match="reasoning_effort is not supported"):
-        chat(model, reasoning_effort="high")
-    with pytest.raises(ApiError, match="reasoning_effort is not supported"):
+    with pytest.raises(ApiError, match="reasoning_effort must be a string"):
         chat(shouting, reasoning_effort=5)
+    for effort in ("none", "minimal", "xhigh", "any"):
+        assert chat(model, reasoning_effort=effort).requests[0].prompt == chat(model).requests[0].prompt
     assert chat(model, reasoning_effort=None).requests
     body = TokenizeBody(messages=HELLO, reasoning_effort="high")
     assert tokenize(body, shouting)["count"] == len("hellohigh")
+
+
+def test_effort_switches_the_reasoning_of_a_template_without_levels(model: ServedModel) -> None:
+    thinking = templated(
+        model, "{{ messages[0].content }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+    )
+
+    def prompt(**fields: Any) -> str:
+        return thinking.tokenizer.decode(chat(thinking, **fields).requests[0].prompt).lower()
+
+    assert prompt() == "hello"
+    assert (prompt(reasoning_effort="none"), prompt(reasoning_effort="low")) == ("hellofalse", "hellotrue")
+    kwargs = {"enable_thinking": True}
+    assert prompt(reasoning_effort="none", chat_template_kwargs=kwargs) == "hellotrue"
 
 
 def test_generation_prompt_options(model: ServedModel) -> None:

@@ -22,6 +22,8 @@ import tokenizers
 import nano_inference
 from nano_inference.server.dialects import embeddings, generate, messages, responses, sglang
 from nano_inference.server.dialects.responses import LOGPROBS
+from nano_inference.server.dialects.responses_body import InputTokensBody
+from nano_inference.server.dialects.responses_summary import encoded
 from nano_inference.server.schema import Body
 from tests.server.mounted import CONVERTING, GENERATING, ids
 from tests.server.tiny import Running, make_tiny, running
@@ -30,6 +32,7 @@ JSON = dict[str, Any]
 COMPLETE, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
 EMBED, COUNT = "/v1/embeddings", "/v1/messages/count_tokens"
+COMPACT, INPUT_TOKENS = "/v1/responses/compact", "/v1/responses/input_tokens"
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
 BODIES: Mapping[str, type[Body]] = MappingProxyType(
     {one.path: one.body for one in GENERATING} | {one.path: one.body for one in CONVERTING}
@@ -148,17 +151,19 @@ SEEN: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
         "prompt": frozenset({"prompt_token_ids", "prompt_tokens", "tokens_evaluated", "prompt", "input_tokens"}),
         "cached": frozenset({"cached_tokens", "tokens_cached", "cache_read_input_tokens"}),
+        "written": frozenset({"cache_creation_input_tokens"}),
         "end": frozenset({"finish_reason", "stop_reason", "stop_type", "stopping_word", "stop_sequence", "status"}),
         "index": frozenset({"index"}),
         "calls": frozenset({"tool_calls", "arguments", "input", "name"}),
         "vector": frozenset({"embedding"}),
         "settings": frozenset({"generation_settings"}),
-        "echo": frozenset({"tools", "format", "verbosity"}),
+        "echo": frozenset({"tools", "format", "verbosity", "store"}),
     }
 )
 """Aspect of a reply -> names of its fields. Further aspects: "error", "form", "id", "reply"."""
 VOLATILE = frozenset(
-    {"id", "request_id", "call_id", "item_id", "created", "created_at", "e2e_latency", "timings", "sequence_number"}
+    {"id", "request_id", "call_id", "item_id", "created", "created_at", "completed_at", "e2e_latency", "timings"}
+    | {"sequence_number"}
 )
 """Different each time."""
 
@@ -387,6 +392,8 @@ BASES: Mapping[str, JSON] = MappingProxyType(
         COMPLETE: {"prompt": "abc", "max_tokens": 6, "return_token_ids": True, **_FREE},
         CHAT: {"messages": user("abc"), "max_tokens": 6, "return_token_ids": True, **_FREE},
         RESPONSES: {"input": "abc", "max_output_tokens": 6, "return_token_ids": True, **_FREE},
+        COMPACT: {"model": "tiny", "input": "abc"},
+        INPUT_TOKENS: {"input": "abc"},
         MESSAGES: {
             "messages": user("abc"), "max_tokens": 6, "temperature": 1.0, "seed": 1, "return_token_ids": True
         },
@@ -449,6 +456,7 @@ SUM_TURNS = [*user("What is 1 plus 2?"), {"role": "assistant", "content": "3"}, 
 SURE_HERE: JSON = {"max_output_tokens": 120, "ignore_eos": False}
 SUM_HERE: JSON = {"temperature": 0.0, "max_output_tokens": 24, "seed": ABSENT, "ignore_eos": False}
 FLAT = [{"type": "function", **one} for one in (F, G)]
+SPACE = [{"type": "namespace", "name": "n", "description": "Works.", "tools": FLAT}]
 FORMAT: JSON = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": [1]}}}
 OWN_RESPONSES: Table = {
     "n": turn("error", 2, 1),
@@ -468,6 +476,8 @@ OWN_RESPONSES: Table = {
     "input.call_id": turn("error", "d", "c", input=ITEM_TALK),
     "input.name": turn("prompt", "f", "g", input=ITEM_TALK),
     "input.arguments": turn("prompt", '{"x": 1}', '{"x": 2}', input=ITEM_TALK),
+    "input.namespace": turn("prompt", "n", "space", input=ITEM_TALK),
+    "input.encrypted_content": turn("prompt", encoded("abc"), encoded("abd"), input=[{"type": "compaction"}]),
     "input.output": turn("prompt", "sun", "rain", at="input.1.output", input=ITEM_TALK),
     "input.output.type": turn("error", "input_image", "input_text", at="input.1.output.0.type", input=ITEM_PARTS),
     "input.output.text": turn("prompt", "sun", "rain", at="input.1.output.0.text", input=ITEM_PARTS),
@@ -475,6 +485,7 @@ OWN_RESPONSES: Table = {
     "max_output_tokens": turn("tokens", 2, 3),
     "include": turn("logprobs", [LOGPROBS], []),
     "top_logprobs": turn("logprobs", 1, 2, include=[LOGPROBS]),
+    "logprob_token_ids": turn("logprobs", [A], [B], include=[LOGPROBS]),
     "text": turn("text", FORMAT, {"format": {"type": "text"}}, **SURE_HERE),
     "text.format": turn("text", FORMAT["format"], {"type": "text"}, **SURE_HERE),
     "text.format.type": turn("text", "json_schema", "text", text=FORMAT, **SURE_HERE),
@@ -489,6 +500,13 @@ OWN_RESPONSES: Table = {
     "tools.description": turn("prompt", "Does.", "Does that.", tools=FLAT),
     "tools.parameters": turn("prompt", SCHEMA, OTHER_SCHEMA, tools=FLAT),
     "tools.strict": turn("echo", True, False, tools=FLAT),
+    "tools.external_web_access": turn("error", True, False, tools=[{"type": "web_search"}]),
+    "tools.tools": turn("prompt", FLAT, FLAT[:1], tools=SPACE),
+    "tools.tools.type": turn("error", "custom", "function", tools=SPACE),
+    "tools.tools.name": turn("prompt", "f", "another", tools=SPACE),
+    "tools.tools.description": turn("prompt", "Does.", "Does that.", tools=SPACE),
+    "tools.tools.parameters": turn("prompt", SCHEMA, OTHER_SCHEMA, tools=SPACE),
+    "tools.tools.strict": turn("echo", True, False, tools=SPACE),
     "tool_choice": turn("calls", "required", "none", tools=FLAT, **SURE_HERE),
     "parallel_tool_calls": turn(
         "calls", True, False, tools=[{"type": "function", **NOTHING}], tool_choice="required",
@@ -496,6 +514,9 @@ OWN_RESPONSES: Table = {
     ),
     "reasoning": turn("prompt", {"effort": "low"}, {"effort": "high"}),
     "reasoning.effort": turn("prompt", "low", "high"),
+    "reasoning.summary": idle("auto"),
+    "reasoning.generate_summary": idle("auto"),
+    "store": turn("echo", True, False),
     "chat_template_kwargs": turn("prompt", {"mood": "!"}, {"mood": "??"}),
     "continue_final_message": turn("prompt", True, False),
     "add_special_tokens": turn("error", True, False),
@@ -520,6 +541,38 @@ RESPONSES_TABLE: Table = {
     **renamed(without(SAMPLING, *OWN_RESPONSES), {"max_tokens": "max_output_tokens"}),
     **INFORMING,
     **OWN_RESPONSES,
+}
+COMPACT_TABLE: Table = {
+    **{name: case._replace(what="reply") if case.what == "prompt" else case for name, case in
+       only(OWN_RESPONSES, *(name for name in OWN_RESPONSES if name == "input" or name.startswith("input."))).items()
+       },
+    **only(OWN_RESPONSES, "prompt_cache_options", "prompt_cache_retention", "previous_response_id", "image"),
+    **only(INFORMING, "prompt_cache_key", "service_tier"),
+    "model": turn("error", "other", "tiny"),
+    "instructions": turn("reply", "Be.", "Be short."),
+}  # fmt: skip
+INPUT_TOKENS_TABLE: Table = {
+    **only(OWN_RESPONSES, *(name for name in OWN_RESPONSES if name.split(".")[0] in InputTokensBody.model_fields)),
+    "model": turn("error", "other", "tiny"),
+    "input": turn("prompt", "abc", "abcd"),
+    "input.role": turn("error", "", "user", input=user("abc")),
+    "input.content": turn("prompt", "abc", "abcd", input=user("abc")),
+    "input.content.text": turn("prompt", "abc", "abcd", input=ITEM_TEXT),
+    "input.name": turn("prompt", "f", "gg", input=ITEM_TALK),
+    "input.arguments": turn("prompt", '{"x": 1}', '{"x": 22}', input=ITEM_TALK),
+    "input.encrypted_content": turn("prompt", encoded("abc"), encoded("abcd"), input=[{"type": "compaction"}]),
+    "text": turn("error", {"format": {"type": "x"}}, FORMAT),
+    "text.format": turn("error", {"type": "x"}, FORMAT["format"]),
+    "text.format.type": turn("error", "x", "json_schema", text=FORMAT),
+    "text.format.name": idle("n", "m", text=FORMAT),
+    "text.format.description": idle("d", "e", text=FORMAT),
+    "text.format.schema": turn("error", ABSENT, {"enum": [1]}, text=FORMAT),
+    "text.format.strict": idle(True, False, text=FORMAT),
+    "text.verbosity": idle("low", "high"),
+    "tools.strict": idle(True, False, tools=FLAT),
+    "tools.tools.strict": idle(True, False, tools=SPACE),
+    "tool_choice": turn("error", "required", "none"),
+    "parallel_tool_calls": idle(True, False, tools=FLAT),
 }
 
 USE: JSON = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
@@ -560,13 +613,20 @@ ANTHROPIC: Table = {
     "tools.input_schema": turn("prompt", SCHEMA, OTHER_SCHEMA, tools=WORKS),
     "tools.strict": idle(True, tools=WORKS),
     "thinking": turn("prompt", {"type": "disabled"}),
-    "thinking.type": turn("error", "enabled", "disabled"),
+    "thinking.type": turn("prompt", "disabled", "adaptive"),
+    "thinking.budget_tokens": idle(1024, 2048, thinking={"type": "enabled"}),
+    "thinking.display": idle("omitted", "summarized", thinking={"type": "enabled"}),
+    "context_management": turn("error", {"edits": [{"type": "compact"}]}, {"edits": []}),
+    "context_management.edits": turn("error", [{"type": "compact"}], [{"type": "clear_thinking_20251015"}]),
+    "context_management.edits.type": turn(
+        "error", "compact", "clear_thinking_20251015", context_management={"edits": [{}]}
+    ),
     "output_config": turn("prompt", {"effort": "low"}),
     "output_config.effort": turn("prompt", "low", "high"),
     "output_config.format.type": turn("error", "text", "json_schema", output_config={"format": SCHEMED}),
     "output_format.type": turn("error", "text", "json_schema", output_format=SCHEMED),
     "chat_template_kwargs": turn("prompt", {"mood": "!"}, {"mood": "??"}),
-    "cache_control": idle({"type": "ephemeral"}),
+    "cache_control": turn("written", {"type": "ephemeral"}),
     "user_profile_id": idle("u"),
     "workspace_id": idle("w"),
 }
@@ -596,6 +656,7 @@ MESSAGES_TABLE: Table = {
 }  # fmt: skip
 COUNT_TABLE: Table = {
     **ANTHROPIC,
+    "cache_control": idle({"type": "ephemeral"}),
     "tool_choice": turn("error", {"type": "any"}, {"type": "none"}),
     "tool_choice.type": turn("error", "any", "none"),
     "tool_choice.name": turn("error", "h", "f", tools=WORKS, tool_choice={"type": "tool"}),
@@ -731,6 +792,8 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         COMPLETE: COMPLETE_TABLE,
         CHAT: CHAT_TABLE,
         RESPONSES: RESPONSES_TABLE,
+        COMPACT: COMPACT_TABLE,
+        INPUT_TOKENS: INPUT_TOKENS_TABLE,
         MESSAGES: MESSAGES_TABLE,
         GENERATE: GENERATE_TABLE,
         SGLANG: SGLANG_TABLE,
@@ -777,7 +840,7 @@ def test_every_field_has_the_listed_effect(servers: Mapping[str, Running], path:
     assert second.error == (200, "")
     if case.what == "error":
         status, listed = first.error
-        assert status == (404 if field == "model" else 400)
+        assert status == (404 if field in ("model", "previous_response_id") else 400)
         assert {*field.split(".")} & {*re.findall(r"\w+", listed)}, listed
     elif case.what == "nothing":
         parts = [[leaf for leaf in one.part("reply") if field not in leaf[0]] for one in (first, second)]
@@ -806,15 +869,25 @@ def test_embedding_salt_separates_cached_prefixes(servers: Mapping[str, Running]
 
 BOOKS = frozenset({*INFORMING, "stream_options.include_obfuscation"})
 SPOKEN = frozenset({"tools.function.strict", "functions.strict"})
-CLAUDE = frozenset({"cache_control", "user_profile_id", "workspace_id", "tools.strict"})
+CLAUDE = frozenset({"user_profile_id", "workspace_id", "tools.strict", "thinking.budget_tokens", "thinking.display"})
+UNSEEN = frozenset({"reasoning.summary", "reasoning.generate_summary"})
 INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         COMPLETE: BOOKS,
         CHAT: BOOKS | SPOKEN,
-        RESPONSES: BOOKS | {"stream_options.include_usage"},
+        RESPONSES: BOOKS - {"store"} | UNSEEN | {"stream_options.include_usage"},
+        COMPACT: frozenset({"prompt_cache_key", "service_tier"}),
+        INPUT_TOKENS: UNSEEN
+        | {"text.format.name", "text.format.description", "text.format.strict", "text.verbosity"}
+        | {"tools.strict", "tools.tools.strict", "parallel_tool_calls"},
         MESSAGES: CLAUDE | {"metadata", "service_tier"},
         COUNT: CLAUDE
-        | {"tool_choice.disable_parallel_tool_use", "output_config.format.schema", "output_format.schema"},
+        | {
+            "cache_control",
+            "tool_choice.disable_parallel_tool_use",
+            "output_config.format.schema",
+            "output_format.schema",
+        },
         GENERATE: frozenset(
             {"stream_options.include_obfuscation", "token_offsets", "assistant_tokens_mask"}
             | {f"{PARAMS}.{name}" for name in ("detokenize", "flat_logprobs", "skip_clone")}
@@ -828,7 +901,15 @@ INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """Fields without effect."""
 DOCUMENTED_IN: Mapping[str, ModuleType] = MappingProxyType(
-    {RESPONSES: responses, MESSAGES: messages, GENERATE: generate, SGLANG: sglang, EMBED: embeddings}
+    {
+        RESPONSES: responses,
+        COMPACT: responses,
+        INPUT_TOKENS: responses,
+        MESSAGES: messages,
+        GENERATE: generate,
+        SGLANG: sglang,
+        EMBED: embeddings,
+    }
 )
 """Dialects whose module lists its fields without effect."""
 

@@ -221,13 +221,17 @@ def test_output_format_becomes_response_format(model: ServedModel) -> None:
     assert "response_format" not in fields_of(model, output_config={})
 
 
-def test_disabled_thinking_sets_enable_thinking(model: ServedModel) -> None:
+def test_thinking_sets_enable_thinking(model: ServedModel) -> None:
     off = {"type": "disabled"}
     assert "chat_template_kwargs" not in fields_of(model, thinking=off), "the template does not use it"
     source = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<no-think>{% endif %}"
     template = chat_template(source, where="template")
     other = replace(model, dialogue=TemplateDialogue(template, model.tokenizer))
     assert rendered(other, thinking=off).endswith("<no-think>") and not rendered(other).endswith("<no-think>")
+    for kind, variables in (("enabled", {"enable_thinking": True}), ("adaptive", None)):
+        thinking = {"type": kind, "budget_tokens": 1024}
+        assert fields_of(other, thinking=thinking).get("chat_template_kwargs") == variables
+        assert "chat_template_kwargs" not in fields_of(model, thinking=thinking)
     mine = {"enable_thinking": True}
     assert fields_of(other, thinking=off, chat_template_kwargs=mine)["chat_template_kwargs"] == mine
 
@@ -265,11 +269,18 @@ def content(*blocks: JSON, role: str = "user") -> JSON:
         ({"top_p": 0}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"cache_salt": "a/b"}, "cache_salt"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
-        ({"thinking": {"type": "adaptive"}}, "thinking.type"),
+        ({"thinking": {"type": "always"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
-        ({"context_management": {"edits": []}}, "context_management"),
+        (
+            {
+                "context_management": {
+                    "edits": [{"type": "clear_thinking_20251015"}, {"type": "clear_tool_uses_20250919"}]
+                }
+            },
+            "context_management.edits.1.type",
+        ),
         ({"speed": "fast"}, "speed"),
         ({"inference_geo": "eu"}, "inference_geo"),
         ({"stop": ["x"]}, "stop"),
@@ -277,7 +288,6 @@ def content(*blocks: JSON, role: str = "user") -> JSON:
         ({"logprobs": True}, "logprobs"),
         ({"grammar": "x"}, "grammar"),
         ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         (
             {"output_format": {"type": "json_schema", "schema": {}}}

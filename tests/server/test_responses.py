@@ -86,7 +86,8 @@ def without_ids(response: JSON) -> JSON:
     """Return a response without ids, time and usage."""
     removed = ("id", "call_id", "item_id")
     output = [{name: value for name, value in item.items() if name not in removed} for item in response["output"]]
-    return {**response, "id": None, "created_at": None, "usage": None, "output": output}
+    times = {"created_at": None, "completed_at": None}
+    return {**response, **times, "id": None, "usage": None, "output": output}
 
 
 # ---- replies without an engine --------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ class ScriptedReply:
 
     def reply(self, call: Call) -> ResponsesReply:
         echo = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
-        return ResponsesReply(call, TOKENIZER, 7, echo=echo, id_stem="0" * 32)
+        return ResponsesReply(call, TOKENIZER, 7, echo=echo, id_stem="0" * 32, clock=lambda: 9.5)
 
     def ended(self, call: Call) -> Transcript:
         """Return the finished transcript, with a token for each event and without log-probabilities."""
@@ -434,11 +435,15 @@ REFUSED: tuple[tuple[JSON, str], ...] = (
     ({"suffix": "x"}, "suffix"),
     ({"include": ["reasoning.encrypted_content", "file_search_call.results"]}, "include.1"),
     ({"include": [LOGPROBS], "tools": [dict(TOOL)]}, "include"),
-    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
     ({"text": {"shape": "x"}}, "text.shape"),
     ({"text": {"format": {"type": "text", "grammar": "x"}}}, "text.format.grammar"),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading"),
     ({"tools": [dict(TOOL), {"type": "web_search"}]}, "tools.1.type"),
+    ({"tools": [{"type": "web_search", "external_web_access": True}]}, "tools.0.type"),
+    ({"tools": [{"type": "custom", "name": "patch"}]}, "tools.0.type"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools.0.tools.0.type"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{**TOOL, "x": 1}]}]}, "tools.0.tools.0.x"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input.1.type"),
@@ -545,7 +550,7 @@ def test_response_fields(client: openai.OpenAI) -> None:
     assert reply.usage.total_tokens == reply.usage.input_tokens + 12
     assert (reply.temperature, reply.top_p, reply.max_output_tokens) == (0.5, 0.9, 12)
     assert (reply.instructions, reply.metadata, reply.user) == ("Be kind.", {"a": "b"}, "u")
-    assert reply.to_dict()["store"] is False and reply.tool_choice == "auto" and reply.tools == []
+    assert reply.to_dict()["store"] is True and reply.tool_choice == "auto" and reply.tools == []
 
 
 def test_response_equals_the_chats_answer(client: openai.OpenAI) -> None:
@@ -659,9 +664,9 @@ def test_errors_raise_the_clients_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{**REQUEST, "input": "x" * 600})
     assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(openai.NotFoundError) as missing:
         client.responses.create(**{**REQUEST, "previous_response_id": "resp_1"}, stream=True)
-    assert (caught.value.param, caught.value.code) == ("previous_response_id", "unsupported_field")
+    assert (missing.value.param, missing.value.code) == ("previous_response_id", "previous_response_not_found")
     with pytest.raises(openai.NotFoundError) as missing:
         client.responses.create(**{**REQUEST, "model": "other"})
     assert missing.value.code == "model_not_found"

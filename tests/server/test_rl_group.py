@@ -355,7 +355,11 @@ LISTS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
     ("path", "body", "part"),
     [
         ("/init_weight_transfer_engine", {}, "init_info"),
-        ("/init_weight_transfer_engine", {"init_info": {**GOOD, "packed_buffer_size_bytes": 0}}, "packed_buffer_size_bytes"),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {**GOOD, "packed_buffer_size_bytes": 0}},
+            "packed_buffer_size_bytes",
+        ),
         ("/init_weight_transfer_engine", {"init_info": {**GOOD, "backend": "mpi"}}, "backend"),
         ("/init_weights_update_group", {**GOOD, "backend": "nccl"}, "nccl is not available"),
         ("/init_weights_update_group", {**GOOD, "backend": "hccl"}, "backend"),

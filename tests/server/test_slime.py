@@ -162,7 +162,7 @@ def test_hints_are_logged_once_and_refused_if_strict(tiny_directory: Path, caplo
     ):
         assert [ask(plain).status_code for _ in range(2)] == [200, 200]
     logged = [record.getMessage() for record in caplog.records]
-    assert logged == ["fields are ignored: 'priority', 'sampling_params.stream_interval'"]
+    assert logged == ["fields without effect are ignored: 'priority', 'sampling_params.stream_interval'"]
     with running(tiny_directory, ServerConfig(port=0, log_requests=False, strict=True)) as strict:
         reply = ask(strict)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "priority")

@@ -30,6 +30,7 @@ from nano_inference.server.dialect import (
     Generating,
     Occupancy,
     Probing,
+    Recalling,
     error_bodies,
     health_fields,
 )
@@ -37,18 +38,18 @@ from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
+from nano_inference.server.ignored import IgnoredFields
 from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import info
 from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.queue_limits import QueueLimits
+from nano_inference.server.reply_store import ClientReplies, ReplyStore
 from nano_inference.server.schema import Body
 from nano_inference.server.serving import CallResponse, OpenCalls, Serving
-from nano_inference.server.unsupported import reported_fields
 from nano_inference.server.worker_pool import BodyWorkers
 
-_MAX_LOGGED_FIELDS = 1000
 _PROBE_SECONDS = 20.0
 """Deadline of a probing route: SGLang's value for /health_generate."""
 _REJECTIONS = {
@@ -69,7 +70,8 @@ FurtherRoutes = Callable[[Callable[[], LoadedModel]], Sequence[Route]]
 class App:
     """Owns the routes and their shared state: engine link, admission limits, dispatcher, worker threads.
 
-    `further` returns routes that belong to no dialect. Raises `PluginError` for a route that is defined twice.
+    `further` returns routes that belong to no dialect; `replies` stores replies that clients refer to later. Raises
+    `PluginError` for a route that is defined twice.
     """
 
     def __init__(
@@ -79,17 +81,18 @@ class App:
         link: EngineLink,
         dialects: Mapping[str, Dialect],
         further: FurtherRoutes,
+        replies: ReplyStore,
     ) -> None:
         self.config = config
         self.link = link
+        self._replies = replies
         self.serving: Serving | None = None
         self._dialects = dialects
         self._further = further
         self._policy = policy
         self.workers = BodyWorkers()
         self.compilers = Compilers()
-        self.logged_fields: set[str] = set()
-        """Unknown fields that were logged already."""
+        self.ignored = IgnoredFields(config.strict)
         self._open_calls = OpenCalls()
         self._max_running = 0
         """Limit of running samples."""
@@ -163,6 +166,8 @@ class App:
             yield Route(describing.path, partial(self._describe, describing), methods=["GET"])
         for probing in dialect.probing:
             yield Route(probing.path, partial(self._probe, probing), methods=["GET"])
+        for recalling in dialect.recalling:
+            yield Route(recalling.path, partial(self._recall, recalling), methods=[recalling.method])
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the route; turn the router's 404 and 405 into `ApiError`."""
@@ -196,11 +201,13 @@ class App:
             body = parse(data, route.body)
             index, asked = request.scope["state"].get("key_index"), getattr(body, "cache_salt", None)
             salt = self._policy.keys.cache_salt(index, asked)
+            if route.to_stored_call is not None:
+                return body, route.to_stored_call(body, serving.model, self.config, salt, self._replies_of(request))
             return body, route.to_call(body, serving.model, self.config, salt)
 
         seconds = self.config.request_timeout
         body, call = await self.workers.run(len(data), to_call, renders=route.renders, seconds=seconds)
-        self._report_unknown_fields(body)
+        self.ignored.report(body, serving.model)
         left = arrived + self.config.request_timeout - time.monotonic()
         call = await self.compilers.add_matchers(call, serving.model.grammars, left)
         call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
@@ -227,11 +234,13 @@ class App:
 
         def convert() -> tuple[Body, bytes]:
             body = parse(data, route.body)
+            if route.stored_work is not None:
+                return body, to_json(route.stored_work(body, serving.model, self._replies_of(request)))
             return body, to_json(route.work(body, serving.model))
 
         seconds = self.config.request_timeout
         body, reply = await self.workers.run(len(data), convert, renders=route.renders, seconds=seconds)
-        self._report_unknown_fields(body)
+        self.ignored.report(body, serving.model)
         return _json(reply)
 
     # ---- model, documents, pages ------------------------------------------------------------------------------------
@@ -239,6 +248,15 @@ class App:
     async def _describe(self, route: Describing, request: Request) -> Response:
         model = self._require_serving().model
         return _json(to_json(route.describe(model, self._occupancy())))
+
+    async def _recall(self, route: Recalling, request: Request) -> Response:
+        self._require_serving()
+        reply = route.work(self._replies_of(request), request.path_params["id"], dict(request.query_params))
+        return _json(reply if isinstance(reply, bytes) else to_json(reply))
+
+    def _replies_of(self, request: Request) -> ClientReplies:
+        """Return the stored replies of the request's API key."""
+        return self._replies.part_of(request.scope["state"].get("key_index"))
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -343,18 +361,6 @@ class App:
 
     async def _read(self, request: Request) -> bytes:
         return await read_body(request.receive, self._policy.max_body_bytes, self._policy.body_timeout)
-
-    def _report_unknown_fields(self, body: Body) -> None:
-        """Log each field of `reported_fields` once; with `strict`, raise `ApiError`."""
-        names = reported_fields(body)
-        if names and self.config.strict:
-            shown = ", ".join(repr(name[:64]) for name in names[:8])
-            raise ApiError(400, f"fields without effect: {shown}", param=names[0][:64], code="unknown_field")
-        new = sorted({name[:64] for name in names} - self.logged_fields)[: _MAX_LOGGED_FIELDS - len(self.logged_fields)]
-        self.logged_fields.update(new)
-        if new:
-            shown = ", ".join(map(repr, new[:8]))
-            _log.warning("fields are ignored: %s%s", shown, f" and {len(new) - 8} more" if new[8:] else "")
 
     def _on_response(self, scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
         """Count and log a finished request."""

@@ -107,6 +107,10 @@ class ServerConfig:
         "max_logprobs", "most alternatives of a token; -1 is the whole vocabulary", integer(-1)
     )
     max_body_bytes: int = resolved("max_body_bytes", "largest request body, in bytes or as 8MiB", integer(1024))
+    max_stored_replies: int = helped(
+        1024, "most replies of /v1/responses kept in memory for clients that refer to them; 0 keeps none", integer(0)
+    )
+    max_stored_bytes: int = helped(64 << 20, "most bytes of these replies, in bytes or as 64MiB", integer(0))
     max_connections: int = helped(
         1000, "most open connections; fewer when the process may open fewer files", integer(1)
     )

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ErrorBody
 from nano_inference.server.model import ServedModel
+from nano_inference.server.reply_store import ClientReplies
 from nano_inference.server.schema import Body
 
 DIALECTS_GROUP = "nano_inference.dialects"
 ToCall = Callable[[Any, ServedModel, ServerConfig, str], Call]
 """Returns the call of (body, model, configuration, cache salt). Raises `ApiError`."""
+ToStoredCall = Callable[[Any, ServedModel, ServerConfig, str, ClientReplies], Call]
+"""The same with the client's stored replies, which the call may continue and add to."""
 Work = Callable[[Any, ServedModel], JSON]
 """Returns the reply of (body, model) without the engine. Raises `ApiError`."""
+StoredWork = Callable[[Any, ServedModel, ClientReplies], JSON]
+"""The same with the client's stored replies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,8 @@ class Generating:
     streams: bool = True
     renders: bool = False
     """True if messages are rendered with the chat template, which may take seconds and has a separate thread pool."""
+    to_stored_call: ToStoredCall | None = None
+    """Used instead of `to_call` if given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,8 @@ class Converting:
     summary: str
     renders: bool = False
     """See `Generating.renders`."""
+    stored_work: StoredWork | None = None
+    """Used instead of `work` if given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +87,17 @@ class Probing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recalling:
+    """A route about one stored reply, whose id is in the path as `{id}`."""
+
+    path: str
+    method: Literal["GET", "DELETE"] = "GET"
+    work: Callable[[ClientReplies, str, Mapping[str, str]], JSON | bytes]
+    """Returns the reply's JSON of (stored replies, id, query). Raises `ApiError`."""
+    summary: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """The routes of one HTTP interface. Raises `ValueError` for a path that does not start with /."""
 
@@ -85,14 +105,15 @@ class Dialect:
     converting: tuple[Converting, ...] = ()
     describing: tuple[Describing, ...] = ()
     probing: tuple[Probing, ...] = ()
+    recalling: tuple[Recalling, ...] = ()
     health: Callable[[Occupancy], JSON] | None = None
     """Returns fields for the reply of GET /health."""
     error_body: ErrorBody | None = None
     """The body of an error on the dialect's POST paths; None for OpenAI's error object."""
 
     def __post_init__(self) -> None:
-        routes: tuple[Generating | Converting | Describing | Probing, ...]
-        routes = (*self.generating, *self.converting, *self.describing, *self.probing)
+        routes: tuple[Generating | Converting | Describing | Probing | Recalling, ...]
+        routes = (*self.generating, *self.converting, *self.describing, *self.probing, *self.recalling)
         for route in routes:
             if not route.path.startswith("/"):
                 raise ValueError(f"path must begin with /, got {route.path!r}")

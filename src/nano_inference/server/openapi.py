@@ -50,13 +50,13 @@ def openapi(dialects: Mapping[str, Dialect], *, needs_key: bool) -> JSON:
     paths: dict[str, JSON] = {path: {"get": _get(text, is_open)} for path, text, is_open in _GETS}
     for get in gets(dialects):
         paths.setdefault(get.path, {})["get"] = _get(get.summary, False)
+    for recalling in (route for dialect in dialects.values() for route in dialect.recalling):
+        operation = _get(recalling.summary, False) | _path_parameter("id")
+        paths.setdefault(recalling.path, {})[recalling.method.lower()] = operation
     for dialect, route in routes:
         operation = _post(refs[route.body, "validation"], route, has_own_errors=dialect.error_body is not None)
         paths.setdefault(route.path, {})["post"] = operation
-    paths["/v1/models/{model}"] = {
-        "get": _get("Describe one of the names.", False)
-        | {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
-    }
+    paths["/v1/models/{model}"] = {"get": _get("Describe one of the names.", False) | _path_parameter("model")}
     components: JSON = {"schemas": definitions["$defs"] | {"Error": _error_schema()}}
     document: JSON = {
         "openapi": "3.1.0",
@@ -73,6 +73,10 @@ def openapi(dialects: Mapping[str, Dialect], *, needs_key: bool) -> JSON:
 def _get(text: str, is_open: bool) -> JSON:
     operation: JSON = {"summary": text, "responses": {"200": {"description": "OK"}} | _refusals()}
     return operation | ({"security": []} if is_open else {})
+
+
+def _path_parameter(name: str) -> JSON:
+    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
 def _post(body: JSON, post: Generating | Converting, *, has_own_errors: bool) -> JSON:

@@ -87,20 +87,30 @@ def require_dialogue(model: ServedModel) -> Dialogue:
 
 
 def rendering_of(body: RenderingFields, dialogue: Dialogue, extra: Mapping[str, Any]) -> Rendering:
-    """Return the rendering options: vLLM's four fields, and `reasoning_effort` if the template uses it."""
+    """Return the rendering options: vLLM's four fields, and `reasoning_effort` as the template can use it."""
     variables = dict(body.chat_template_kwargs or {})
     _check_variables(variables)
-    effort = extra.get("reasoning_effort")
-    if effort is not None:
-        if not isinstance(effort, str) or not dialogue.knows("reasoning_effort"):
-            raise ApiError(400, "reasoning_effort is not supported by this model", param="reasoning_effort")
-        variables["reasoning_effort"] = effort
+    variables = _effort_variables(extra.get("reasoning_effort"), dialogue) | variables
     continues = bool(body.continue_final_message)
     add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and add_prompt:
         message = "continue_final_message and add_generation_prompt cannot both be true"
         raise ApiError(400, message, param="continue_final_message")
     return Rendering(add_generation_prompt=add_prompt, continue_final=continues, extra=variables)
+
+
+def _effort_variables(effort: Any, dialogue: Dialogue) -> dict[str, Any]:
+    """Return the template's variables for a reasoning effort: its level, or only whether the model reasons.
+
+    A template without such a variable is of a model that does not reason: every level is then the same.
+    """
+    if effort is None:
+        return {}
+    if not isinstance(effort, str):
+        raise ApiError(400, "reasoning_effort must be a string", param="reasoning_effort")
+    if dialogue.knows("reasoning_effort"):
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": effort != "none"} if dialogue.knows("enable_thinking") else {}
 
 
 def plain_messages(messages: Sequence[Message], dialogue: Dialogue | None = None) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ fields without support are in `unsupported`; unknown fields are in `model_extra`
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -48,7 +49,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 TEMPLATE_FIELDS = frozenset({"reasoning_effort"})
-"""Fields passed to a chat template that uses them, refused otherwise (`prompts`)."""
+"""Fields passed to a chat template that uses them, and hints otherwise (`effort_hints`)."""
 
 
 def _small(value: Any) -> Any:
@@ -77,6 +78,19 @@ class Body(BaseModel):
     """Known fields outside the model, which are not reported as unknown."""
     reported_parts: ClassVar[tuple[str, ...]] = ("stream_options",)
     """Fields with objects whose unknown fields are reported, too."""
+
+    def hints(self, knows: Callable[[str], bool]) -> Iterable[str]:
+        """Return the given fields on which no token of the answer depends, and that `strict` refuses.
+
+        `knows` returns True for a variable that the model's chat template uses.
+        """
+        return ()
+
+
+def effort_hints(effort: object, name: str, knows: Callable[[str], bool]) -> Iterator[str]:
+    """Yield `name` if a reasoning effort has no effect: the chat template has no levels, and cannot switch it off."""
+    if effort is not None and not knows("reasoning_effort") and not knows("enable_thinking"):
+        yield name
 
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
@@ -248,6 +262,9 @@ class RenderingFields(ToolFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def hints(self, knows: Callable[[str], bool]) -> Iterable[str]:
+        return effort_hints((self.model_extra or {}).get("reasoning_effort"), "reasoning_effort", knows)
 
 
 class ChatBody(Sampling, RenderingFields):

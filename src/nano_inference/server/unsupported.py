@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nano_inference.server.errors import ApiError
-from nano_inference.server.schema import Body
 
 OFF: tuple[Any, ...] = (None, False)
 EMPTY: tuple[Any, ...] = (None, [], {}, "")
@@ -85,7 +84,7 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     "id_slot": (None, -1),
     "cache_prompt": (None, True),
 }
-"""Fields on which no token of an answer depends -> values that say nothing. Others are reported as unknown fields."""
+"""Fields on which no token of an answer depends -> values that say nothing."""
 
 
 def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
@@ -96,22 +95,13 @@ def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
 
 
 def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Return the names of unknown fields and of `HINTS`, sorted."""
-    return sorted(
-        name
-        for name, value in fields.items()
-        if name not in NEUTRAL and not (name in HINTS and is_one_of(value, HINTS[name]))
-    )
+    """Return the unknown field names, sorted."""
+    return sorted(name for name in fields if name not in NEUTRAL and name not in HINTS)
 
 
-def reported_fields(body: Body) -> list[str]:
-    """Return a body's fields that change no token of the answer here, also those of `reported_parts`, each once."""
-    names = [name for name in unknown_fields(body.model_extra or {}) if name not in body.neutral_names]
-    for part in body.reported_parts:
-        value = getattr(body, part, None)
-        for one in value if isinstance(value, list) else [value]:
-            names += [f"{part}.{name}" for name in reported_fields(one)] if isinstance(one, Body) else []
-    return list(dict.fromkeys(names))
+def hinting_fields(fields: Mapping[str, Any]) -> list[str]:
+    """Return the names of `HINTS` whose value says something, sorted."""
+    return sorted(name for name, value in fields.items() if name in HINTS and not is_one_of(value, HINTS[name]))
 
 
 def is_one_of(value: Any, neutral: Sequence[Any]) -> bool:

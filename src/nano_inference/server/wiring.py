@@ -14,6 +14,7 @@ from nano_inference.server.dialects import embeddings, generate, llamacpp, messa
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.keys import KeyRing
+from nano_inference.server.reply_store import ReplyStore
 from nano_inference.server.rl.routes import ADMIN_PATHS, STREAM_PATHS, rl_routes
 
 OWN_DIALECTS: Mapping[str, Dialect] = {
@@ -40,8 +41,9 @@ def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
 
 
 def make_app(config: ServerConfig, policy: GuardPolicy, link: EngineLink, dialects: Mapping[str, Dialect]) -> App:
-    """Return the application with these dialects and the RL routes.
+    """Return the application with these dialects, the RL routes and an empty store of replies.
 
     Raises `PluginError` for a route that is defined twice.
     """
-    return App(config, policy, link, dialects, partial(rl_routes, link, config, policy))
+    replies = ReplyStore(config.max_stored_replies, config.max_stored_bytes)
+    return App(config, policy, link, dialects, partial(rl_routes, link, config, policy), replies)

@@ -1,8 +1,10 @@
 """Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens. Pure.
 
 A body is translated to a chat completion's, and the names of fields in its errors are translated back. Accepted and
-ignored: `metadata`, `service_tier`, `cache_control`, `user_profile_id`, `workspace_id`, `citations`, `tools.strict`
-(arguments follow their schema whenever a call is required), and the headers `anthropic-version` and `anthropic-beta`.
+ignored: `metadata`, `service_tier`, `cache_control` (all prefixes are cached; it only changes how `usage` counts),
+`user_profile_id`, `workspace_id`, `citations`, `tools.strict` (arguments follow their schema whenever a call is
+required), `thinking.budget_tokens`, `thinking.display`, `context_management` with edits of thinking blocks (which are
+always left out), the query `beta`, and the headers `anthropic-version` and `anthropic-beta`.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import chat_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Generating
-from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
+from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody, marks_cache
 from nano_inference.server.dialects.messages_chat import chat_of, choice_of, format_of, tools_of
 from nano_inference.server.dialects.messages_reply import MessagesReply, error_body
 from nano_inference.server.errors import ApiError
@@ -29,7 +32,6 @@ from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "container": (None,),
     "mcp_servers": (None, []),
-    "context_management": (None, {}),
     "compaction": (None,),
     "inference_geo": (None,),
     "speed": (None, "standard"),
@@ -42,6 +44,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """Unsupported fields of Anthropic's API -> the values that are accepted because they have no effect."""
 _IGNORED = frozenset({"user", "store", "prompt_cache_key", "safety_identifier", "verbosity"})
 """Fields without effect in a chat completion."""
+_IDLE_EDITS = frozenset({"clear_thinking_20251015"})
+"""Edits of the context without effect: thinking of earlier turns is never in the prompt."""
 CHAT_ONLY = frozenset({*ChatBody.model_fields, "reasoning_effort"}) - frozenset(MessagesBody.model_fields) - _IGNORED
 """Fields of a chat completion that this API lacks."""
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "return_token_ids", "cache_salt")
@@ -66,7 +70,8 @@ def messages_call(body: MessagesBody, model: ServedModel, config: ServerConfig, 
     is_current = body.output_config is not None and body.output_config.format is not None
     names = {"response_format": "output_config.format" if is_current else "output_format"}
     call = rename_structures(_chat_call(body, model, config, salt), names)
-    return replace(call, id=f"msg_{uuid.uuid4().hex}", make_reply=MessagesReply)
+    reply = partial(MessagesReply, creates_cache=marks_cache(body), edits_context=body.context_management is not None)
+    return replace(call, id=f"msg_{uuid.uuid4().hex}", make_reply=reply)
 
 
 def count_tokens(body: CountTokensBody, model: ServedModel) -> JSON:
@@ -123,10 +128,15 @@ def _chat_call(body: CountTokensBody, model: ServedModel, config: ServerConfig, 
 
 
 def _variables(body: CountTokensBody, model: ServedModel) -> JSON:
-    """Return the chat template's variables; `thinking` sets `enable_thinking` to false if the template uses it."""
+    """Return the chat template's variables; `thinking` sets `enable_thinking` if the template uses it.
+
+    Adaptive thinking leaves it to the model.
+    """
     given = body.chat_template_kwargs or {}
     can_think = model.dialogue is not None and model.dialogue.knows("enable_thinking")
-    return {"enable_thinking": False, **given} if body.thinking is not None and can_think else given
+    if body.thinking is None or body.thinking.type == "adaptive" or not can_think:
+        return given
+    return {"enable_thinking": body.thinking.type == "enabled", **given}
 
 
 def _refuse(body: CountTokensBody) -> None:
@@ -138,9 +148,10 @@ def _refuse(body: CountTokensBody) -> None:
         if name in CHAT_ONLY and value is not None:
             raise unsupported_field(name, f"{name} is not a field of this API")
     refuse_unsupported(extra)
-    if body.thinking is not None and body.thinking.type != "disabled":
-        message = f"thinking.type: {body.thinking.type!r} is not supported by this server, only disabled"
-        raise unsupported_field("thinking.type", message)
+    for index, edit in enumerate((body.context_management.edits or ()) if body.context_management else ()):
+        if edit.type not in _IDLE_EDITS:
+            where = f"context_management.edits.{index}.type"
+            raise unsupported_field(where, f"{where}: {edit.type!r} is not supported by this server")
     config = body.output_config
     if config is None:
         return

@@ -5,6 +5,7 @@ Fields as in platform.claude.com/docs/en/api/messages. `messages.py` rejects tho
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -20,6 +21,7 @@ from nano_inference.server.schema import (
     Seed,
     StopText,
     Temperature,
+    effort_hints,
 )
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_-]+$")]
@@ -118,9 +120,25 @@ class MessagesToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model reasons before it answers; only the type `disabled` is supported."""
+    """Whether the model reasons before it answers, for models whose chat template can switch it."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Samples | None = None
+    """Ignored: `max_tokens` limits reasoning and answer together."""
+    display: Annotated[str, Field(max_length=64)] | None = None
+    """Ignored: replies have no reasoning blocks."""
+
+
+class ContextEdit(Body):
+    """A change of the conversation before it is answered; only those without effect here are accepted."""
 
     type: Annotated[str, Field(max_length=64)]
+
+
+class ContextManagement(Body):
+    """Changes of the conversation before it is answered."""
+
+    edits: Annotated[list[ContextEdit], Field(max_length=64)] | None = None
 
 
 class OutputFormat(Body):
@@ -149,13 +167,25 @@ class CountTokensBody(Body):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The name of `output_config.format` in older clients."""
+    context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension: as in a chat completion."""
 
     cache_control: dict[str, Any] | None = None
-    """Ignored: all prefixes are cached."""
+    """All prefixes are cached; here or in any block, it only decides how `usage` counts what is new in the cache."""
     user_profile_id: str | None = None
     workspace_id: str | None = None
+
+    def hints(self, knows: Callable[[str], bool]) -> Iterator[str]:
+        """Yield the fields of this body that have no effect with this model."""
+        if self.thinking is not None:
+            if not knows("enable_thinking") and self.thinking.type != "disabled":
+                yield "thinking"
+            yield from (f"thinking.{name}" for name in ("budget_tokens", "display") if getattr(self.thinking, name))
+        if self.context_management is not None and self.context_management.edits:
+            yield "context_management"
+        if self.output_config is not None:
+            yield from effort_hints(self.output_config.effort, "output_config.effort", knows)
 
 
 class MessagesBody(CountTokensBody):
@@ -177,3 +207,16 @@ class MessagesBody(CountTokensBody):
 
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+
+
+def marks_cache(body: CountTokensBody) -> bool:
+    """Return True if a body asks to cache a part of its prompt, by `cache_control` anywhere."""
+    if body.cache_control is not None:
+        return True
+    texts = [one for one in (body.system, *(message.content for message in body.messages)) if isinstance(one, list)]
+    blocks: list[Body] = [*(body.tools or ()), *(block for text in texts for block in text)]
+    inner = [
+        block.content for block in blocks if isinstance(block, ToolResultBlock) and isinstance(block.content, list)
+    ]
+    blocks += [block for content in inner for block in content]
+    return any((block.model_extra or {}).get("cache_control") is not None for block in blocks)

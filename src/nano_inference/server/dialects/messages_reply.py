@@ -1,8 +1,8 @@
 """Anthropic's replies: a message of text and tool_use blocks, whole or as named events, and the error body.
 
-A whole reply is assembled from the events of its stream. Cached tokens count as `cache_read_input_tokens`, not as
-`input_tokens`; a stream knows their number only at its end, so its first event counts the whole prompt as
-`input_tokens` and its `message_delta` has the corrected counts.
+A whole reply is assembled from the events of its stream. Cached tokens count as `cache_read_input_tokens`; the others
+as `input_tokens`, or as `cache_creation_input_tokens` if the request has `cache_control`. A stream knows the number of
+cached tokens only at its end, so its first event counts none and its `message_delta` has the corrected counts.
 """
 
 from __future__ import annotations
@@ -47,18 +47,30 @@ class BlockState(NamedTuple):
 class MessagesReply(Reply):
     """The reply to POST /v1/messages."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
+    def __init__(
+        self,
+        call: Call,
+        tokenizer: Tokenizer,
+        created: int,
+        *,
+        creates_cache: bool = False,
+        edits_context: bool = False,
+    ) -> None:
+        """`creates_cache`: the request has `cache_control`; `edits_context`: it has `context_management`."""
         self._call = call
+        self._creates_cache = creates_cache
+        self._edits_context = edits_context
         self._state = BlockState()
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         state, events = content_events(BlockState(), transcripts[0].events, self._call.id)
         content = content_of([*events, *_stop_block(state)])
-        return message(self._call, content) | _ending(self._call, transcripts, state)
+        return message(self._call, content) | self._ending(transcripts, state)
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the `message_start` event."""
-        blank = {"stop_reason": None, "stop_sequence": None, "usage": input_usage(self._call, transcripts)}
+        counts = input_usage(self._call, transcripts, creates_cache=self._creates_cache)
+        blank = {"stop_reason": None, "stop_sequence": None, "usage": counts}
         return named_events([{"type": "message_start", "message": message(self._call, []) | blank}])
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
@@ -67,13 +79,21 @@ class MessagesReply(Reply):
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the end of the last block, `message_delta` with the stop reason, and `message_stop`."""
-        ending = _ending(self._call, transcripts, self._state)
+        ending = self._ending(transcripts, self._state)
         delta = {name: ending.pop(name) for name in ("stop_reason", "stop_sequence")}
         last = [{"type": "message_delta", "delta": delta, **ending}, {"type": "message_stop"}]
         return named_events([*_stop_block(self._state), *last])
 
     def error_events(self, error: ApiError) -> bytes:
         return named_events([error_body(error)])
+
+    def _ending(self, transcripts: Sequence[Transcript], state: BlockState) -> JSON:
+        """Return the fields of a message that are known at its end."""
+        reason, sequence = stop_reason(self._call, transcripts[0], state.has_called)
+        counts = input_usage(self._call, transcripts, creates_cache=self._creates_cache)
+        end: JSON = {"stop_reason": reason, "stop_sequence": sequence, "usage": counts}
+        edits: JSON = {"context_management": {"applied_edits": []}} if self._edits_context else {}
+        return end | edits | sample_facts(transcripts[0], self._call.shape)
 
 
 def error_body(error: ApiError, request_id: str | None = None) -> JSON:
@@ -133,13 +153,17 @@ def message(call: Call, content: list[JSON]) -> JSON:
     return reply | ({"prompt_token_ids": list(call.requests[0].prompt)} if call.shape.token_ids else {})
 
 
-def input_usage(call: Call, transcripts: Sequence[Transcript]) -> JSON:
-    """Return a call's `usage`; cached tokens are counted separately."""
+def input_usage(call: Call, transcripts: Sequence[Transcript], *, creates_cache: bool = False) -> JSON:
+    """Return a call's `usage`; cached tokens are counted separately.
+
+    With `creates_cache`, the other tokens count as new in the cache, in which every prompt is kept.
+    """
     counts = usage(call, transcripts)
     cached = counts["prompt_tokens_details"]["cached_tokens"]
+    new = counts["prompt_tokens"] - cached
     return {
-        "input_tokens": counts["prompt_tokens"] - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": 0 if creates_cache else new,
+        "cache_creation_input_tokens": new if creates_cache else 0,
         "cache_read_input_tokens": cached,
         "output_tokens": counts["completion_tokens"],
     }
@@ -157,12 +181,6 @@ def stop_reason(call: Call, transcript: Transcript, has_called: bool) -> tuple[s
 def named_events(values: Iterable[JSON]) -> bytes:
     """Return server-sent events, each named by its `type`."""
     return b"".join(event(value, value["type"]) for value in values)
-
-
-def _ending(call: Call, transcripts: Sequence[Transcript], state: BlockState) -> JSON:
-    reason, sequence = stop_reason(call, transcripts[0], state.has_called)
-    end: JSON = {"stop_reason": reason, "stop_sequence": sequence, "usage": input_usage(call, transcripts)}
-    return end | sample_facts(transcripts[0], call.shape)
 
 
 def _event(state: BlockState, one: Event, call_id: str) -> tuple[BlockState, list[JSON]]:

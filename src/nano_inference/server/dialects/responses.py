@@ -1,31 +1,60 @@
-"""OpenAI's POST /v1/responses, translated to a chat completion; field names in errors are translated back.
+"""OpenAI's Responses API, translated to a chat completion; field names in errors are translated back.
 
-Fields as in openai/types/responses/response_create_params.py; the sampling fields of /v1/chat/completions are
-extensions. Nothing is stored: `store` is ignored and false in the reply; `previous_response_id` and `conversation` are
-rejected. Accepted and ignored: `metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `service_tier`,
-`verbosity`, `text.verbosity`, `stream_options.include_obfuscation`, `stream_options.include_usage` (streams always end
-with the usage), and reasoning items of `input` (chat templates do not render earlier reasoning).
+POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact; GET and DELETE of stored replies. Unless
+`store` is false, a reply is stored for the API key of its request (`reply_store`), and `previous_response_id` continues
+it. The sampling fields of /v1/chat/completions are extensions. Accepted and ignored: `metadata`, `user`,
+`safety_identifier`, `prompt_cache_key`, `service_tier`, `verbosity`, `text.verbosity`, `reasoning.summary` and
+`reasoning.generate_summary` (replies have no reasoning items), `tools.external_web_access` (false; the tool is left
+out), `stream_options.include_obfuscation`, `stream_options.include_usage` (streams always end with the usage), and
+reasoning items of `input` (chat templates do not render earlier reasoning). The count of tokens also ignores what only
+the answer depends on: `parallel_tool_calls`, `tools.strict`, `tools.tools.strict`, `text.format.name`,
+`text.format.description` and `text.format.strict`.
 """
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from pydantic import Field
+from pydantic_core import from_json, to_json
 
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import chat_call
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialect import Dialect, Generating
+from nano_inference.server.dialect import Converting, Dialect, Generating, Recalling
+from nano_inference.server.dialects import responses_stored as stored_replies
+from nano_inference.server.dialects.responses_body import (
+    CompactBody,
+    ConversationItems,
+    FlatTool,
+    InputItem,
+    InputTokensBody,
+    PromptFields,
+    ResponsesBody,
+    TextFormat,
+    TextOptions,
+    is_left_out,
+)
+from nano_inference.server.dialects.responses_chat import (
+    CHAT_NAMES,
+    EARLIER,
+    Function,
+    chat_choice,
+    chat_tools,
+    functions_of,
+    messages_of,
+    response_format,
+    with_own_names,
+)
+from nano_inference.server.dialects.responses_compact import SUMMARY_TOKENS, CompactReply, kept_messages, with_request
 from nano_inference.server.dialects.responses_stream import ResponsesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.schema import MAX_MESSAGES, Alternatives, Body, ChatBody, Samples, Sampling, TextPart
+from nano_inference.server.reply_store import ClientReplies
+from nano_inference.server.schema import Body, ChatBody, Sampling
 from nano_inference.server.translating import as_body, errors_reworded, refuse, rename_structures, unsupported_field
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
@@ -34,7 +63,7 @@ LOGPROBS: Final = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
 """A value of `include` that agents always send; it has no effect, because replies have no reasoning items."""
 
-_MAX_TOOLS = 1024
+_UNLIMITED = 1 << 40
 _EMPTY: tuple[Any, ...] = (None, False, [], {})
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "background": (None, False),
@@ -43,7 +72,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "conversation": (None,),
     "max_tool_calls": (None,),
     "moderation": (None,),
-    "previous_response_id": (None,),
     "prompt": (None,),
     "prompt_cache_options": (None,),
     "prompt_cache_retention": (None, "in_memory"),
@@ -54,124 +82,99 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
 }
 """Unsupported field -> the values that are accepted because they have no effect."""
-CHAT_NAMES: Mapping[str, str] = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "logprobs": "include",
-    "reasoning_effort": "reasoning.effort",
-}
-"""Field of a chat completion -> its name in this API."""
-_CHAT_FIELD = re.compile(
-    rf"(?<![\w.])(?P<head>{'|'.join(CHAT_NAMES)}|tools|tool_choice)(?P<rest>(?:\.\w+|\[\d+\])*)(?!\w)"
-)
-"""A chat's field in an error, with its path: `messages[2].content`, `response_format.json_schema.schema`."""
-_ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning"})
-_TOOL_TYPES = frozenset({"function", "calculator"})
-_TEXT_TYPES = frozenset({"input_text", "output_text", "text"})
+_CHAT_ONLY = (*CHAT_NAMES, *(ChatBody.model_fields.keys() - ResponsesBody.model_fields.keys()))
+"""Fields of a chat completion that this API lacks or names otherwise."""
 
 
-class InputItem(Body):
-    """An item of `input`: a message (its type may be omitted), a function call or a function's output."""
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """The items before the reply to a request."""
 
-    type: str | None = None
-    role: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")] | None = None
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    parts: list[Any] | None = None
-    """Extension: the parts of an assistant message with calculator calls, as in this server's reply."""
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    earlier: Sequence[JSON]
+    """Those of the stored reply that it continues, with its output."""
+    new: str | Sequence[InputItem]
 
-
-class FlatTool(Body):
-    """A function that the model may call, or the calculator."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    def inputs(self) -> Sequence[InputItem]:
+        """Return the earlier items as they are sent in `input`."""
+        return as_body({"input": self.earlier}, ConversationItems).input if self.earlier else ()
 
 
-class TextFormat(Body):
-    """The format of the answer's text."""
+def responses_call(
+    body: ResponsesBody, model: ServedModel, config: ServerConfig, salt: str, replies: ClientReplies | None = None
+) -> Call:
+    """Return the call of POST /v1/responses. Raises `ApiError` naming the invalid field.
 
-    type: str
-    name: str | None = None
-    description: str | None = None
-    form: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class TextOptions(Body):
-    """Options for the answer's text."""
-
-    format: TextFormat | None = None
-    verbosity: str | None = None
-
-
-class Reasoning(Body):
-    """Reasoning effort, for models whose chat template uses it."""
-
-    effort: str | None = None
-
-
-class ResponsesBody(Sampling):
-    """POST /v1/responses."""
-
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    instructions: str | None = None
-    max_output_tokens: Samples | None = None
-    include: Annotated[list[str], Field(max_length=64)] | None = None
-    top_logprobs: Alternatives | None = None
-    text: TextOptions | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool | None = None
-
-    background: Any = None
-    background_options: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    truncation: Any = None
-    access_programs: Any = None
-    image: Any = None
-
-
-@dataclass(slots=True)
-class _Messages:
-    """A chat's messages, and the item of `input` that each began with."""
-
-    chat: list[JSON] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-
-    def add(self, place: str, **message: Any) -> None:
-        self.chat.append(message)
-        self.places.append(place)
-
-
-def responses_call(body: ResponsesBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /v1/responses. Raises `ApiError` naming the invalid field."""
+    With `replies`, the call may continue one of them, and adds its reply to them.
+    """
     _refuse(body)
-    messages = _messages_of(body)
-    with errors_reworded(lambda text: _with_own_names(text, messages.places)):
-        call = chat_call(as_body(_chat_of(body, messages.chat), ChatBody), model, config, salt)
+    conversation = _conversation_of(body.previous_response_id, body.input, replies)
+    functions = functions_of(body.tools or ())
+    call = _chat_call(body, conversation, functions, model, config, salt)
     call = rename_structures(call, CHAT_NAMES)
     stem = uuid.uuid4().hex
-    make_reply = partial(ResponsesReply, echo=_echo(body, call), id_stem=stem)
-    return replace(call, id=f"resp_{body.request_id or stem}", make_reply=make_reply)
+    call = replace(call, id=f"resp_{body.request_id or stem}")
+    keep = None
+    if replies is not None and body.store is not False:
+        items = [*conversation.earlier, *stored_replies.listed_items(conversation.new, stem)]
+        keep = partial(stored_replies.keep, replies, call.id, to_json(items))
+    namespaces = {one.name: (one.namespace, one.tool.name or "") for one in functions if one.namespace is not None}
+    reply = partial(ResponsesReply, echo=_echo(body, call), id_stem=stem, namespaces=namespaces, keep=keep)
+    return replace(call, make_reply=reply)
+
+
+def input_tokens(body: InputTokensBody, model: ServedModel, replies: ClientReplies | None = None) -> JSON:
+    """Return the number of tokens of a prompt, also beyond the model's context. Raises `ApiError`."""
+    _refuse_common(body)
+    given = {name: getattr(body, name) for name in InputTokensBody.model_fields}
+    unlimited = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
+    conversation = _conversation_of(body.previous_response_id, body.input, replies)
+    whole = as_body({**given, "max_output_tokens": 1}, ResponsesBody)
+    call = _chat_call(whole, conversation, functions_of(body.tools or ()), unlimited, ServerConfig(), "")
+    return {"object": "response.input_tokens", "input_tokens": len(call.requests[0].prompt)}
+
+
+def compact_call(
+    body: CompactBody, model: ServedModel, config: ServerConfig, salt: str, replies: ClientReplies | None = None
+) -> Call:
+    """Return the call of POST /v1/responses/compact, in which the model summarizes. Raises `ApiError`."""
+    _refuse_common(body)
+    conversation = _conversation_of(body.previous_response_id, body.input or (), replies)
+    if not conversation.earlier and not conversation.new:
+        raise ApiError(400, "input: field required, or previous_response_id", param="input")
+    messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
+    fields: JSON = {"model": body.model, "max_completion_tokens": SUMMARY_TOKENS, "temperature": 0}
+    fields["messages"] = with_request(messages.chat)
+    with errors_reworded(lambda text: with_own_names(text, messages.places, ())):
+        call = chat_call(as_body(fields, ChatBody), model, config, salt)
+    stem = uuid.uuid4().hex
+    listed = [*conversation.earlier, *stored_replies.listed_items(conversation.new, stem)]
+    return replace(call, id=f"resp_{stem}", make_reply=partial(CompactReply, kept=kept_messages(listed), id_stem=stem))
+
+
+def _conversation_of(
+    previous: str | None, new: str | Sequence[InputItem], replies: ClientReplies | None
+) -> _Conversation:
+    """Return the conversation of a request. Raises `ApiError` 404 if the reply it continues is not stored."""
+    if previous is None:
+        return _Conversation((), new)
+    if replies is None:
+        raise unsupported_field(EARLIER)
+    stored = replies.get(previous, EARLIER, "previous_response_not_found")
+    return _Conversation([*from_json(stored.items), *from_json(stored.reply)["output"]], new)
+
+
+def _chat_call(
+    body: ResponsesBody,
+    conversation: _Conversation,
+    functions: Sequence[Function],
+    model: ServedModel,
+    config: ServerConfig,
+    salt: str,
+) -> Call:
+    messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
+    tools = [one.place for one in functions]
+    with errors_reworded(lambda text: with_own_names(text, messages.places, tools)):
+        return chat_call(as_body(_chat_of(body, messages.chat, functions), ChatBody), model, config, salt)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -179,13 +182,7 @@ def responses_call(body: ResponsesBody, model: ServedModel, config: ServerConfig
 
 def _refuse(body: ResponsesBody) -> None:
     """Raise `ApiError` for unsupported values and for fields of a chat that this API lacks or names otherwise."""
-    refuse({name: getattr(body, name) for name in UNSUPPORTED}, UNSUPPORTED)
-    for name in (*CHAT_NAMES, *(ChatBody.model_fields.keys() - ResponsesBody.model_fields.keys())):
-        if getattr(body, name, None) is not None:
-            instead = f"; use {CHAT_NAMES[name]} instead" if name in CHAT_NAMES else ""
-            raise unsupported_field(name, f"{name} is a field of chat completions{instead}")
-    refuse_unsupported(body.model_extra or {})
-    _refuse_extras(body)
+    _refuse_common(body)
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         raise unsupported_field("stream_options.continuous_usage_stats")
     for index, name in enumerate(body.include or ()):
@@ -194,11 +191,28 @@ def _refuse(body: ResponsesBody) -> None:
     _refuse_logprobs(body)
 
 
-def _refuse_extras(body: ResponsesBody) -> None:
+def _refuse_common(body: Body) -> None:
+    """Raise `ApiError` for what no route of this API supports."""
+    extra = body.model_extra or {}
+    given = {**extra, **{name: getattr(body, name) for name in type(body).model_fields}}
+    refuse(given, UNSUPPORTED)
+    for name in _CHAT_ONLY:
+        if given.get(name) is not None:
+            instead = f"; use {CHAT_NAMES[name]} instead" if name in CHAT_NAMES else ""
+            raise unsupported_field(name, f"{name} is a field of chat completions{instead}")
+    refuse_unsupported(extra)
+    if isinstance(body, PromptFields):
+        _refuse_extras(body)
+
+
+def _refuse_extras(body: PromptFields) -> None:
     """Raise `ApiError` for unknown fields of nested objects, unless they are empty."""
     objects: list[tuple[str, Body | None]] = [("text", body.text), ("reasoning", body.reasoning)]
     objects.append(("text.format", body.text.format if body.text else None))
-    objects += [(f"tools.{index}", tool) for index, tool in enumerate(body.tools or ()) if tool.type in _TOOL_TYPES]
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type in ("function", "calculator", "namespace"):
+            objects.append((f"tools.{index}", tool))
+            objects += [(f"tools.{index}.tools.{number}", one) for number, one in enumerate(tool.tools or ())]
     for where, one in objects:
         for name, value in ((one.model_extra if one else None) or {}).items():
             if not is_one_of(value, _EMPTY) and (name, value) != ("allowed_callers", ["direct"]):
@@ -208,16 +222,16 @@ def _refuse_extras(body: ResponsesBody) -> None:
 def _refuse_logprobs(body: ResponsesBody) -> None:
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
         raise ApiError(400, f'top_logprobs needs include to be ["{LOGPROBS}"]', param="top_logprobs")
-    functions = [tool for tool in body.tools or () if tool.type == "function"]
-    if LOGPROBS in (body.include or ()) and functions and body.tool_choice != "none":
+    has_functions = any(tool.type in ("function", "namespace") for tool in body.tools or ())
+    if LOGPROBS in (body.include or ()) and has_functions and body.tool_choice != "none":
         # It is unknown which tokens belong to text and which to a call.
         raise unsupported_field("include", f"include: {LOGPROBS!r} is not supported together with functions")
 
 
-# ---- to a chat ------------------------------------------------------------------------------------------------------
+# ---- to a chat and back ---------------------------------------------------------------------------------------------
 
 
-def _chat_of(body: ResponsesBody, messages: Sequence[JSON]) -> JSON:
+def _chat_of(body: ResponsesBody, messages: Sequence[JSON], functions: Sequence[Function]) -> JSON:
     """Return the fields of a `ChatBody`."""
     fields: JSON = {name: getattr(body, name) for name in Sampling.model_fields if name not in ("n", "verbosity")}
     fields["messages"] = messages
@@ -227,152 +241,28 @@ def _chat_of(body: ResponsesBody, messages: Sequence[JSON]) -> JSON:
     fields["chat_template_kwargs"] = body.chat_template_kwargs
     fields["continue_final_message"] = body.continue_final_message
     fields["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
-    fields["response_format"] = _response_format(body.text.format) if body.text and body.text.format else None
-    fields["tool_choice"] = _tool_choice(body.tool_choice)
+    fields["response_format"] = response_format(body.text.format) if body.text and body.text.format else None
+    fields["tool_choice"] = chat_choice(body.tool_choice)
     fields["parallel_tool_calls"] = body.parallel_tool_calls
-    fields["tools"] = [_tool(index, tool) for index, tool in enumerate(body.tools or ())] or None
+    fields["tools"] = chat_tools(functions) or None
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _tool(index: int, tool: FlatTool) -> JSON:
-    where = f"tools.{index}"
-    if tool.type == "calculator":
-        return {"type": tool.type}
-    if tool.type != "function":
-        message = f"{where}.type: {tool.type[:64]!r} is not supported by this server, only 'function' and 'calculator'"
-        raise unsupported_field(f"{where}.type", message)
-    if tool.name is None:
-        raise ApiError(400, f"{where}.name: field required", param=f"{where}.name")
-    fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
-
-
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | JSON | None:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") != "function":
-        kind = repr(choice.get("type"))[:64]
-        raise unsupported_field("tool_choice.type", f"tool_choice.type: {kind} is not supported by this server")
-    if not isinstance(choice.get("name"), str):
-        raise ApiError(400, "tool_choice.name: must name a function", param="tool_choice.name")
-    return {"type": "function", "function": {"name": choice["name"]}}
-
-
-def _response_format(text: TextFormat) -> JSON:
-    if text.type != "json_schema":
-        return {"type": text.type}
-    if text.form is None:
-        raise ApiError(400, "text.format.schema: field required", param="text.format.schema")
-    fields = {"name": text.name, "description": text.description, "schema": text.form, "strict": text.strict}
-    return {"type": "json_schema", "json_schema": {name: value for name, value in fields.items() if value is not None}}
-
-
-def _messages_of(body: ResponsesBody) -> _Messages:
-    """Return the conversation as a chat's messages. Raises `ApiError` naming the invalid item."""
-    messages = _Messages()
-    if body.instructions is not None:
-        messages.add("instructions", role="system", content=body.instructions)
-    if isinstance(body.input, str):
-        messages.add("input", role="user", content=body.input)
-        return messages
-    calls: set[str] = set()
-    for index, item in enumerate(body.input):
-        _add_item(messages, item, f"input.{index}", calls)
-    return messages
-
-
-def _add_item(messages: _Messages, item: InputItem, place: str, calls: set[str]) -> None:
-    """Add an item to the messages; `calls` are the ids of earlier function calls."""
-    kind = item.type or "message"
-    if kind not in _ITEM_TYPES:
-        hint = ": the server stores nothing, send the item itself" if kind == "item_reference" else ""
-        raise unsupported_field(f"{place}.type", f"{place}.type: {kind[:64]!r} is not supported by this server{hint}")
-    if kind == "message":
-        role, content = _required(item, place, "role"), _text_parts(_required(item, place, "content"), place, "content")
-        messages.add(place, role=role, content=content, **({} if item.parts is None else {"parts": item.parts}))
-    elif kind == "function_call":
-        function = {"name": _required(item, place, "name"), "arguments": _required(item, place, "arguments")}
-        call_id = _required(item, place, "call_id")
-        calls.add(call_id)
-        _add_call(messages, {"id": call_id, "type": "function", "function": function}, place)
-    elif kind == "function_call_output":
-        call_id = _required(item, place, "call_id")
-        if call_id not in calls:
-            message = f"{place}.call_id: no earlier function_call has this id; send earlier turns in input"
-            raise ApiError(400, message, param=f"{place}.call_id")
-        output = _text_parts(_required(item, place, "output"), place, "output")
-        messages.add(place, role="tool", tool_call_id=call_id, content=output)
-
-
-def _add_call(messages: _Messages, call: JSON, place: str) -> None:
-    """Add a call to the assistant's message before it, or to a new one."""
-    last = messages.chat[-1] if messages.chat else {}
-    if last.get("role") == "assistant":
-        messages.chat[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
-    else:
-        messages.add(place, role="assistant", content="", tool_calls=[call])
-
-
-def _required(item: InputItem, place: str, name: str) -> Any:
-    value = getattr(item, name)
-    if value is None:
-        raise ApiError(400, f"{place}.{name}: field required", param=f"{place}.{name}")
-    return value
-
-
-def _text_parts(content: str | Sequence[TextPart], place: str, name: str) -> str | list[JSON]:
-    """Return a chat message's `content`. Raises `ApiError` naming a part that is not text."""
-    if isinstance(content, str):
-        return content
-    for index, part in enumerate(content):
-        where = f"{place}.{name}.{index}"
-        if part.type not in _TEXT_TYPES:
-            raise unsupported_field(f"{where}.type", f"{where}.type: {part.type[:64]!r} is not supported, only text")
-        if part.text is None:
-            raise ApiError(400, f"{where}.text: field required", param=f"{where}.text")
-    return [{"type": "text", "text": part.text} for part in content]
-
-
-# ---- the reply's names and fields -----------------------------------------------------------------------------------
-
-
-def _with_own_names(text: str, places: Sequence[str]) -> str:
-    """Return a chat's error text with this API's field names; `places` are the items that its messages are from."""
-
-    def own_name(found: re.Match[str]) -> str:
-        # "messages" is also an English word: it is a field if it has an index or begins the text.
-        is_field = found["head"] != "messages" or found["rest"] or not found.start()
-        return _own_name(found["head"], found["rest"], places) if is_field else found.group()
-
-    return _CHAT_FIELD.sub(own_name, text)
-
-
-def _own_name(head: str, rest: str, places: Sequence[str]) -> str:
-    """Return this API's name of the chat field `head`; `rest`: the rest of its path, with dots and brackets."""
-    if head == "messages" and rest:
-        number, _, rest = rest.replace("[", ".").replace("]", "")[1:].partition(".")
-        place = places[int(number)] if number.isdigit() and int(number) < len(places) else "input"
-        return f"{place}.{rest}" if rest and place.startswith("input.") else place
-    if head == "response_format":
-        rest = rest.removeprefix(".json_schema")
-    elif head != "messages":
-        rest = rest.replace(".function", "")
-    return CHAT_NAMES.get(head, head) + rest
-
-
 def _echo(body: ResponsesBody, call: Call) -> JSON:
-    """Return the fields that a response repeats from its request; temperature and top_p are the values in effect."""
+    """Return the fields that a response repeats from its request; sampling parameters are the values in effect."""
     params = call.requests[0].params
     text = body.text or TextOptions()
-    form = {"type": "text"} if text.format is None else _plain(text.format)
+    form = {"type": "text"} if text.format is None else _shown_format(text.format)
     return {
         "background": False,
+        "frequency_penalty": params.frequency_penalty,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "presence_penalty": params.presence_penalty,
+        "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "safety_identifier": body.safety_identifier,
@@ -381,7 +271,7 @@ def _echo(body: ResponsesBody, call: Call) -> JSON:
         "temperature": params.temperature,
         "text": {"format": form, "verbosity": text.verbosity or "medium"},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [_plain(tool) for tool in body.tools or ()],
+        "tools": [_shown_tool(tool) for tool in body.tools or () if not is_left_out(tool)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
@@ -389,8 +279,15 @@ def _echo(body: ResponsesBody, call: Call) -> JSON:
     }
 
 
-def _plain(one: FlatTool | TextFormat) -> JSON:
-    return one.model_dump(by_alias=True, exclude_none=True)
+def _shown_tool(tool: FlatTool) -> JSON:
+    """Return a tool of the reply; a function has all of its fields, as in OpenAI's replies."""
+    unset = {"description": None, "parameters": None, "strict": False} if tool.type == "function" else {}
+    return unset | tool.model_dump(by_alias=True, exclude_none=True)
+
+
+def _shown_format(form: TextFormat) -> JSON:
+    unset = {"description": None, "strict": False} if form.type == "json_schema" else {}
+    return unset | form.model_dump(by_alias=True, exclude_none=True)
 
 
 DIALECT = Dialect(
@@ -399,8 +296,39 @@ DIALECT = Dialect(
             path="/v1/responses",
             body=ResponsesBody,
             to_call=responses_call,
+            to_stored_call=responses_call,
             summary="Answer items; the interface of OpenAI's Responses API.",
             renders=True,
+        ),
+        Generating(
+            path="/v1/responses/compact",
+            body=CompactBody,
+            to_call=compact_call,
+            to_stored_call=compact_call,
+            summary="Replace a conversation by its user's messages and a summary.",
+            streams=False,
+            renders=True,
+        ),
+    ),
+    converting=(
+        Converting(
+            path="/v1/responses/input_tokens",
+            body=InputTokensBody,
+            work=input_tokens,
+            stored_work=input_tokens,
+            summary="Count the tokens of a prompt; the interface of OpenAI's Responses API.",
+            renders=True,
+        ),
+    ),
+    recalling=(
+        Recalling(path="/v1/responses/{id}", work=stored_replies.retrieve, summary="Return a stored response."),
+        Recalling(
+            path="/v1/responses/{id}", method="DELETE", work=stored_replies.delete, summary="Delete a stored response."
+        ),
+        Recalling(
+            path="/v1/responses/{id}/input_items",
+            work=stored_replies.input_items,
+            summary="List the items that a stored response answers.",
         ),
     ),
 )

@@ -6,7 +6,8 @@ same code: the response in a stream's last event equals the whole reply.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Co
 
 _ENDS = {"length": "incomplete", "abort": "cancelled"}
 """Finish reason -> status of the response, if not "completed"."""
+_NONE: Mapping[str, tuple[str, str]] = {}
 
 
 @dataclass(slots=True)
@@ -49,21 +51,41 @@ class _Function:
     id: str
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: list[str] = field(default_factory=list)
     is_complete: bool = False
 
     def to_dict(self, status: str) -> JSON:
         head: JSON = {"id": self.id, "type": "function_call", "status": status, "call_id": self.call_id}
+        head |= {} if self.namespace is None else {"namespace": self.namespace}
         return head | {"name": self.name, "arguments": "".join(self.arguments)}
 
 
 class ResponsesReply(Reply):
     """The reply to one call of POST /v1/responses."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, echo: JSON, id_stem: str) -> None:
-        """`echo`: fields repeated from the request; `id_stem`: common part of the items' ids."""
+    def __init__(
+        self,
+        call: Call,
+        tokenizer: Tokenizer,
+        created: int,
+        *,
+        echo: JSON,
+        id_stem: str,
+        namespaces: Mapping[str, tuple[str, str]] = _NONE,
+        keep: Callable[[JSON], bool] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`echo`: fields repeated from the request; `id_stem`: common part of the items' ids.
+
+        `namespaces`: name of a function in the prompt -> its namespace and name. `keep` stores the final response, and
+        returns False if it is not stored.
+        """
         self._echo = echo
         self._id_stem = id_stem
+        self._namespaces = namespaces
+        self._keep = keep
+        self._clock = clock
         self._call = call
         self._tokenizer = tokenizer
         self._created = created
@@ -139,7 +161,8 @@ class ResponsesReply(Reply):
         """Start a function call, or add to the open one."""
         if isinstance(event, CallStart):
             end = self._close()
-            function = self._open = _Function(self._id("fc"), self._id("call"), event.name)
+            namespace, name = self._namespaces.get(event.name, (None, event.name))
+            function = self._open = _Function(self._id("fc"), self._id("call"), name, namespace)
             return [*end, self._item_event("output_item.added", item=function.to_dict("in_progress"))]
         assert isinstance(self._open, _Function), "CallStart precedes the other events of a call"
         if isinstance(event, CallArguments):
@@ -189,19 +212,25 @@ class ResponsesReply(Reply):
         status = _ENDS.get(transcript.finish_reason or "", "completed")
         fields: JSON = {
             "output": self._items,
-            "usage": _usage(self._call, transcript),
+            "usage": response_usage(self._call, transcript),
             "stop_reason": transcript.stop_reason,
         }
         if status == "incomplete":
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._call.shape.token_ids:
             fields["prompt_token_ids"] = list(self._call.requests[0].prompt)
-        return self._response(status, **fields)
+        if status == "completed":
+            fields["completed_at"] = int(self._clock())
+        response = self._response(status, **fields)
+        if self._keep is not None and not self._keep(response):
+            response["store"] = False
+        return response
 
     def _response(self, status: str, **fields: Any) -> JSON:
         head: JSON = {"id": self._call.id, "object": "response", "created_at": self._created, "status": status}
-        unset: JSON = {"error": None, "incomplete_details": None, "output": [], "usage": None}
-        return head | {"model": self._call.model} | unset | self._echo | fields
+        unset: JSON = {"completed_at": None, "error": None, "incomplete_details": None, "output": [], "usage": None}
+        store = {} if self._keep is None else {"store": True}
+        return head | {"model": self._call.model} | unset | self._echo | store | fields
 
     def _id(self, kind: str) -> str:
         return f"{kind}_{self._id_stem}{len(self._items):02x}"
@@ -230,7 +259,7 @@ def _content(text: str, logprobs: list[JSON]) -> JSON:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _usage(call: Call, transcript: Transcript) -> JSON:
+def response_usage(call: Call, transcript: Transcript) -> JSON:
     """Return the token counts under this API's names; reasoning tokens are not counted separately."""
     counts = usage(call, [transcript])
     cached = counts["prompt_tokens_details"]["cached_tokens"]

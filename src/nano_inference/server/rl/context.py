@@ -125,7 +125,10 @@ class RLContext:
         return {"aborted": True, "closed_groups": left, **await self.facts()}
 
     async def join(self, info: InitInfo | InitGroupBody, bucket_bytes: int | None = None) -> None:
-        """Join a trainer's group, whose broadcasts are packed with `bucket_bytes`. Raises `ApiError` as `Groups.join` does, and 409 while an update is open."""
+        """Join a trainer's group, whose broadcasts are packed with `bucket_bytes`.
+
+        Raises `ApiError` as `Groups.join` does, and 409 while an update is open.
+        """
         if self.updates.is_open:
             raise ApiError(409, f"busy: an update is open: {HOW_TO_END}", code="busy")
         await self.groups.join(

@@ -1,0 +1,275 @@
+"""Translation of the Responses API's items and tools to a chat's messages and functions, and of names back. Pure.
+
+A function of a namespace has the name `namespace.function` in the prompt. A compaction becomes an assistant's message
+with its summary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from nano_inference.server.call import JSON
+from nano_inference.server.dialects.responses_body import (
+    LOCAL_SEARCH,
+    FlatTool,
+    FunctionTool,
+    InputItem,
+    TextFormat,
+    is_left_out,
+)
+from nano_inference.server.dialects.responses_summary import SUMMARY_HEAD, decoded
+from nano_inference.server.errors import ApiError
+from nano_inference.server.schema import TextPart
+from nano_inference.server.translating import unsupported_field
+
+CHAT_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "include",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Field of a chat completion -> its name in this API."""
+_CHAT_FIELD = re.compile(
+    rf"(?<![\w.])(?P<head>{'|'.join(CHAT_NAMES)}|tools|tool_choice)(?P<rest>(?:\.\w+|\[\d+\])*)(?!\w)"
+)
+"""A chat's field in an error, with its path: `messages[2].content`, `response_format.json_schema.schema`."""
+_ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning", "compaction"})
+_TEXT_TYPES = frozenset({"input_text", "output_text", "text"})
+EARLIER = "previous_response_id"
+"""The place, in errors, of items that the request did not send."""
+
+
+@dataclass(slots=True)
+class Messages:
+    """A chat's messages, and the item of `input` that each began with."""
+
+    chat: list[JSON] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    def add(self, place: str, **message: Any) -> None:
+        self.chat.append(message)
+        self.places.append(place)
+
+
+class Function(NamedTuple):
+    """A function of a request."""
+
+    place: str
+    """Its field in the body: `tools.2`, `tools.4.tools.0`."""
+    namespace: str | None
+    tool: FunctionTool
+
+    @property
+    def name(self) -> str:
+        """Its name in the prompt."""
+        return joined_name(self.namespace, self.tool.name or "")
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    """Return a function's name in the prompt."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+# ---- tools ----------------------------------------------------------------------------------------------------------
+
+
+def functions_of(tools: Sequence[FlatTool]) -> list[Function]:
+    """Return the tools that the model may call. Raises `ApiError` naming an unsupported one."""
+    return [one for index, tool in enumerate(tools) for one in _functions(f"tools.{index}", tool)]
+
+
+def chat_tools(functions: Sequence[Function]) -> list[JSON]:
+    """Return a chat's tools."""
+    return [_chat_tool(one) for one in functions]
+
+
+def _functions(place: str, tool: FlatTool) -> Iterator[Function]:
+    if is_left_out(tool):
+        return
+    if tool.type != "namespace":
+        yield _checked(Function(place, None, tool))
+        return
+    for name in ("name", "tools"):
+        if getattr(tool, name) is None:
+            raise ApiError(400, f"{place}.{name}: field required", param=f"{place}.{name}")
+    for index, one in enumerate(tool.tools or ()):
+        where = f"{place}.tools.{index}"
+        if one.type != "function":
+            message = f"{where}.type: {one.type[:64]!r} is not supported in a namespace, only 'function'"
+            raise unsupported_field(f"{where}.type", message)
+        yield _checked(Function(where, tool.name, _described(one, tool.description)))
+
+
+def _checked(one: Function) -> Function:
+    where, kind = f"{one.place}.type", one.tool.type
+    if kind == LOCAL_SEARCH:
+        message = f"{where}: {kind!r} is not supported by this server; with external_web_access false it is left out"
+        raise unsupported_field(where, message)
+    if kind not in ("function", "calculator"):
+        supported = "only 'function', 'namespace' and 'calculator'"
+        raise unsupported_field(where, f"{where}: {kind[:64]!r} is not supported by this server, {supported}")
+    if kind == "function" and one.tool.name is None:
+        raise ApiError(400, f"{one.place}.name: field required", param=f"{one.place}.name")
+    return one
+
+
+def _described(tool: FunctionTool, description: str | None) -> FunctionTool:
+    """Return a function with its namespace's description before its own: a chat template has no place for both."""
+    texts = [text for text in (description, tool.description) if text]
+    return tool.model_copy(update={"description": "\n".join(texts) or None})
+
+
+def _chat_tool(one: Function) -> JSON:
+    tool = one.tool
+    if tool.type == "calculator":
+        return {"type": tool.type}
+    fields = {"name": one.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def chat_choice(choice: str | dict[str, Any] | None) -> str | JSON | None:
+    """Return a chat's `tool_choice`. Raises `ApiError` for a choice of tools that are not functions."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        kind = repr(choice.get("type"))[:64]
+        raise unsupported_field("tool_choice.type", f"tool_choice.type: {kind} is not supported by this server")
+    if not isinstance(choice.get("name"), str):
+        raise ApiError(400, "tool_choice.name: must name a function", param="tool_choice.name")
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def response_format(text: TextFormat) -> JSON:
+    """Return a chat's `response_format`."""
+    if text.type != "json_schema":
+        return {"type": text.type}
+    if text.form is None:
+        raise ApiError(400, "text.format.schema: field required", param="text.format.schema")
+    fields = {"name": text.name, "description": text.description, "schema": text.form, "strict": text.strict}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in fields.items() if value is not None}}
+
+
+# ---- items ----------------------------------------------------------------------------------------------------------
+
+
+def messages_of(instructions: str | None, earlier: Sequence[InputItem], new: str | Sequence[InputItem]) -> Messages:
+    """Return the conversation as a chat's messages. Raises `ApiError` naming the invalid item.
+
+    `earlier` are the items of the replies that the request continues.
+    """
+    messages = Messages()
+    if instructions is not None:
+        messages.add("instructions", role="system", content=instructions)
+    calls: set[str] = set()
+    for item in earlier:
+        _add_item(messages, item, EARLIER, calls)
+    if isinstance(new, str):
+        messages.add("input", role="user", content=new)
+        return messages
+    for index, item in enumerate(new):
+        _add_item(messages, item, f"input.{index}", calls)
+    return messages
+
+
+def _add_item(messages: Messages, item: InputItem, place: str, calls: set[str]) -> None:
+    """Add an item to the messages; `calls` are the ids of earlier function calls."""
+    kind = item.type or "message"
+    if kind not in _ITEM_TYPES:
+        hint = ": send the item itself, or previous_response_id" if kind == "item_reference" else ""
+        raise unsupported_field(f"{place}.type", f"{place}.type: {kind[:64]!r} is not supported by this server{hint}")
+    if kind == "message":
+        role, content = _required(item, place, "role"), text_parts(_required(item, place, "content"), place, "content")
+        messages.add(place, role=role, content=content, **({} if item.parts is None else {"parts": item.parts}))
+    elif kind == "function_call":
+        name = joined_name(item.namespace, _required(item, place, "name"))
+        function = {"name": name, "arguments": _required(item, place, "arguments")}
+        call_id = _required(item, place, "call_id")
+        calls.add(call_id)
+        _add_call(messages, {"id": call_id, "type": "function", "function": function}, place)
+    elif kind == "function_call_output":
+        _add_output(messages, item, place, calls)
+    elif kind == "compaction":
+        summary = decoded(_required(item, place, "encrypted_content"), f"{place}.encrypted_content")
+        messages.add(place, role="assistant", content=f"{SUMMARY_HEAD}{summary}")
+
+
+def _add_output(messages: Messages, item: InputItem, place: str, calls: set[str]) -> None:
+    call_id = _required(item, place, "call_id")
+    if call_id not in calls:
+        message = f"{place}.call_id: no earlier function_call has this id; send earlier turns in input"
+        raise ApiError(400, message, param=f"{place}.call_id")
+    output = text_parts(_required(item, place, "output"), place, "output")
+    messages.add(place, role="tool", tool_call_id=call_id, content=output)
+
+
+def _add_call(messages: Messages, call: JSON, place: str) -> None:
+    """Add a call to the assistant's message before it, or to a new one."""
+    last = messages.chat[-1] if messages.chat else {}
+    if last.get("role") == "assistant":
+        messages.chat[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
+    else:
+        messages.add(place, role="assistant", content="", tool_calls=[call])
+
+
+def _required(item: InputItem, place: str, name: str) -> Any:
+    value = getattr(item, name)
+    if value is None:
+        raise ApiError(400, f"{place}.{name}: field required", param=f"{place}.{name}")
+    return value
+
+
+def text_parts(content: str | Sequence[TextPart], place: str, name: str) -> str | list[JSON]:
+    """Return a chat message's `content`. Raises `ApiError` naming a part that is not text."""
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        where = f"{place}.{name}.{index}"
+        if part.type not in _TEXT_TYPES:
+            raise unsupported_field(f"{where}.type", f"{where}.type: {part.type[:64]!r} is not supported, only text")
+        if part.text is None:
+            raise ApiError(400, f"{where}.text: field required", param=f"{where}.text")
+    return [{"type": "text", "text": part.text} for part in content]
+
+
+# ---- names in errors ------------------------------------------------------------------------------------------------
+
+
+def with_own_names(text: str, places: Sequence[str], tools: Sequence[str]) -> str:
+    """Return a chat's error text with this API's field names; `places` and `tools`: see `_own_name`."""
+
+    def own_name(found: re.Match[str]) -> str:
+        # "messages" is also an English word: it is a field if it has an index or begins the text.
+        is_field = found["head"] != "messages" or found["rest"] or not found.start()
+        return _own_name(found["head"], found["rest"], places, tools) if is_field else found.group()
+
+    return _CHAT_FIELD.sub(own_name, text)
+
+
+def _own_name(head: str, rest: str, places: Sequence[str], tools: Sequence[str]) -> str:
+    """Return this API's name of the chat field `head`; `rest`: the rest of its path, with dots and brackets.
+
+    `places`, `tools`: the fields of the body that the chat's messages and tools are from.
+    """
+    if head == "messages" and rest:
+        place, rest = _placed(rest, places, "input")
+        return f"{place}.{rest}" if rest and place.startswith("input.") else place
+    if head == "tools" and rest:
+        place, inner = _placed(rest.replace(".function", ""), tools, "")
+        if place:
+            return f"{place}.{inner}" if inner else place
+    if head == "response_format":
+        rest = rest.removeprefix(".json_schema")
+    elif head != "messages":
+        rest = rest.replace(".function", "")
+    return CHAT_NAMES.get(head, head) + rest
+
+
+def _placed(path: str, places: Sequence[str], default: str) -> tuple[str, str]:
+    """Return (place of the index that starts the path, the rest of the path)."""
+    number, _, rest = path.replace("[", ".").replace("]", "")[1:].partition(".")
+    return places[int(number)] if number.isdigit() and int(number) < len(places) else default, rest
