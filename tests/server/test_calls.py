@@ -170,7 +170,7 @@ def test_streams(model: ServedModel) -> None:
         (None, (False, False)),
         ({}, (False, False)),
         ({"include_usage": True}, (True, False)),
-        ({"continuous_usage_stats": True}, (False, True)),
+        ({"continuous_usage_stats": True}, (False, False)),
         ({"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}, (True, True)),
     ):
         call = chat(model, stream=True, stream_options=options)
@@ -241,6 +241,9 @@ def test_truncate_prompt_tokens_keeps_last_tokens(model: ServedModel) -> None:
     ids = list(range(10))
     assert completion(model, prompt=ids, truncate_prompt_tokens=4).requests[0].prompt == (6, 7, 8, 9)
     assert completion(model, prompt=ids, truncate_prompt_tokens=40).requests[0].prompt == tuple(ids)
+    for side, kept in (("left", (6, 7, 8, 9)), ("right", tuple(ids[:4]))):
+        cut = completion(model, prompt=ids, truncate_prompt_tokens=4, truncation_side=side)
+        assert cut.requests[0].prompt == kept
     long = [1] * 600
     assert len(completion(model, prompt=long, truncate_prompt_tokens=-1, max_tokens=10).requests[0].prompt) == 502
     assert len(completion(model, prompt=long, truncate_prompt_tokens=-1, max_tokens=0).requests[0].prompt) == 511

@@ -108,6 +108,7 @@ def test_pooling_and_truncation_fields(model: ServedModel) -> None:
     assert requests_of(model, pooling="last")[0].params.pooling == "last"
     ids = list(range(100)) * 6
     assert requests_of(model, input=ids, truncate_prompt_tokens=7)[0].prompt == tuple(ids[-7:])
+    assert requests_of(model, input=ids, truncate_prompt_tokens=7, truncation_side="right")[0].prompt == tuple(ids[:7])
     assert requests_of(model, input=ids, truncate_prompt_tokens=-1)[0].prompt == tuple(ids[-512:])
     assert requests_of(model, input=[[1, 2], ids], truncate_prompt_tokens=5)[0].prompt == (1, 2)
     assert len(requests_of(model, input="x" * 10_000, truncate_prompt_tokens=9)[0].prompt) == 9

@@ -422,6 +422,7 @@ COMPLETE_TABLE: Table = {
     "echo": turn("text", True, False),
     "logprobs": turn("logprobs", 1, 2),
     "logprob_token_ids": turn("logprobs", [A], [B], logprobs=1),
+    "truncation_side": turn("prompt", "left", "right", truncate_prompt_tokens=2, return_token_ids=True),
     "best_of": turn("error", 2, 1),
     "lineage": turn("error", "another"),
     "add_special_tokens": turn("prompt", True, False),
@@ -442,6 +443,7 @@ CHAT_TABLE: Table = {
     "logprobs": turn("form", True, False),
     "top_logprobs": turn("logprobs", 1, 2, logprobs=True),
     "logprob_token_ids": turn("logprobs", [A], [B], logprobs=True),
+    "truncation_side": turn("prompt", "left", "right", truncate_prompt_tokens=2, return_token_ids=True),
     "echo": turn("text", True, False),
     "add_special_tokens": turn("error", True, False),
     "cache_salt": turn("cached", "chat1", "chat2", messages=user(LONG)),
@@ -486,6 +488,7 @@ OWN_RESPONSES: Table = {
     "include": turn("logprobs", [LOGPROBS], []),
     "top_logprobs": turn("logprobs", 1, 2, include=[LOGPROBS]),
     "logprob_token_ids": turn("logprobs", [A], [B], include=[LOGPROBS]),
+    "truncation_side": turn("text", "left", "right", truncate_prompt_tokens=2),
     "text": turn("text", FORMAT, {"format": {"type": "text"}}, **SURE_HERE),
     "text.format": turn("text", FORMAT["format"], {"type": "text"}, **SURE_HERE),
     "text.format.type": turn("text", "json_schema", "text", text=FORMAT, **SURE_HERE),
@@ -686,6 +689,9 @@ GENERATE_TABLE: Table = {
         "end", True, False, sampling_params={"logit_bias": {str(START): 100.0}, "stop": "_start|><|im"}
     ),
     "sampling_params.logprobs": turn("logprobs", 1, 2),
+    "sampling_params.truncation_side": turn(
+        "prompt", "left", "right", return_token_ids=True, sampling_params={"truncate_prompt_tokens": 2}
+    ),
     "sampling_params.logprob_token_ids": turn("logprobs", [A], [B], sampling_params={"logprobs": 1}),
     "sampling_params.skip_reading_prefix_cache": turn("cached", False, True, token_ids=ids(LONG), cache_salt="skip"),
     "sampling_params.detokenize": idle(False),
@@ -760,6 +766,7 @@ EMBED_TABLE: Table = {
     "pooling": turn("vector", "last", "mean"),
     "normalize": turn("vector", True, False),
     "truncate_prompt_tokens": turn("vector", 2, 3),
+    "truncation_side": turn("vector", "left", "right", truncate_prompt_tokens=2),
     "add_special_tokens": turn("vector", True, False),
     "cache_salt": shown_by("test_embedding_salt_separates_cached_prefixes"),
 }

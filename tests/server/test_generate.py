@@ -346,7 +346,7 @@ REFUSED: list[tuple[JSON, JSON, str]] = [
     ({"output_kind": 2}, {"stream": True}, "sampling_params.output_kind"),
     ({"stop": "a", "detokenize": False}, {}, "sampling_params.stop"),
     ({"best_of": 2}, {}, "sampling_params.best_of"),
-    ({"truncation_side": "right"}, {}, "sampling_params.truncation_side"),
+    ({"truncation_side": "both"}, {}, "sampling_params.truncation_side"),
     ({"truncate_prompt_tokens": 0}, {}, "sampling_params.truncate_prompt_tokens"),
     ({"logprob_token_ids": [1]}, {}, "sampling_params.logprob_token_ids"),
     ({"logprob_token_ids": [260], "logprobs": 1}, {}, "sampling_params.logprob_token_ids"),

@@ -306,7 +306,7 @@ def _call(
         make_reply=OpenAIReply,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         forbids_tokens=bool(body.allowed_token_ids or body.bad_words or body.logit_bias or structure),
     )
 

@@ -214,17 +214,24 @@ def _check_text_length(texts: Sequence[str], body: Sampling, model: ServedModel)
 
 
 def fit_to_context(prompt: Sequence[int], body: Sampling, model: ServedModel, max_tokens: int | None) -> Sequence[int]:
-    """Return the prompt, truncated on the left as requested. Raises `ApiError` if it is too long."""
+    """Return the prompt, truncated as requested. Raises `ApiError` if it is too long."""
     longest = model.limits.max_model_len - (0 if max_tokens == 0 else 1)
     keep = body.truncate_prompt_tokens
     if keep is not None:
         if keep == 0:
             raise ApiError(400, "truncate_prompt_tokens leaves no token", param="truncate_prompt_tokens")
         room = model.limits.max_model_len - (max_tokens or 1)
-        prompt = prompt[-(keep if keep > 0 else room if 0 < room < longest else longest) :]
+        prompt = kept_tokens(
+            prompt, keep if keep > 0 else room if 0 < room < longest else longest, body.truncation_side
+        )
     if len(prompt) > longest:
         raise _too_long(len(prompt), f"{len(prompt)} tokens", body, model)
     return prompt
+
+
+def kept_tokens(ids: Sequence[int], count: int, side: str | None) -> Sequence[int]:
+    """Return at most `count` ids, without those on the given side (default: left)."""
+    return ids[:count] if side == "right" else ids[-count:]
 
 
 def _too_long(num_tokens: int, shown: str, body: Sampling, model: ServedModel) -> ApiError:

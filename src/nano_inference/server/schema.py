@@ -175,6 +175,8 @@ class SamplingFields(Body):
     bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
     truncate_prompt_tokens: CountOrOff | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    """Where `truncate_prompt_tokens` removes tokens."""
     prompt_logprobs: AlternativesOrAll | None = None
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_NAMED)] | None = None
     """Report these tokens in place of the most probable ones."""

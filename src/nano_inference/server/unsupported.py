@@ -35,7 +35,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moderation": (None,),
     # vLLM
     "use_beam_search": OFF,
-    "truncation_side": (None, "left"),
     "prompt_embeds": EMPTY,
     "documents": EMPTY,
     "chat_template": (None,),

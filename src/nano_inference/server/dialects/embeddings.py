@@ -24,6 +24,7 @@ from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
+from nano_inference.server.prompts import kept_tokens
 from nano_inference.server.refusals import api_errors
 from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Samples, TokenIds
 from nano_inference.server.shape import ReplyShape
@@ -63,6 +64,7 @@ class EmbeddingBody(Body):
     pooling: Literal["mean", "last"] | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: CountOrOff | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     cache_salt: Salt | None = None
 
@@ -145,7 +147,7 @@ def _inputs_by_field(body: EmbeddingBody) -> list[tuple[str, Any]]:
 
 
 def _prompt(text: Any, field: str, body: EmbeddingBody, model: ServedModel, params: SamplingParams) -> tuple[int, ...]:
-    """Return the token ids of one text, truncated on the left if requested and checked against the engine's limits."""
+    """Return the token ids of one text, truncated if requested and checked against the engine's limits."""
     limits, keep = model.limits, body.truncate_prompt_tokens
     limit = min(limits.max_model_len, limits.num_blocks * limits.block_size)
     ids: Sequence[int] = text
@@ -156,7 +158,7 @@ def _prompt(text: Any, field: str, body: EmbeddingBody, model: ServedModel, para
         with api_errors(field):
             ids = model.tokenizer.encode(text, add_special=body.add_special_tokens is not False)
     if keep is not None:
-        ids = ids[-(keep if keep > 0 else limit) :]
+        ids = kept_tokens(ids, keep if keep > 0 else limit, body.truncation_side)
     if len(ids) > limit:
         raise _too_long(len(ids), f"{len(ids)} tokens", field, limit)
     try:

@@ -63,7 +63,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "truncation_side": (None, "left"),
     "prompt_logprob_start": (None, 0),
     "logits_processors": EMPTY,
     "extra_args": EMPTY,
