@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.server.dialects import generate, llamacpp, messages, responses, sglang
+from nano_inference.server.dialects import generate, llamacpp, messages, ollama_body, responses, sglang
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.unsupported import NEUTRAL
 from tests.server import test_generate, test_llamacpp, test_messages, test_responses, test_sglang, test_unsupported
@@ -23,6 +23,7 @@ JSON = dict[str, Any]
 Values = Mapping[str, tuple[Any, ...]]
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
+OLLAMA, OLLAMA_CHAT = "/api/generate", "/api/chat"
 HELLO = [{"role": "user", "content": "a"}]
 BODIES: Mapping[str, JSON] = MappingProxyType(
     {
@@ -33,6 +34,11 @@ BODIES: Mapping[str, JSON] = MappingProxyType(
         SGLANG: {"text": "a", "sampling_params": {"max_new_tokens": 1}},
         LLAMA: {"prompt": "a", "n_predict": 1},
         WEB: {"messages": HELLO, "max_tokens": 1},
+        OLLAMA: {"prompt": "a", "options": {"num_predict": 1}},
+        OLLAMA_CHAT: {"messages": HELLO, "options": {"num_predict": 1}},
+        "/api/embed": {"input": "a"},
+        "/api/embeddings": {"prompt": "a"},
+        "/api/show": {},
         "/v1/embeddings": {"input": "a"},
         "/detokenize": {"tokens": [1]},
     }
@@ -46,6 +52,8 @@ OWN: Mapping[str, Values] = MappingProxyType(
         GENERATE: generate.UNSUPPORTED,
         SGLANG: sglang.UNSUPPORTED,
         LLAMA: llamacpp.UNSUPPORTED,
+        OLLAMA: ollama_body.UNSUPPORTED,
+        OLLAMA_CHAT: ollama_body.UNSUPPORTED,
     }
 )
 """Path -> the dialect's unsupported fields with their neutral values."""
@@ -70,6 +78,9 @@ def refused(server: Running, path: str, body: JSON, param: str) -> None:
     reply = server.post(path, body)
     error = reply.json()["error"]
     assert reply.status_code == 400, (param, reply.text)
+    if isinstance(error, str):  # Ollama's form
+        assert error.startswith(f"{param} "), error
+        return
     named = error.get("param") or error.get("details", {}).get("param")
     assert named == param or (path == LLAMA and param in error["message"]), error
 

@@ -146,6 +146,13 @@ class Running:
             text = b"".join(response.iter_bytes()).decode()
         return events_in(text)
 
+    def lines(self, path: str, body: Any) -> list[Any]:
+        """POST JSON and return the values of a stream of JSON lines."""
+        reply = self.post(path, body)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["content-type"] == "application/x-ndjson"
+        return [json.loads(line) for line in reply.text.splitlines()]
+
     def comes_to_show(self, line: str) -> bool:
         """Return True once /metrics contains a line, False after a minute; metrics change after a turn's commands."""
         deadline = time.monotonic() + 60

@@ -49,6 +49,8 @@ from nano_inference.server.unsupported import unknown_fields
 from nano_inference.server.worker_pool import BodyWorkers
 
 _MAX_LOGGED_FIELDS = 1000
+_OPTION_FIELDS = ("stream_options", "options")
+"""Objects in a body whose unknown fields are treated like the body's."""
 _PROBE_SECONDS = 20.0
 """Deadline of a probing route: SGLang's value for /health_generate."""
 _REJECTIONS = {
@@ -202,7 +204,8 @@ class App:
         self._report_unknown_fields(body)
         left = arrived + self.config.request_timeout - time.monotonic()
         call = await self.compilers.add_matchers(call, serving.model.grammars, left)
-        call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
+        names = call.names | {call.id, request.scope["state"]["request_id"]}
+        call = replace(call, names=names, form=route.form)
         timing = Timing(deadline=arrived + self.config.request_timeout, keep_alive_s=self.config.sse_keep_alive)
         return self._response(serving, call, timing)
 
@@ -342,10 +345,10 @@ class App:
 
     def _report_unknown_fields(self, body: Body) -> None:
         """Log each unknown field once; with `strict`, raise `ApiError`."""
-        options = getattr(body, "stream_options", None)
-        inner = unknown_fields(options.model_extra or {}) if isinstance(options, Body) else []
-        top = (name for name in unknown_fields(body.model_extra or {}) if name not in body.neutral_names)
-        names = [*top, *(f"stream_options.{name}" for name in inner)]
+        names = _unknown_names(body)
+        for field in _OPTION_FIELDS:
+            options = getattr(body, field, None)
+            names += [f"{field}.{name}" for name in _unknown_names(options)] if isinstance(options, Body) else []
         if names and self.config.strict:
             shown = ", ".join(repr(name[:64]) for name in names[:8])
             raise ApiError(400, f"unknown fields: {shown}", param=names[0][:64], code="unknown_field")
@@ -381,6 +384,11 @@ class App:
                 **call_fields,
             )
         )
+
+
+def _unknown_names(body: Body) -> list[str]:
+    """Return the names of a body's unknown fields."""
+    return [name for name in unknown_fields(body.model_extra or {}) if name not in body.neutral_names]
 
 
 def check_routes(owned: Sequence[tuple[str, Route]]) -> None:

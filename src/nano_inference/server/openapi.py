@@ -77,7 +77,7 @@ def _get(text: str, is_open: bool) -> JSON:
 def _post(body: JSON, post: Generating | Converting, *, has_own_errors: bool) -> JSON:
     content: JSON = {"application/json": {"schema": {"type": ["object", "array"]}}}
     if isinstance(post, Generating) and post.streams:
-        content["text/event-stream"] = {}
+        content[post.form.media_type.partition(";")[0]] = {}
     return {
         "summary": post.summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
