@@ -1,6 +1,6 @@
 """Bodies of Ollama's API, and the fields of it that this server does not support.
 
-Fields as in Ollama's documentation of its API (docs/api.md) and its Python client. Options that only concern memory,
+Fields as in the documentation of Ollama's API and its Python client. Options that only concern memory,
 threads or the loading of a model (`num_ctx`, `num_gpu`, `use_mmap`, …) and `keep_alive` are hints: they are not
 declared, so they are logged once and ignored, and refused by a strict server.
 """
