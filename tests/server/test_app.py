@@ -790,7 +790,7 @@ def test_stream_options_without_stream_are_refused(server: Running, options: JSO
 
 
 def test_wrong_paths_and_methods(server: Running) -> None:
-    for path in ("/nope", "/v1", "/v1/chat", "/v1/completions/", "/metrics/x", "/v1/models/", "/tokenize/a"):
+    for path in ("/nope", "/v1", "/v1/chat", "/v1/completions/", "/metrics/x", "/models/a", "/tokenize/a"):
         reply = server.client.get(path)
         assert reply.status_code == 404, path
         assert reply.json()["error"]["type"] == "not_found_error"
@@ -805,7 +805,7 @@ def test_wrong_paths_and_methods(server: Running) -> None:
         reply = server.client.post(path, json={})
         assert reply.status_code == 405
         assert set(reply.headers["allow"].split(", ")) == {"GET", "HEAD"}
-    for path, meant in (("/completions", COMPLETE), ("/v1/v1/models", "/v1/models"), ("/v1/health", "/health")):
+    for path, meant in (("/messages", "/v1/messages"), ("/v1/v1/models", "/v1/models"), ("/v1/health", "/health")):
         message = server.client.get(path).json()["error"]["message"]
         assert message == f"no such path: {path}; did you mean {meant}? A client's base URL ends in /v1"
     lost = server.post(
@@ -833,6 +833,8 @@ def test_wrong_content_types(server: Running) -> None:
 
 GETS = (
     "/v1/models",
+    "/v1/models/",
+    "/models",
     "/v1/models/tiny",
     "/tokenizer_info",
     "/health",
@@ -857,6 +859,7 @@ def test_models(tiny_directory: Path) -> None:
     config = ServerConfig(port=0, log_requests=False, served_model_name=("org/tiny", "other"))
     with running(tiny_directory, config) as server:
         listed = server.client.get("/v1/models").json()
+        assert all(server.client.get(path).json() == listed for path in ("/v1/models/", "/models"))
         assert listed["object"] == "list"
         assert [(card["id"], card["root"], card["parent"]) for card in listed["data"]] == [
             ("org/tiny", "org/tiny", None),

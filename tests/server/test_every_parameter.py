@@ -690,6 +690,8 @@ LLAMA_TABLE: Table = {
     "prompt": turn("prompt", "abc", ["abd", 5]),
     "repeat_last_n": turn("tokens", -1, 0, repeat_penalty=100.0, temperature=0.0, n_predict=24),
     "n_probs": turn("logprobs", 1, 2),
+    "post_sampling_probs": turn("form", True, False, n_probs=2),
+    "max_tokens": turn("tokens", 2, 3, n_predict=ABSENT),
     "cache_prompt": turn("cached", True, False, prompt=f"llama.cpp reads {LONG}"),
     "return_tokens": turn("tokens", True, False),
     "timings_per_token": turn("form", True, False, stream=True),

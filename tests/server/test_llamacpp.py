@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -16,9 +18,11 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, token_text
 from nano_inference.server.dialect import Generating, Occupancy
 from nano_inference.server.dialects.llamacpp import LlamaBody, llama_call, props
-from nano_inference.server.dialects.llamacpp_reply import error_body, selected, speeds
+from nano_inference.server.dialects.llamacpp_reply import error_body, selected
 from nano_inference.server.errors import ApiError
-from tests.server.mounted import BYTES, END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
+from nano_inference.server.timings import speeds
+from nano_inference.server.wiring import installed_dialects
+from tests.server.mounted import ALIASES, BYTES, END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import TEMPLATE, Running, events_in
 
 PATH = "/completion"
@@ -71,6 +75,7 @@ def test_whole_reply_has_llamacpps_form(server: Running, engine: InferenceEngine
         {**entry(token, logprob), "top_logprobs": [entry(one.token, one.logprob) for one in top]}
         for token, logprob, top in zip(sample.completion_tokens, sample.logprobs, sample.top_logprobs, strict=True)
     ]
+    assert all(reply["timings"][name] > 0 for name in TIMING_FIELDS)
     assert reply == {
         "index": 0,
         "content": written(sample.completion_tokens),
@@ -106,8 +111,21 @@ def test_whole_reply_has_llamacpps_form(server: Running, engine: InferenceEngine
         "stop_type": "limit",
         "stopping_word": "",
         "tokens_cached": 0,
-        "timings": {"cache_n": 0, "prompt_n": 5, "predicted_n": 2, **dict.fromkeys(TIMING_FIELDS)},
+        "timings": {"cache_n": 0, "prompt_n": 5, "predicted_n": 2, **dict.fromkeys(TIMING_FIELDS, ANY)},
     }
+
+
+def test_probabilities_are_those_that_tokens_are_drawn_from(server: Running) -> None:
+    fields = {**HOT, "top_k": 3, "n_predict": 4, "n_probs": 5, "return_tokens": True}
+    rows = complete(server, **fields, post_sampling_probs=True)["completion_probabilities"]
+    for row in rows:
+        assert {*row} == {"id", "token", "bytes", "prob", "top_probs"} and 0 < row["prob"] <= 1
+        kept = [one["prob"] for one in row["top_probs"]]
+        assert sum(kept) == pytest.approx(1, abs=1e-4) and sum(prob > 0 for prob in kept) <= 3
+    plain = complete(server, **fields)["completion_probabilities"]
+    assert [row["id"] for row in plain] == [row["id"] for row in rows] and "logprob" in plain[0]
+    for row in complete(server, n_probs=4, post_sampling_probs=True)["completion_probabilities"]:
+        assert row["prob"] == 1 and sorted(one["prob"] for one in row["top_probs"]) == [0, 0, 0, 1]
 
 
 def test_stop_types(server: Running) -> None:
@@ -127,6 +145,8 @@ def test_answer_fills_the_context_by_default(server: Running) -> None:
         assert server.post(PATH, body).json()["tokens_predicted"] == 512 - 5
     assert complete(server, n_predict=0)["tokens_predicted"] == 0
     assert complete(server, n_predict=0)["content"] == ""
+    assert complete(server, n_predict=None, max_tokens=3)["tokens_predicted"] == 3
+    assert complete(server, n_predict=2, max_tokens=3)["tokens_predicted"] == 2
 
 
 def test_answer_fills_a_cache_smaller_than_the_context(tiny_directory: Path) -> None:
@@ -168,7 +188,7 @@ def test_stream_adds_up_to_the_whole_reply(server: Running, fields: JSON) -> Non
         ]
         assert all(("timings" in one) is ("timings_per_token" in fields) for one in mine)
         timings = last.pop("timings")
-        assert timings["prompt_n"] == answer["timings"]["prompt_n"]
+        assert timings["prompt_n"] == answer["timings"]["prompt_n"] and answer.pop("timings")["prompt_ms"] > 0
         assert timings["prompt_ms"] > 0 and timings["predicted_ms"] >= 0
         assert last["generation_settings"].pop("stream") is True
         for name in set(last) - {"content", "tokens"}:
@@ -237,6 +257,7 @@ SAMPLING: list[tuple[JSON, JSON]] = [
     ({"logit_bias": [[65, 100]]}, {"logit_bias": {65: 100.0}}),
     ({"logit_bias": {"65": 100}}, {"logit_bias": {65: 100.0}}),
     ({"logit_bias": [["ab", 50], [*ids("b"), 1]]}, {"logit_bias": {ids("a")[0]: 50.0, ids("b")[0]: 51.0}}),
+    ({"logit_bias": [["ab ", -100], ["b ", -100]]}, {"logit_bias": dict.fromkeys(ids("ab "), -100.0)}),
     ({"logit_bias": {"ab": 50}}, {"logit_bias": {ids("a")[0]: 50.0, ids("b")[0]: 50.0}}),
     ({"logit_bias": [[191, False], [191, 1.5]]}, {"logit_bias": {191: -98.5}}),
     ({"logit_bias": False}, {}),
@@ -299,7 +320,7 @@ def test_answer_has_the_requested_structure(server: Running, fields: JSON) -> No
 
 WITHOUT_EFFECT: list[JSON] = [
     {"samplers": [], "mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0},
-    {"id_slot": -1, "n_keep": 0, "return_progress": False, "post_sampling_probs": False, "grammar": ""},
+    {"id_slot": -1, "n_keep": 0, "return_progress": True, "post_sampling_probs": False, "grammar": ""},
     {"top_n_sigma": -1, "dynatemp_range": 0, "t_max_predict_ms": 0, "lora": [], "json_schema": None},
 ]
 
@@ -335,8 +356,6 @@ REFUSED: list[tuple[JSON, str]] = [
     ({"grammar_triggers": [1]}, "grammar_triggers"),
     ({"grammar_lazy": True}, "grammar_lazy"),
     ({"backend_sampling": True}, "backend_sampling"),
-    ({"return_progress": True}, "return_progress"),
-    ({"post_sampling_probs": True}, "post_sampling_probs"),
     ({"reasoning_format": "deepseek"}, "reasoning_format"),
     ({"reasoning_budget_tokens": 5}, "reasoning_budget_tokens"),
     ({"repeat_last_n": 64}, "repeat_last_n"),
@@ -353,7 +372,7 @@ REFUSED: list[tuple[JSON, str]] = [
     ({"logit_bias": [[1, "a"]]}, "logit_bias.0"),
     ({"logit_bias": {"1": True}}, "logit_bias.0"),
     ({"logit_bias": [[260, 1.0]]}, "logit_bias"),
-    ({"logit_bias": [[1, 101]]}, "logit_bias.1"),
+    ({"logit_bias": [[1, 2], [1, 101]]}, "logit_bias.1"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [260]}, "prompt"),
     ({"prompt": ["a", -1]}, "prompt"),
@@ -375,6 +394,7 @@ def test_prompt_longer_than_the_context_has_its_error_type(server: Running, prom
     error = server.post(PATH, {"prompt": prompt, **GREEDY}).json()["error"]
     assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
     assert "context of 512" in error["message"]
+    assert error["n_prompt_tokens"] >= 512 and error["n_ctx"] == 512
 
 
 def test_error_body() -> None:
@@ -385,6 +405,12 @@ def test_error_body() -> None:
 def test_unknown_model_is_refused(server: Running) -> None:
     reply = server.post(PATH, {"prompt": "a", "model": "other"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
+
+
+def test_paths_without_v1_are_aliases() -> None:
+    routes = {route.path: route for dialect in installed_dialects().values() for route in dialect.generating}
+    for alias, path in ALIASES.items():
+        assert replace(routes[alias], path=path) == routes[path]
 
 
 # ---- props

@@ -114,6 +114,22 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     return _call(body, model, "chat", name, prompts, params, shape, structure, salt, program, beginning)
 
 
+def limited(call: Call, most: int) -> Call:
+    """Return a call whose samples have at most `most` tokens. Raises `ApiError` if one must have more."""
+    requests = tuple(replace(request, params=_shortened(request.params, most)) for request in call.requests)
+    num_tokens = sum(len(one.prompt) + one.num_samples * most for one in requests)
+    reduced = call.reduced_max_tokens
+    if any((one.params.max_tokens or 0) > most for one in call.requests):
+        reduced = most if reduced is None else min(reduced, most)
+    return replace(call, requests=requests, num_tokens=min(call.num_tokens, num_tokens), reduced_max_tokens=reduced)
+
+
+def _shortened(params: SamplingParams, most: int) -> SamplingParams:
+    if params.min_tokens > most:
+        raise ApiError(400, f"min_tokens must be at most {most}, the server's --n-predict", param="min_tokens")
+    return replace(params, max_tokens=most if params.max_tokens is None else min(params.max_tokens, most))
+
+
 def _check_lineage(lineage: str | None, model: ServedModel) -> None:
     """Raise `ApiError` for tokens whose weight versions another engine counted."""
     if lineage not in (None, model.limits.lineage):

@@ -14,6 +14,7 @@ JSON = dict[str, Any]
 
 _GETS: tuple[tuple[str, str, bool], ...] = (
     ("/v1/models", "List the names that the model is served under.", False),
+    ("/models", "The same as /v1/models, as in llama.cpp.", False),
     ("/health", "Liveness: 503 while loading and after the engine has failed.", True),
     ("/ready", "Readiness: 503 while loading, draining or dead.", True),
     ("/ping", "The same as /health.", True),

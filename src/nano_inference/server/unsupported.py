@@ -65,8 +65,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n_keep": (None, 0),
     "id_slot": (None, -1),
     "cache_prompt": (None, True),
-    "timings_per_token": OFF,
-    "return_progress": OFF,
     "t_max_predict_ms": (None, 0),
     "samplers": EMPTY,
     "mirostat": (None, 0),

@@ -394,13 +394,14 @@ def _plain(one: FlatTool | TextFormat) -> JSON:
 
 
 DIALECT = Dialect(
-    generating=(
+    generating=tuple(
         Generating(
-            path="/v1/responses",
+            path=path,
             body=ResponsesBody,
             to_call=responses_call,
             summary="Answer items; the interface of OpenAI's Responses API.",
             renders=True,
-        ),
+        )
+        for path in ("/v1/responses", "/responses")
     ),
 )
