@@ -25,11 +25,12 @@ from nano_inference.server.dialects import generate, messages, responses, sglang
 from nano_inference.server.dialects.responses import LOGPROBS
 from nano_inference.server.schema import Body
 from tests.server.mounted import CONVERTING, GENERATING, ids
-from tests.server.tiny import Running, make_tiny, running
+from tests.server.tiny import FIM_TOKENS, Running, make_tiny, running
 
 JSON = dict[str, Any]
 COMPLETE, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
+INFILL = "/infill"
 EMBED, COUNT = "/v1/embeddings", "/v1/messages/count_tokens"
 OLLAMA, OLLAMA_CHAT, OLLAMA_EMBED = "/api/generate", "/api/chat", "/api/embed"
 OLLAMA_VECTOR, SHOW = "/api/embeddings", "/api/show"
@@ -412,6 +413,10 @@ BASES: Mapping[str, JSON] = MappingProxyType(
         LLAMA: {
             "prompt": "abc", "n_predict": 6, "return_tokens": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **_FREE
         },
+        INFILL: {
+            "input_prefix": "ab", "input_suffix": "c", "n_predict": 6, "return_tokens": True, "top_k": 0, "top_p": 1.0,
+            "min_p": 0.0, **_FREE,
+        },
         WEB: {"messages": user("abc"), "max_tokens": 12, "temperature": 0.0, "top_k": 0},
         EMBED: {"input": "abc"},
         COUNT: {"messages": user("abc")},
@@ -697,6 +702,17 @@ LLAMA_TABLE: Table = {
     "timings_per_token": turn("form", True, False, stream=True),
     "response_fields": turn("form", ["content"], ["stop"]),
 }
+EXTRA: JSON = {"filename": "a", "text": "b"}
+INFILL_TABLE: Table = {
+    **LLAMA_TABLE,
+    "prompt": turn("prompt", "abc", "abd"),
+    "input_prefix": turn("prompt", "abc", "abd"),
+    "input_suffix": turn("prompt", "abc", "abd"),
+    "input_extra": turn("prompt", [EXTRA], []),
+    "input_extra.filename": turn("prompt", "a", "aa", input_extra=[EXTRA]),
+    "input_extra.text": turn("prompt", "a", "aa", input_extra=[EXTRA]),
+    "cache_prompt": turn("cached", True, False, input_prefix=f"infill {LONG}"),
+}
 WEB_TABLE: Table = {
     "messages": turn("text", user("abc"), user("abd")),
     "messages.role": turn("text", "user", "assistant", messages=[*user("abc"), *user("abc")]),
@@ -808,6 +824,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         GENERATE: GENERATE_TABLE,
         SGLANG: SGLANG_TABLE,
         LLAMA: LLAMA_TABLE,
+        INFILL: INFILL_TABLE,
         WEB: WEB_TABLE,
         EMBED: EMBED_TABLE,
         COUNT: COUNT_TABLE,
@@ -829,7 +846,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Running]]:
     """Servers of the tiny model (start token, template variables, room for tools) and of the calculator model."""
-    directory = make_tiny(tmp_path_factory.mktemp("every"), 4096)
+    directory = make_tiny(tmp_path_factory.mktemp("every"), 4096, special=FIM_TOKENS)
     core = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     core.post_processor = tokenizers.processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 258)])
     core.save(str(directory / "tokenizer.json"))

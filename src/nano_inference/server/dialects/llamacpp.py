@@ -1,4 +1,4 @@
-"""llama.cpp's POST /completion and /completions, and GET /props.
+"""llama.cpp's POST /completion, /completions and /infill, and GET /props.
 
 Fields and reply as in its server's README (tools/server/README.md). Differences: `repeat_penalty` covers the whole
 prompt and answer and the other penalties the whole answer, not the last 64 tokens; a token forbidden with `false` gets
@@ -11,34 +11,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import Any
 
 import nano_inference
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
+from nano_inference.server.dialects.llamacpp_body import UNSUPPORTED, InfillBody, LlamaBody, LlamaFields
+from nano_inference.server.dialects.llamacpp_infill import infill_prompt
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import api_errors
-from nano_inference.server.schema import (
-    INT32,
-    MAX_BIAS,
-    Alternatives,
-    Body,
-    CountOrOff,
-    Factor,
-    Penalty,
-    PositiveShare,
-    Samples,
-    Share,
-    Stops,
-    Temperature,
-    TokenId,
-    TokenIds,
-)
 from nano_inference.server.translating import (
     given_fields,
     refuse_foreign,
@@ -47,30 +31,12 @@ from nano_inference.server.translating import (
     with_processed_logprobs,
     without_prefix_cache,
 )
-from nano_inference.server.unsupported import EMPTY, OFF
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
 
 _MOST_BIAS = 100.0
 """The largest bias of OpenAI's API; its negative bans a token."""
 _RANDOM_SEEDS = (None, -1, 2**32 - 1)
-_MAX_PIECES = 1 << 20
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("samplers", "dry_sequence_breakers", "lora", "image_data", "multimodal_data"), EMPTY),
-    **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
-    **dict.fromkeys(("grammar_lazy", "backend_sampling"), OFF),
-    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
-    **dict.fromkeys(("n_keep", "n_indent", "min_keep", "n_discard", "t_max_predict_ms"), (None, 0)),
-    "typical_p": (None, 1, 1.0),
-    "tfs_z": (None, 1, 1.0),
-    "top_n_sigma": (None, -1, -1.0, 0, 0.0),
-    "adaptive_target": (None, -1, -1.0),
-    "id_slot": (None, -1),
-    "reasoning_format": (None, "none"),
-    "reasoning_budget_tokens": (None, -1),
-}
-"""Unsupported fields of llama.cpp's request -> the values that are accepted because they have no effect."""
 
 _CLIENT_NAMES: Mapping[str, str] = {
     "max_tokens": "n_predict",
@@ -87,63 +53,26 @@ _SAME_NAME = (
 _SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
 """Names of the samplers in the order in which they are applied."""
 
-Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=_MAX_PIECES, fail_fast=True)]
-"""A prompt made of token ids and texts."""
-
-
-class LlamaBody(Body):
-    """POST /completion, with llama.cpp's defaults."""
-
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
-
-    prompt: str | TokenIds | Pieces | Annotated[list[str | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
-    """A text, a list of ids or a list of both; or a list of such prompts. A list of texts is several prompts."""
-    model: Annotated[str, Field(max_length=512)] | None = None
-    n_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None
-    """Negative: up to the end of the context. 0: prefill only."""
-    max_tokens: Annotated[int, Field(ge=-2, le=INT32)] | None = None
-    """OpenAI's name of `n_predict`, which has precedence."""
-    n_cmpl: Samples | None = 1
-    temperature: Temperature | None = 0.8
-    top_k: CountOrOff | None = 40
-    top_p: PositiveShare | None = 0.95
-    min_p: Share | None = 0.05
-    repeat_penalty: Factor | None = 1.0
-    repeat_last_n: CountOrOff | None = None
-    """-1: all tokens; 0: no penalty. Other windows are not supported."""
-    presence_penalty: Penalty | None = 0.0
-    frequency_penalty: Penalty | None = 0.0
-    seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = -1
-    stop: Stops | None = None
-    ignore_eos: bool | None = None
-    logit_bias: (
-        Literal[False]
-        | Annotated[list[list[int | float | str | bool]], Field(max_length=MAX_BIAS)]
-        | Annotated[dict[str, float | bool], Field(max_length=MAX_BIAS)]
-        | None
-    ) = None
-    """[[id or text, bias], …] or {id or text: bias}; the bias false forbids the token."""
-    n_probs: Alternatives | None = 0
-    grammar: str | None = None
-    """GBNF."""
-    json_schema: dict[str, Any] | None = None
-    cache_prompt: bool | None = True
-    stream: bool | None = None
-    return_tokens: bool | None = None
-    timings_per_token: bool | None = None
-    post_sampling_probs: bool | None = None
-    """Return the probabilities of tokens as they were sampled, after truncation and temperature."""
-    response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None
-    """Paths of the reply's fields to send, such as `generation_settings/n_predict`; empty: all fields."""
-
 
 def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of a request. Raises `ApiError` naming the invalid field of `LlamaBody`."""
+    """Return the call of POST /completion. Raises `ApiError` naming the invalid field."""
     refuse_foreign(body, UNSUPPORTED)
+    return _call({"prompt": _prompts(body.prompt, model)}, body, model, config, salt)
+
+
+def infill_call(body: InfillBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    """Return the call of POST /infill. Raises `ApiError` naming the invalid field, or if the model cannot infill."""
+    refuse_foreign(body, UNSUPPORTED)
+    ids, stops = infill_prompt(body, model)
+    return _call({"prompt": ids, "stop_token_ids": stops}, body, model, config, salt)
+
+
+def _call(prompt: JSON, body: LlamaFields, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    """Return the call of these fields about the prompt, and of the others."""
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise unsupported_field("repeat_last_n", message)
-    call = translated_completion(_fields(body, model, config), _CLIENT_NAMES, model, config, salt)
+    call = translated_completion(prompt | _fields(body, model, config), _CLIENT_NAMES, model, config, salt)
     call = with_processed_logprobs(call) if body.post_sampling_probs else call
     call = without_prefix_cache(call) if body.cache_prompt is False else call
     options = ReplyOptions(
@@ -176,8 +105,8 @@ def props(model: ServedModel, occupancy: Occupancy) -> JSON:
     }
 
 
-def _fields(body: LlamaBody, model: ServedModel, config: ServerConfig) -> JSON:
-    """Return the fields of a `CompletionBody`."""
+def _fields(body: LlamaFields, model: ServedModel, config: ServerConfig) -> JSON:
+    """Return the fields of a `CompletionBody` that are not about the prompt."""
     values = given_fields(body)
     fields: JSON = {name: values[name] for name in _SAME_NAME if name in values}
     if body.temperature is None or "temperature" not in body.model_fields_set:
@@ -190,7 +119,6 @@ def _fields(body: LlamaBody, model: ServedModel, config: ServerConfig) -> JSON:
         fields["logprobs"] = body.n_probs
     return fields | {
         "model": body.model,
-        "prompt": _prompts(body.prompt, model),
         "n": body.n_cmpl,
         "max_tokens": _limit(body),
         "seed": None if body.seed in _RANDOM_SEEDS else body.seed,
@@ -200,7 +128,7 @@ def _fields(body: LlamaBody, model: ServedModel, config: ServerConfig) -> JSON:
     }
 
 
-def _limit(body: LlamaBody) -> int | None:
+def _limit(body: LlamaFields) -> int | None:
     """Return the most tokens of the answer; None: up to the end of the context."""
     limit = body.max_tokens if body.n_predict is None else body.n_predict
     return None if limit is None or limit < 0 else limit
@@ -258,7 +186,7 @@ def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
     return {token: max(-_MOST_BIAS, min(_MOST_BIAS, bias)) for token, bias in sums.items()}
 
 
-def _settings(body: LlamaBody, call: Call) -> JSON:
+def _settings(body: LlamaFields, call: Call) -> JSON:
     """Return the reply's `generation_settings`."""
     params = call.requests[0].params
     return {
@@ -283,15 +211,21 @@ def _settings(body: LlamaBody, call: Call) -> JSON:
     }
 
 
+def _completing(path: str) -> Generating:
+    summary = "Complete a text or token ids; the interface of llama.cpp's server."
+    return Generating(path=path, body=LlamaBody, to_call=llama_call, summary=summary)
+
+
 DIALECT = Dialect(
-    generating=tuple(
+    generating=(
+        _completing("/completion"),
+        _completing("/completions"),
         Generating(
-            path=path,
-            body=LlamaBody,
-            to_call=llama_call,
-            summary="Complete a text or token ids; the interface of llama.cpp's server.",
-        )
-        for path in ("/completion", "/completions")
+            path="/infill",
+            body=InfillBody,
+            to_call=infill_call,
+            summary="Write the text between a prefix and a suffix; the interface of llama.cpp's server.",
+        ),
     ),
     describing=(
         Describing(
