@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from nano_inference.server.app import App
 from nano_inference.server.body import MAX_DEPTH, parse, read_json
+from nano_inference.server.embedding import EmbeddingBody
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.server.tiny import Running, events_in, running
@@ -501,3 +502,26 @@ def test_odd_values_in_each_field(small: Running, odd: str) -> None:
         for field in sorted(set(model.model_fields) - {"prompt", "messages"}):
             data = json.dumps({**base, field: "@@"}).replace('"@@"', odd).encode()
             check_answer(asyncio.run_coroutine_threadsafe(request(small.app, path, data), small.loop).result(60))
+
+
+@pytest.mark.parametrize(
+    ("body", "model", "param"),
+    [
+        ({"prompt": {"str": 1}}, CompletionBody, "prompt"),
+        ({"prompt": {"list[str]": ["a"]}}, CompletionBody, "prompt"),
+        ({"prompt": "a", "stop": {"a": 1}}, CompletionBody, "stop"),
+        ({"input": {"a": 1}}, EmbeddingBody, "input"),
+        ({"input": [{"str": 1}]}, EmbeddingBody, "input.0"),
+        ({"messages": [{"role": "user", "content": {"str": []}}]}, ChatBody, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, ChatBody, "messages.0.content.0.type"),
+        ({"messages": HELLO, "tool_choice": {"ToolChoice": 1}}, ChatBody, "tool_choice.type"),
+        (
+            {"messages": HELLO, "tool_choice": {"type": "function", "function": {}}},
+            ChatBody,
+            "tool_choice.function.name",
+        ),
+    ],
+)
+def test_members_of_unions_are_not_named(body: JSON, model: Any, param: str) -> None:
+    error = refusal(body, model)
+    assert error.param == param and error.message.startswith(f"{param}: ")
