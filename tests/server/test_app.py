@@ -789,6 +789,43 @@ def test_stream_options_without_stream_are_refused(server: Running, options: JSO
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream_options")
 
 
+@pytest.mark.parametrize("path", [COMPLETE, CHAT])
+def test_stop_regex_ends_an_answer_with_its_match(server: Running, path: str) -> None:
+    asked = {"prompt": "a"} if path == COMPLETE else {"messages": HELLO}
+    letters = {str(ids(char)[0]): 100.0 for char in "ab"}
+    fields = {**asked, "logit_bias": letters, "temperature": 1.5, "seed": 1, "max_tokens": 60}
+
+    def text_of(choice: JSON) -> str:
+        return str(choice["text"] if path == COMPLETE else choice["message"]["content"])
+
+    plain = text_of(server.post(path, fields).json()["choices"][0])
+    for pattern in ("ab+a", ["zz", "ab+a"]):
+        choice = server.post(path, {**fields, "stop_regex": pattern}).json()["choices"][0]
+        found = re.search("ab+a", plain)
+        assert found is not None and text_of(choice) == plain[: found.end()]
+        assert (choice["finish_reason"], choice["stop_reason"], choice["matched_stop"]) == ("stop", "ab+a", "ab+a")
+    both = {**fields, "stop_regex": "ab+a", "stop": plain[:3], "bad_words": ["z"]}
+    assert server.post(path, both).json()["choices"][0]["matched_stop"] == plain[:3]
+    *_, last, _ = server.events(path, {**fields, "stop_regex": "ab+a", "stream": True})
+    assert last["choices"][0]["matched_stop"] == "ab+a"
+    refused = server.post(path, {**fields, "stop_regex": "^a"}).json()["error"]
+    assert refused["param"] == "stop_regex" and refused["message"].startswith("stop_regex: the anchor ^")
+
+
+@pytest.mark.parametrize("path", [COMPLETE, CHAT])
+def test_matched_stop_is_what_ended_the_answer(server: Running, path: str) -> None:
+    asked = {"prompt": "a"} if path == COMPLETE else {"messages": HELLO}
+    a = ids("a")[0]
+    for fields, matched in (
+        ({"logit_bias": {"257": 100.0}}, 257),
+        ({"logit_bias": {str(a): 100.0}, "stop_token_ids": [a]}, a),
+        ({"logit_bias": {str(a): 100.0}, "stop": "aa"}, "aa"),
+        ({"max_tokens": 2, "ignore_eos": True}, None),
+    ):
+        choice = server.post(path, {**asked, "temperature": 0, **fields}).json()["choices"][0]
+        assert choice["matched_stop"] == matched
+
+
 def test_wrong_paths_and_methods(server: Running) -> None:
     for path in ("/nope", "/v1", "/v1/chat", "/v1/completions/", "/metrics/x", "/models/a", "/tokenize/a"):
         reply = server.client.get(path)

@@ -269,6 +269,7 @@ SAMPLING: Table = {
     "model": turn("error", "other", "tiny"),
     "n": turn("index", 2, 1),
     "stop": turn("end", "a", "never", logit_bias=LETTERS, max_tokens=24),
+    "stop_regex": turn("end", "[ab]", "never", logit_bias=LETTERS, max_tokens=24),
     "stream": turn("form", True, False),
     "stream_options": turn("error", {"include_usage": True}, stream=False),
     "stream_options.include_usage": turn("form", True, False, stream=True),
@@ -665,7 +666,11 @@ GENERATE_TABLE: Table = {
 SGLANG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 SCORED: JSON = {"return_logprob": True}
 SGLANG_TABLE: Table = {
-    **renamed(only(SAMPLING, *SHARED, "skip_special_tokens", "json_schema", "regex", "ebnf"), SGLANG_NAMES, PARAMS),
+    **renamed(
+        only(SAMPLING, *SHARED, "skip_special_tokens", "json_schema", "regex", "ebnf", "stop_regex"),
+        SGLANG_NAMES,
+        PARAMS,
+    ),
     **only(SAMPLING, "stream"),
     "sampling_params.n": turn("form", 2, 1, stream=True),
     "sampling_params.no_stop_trim": turn(

@@ -33,6 +33,7 @@ from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.dialogue import shown
 from nano_inference.text.kinds import Tool
+from nano_inference.text.stop_regex import stop_regex_matcher
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tool_format import calls_grammar
 from nano_inference.text.tools import resume_program, special_tokens
@@ -349,10 +350,15 @@ def _sampling_params(
 
 
 def _matcher(body: Sampling, model: ServedModel, shape: ReplyShape) -> MatcherFactory | None:
-    """Return the matcher of stop strings and bad words, if any."""
-    stops = None
+    """Return the matcher of stop strings, stop expressions and bad words, if any."""
+    matcher: MatcherFactory | None = None
     if shape.stops:
-        stops = stop_matcher(model.tokenizer, shape.stops, skip_special=shape.skip_special, drop_space=shape.drop_space)
-    if not body.bad_words:
-        return stops
-    return both(stops, bad_words_matcher(model.tokenizer, body.bad_words, model.limits.vocab_size))
+        matcher = stop_matcher(
+            model.tokenizer, shape.stops, skip_special=shape.skip_special, drop_space=shape.drop_space
+        )
+    if body.stop_regex:
+        patterns = [body.stop_regex] if isinstance(body.stop_regex, str) else body.stop_regex
+        matcher = both(matcher, stop_regex_matcher(model.tokenizer, patterns, skip_special=shape.skip_special))
+    if body.bad_words:
+        matcher = both(matcher, bad_words_matcher(model.tokenizer, body.bad_words, model.limits.vocab_size))
+    return matcher

@@ -170,6 +170,8 @@ class Sampling(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    stop_regex: Stops | None = None
+    """SGLang's: expressions of which a match ends the answer, which keeps it."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None

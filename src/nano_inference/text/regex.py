@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from nano_inference.types import BadRequest
 
-MAX_STATES = 2000
-"""Limit on the states of one expression; each character of the text costs at most this many steps."""
+MAX_STATES = 500
+"""Limit on the states of one expression; each character of the text costs at most a few steps for each."""
 MAX_DEPTH = 32
 """Limit on nested groups."""
 
@@ -47,6 +47,7 @@ class Regex:
 
     start: State
     accepting: State
+    num_states: int
 
 
 def compile_regex(pattern: str) -> Regex:
@@ -60,7 +61,7 @@ def compile_regex(pattern: str) -> Regex:
         end.next.append(accepting)
     if any(state is accepting for state in closure([piece.start])):
         raise BadRequest("it matches the empty text")
-    return Regex(piece.start, accepting)
+    return Regex(piece.start, accepting, parser.num_states)
 
 
 def closure(states: Sequence[State]) -> list[State]:
@@ -85,8 +86,10 @@ class Search:
 
     def push(self, char: str) -> bool:
         """Add a character; return True if a match ends with it."""
-        reading = closure([*self._states, self._regex.start])
-        self._states = closure([next_ for one in reading if one.test is not None and one.test(char) for next_ in one.next])
+        reading = [one for one in closure([*self._states, self._regex.start]) if one.test is not None]
+        self._states = closure(
+            [after for one in reading if one.test is not None and one.test(char) for after in one.next]
+        )
         return any(state is self._regex.accepting for state in self._states)
 
 
@@ -96,7 +99,7 @@ class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self.at = 0
-        self._num_states = 0
+        self.num_states = 0
 
     def refused(self, what: str) -> BadRequest:
         return BadRequest(f"{what} at position {self.at} of {self._pattern[:64]!r}")
@@ -127,7 +130,6 @@ class _Parser:
         begin = self.at
         piece = self._atom(depth)
         while (char := self._peek()) and char in "*+?{":
-            end_of_atom = self.at
             least, most = self._counts()
             if self._peek() in ("?", "+"):
                 if self._peek() == "+":
@@ -142,7 +144,6 @@ class _Parser:
             piece = self._counted(copies, least, most)
             if (char := self._peek()) and char in "*+?{":
                 raise self.refused("a quantifier after a quantifier")
-            del end_of_atom
         return piece
 
     def _counts(self) -> tuple[int, int | None]:
@@ -277,8 +278,8 @@ class _Parser:
         return char
 
     def _state(self, test: CharTest | None) -> State:
-        self._num_states += 1
-        if self._num_states > MAX_STATES:
+        self.num_states += 1
+        if self.num_states > MAX_STATES:
             raise BadRequest(f"it has more than {MAX_STATES} states")
         return State(test)
 
