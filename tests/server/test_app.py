@@ -790,6 +790,22 @@ def test_stream_options_without_stream_are_refused(server: Running, options: JSO
 
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT])
+def test_timings_of_an_answer(server: Running, path: str) -> None:
+    asked = {"prompt": "a"} if path == COMPLETE else {"messages": HELLO}
+    fields = {**asked, "max_tokens": 6, "ignore_eos": True, "timings_per_token": True}
+    whole = server.post(path, fields).json()
+    timings, usage = whole["timings"], whole["usage"]
+    assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"] and timings["predicted_n"] == 6
+    assert timings["prompt_ms"] > 0 and timings["predicted_per_second"] > 0
+    events = server.events(path, {**fields, "stream": True, "stream_options": {"include_usage": True}})[:-1]
+    if path == CHAT:
+        assert "timings" not in events.pop(0)
+    counts = [one["timings"]["predicted_n"] for one in events]
+    assert counts == sorted(counts) and counts[-1] == 6 and events[-1]["choices"] == []
+    assert "timings" not in server.post(path, {**fields, "timings_per_token": False}).json()
+
+
+@pytest.mark.parametrize("path", [COMPLETE, CHAT])
 def test_stop_regex_ends_an_answer_with_its_match(server: Running, path: str) -> None:
     asked = {"prompt": "a"} if path == COMPLETE else {"messages": HELLO}
     letters = {str(ids(char)[0]): 100.0 for char in "ab"}

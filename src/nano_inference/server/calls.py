@@ -67,6 +67,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     asked = _requested_structure(body)
     tool = _calculator(bool(body.calculator), model, has_others=asked is not None)
     shape = _shape(body, config, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
+    shape = replace(shape, timings=bool(body.timings_per_token))
     params = _sampling_params(body, model, config, shape, max_tokens)
     return _call(body, model, "completion", name, prompts, params, shape, asked, salt, shape.tool)
 
@@ -101,6 +102,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         tool=_calculator(bool(body.calculator or (use and use.calculator)), model, has_others=has_others),
         drop_space=model.tokenizer.drops_space and not body.continue_final_message,
     )
+    shape = replace(shape, timings=bool(body.timings_per_token))
     program: TokenProgram | None = shape.tool
     if body.answer_token_ids:
         prefilled = _prefilled(body, model, shape, prompts[0], max_tokens, has_others=has_others)

@@ -18,6 +18,7 @@ from nano_inference.server.detokenizer import (
 )
 from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
+from nano_inference.server.timings import timings_of
 from nano_inference.server.tools import call_deltas, message_content
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class OpenAIReply(Reply):
             "choices": [make(transcript) for transcript in transcripts],
             "usage": usage(call, transcripts),
             "system_fingerprint": None,
+            **self._timings(transcripts[0]),
         }
         if self._is_chat and self._shape.prompt_logprobs is not None:
             reply["prompt_logprobs"] = _prompt_logprobs(transcripts[0].sample, self._shape, self._tokenizer)
@@ -101,11 +103,19 @@ class OpenAIReply(Reply):
             end = self._chunk(transcript.index, {} if self._is_chat else "", reasons)
             end["choices"][0]["finish_reason"] = finish_reason_of(transcript)
             chunks.append(end)
-        return chunks
+        timings = self._timings(transcript)
+        return [chunk | timings for chunk in chunks] if timings else chunks
 
     def usage_chunk(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the usage chunk at the end of a stream."""
-        return {**self._chunk_head(), "choices": [], "usage": usage(self._call, transcripts)}
+        sums = {"choices": [], "usage": usage(self._call, transcripts)}
+        return {**self._chunk_head(), **sums, **self._timings(transcripts[0])}
+
+    def _timings(self, transcript: Transcript) -> JSON:
+        """Return llama.cpp's `timings` of a sample if they are requested."""
+        if not self._shape.timings:
+            return {}
+        return {"timings": timings_of(self._call, transcript, len(transcript.token_ids))}
 
     def _events(self, chunks: Sequence[JSON], transcripts: Sequence[Transcript]) -> bytes:
         if self._call.continuous_usage and chunks:

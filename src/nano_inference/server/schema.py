@@ -210,6 +210,8 @@ class CompletionBody(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     echo: bool | None = None
+    timings_per_token: bool | None = None
+    """llama.cpp's: return `timings`, in a stream with every chunk of the answer."""
     logprobs: Alternatives | None = None
     best_of: Count | None = None
     lineage: Lineage | None = None
@@ -252,6 +254,8 @@ class ChatBody(Sampling, RenderingFields):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     echo: bool | None = None
+    timings_per_token: bool | None = None
+    """See `CompletionBody.timings_per_token`."""
     answer_token_ids: TokenIds | None = None
     """Specific to this server: ids that start the answer; the reply has the rest (with `echo`: all of it)."""
     sample_index: Count | None = None
