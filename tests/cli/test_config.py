@@ -67,6 +67,16 @@ def settings(capsys: Capture, *argv: str) -> dict[str, tuple[Any, str]]:
     return parse(run(capsys, *argv, "--print-config")[0])
 
 
+def test_last_of_a_repeated_option_is_used(capsys: Capture) -> None:
+    shown = settings(
+        capsys, "serve", "--port", "1", "--port=2", "--strict", "--no-strict", "--temp", "1", "--temp", "0.5"
+    )
+    values = [shown[name][0] for name in ("port", "strict", "temp")]
+    assert values == [2, False, 0.5]
+    listed = settings(capsys, "serve", "--served-model-name", "a", "--served-model-name", "b")
+    assert listed["served-model-name"][0] == ["a", "b"], "an option with several values keeps all"
+
+
 SAMPLES: dict[str, tuple[str, object]] = {"--workers": ("http://a", ["http://a"]), "--max-body-bytes": ("2000", 2000)}
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from nano_inference import InferenceEngine, SamplingParams
@@ -24,7 +25,12 @@ T = TypeVar("T")
 END_TOKEN = 257
 BYTES = tuple(BYTE_OF_CHAR[char] for char in sorted(BYTE_OF_CHAR))
 """Bytes of the tiny model's first 256 tokens."""
-GENERATING: tuple[Generating, ...] = tuple(one for row in installed_dialects().values() for one in row.generating)
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {"/completions": "/completion", "/embeddings": "/v1/embeddings", "/responses": "/v1/responses"}
+)
+"""Path -> another path with the same body and the same replies."""
+_ROUTES = tuple(one for row in installed_dialects().values() for one in row.generating)
+GENERATING: tuple[Generating, ...] = tuple(one for one in _ROUTES if one.path not in ALIASES)
 CONVERTING: tuple[Converting, ...] = tuple(one for row in installed_dialects().values() for one in row.converting)
 
 

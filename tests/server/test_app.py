@@ -789,8 +789,61 @@ def test_stream_options_without_stream_are_refused(server: Running, options: JSO
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream_options")
 
 
+@pytest.mark.parametrize("path", [COMPLETE, CHAT])
+def test_timings_of_an_answer(server: Running, path: str) -> None:
+    asked = {"prompt": "a"} if path == COMPLETE else {"messages": HELLO}
+    fields = {**asked, "max_tokens": 6, "ignore_eos": True, "timings_per_token": True}
+    whole = server.post(path, fields).json()
+    timings, usage = whole["timings"], whole["usage"]
+    assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"] and timings["predicted_n"] == 6
+    assert timings["prompt_ms"] > 0 and timings["predicted_per_second"] > 0
+    events = server.events(path, {**fields, "stream": True, "stream_options": {"include_usage": True}})[:-1]
+    if path == CHAT:
+        assert "timings" not in events.pop(0)
+    counts = [one["timings"]["predicted_n"] for one in events]
+    assert counts == sorted(counts) and counts[-1] == 6 and events[-1]["choices"] == []
+    assert "timings" not in server.post(path, {**fields, "timings_per_token": False}).json()
+
+
+@pytest.mark.parametrize("path", [COMPLETE, CHAT])
+def test_stop_regex_ends_an_answer_with_its_match(server: Running, path: str) -> None:
+    asked = {"prompt": "a"} if path == COMPLETE else {"messages": HELLO}
+    letters = {str(ids(char)[0]): 100.0 for char in "ab"}
+    fields = {**asked, "logit_bias": letters, "temperature": 1.5, "seed": 1, "max_tokens": 60}
+
+    def text_of(choice: JSON) -> str:
+        return str(choice["text"] if path == COMPLETE else choice["message"]["content"])
+
+    plain = text_of(server.post(path, fields).json()["choices"][0])
+    for pattern in ("ab+a", ["zz", "ab+a"]):
+        choice = server.post(path, {**fields, "stop_regex": pattern}).json()["choices"][0]
+        found = re.search("ab+a", plain)
+        assert found is not None and text_of(choice) == plain[: found.end()]
+        assert (choice["finish_reason"], choice["stop_reason"], choice["matched_stop"]) == ("stop", "ab+a", "ab+a")
+    both = {**fields, "stop_regex": "ab+a", "stop": plain[:3], "bad_words": ["z"]}
+    assert server.post(path, both).json()["choices"][0]["matched_stop"] == plain[:3]
+    *_, last, _ = server.events(path, {**fields, "stop_regex": "ab+a", "stream": True})
+    assert last["choices"][0]["matched_stop"] == "ab+a"
+    refused = server.post(path, {**fields, "stop_regex": "^a"}).json()["error"]
+    assert refused["param"] == "stop_regex" and refused["message"].startswith("stop_regex: the anchor ^")
+
+
+@pytest.mark.parametrize("path", [COMPLETE, CHAT])
+def test_matched_stop_is_what_ended_the_answer(server: Running, path: str) -> None:
+    asked = {"prompt": "a"} if path == COMPLETE else {"messages": HELLO}
+    a = ids("a")[0]
+    for fields, matched in (
+        ({"logit_bias": {"257": 100.0}}, 257),
+        ({"logit_bias": {str(a): 100.0}, "stop_token_ids": [a]}, a),
+        ({"logit_bias": {str(a): 100.0}, "stop": "aa"}, "aa"),
+        ({"max_tokens": 2, "ignore_eos": True}, None),
+    ):
+        choice = server.post(path, {**asked, "temperature": 0, **fields}).json()["choices"][0]
+        assert choice["matched_stop"] == matched
+
+
 def test_wrong_paths_and_methods(server: Running) -> None:
-    for path in ("/nope", "/v1", "/v1/chat", "/v1/completions/", "/metrics/x", "/v1/models/", "/tokenize/a"):
+    for path in ("/nope", "/v1", "/v1/chat", "/v1/completions/", "/metrics/x", "/models/a", "/tokenize/a"):
         reply = server.client.get(path)
         assert reply.status_code == 404, path
         assert reply.json()["error"]["type"] == "not_found_error"
@@ -805,7 +858,7 @@ def test_wrong_paths_and_methods(server: Running) -> None:
         reply = server.client.post(path, json={})
         assert reply.status_code == 405
         assert set(reply.headers["allow"].split(", ")) == {"GET", "HEAD"}
-    for path, meant in (("/completions", COMPLETE), ("/v1/v1/models", "/v1/models"), ("/v1/health", "/health")):
+    for path, meant in (("/messages", "/v1/messages"), ("/v1/v1/models", "/v1/models"), ("/v1/health", "/health")):
         message = server.client.get(path).json()["error"]["message"]
         assert message == f"no such path: {path}; did you mean {meant}? A client's base URL ends in /v1"
     lost = server.post(
@@ -833,6 +886,8 @@ def test_wrong_content_types(server: Running) -> None:
 
 GETS = (
     "/v1/models",
+    "/v1/models/",
+    "/models",
     "/v1/models/tiny",
     "/tokenizer_info",
     "/health",
@@ -858,6 +913,7 @@ def test_models(tiny_directory: Path) -> None:
     config = ServerConfig(port=0, log_requests=False, served_model_name=("org/tiny", "other"))
     with running(tiny_directory, config) as server:
         listed = server.client.get("/v1/models").json()
+        assert all(server.client.get(path).json() == listed for path in ("/v1/models/", "/models"))
         assert listed["object"] == "list"
         assert [(card["id"], card["root"], card["parent"]) for card in listed["data"]] == [
             ("org/tiny", "org/tiny", None),

@@ -37,6 +37,11 @@ BODIES: Mapping[str, dict[str, Any]] = MappingProxyType(
         "/completion": {"prompt": "a", "n_predict": 1},
         "/chat/completions": {"messages": HELLO, "max_tokens": 1},
         "/v1/embeddings": {"input": "a"},
+        "/v1/responses/compact": {"model": "tiny", "input": "a"},
+        "/api/chat": {"model": "tiny", "messages": HELLO, "options": {"num_predict": 1}},
+        "/api/generate": {"model": "tiny", "prompt": "a", "options": {"num_predict": 1}},
+        "/api/embed": {"model": "tiny", "input": "a"},
+        "/api/embeddings": {"model": "tiny", "prompt": "a"},
     }
 )
 
@@ -101,6 +106,8 @@ def test_client_at_quota_leaves_a_seat_for_others(patient: Path) -> None:
 def refusal(path: str, body: Any) -> tuple[str, str | int]:
     """Return the message and type of an error in its dialect."""
     error = body["error"]
+    if path.startswith("/api/"):
+        return error, 429
     if path == "/v1/messages":
         assert body["type"] == "error"
     if path == "/chat/completions":
@@ -111,11 +118,12 @@ def refusal(path: str, body: Any) -> tuple[str, str | int]:
 
 
 def test_request_over_quota_is_refused_in_every_dialect(patient: Path) -> None:
-    assert {one.path for one in GENERATING} - {"/completions"} <= set(BODIES), "a new path needs a body here"
+    others = {"/completions", "/responses", "/embeddings", "/infill"}  # other names, and one that needs another model
+    assert {one.path for one in GENERATING} - others <= set(BODIES), "a new path needs a body here"
     with serving(patient, **KEYS) as server, streams(server, 3, bearer(GREEDY)):
         for path, body in BODIES.items():
             reply = server.post(path, body, **bearer(GREEDY))
-            assert (reply.status_code, reply.headers["retry-after"]) == (429, "1"), (path, reply.text)
+            assert (reply.status_code, reply.headers.get("retry-after")) == (429, "1"), (path, reply.text)
             text, kind = refusal(path, reply.json())
             assert kind in ("rate_limit_error", 429), (path, reply.text)
             assert "hold 3 samples" in text and "3 of 4" in text and "--client-share" in text, text

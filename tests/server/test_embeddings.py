@@ -24,7 +24,7 @@ from nano_inference.chat_defaults import chat_defaults
 from nano_inference.checks import float32
 from nano_inference.server.body import parse
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.embeddings import EmbeddingBody, embedding_reply, embedding_requests
+from nano_inference.server.embedding import EmbeddingBody, embedding_reply, embedding_requests
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_PROMPTS

@@ -20,19 +20,23 @@ import pytest
 import tokenizers
 
 import nano_inference
-from nano_inference.server.dialects import embeddings, generate, messages, responses, sglang
+from nano_inference.server import embedding
+from nano_inference.server.dialects import generate, messages, responses, sglang
 from nano_inference.server.dialects.responses import LOGPROBS
 from nano_inference.server.dialects.responses_body import InputTokensBody
 from nano_inference.server.dialects.responses_summary import encoded
 from nano_inference.server.schema import Body
 from tests.server.mounted import CONVERTING, GENERATING, ids
-from tests.server.tiny import Running, make_tiny, running
+from tests.server.tiny import FIM_TOKENS, Running, make_tiny, running
 
 JSON = dict[str, Any]
 COMPLETE, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
+INFILL = "/infill"
 EMBED, COUNT = "/v1/embeddings", "/v1/messages/count_tokens"
 COMPACT, INPUT_TOKENS = "/v1/responses/compact", "/v1/responses/input_tokens"
+OLLAMA, OLLAMA_CHAT, OLLAMA_EMBED = "/api/generate", "/api/chat", "/api/embed"
+OLLAMA_VECTOR, SHOW = "/api/embeddings", "/api/show"
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
 BODIES: Mapping[str, type[Body]] = MappingProxyType(
     {one.path: one.body for one in GENERATING} | {one.path: one.body for one in CONVERTING}
@@ -142,20 +146,24 @@ def bodies_in(annotation: Any) -> set[type[Body]]:
 
 SEEN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "text": frozenset({"text", "content", "token"}),
+        "text": frozenset({"text", "content", "token", "response"}),
         "tokens": frozenset({"token_ids", "output_ids", "tokens"}),
         "logprobs": frozenset(
             {"logprobs", "prompt_logprobs", "raw_logprobs", "completion_probabilities"}
             | {"output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "input_top_logprobs"}
             | {"output_token_ids_logprobs"}
         ),
-        "prompt": frozenset({"prompt_token_ids", "prompt_tokens", "tokens_evaluated", "prompt", "input_tokens"}),
+        "prompt": frozenset(
+            {"prompt_token_ids", "prompt_tokens", "tokens_evaluated", "prompt", "input_tokens"} | {"prompt_eval_count"}
+        ),
         "cached": frozenset({"cached_tokens", "tokens_cached", "cache_read_input_tokens"}),
         "written": frozenset({"cache_creation_input_tokens"}),
-        "end": frozenset({"finish_reason", "stop_reason", "stop_type", "stopping_word", "stop_sequence", "status"}),
+        "end": frozenset(
+            {"finish_reason", "stop_reason", "stop_type", "stopping_word", "stop_sequence", "status"} | {"done_reason"}
+        ),
         "index": frozenset({"index"}),
         "calls": frozenset({"tool_calls", "arguments", "input", "name"}),
-        "vector": frozenset({"embedding"}),
+        "vector": frozenset({"embedding", "embeddings"}),
         "settings": frozenset({"generation_settings"}),
         "echo": frozenset({"tools", "format", "verbosity", "store"}),
     }
@@ -164,6 +172,7 @@ SEEN: Mapping[str, frozenset[str]] = MappingProxyType(
 VOLATILE = frozenset(
     {"id", "request_id", "call_id", "item_id", "created", "created_at", "completed_at", "e2e_latency", "timings"}
     | {"sequence_number"}
+    | {"total_duration", "prompt_eval_duration", "eval_duration"}
 )
 """Different each time."""
 
@@ -191,14 +200,21 @@ class Seen(NamedTuple):
 
 def seen(reply: httpx2.Response) -> Seen:
     """Return the compared parts of a reply, complete or streamed."""
-    is_stream = reply.headers["content-type"].startswith("text/event-stream")
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    kind = reply.headers["content-type"]
+    is_stream = kind.startswith(("text/event-stream", "application/x-ndjson"))
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith(("data: ", "{"))]
     values = [json.loads(line) for line in lines if line != "[DONE]"] if is_stream else [reply.json()]
     leaves = [leaf for value in values for leaf in leaves_of(value)]
     form = {("events",) if is_stream else ("whole reply",)} | {path for path, _ in leaves}
     form |= {tuple(sorted(value)) for value in values if isinstance(value, dict)}
-    error = "" if reply.status_code == 200 else f"{param_of(values[0])}: {values[0]['error']['message']}"
+    error = "" if reply.status_code == 200 else message_of(values[0])
     return Seen((reply.status_code, error), leaves, frozenset(form))
+
+
+def message_of(refusal: JSON) -> str:
+    """Return an error's field and text; Ollama's errors are only a text."""
+    error = refusal["error"]
+    return error if isinstance(error, str) else f"{param_of(refusal)}: {error['message']}"
 
 
 def param_of(refusal: JSON) -> str:
@@ -259,6 +275,7 @@ SAMPLING: Table = {
     "model": turn("error", "other", "tiny"),
     "n": turn("index", 2, 1),
     "stop": turn("end", "a", "never", logit_bias=LETTERS, max_tokens=24),
+    "stop_regex": turn("end", "[ab]", "never", logit_bias=LETTERS, max_tokens=24),
     "stream": turn("form", True, False),
     "stream_options": turn("error", {"include_usage": True}, stream=False),
     "stream_options.include_usage": turn("form", True, False, stream=True),
@@ -405,9 +422,18 @@ BASES: Mapping[str, JSON] = MappingProxyType(
         LLAMA: {
             "prompt": "abc", "n_predict": 6, "return_tokens": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **_FREE
         },
+        INFILL: {
+            "input_prefix": "ab", "input_suffix": "c", "n_predict": 6, "return_tokens": True, "top_k": 0, "top_p": 1.0,
+            "min_p": 0.0, **_FREE,
+        },
         WEB: {"messages": user("abc"), "max_tokens": 12, "temperature": 0.0, "top_k": 0},
         EMBED: {"input": "abc"},
         COUNT: {"messages": user("abc")},
+        OLLAMA: {"prompt": "abc", "stream": False, "options": {"num_predict": 6, "seed": 1}},
+        OLLAMA_CHAT: {"messages": user("abc"), "stream": False, "options": {"num_predict": 6, "seed": 1}},
+        OLLAMA_EMBED: {"input": "abc"},
+        OLLAMA_VECTOR: {"prompt": "abc"},
+        SHOW: {},
         TOKENIZE: {"messages": user("abc")},
         DETOKENIZE: {"tokens": ids("abc")},
         TEMPLATE: {"messages": user("abc")},
@@ -420,6 +446,7 @@ COMPLETE_TABLE: Table = {
     **INFORMING,
     "prompt": turn("prompt", "abc", "abd"),
     "echo": turn("text", True, False),
+    "timings_per_token": turn("form", True, False),
     "logprobs": turn("logprobs", 1, 2),
     "logprob_token_ids": turn("logprobs", [A], [B], logprobs=1),
     "truncation_side": turn("prompt", "left", "right", truncate_prompt_tokens=2, return_token_ids=True),
@@ -440,6 +467,7 @@ CHAT_TABLE: Table = {
     "sample_index": turn("text", 0, 1, temperature=1.0, seed=1, max_tokens=8),
     "lineage": turn("error", "another"),
     "max_completion_tokens": turn("tokens", 2, 3),
+    "timings_per_token": turn("form", True, False, stream=True),
     "logprobs": turn("form", True, False),
     "top_logprobs": turn("logprobs", 1, 2, logprobs=True),
     "logprob_token_ids": turn("logprobs", [A], [B], logprobs=True),
@@ -711,7 +739,11 @@ GENERATE_TABLE: Table = {
 SGLANG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 SCORED: JSON = {"return_logprob": True}
 SGLANG_TABLE: Table = {
-    **renamed(only(SAMPLING, *SHARED, "skip_special_tokens", "json_schema", "regex", "ebnf"), SGLANG_NAMES, PARAMS),
+    **renamed(
+        only(SAMPLING, *SHARED, "skip_special_tokens", "json_schema", "regex", "ebnf", "stop_regex"),
+        SGLANG_NAMES,
+        PARAMS,
+    ),
     **only(SAMPLING, "stream"),
     "sampling_params.n": turn("form", 2, 1, stream=True),
     "sampling_params.no_stop_trim": turn(
@@ -744,10 +776,23 @@ LLAMA_TABLE: Table = {
     "prompt": turn("prompt", "abc", ["abd", 5]),
     "repeat_last_n": turn("tokens", -1, 0, repeat_penalty=100.0, temperature=0.0, n_predict=24),
     "n_probs": turn("logprobs", 1, 2),
+    "post_sampling_probs": turn("form", True, False, n_probs=2),
+    "max_tokens": turn("tokens", 2, 3, n_predict=ABSENT),
     "cache_prompt": turn("cached", True, False, prompt=f"llama.cpp reads {LONG}"),
     "return_tokens": turn("tokens", True, False),
     "timings_per_token": turn("form", True, False, stream=True),
     "response_fields": turn("form", ["content"], ["stop"]),
+}
+EXTRA: JSON = {"filename": "a", "text": "b"}
+INFILL_TABLE: Table = {
+    **LLAMA_TABLE,
+    "prompt": turn("prompt", "abc", "abd"),
+    "input_prefix": turn("prompt", "abc", "abd"),
+    "input_suffix": turn("prompt", "abc", "abd"),
+    "input_extra": turn("prompt", [EXTRA], []),
+    "input_extra.filename": turn("prompt", "a", "aa", input_extra=[EXTRA]),
+    "input_extra.text": turn("prompt", "a", "aa", input_extra=[EXTRA]),
+    "cache_prompt": turn("cached", True, False, input_prefix=f"infill {LONG}"),
 }
 WEB_TABLE: Table = {
     "messages": turn("text", user("abc"), user("abd")),
@@ -770,6 +815,64 @@ EMBED_TABLE: Table = {
     "add_special_tokens": turn("vector", True, False),
     "cache_salt": shown_by("test_embedding_salt_separates_cached_prefixes"),
 }
+OPTIONS: Table = {
+    name: case._replace(what="text")
+    for name, case in renamed(only(SAMPLING, "temperature", "top_k", "top_p", "min_p", "seed"), {}, "options").items()
+}
+NO_TEMPERATURE: JSON = {"options": {"temperature": 0.0, "num_predict": 48}}
+OLLAMA_SHARED: Table = {
+    **only(SAMPLING, "model", "stream"),
+    **OPTIONS,
+    "options": turn("text", {"num_predict": 2, "seed": 1}, {"num_predict": 3, "seed": 1}),
+    "options.num_predict": turn("text", 2, 3),
+    "options.stop": turn("text", "1", "never", format={"enum": [100]}, options={"num_predict": 60}),
+    "options.repeat_penalty": turn("text", 100.0, 1.0, **NO_TEMPERATURE),
+    "options.repeat_last_n": turn(
+        "text", -1, 0, options={"repeat_penalty": 100.0, "temperature": 0.0, "num_predict": 48}
+    ),
+    "options.presence_penalty": turn("text", 2.0, -2.0, options={"temperature": 2.0, "num_predict": 48}),
+    "options.frequency_penalty": turn("text", 2.0, -2.0, **NO_TEMPERATURE),
+    "format": turn("text", {"enum": [1]}, {"enum": [2]}, options={"num_predict": 60}),
+    "think": turn("prompt", False, "high"),
+    "logprobs": turn("form", True, False),
+    "top_logprobs": turn("logprobs", 1, 2, logprobs=True),
+}
+OLLAMA_TABLE: Table = {
+    **OLLAMA_SHARED,
+    "prompt": turn("prompt", "abc", "abcd"),
+    "system": turn("prompt", "Be."),
+    "raw": turn("prompt", True, False),
+}
+OLLAMA_CALL: JSON = {"function": {"name": "f", "arguments": {"x": 1}}}
+OLLAMA_CALLED: list[JSON] = [
+    *user("abc"),
+    {"role": "assistant", "tool_calls": [OLLAMA_CALL]},
+    {"role": "tool", "content": "sun"},
+]
+OLLAMA_CHAT_TABLE: Table = {
+    **OLLAMA_SHARED,
+    **only(READING, "messages", "messages.content"),
+    **only(READING, *(name for name in READING if name.startswith("tools"))),
+    "messages.role": turn("text", "user", "assistant", at="messages.1.role", messages=user("abc") * 2),
+    "messages.thinking": shown_by("test_thinking_of_earlier_answers"),
+    "messages.tool_name": shown_by("test_thinking_of_earlier_answers"),
+    "messages.tool_calls": turn("prompt", [OLLAMA_CALL], at="messages.1.tool_calls", messages=OLLAMA_CALLED),
+    "messages.tool_calls.function": turn(
+        "prompt", OLLAMA_CALL["function"], {"name": "ff"}, at="messages.1.tool_calls.0.function", messages=OLLAMA_CALLED
+    ),
+    "messages.tool_calls.function.name": turn(
+        "prompt", "f", "ff", at="messages.1.tool_calls.0.function.name", messages=OLLAMA_CALLED
+    ),
+    "messages.tool_calls.function.arguments": turn(
+        "prompt", {"x": 1}, {"x": 22}, at="messages.1.tool_calls.0.function.arguments", messages=OLLAMA_CALLED
+    ),
+}  # fmt: skip
+OLLAMA_EMBED_TABLE: Table = {
+    **only(EMBED_TABLE, "model", "input", "dimensions"),
+    "truncate": turn("error", False, True, input=LONG * 60),
+}
+OLLAMA_VECTOR_TABLE: Table = {**only(EMBED_TABLE, "model"), "prompt": turn("vector", "abc", "abd")}
+SHOW_TABLE: Table = {"model": turn("error", "other", "tiny"), "name": shown_by("test_older_name_of_a_model")}
 TEXT: JSON = {"messages": ABSENT, "prompt": "abc"}
 PIECES: JSON = {"messages": ABSENT, "content": "abc"}
 
@@ -805,9 +908,15 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         GENERATE: GENERATE_TABLE,
         SGLANG: SGLANG_TABLE,
         LLAMA: LLAMA_TABLE,
+        INFILL: INFILL_TABLE,
         WEB: WEB_TABLE,
         EMBED: EMBED_TABLE,
         COUNT: COUNT_TABLE,
+        OLLAMA: OLLAMA_TABLE,
+        OLLAMA_CHAT: OLLAMA_CHAT_TABLE,
+        OLLAMA_EMBED: OLLAMA_EMBED_TABLE,
+        OLLAMA_VECTOR: OLLAMA_VECTOR_TABLE,
+        SHOW: SHOW_TABLE,
         TOKENIZE: TOKENIZE_TABLE,
         DETOKENIZE: DETOKENIZE_TABLE,
         TEMPLATE: TEMPLATE_TABLE,
@@ -821,7 +930,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Running]]:
     """Servers of the tiny model (start token, template variables, room for tools) and of the calculator model."""
-    directory = make_tiny(tmp_path_factory.mktemp("every"), 4096)
+    directory = make_tiny(tmp_path_factory.mktemp("every"), 4096, special=FIM_TOKENS)
     core = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     core.post_processor = tokenizers.processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 258)])
     core.save(str(directory / "tokenizer.json"))
@@ -874,6 +983,22 @@ def test_embedding_salt_separates_cached_prefixes(servers: Mapping[str, Running]
         assert (reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) is cached
 
 
+def test_older_name_of_a_model(servers: Mapping[str, Running]) -> None:
+    replies = [servers["tiny"].post(SHOW, {"name": name}) for name in ("tiny", "other")]
+    assert [reply.status_code for reply in replies] == [200, 404]
+
+
+def test_thinking_of_earlier_answers(servers: Mapping[str, Running], tmp_path: Path) -> None:
+    template = "{% for one in messages %}{{ one.content }}{{ one.reasoning_content }}{{ one.name }}{% endfor %}"
+    with running(make_tiny(tmp_path, template=template)) as server:
+        counts = []
+        for fields in ({}, {"thinking": "abcd"}, {"tool_name": "abcdefg"}):
+            message = {"role": "assistant", "content": "x", **fields}
+            body = joined(BASES[OLLAMA_CHAT], {"messages": [message]})
+            counts.append(server.post(OLLAMA_CHAT, body).json()["prompt_eval_count"])
+    assert [count - counts[0] for count in counts] == [0, 4, 7]
+
+
 BOOKS = frozenset({*INFORMING, "stream_options.include_obfuscation"})
 SPOKEN = frozenset({"tools.function.strict", "functions.strict"})
 CLAUDE = frozenset({"user_profile_id", "workspace_id", "tools.strict", "thinking.budget_tokens", "thinking.display"})
@@ -902,6 +1027,7 @@ INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
         SGLANG: frozenset({"log_metrics", "no_logs", "background"}),
         EMBED: frozenset({"user"}),
+        OLLAMA_CHAT: frozenset({"tools.function.strict"}),
         TOKENIZE: SPOKEN | {"parallel_tool_calls"},
         TEMPLATE: SPOKEN | {"parallel_tool_calls"},
     }
@@ -915,7 +1041,7 @@ DOCUMENTED_IN: Mapping[str, ModuleType] = MappingProxyType(
         MESSAGES: messages,
         GENERATE: generate,
         SGLANG: sglang,
-        EMBED: embeddings,
+        EMBED: embedding,
     }
 )
 """Dialects whose module lists its fields without effect."""

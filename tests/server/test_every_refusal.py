@@ -5,25 +5,27 @@ Where a dialect's own tests already send all of a table, that is only held here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from nano_inference.server.dialects import generate, llamacpp, messages, responses, sglang
+from nano_inference.server.dialects import generate, llamacpp_body, messages, ollama_body, responses, sglang
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.unsupported import NEUTRAL
 from tests.server import test_generate, test_llamacpp, test_messages, test_responses, test_sglang, test_unsupported
 from tests.server.mounted import CONVERTING, GENERATING, ids
 from tests.server.test_unsupported import DECLARED, asking
-from tests.server.tiny import Running
+from tests.server.tiny import FIM_TOKENS, Running, make_tiny, running
 
 JSON = dict[str, Any]
 Values = Mapping[str, tuple[Any, ...]]
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 COMPACT, INPUT_TOKENS = "/v1/responses/compact", "/v1/responses/input_tokens"
 GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
+INFILL = "/infill"
+OLLAMA, OLLAMA_CHAT = "/api/generate", "/api/chat"
 HELLO = [{"role": "user", "content": "a"}]
 BODIES: Mapping[str, JSON] = MappingProxyType(
     {
@@ -35,7 +37,13 @@ BODIES: Mapping[str, JSON] = MappingProxyType(
         GENERATE: {"token_ids": ids("a"), "sampling_params": {"max_tokens": 1}},
         SGLANG: {"text": "a", "sampling_params": {"max_new_tokens": 1}},
         LLAMA: {"prompt": "a", "n_predict": 1},
+        INFILL: {"input_prefix": "a", "input_suffix": "b", "n_predict": 1},
         WEB: {"messages": HELLO, "max_tokens": 1},
+        OLLAMA: {"prompt": "a", "options": {"num_predict": 1}},
+        OLLAMA_CHAT: {"messages": HELLO, "options": {"num_predict": 1}},
+        "/api/embed": {"input": "a"},
+        "/api/embeddings": {"prompt": "a"},
+        "/api/show": {},
         "/v1/embeddings": {"input": "a"},
         "/detokenize": {"tokens": [1]},
     }
@@ -50,7 +58,10 @@ OWN: Mapping[str, Values] = MappingProxyType(
         COUNT: messages.UNSUPPORTED,
         GENERATE: generate.UNSUPPORTED,
         SGLANG: sglang.UNSUPPORTED,
-        LLAMA: llamacpp.UNSUPPORTED,
+        LLAMA: llamacpp_body.UNSUPPORTED,
+        INFILL: llamacpp_body.UNSUPPORTED,
+        OLLAMA: ollama_body.UNSUPPORTED,
+        OLLAMA_CHAT: ollama_body.UNSUPPORTED,
     }
 )
 """Path -> the dialect's unsupported fields with their neutral values."""
@@ -73,13 +84,23 @@ FOREIGN: Mapping[str, frozenset[str]] = MappingProxyType(
 """Chat fields that a dialect lacks or calls otherwise: refused unless null."""
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model with tokens for infilling."""
+    with running(make_tiny(tmp_path_factory.mktemp("fim"), special=FIM_TOKENS)) as one:
+        yield one
+
+
 def refused(server: Running, path: str, body: JSON, param: str) -> None:
     """Send a body that must be refused naming the field, in the form of its dialect."""
     reply = server.post(path, body)
     error = reply.json()["error"]
     assert reply.status_code == 400, (param, reply.text)
+    if isinstance(error, str):  # Ollama's form
+        assert error.startswith(f"{param} "), error
+        return
     named = error.get("param") or error.get("details", {}).get("param")
-    assert named == param or (path == LLAMA and param in error["message"]), error
+    assert named == param or (path in (LLAMA, INFILL) and param in error["message"]), error
 
 
 def taken(server: Running, path: str, body: JSON) -> None:

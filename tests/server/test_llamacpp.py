@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -15,11 +17,14 @@ from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, token_text
 from nano_inference.server.dialect import Generating, Occupancy
-from nano_inference.server.dialects.llamacpp import LlamaBody, llama_call, props
-from nano_inference.server.dialects.llamacpp_reply import error_body, selected, speeds
+from nano_inference.server.dialects.llamacpp import llama_call, props
+from nano_inference.server.dialects.llamacpp_body import LlamaBody
+from nano_inference.server.dialects.llamacpp_reply import error_body, selected
 from nano_inference.server.errors import ApiError
-from tests.server.mounted import BYTES, END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
-from tests.server.tiny import TEMPLATE, Running, events_in
+from nano_inference.server.timings import speeds
+from nano_inference.server.wiring import installed_dialects
+from tests.server.mounted import ALIASES, BYTES, END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
+from tests.server.tiny import FIM_TOKENS, TEMPLATE, Running, events_in, make_tiny, running
 
 PATH = "/completion"
 ROUTE = Generating(path=PATH, body=LlamaBody, to_call=llama_call, summary="Complete as llama.cpp does.")
@@ -71,6 +76,7 @@ def test_whole_reply_has_llamacpps_form(server: Running, engine: InferenceEngine
         {**entry(token, logprob), "top_logprobs": [entry(one.token, one.logprob) for one in top]}
         for token, logprob, top in zip(sample.completion_tokens, sample.logprobs, sample.top_logprobs, strict=True)
     ]
+    assert all(reply["timings"][name] > 0 for name in TIMING_FIELDS)
     assert reply == {
         "index": 0,
         "content": written(sample.completion_tokens),
@@ -106,8 +112,21 @@ def test_whole_reply_has_llamacpps_form(server: Running, engine: InferenceEngine
         "stop_type": "limit",
         "stopping_word": "",
         "tokens_cached": 0,
-        "timings": {"cache_n": 0, "prompt_n": 5, "predicted_n": 2, **dict.fromkeys(TIMING_FIELDS)},
+        "timings": {"cache_n": 0, "prompt_n": 5, "predicted_n": 2, **dict.fromkeys(TIMING_FIELDS, ANY)},
     }
+
+
+def test_probabilities_are_those_that_tokens_are_drawn_from(server: Running) -> None:
+    fields = {**HOT, "top_k": 3, "n_predict": 4, "n_probs": 5, "return_tokens": True}
+    rows = complete(server, **fields, post_sampling_probs=True)["completion_probabilities"]
+    for row in rows:
+        assert {*row} == {"id", "token", "bytes", "prob", "top_probs"} and 0 < row["prob"] <= 1
+        kept = [one["prob"] for one in row["top_probs"]]
+        assert sum(kept) == pytest.approx(1, abs=1e-4) and sum(prob > 0 for prob in kept) <= 3
+    plain = complete(server, **fields)["completion_probabilities"]
+    assert [row["id"] for row in plain] == [row["id"] for row in rows] and "logprob" in plain[0]
+    for row in complete(server, n_probs=4, post_sampling_probs=True)["completion_probabilities"]:
+        assert row["prob"] == 1 and sorted(one["prob"] for one in row["top_probs"]) == [0, 0, 0, 1]
 
 
 def test_stop_types(server: Running) -> None:
@@ -127,6 +146,8 @@ def test_answer_fills_the_context_by_default(server: Running) -> None:
         assert server.post(PATH, body).json()["tokens_predicted"] == 512 - 5
     assert complete(server, n_predict=0)["tokens_predicted"] == 0
     assert complete(server, n_predict=0)["content"] == ""
+    assert complete(server, n_predict=None, max_tokens=3)["tokens_predicted"] == 3
+    assert complete(server, n_predict=2, max_tokens=3)["tokens_predicted"] == 2
 
 
 def test_answer_fills_a_cache_smaller_than_the_context(tiny_directory: Path) -> None:
@@ -168,7 +189,7 @@ def test_stream_adds_up_to_the_whole_reply(server: Running, fields: JSON) -> Non
         ]
         assert all(("timings" in one) is ("timings_per_token" in fields) for one in mine)
         timings = last.pop("timings")
-        assert timings["prompt_n"] == answer["timings"]["prompt_n"]
+        assert timings["prompt_n"] == answer["timings"]["prompt_n"] and answer.pop("timings")["prompt_ms"] > 0
         assert timings["prompt_ms"] > 0 and timings["predicted_ms"] >= 0
         assert last["generation_settings"].pop("stream") is True
         for name in set(last) - {"content", "tokens"}:
@@ -237,6 +258,7 @@ SAMPLING: list[tuple[JSON, JSON]] = [
     ({"logit_bias": [[65, 100]]}, {"logit_bias": {65: 100.0}}),
     ({"logit_bias": {"65": 100}}, {"logit_bias": {65: 100.0}}),
     ({"logit_bias": [["ab", 50], [*ids("b"), 1]]}, {"logit_bias": {ids("a")[0]: 50.0, ids("b")[0]: 51.0}}),
+    ({"logit_bias": [["ab ", -100], ["b ", -100]]}, {"logit_bias": dict.fromkeys(ids("ab "), -100.0)}),
     ({"logit_bias": {"ab": 50}}, {"logit_bias": {ids("a")[0]: 50.0, ids("b")[0]: 50.0}}),
     ({"logit_bias": [[191, False], [191, 1.5]]}, {"logit_bias": {191: -98.5}}),
     ({"logit_bias": False}, {}),
@@ -299,7 +321,7 @@ def test_answer_has_the_requested_structure(server: Running, fields: JSON) -> No
 
 WITHOUT_EFFECT: list[JSON] = [
     {"samplers": [], "mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0},
-    {"id_slot": -1, "n_keep": 0, "return_progress": False, "post_sampling_probs": False, "grammar": ""},
+    {"id_slot": -1, "n_keep": 0, "return_progress": True, "post_sampling_probs": False, "grammar": ""},
     {"top_n_sigma": -1, "dynatemp_range": 0, "t_max_predict_ms": 0, "lora": [], "json_schema": None},
 ]
 
@@ -335,8 +357,6 @@ REFUSED: list[tuple[JSON, str]] = [
     ({"grammar_triggers": [1]}, "grammar_triggers"),
     ({"grammar_lazy": True}, "grammar_lazy"),
     ({"backend_sampling": True}, "backend_sampling"),
-    ({"return_progress": True}, "return_progress"),
-    ({"post_sampling_probs": True}, "post_sampling_probs"),
     ({"reasoning_format": "deepseek"}, "reasoning_format"),
     ({"reasoning_budget_tokens": 5}, "reasoning_budget_tokens"),
     ({"repeat_last_n": 64}, "repeat_last_n"),
@@ -353,7 +373,7 @@ REFUSED: list[tuple[JSON, str]] = [
     ({"logit_bias": [[1, "a"]]}, "logit_bias.0"),
     ({"logit_bias": {"1": True}}, "logit_bias.0"),
     ({"logit_bias": [[260, 1.0]]}, "logit_bias"),
-    ({"logit_bias": [[1, 101]]}, "logit_bias.1"),
+    ({"logit_bias": [[1, 2], [1, 101]]}, "logit_bias.1"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [260]}, "prompt"),
     ({"prompt": ["a", -1]}, "prompt"),
@@ -375,6 +395,7 @@ def test_prompt_longer_than_the_context_has_its_error_type(server: Running, prom
     error = server.post(PATH, {"prompt": prompt, **GREEDY}).json()["error"]
     assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
     assert "context of 512" in error["message"]
+    assert error["n_prompt_tokens"] >= 512 and error["n_ctx"] == 512
 
 
 def test_error_body() -> None:
@@ -385,6 +406,83 @@ def test_error_body() -> None:
 def test_unknown_model_is_refused(server: Running) -> None:
     reply = server.post(PATH, {"prompt": "a", "model": "other"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
+
+
+def test_paths_without_v1_are_aliases() -> None:
+    routes = {route.path: route for dialect in installed_dialects().values() for route in dialect.generating}
+    for alias, path in ALIASES.items():
+        assert replace(routes[alias], path=path) == routes[path]
+
+
+# ---- infill
+
+BETWEEN: JSON = {"input_prefix": "ab", "input_suffix": "yz", **GREEDY, "return_tokens": True, "cache_prompt": False}
+
+
+@pytest.fixture(scope="module")
+def infiller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model with all tokens for infilling: ids from 260 on, in the order of `special`."""
+    with running(make_tiny(tmp_path_factory.mktemp("fim"), special=FIM_TOKENS)) as one:
+        yield one
+
+
+def infilled(server: Running, **fields: Any) -> JSON:
+    reply = server.post("/infill", {**BETWEEN, **fields})
+    assert reply.status_code == 200, reply.text
+    answer: JSON = reply.json()
+    return answer
+
+
+def test_infill_writes_between_prefix_and_suffix(infiller: Running) -> None:
+    prompts = {
+        "": [260, *ids("ab"), 261, *ids("yz"), 262],
+        "c<|im_end|>": [260, *ids("abc<|im_end|>"), 261, *ids("yz"), 262],
+    }
+    for prompt, tokens in prompts.items():
+        expected = infiller.post(
+            PATH, {"prompt": tokens, **GREEDY, "return_tokens": True, "cache_prompt": False}
+        ).json()
+        answer = infilled(infiller, prompt=prompt)
+        assert (answer["tokens"], answer["prompt"]) == (expected["tokens"], expected["prompt"])
+    file = [264, *ids("a.h\nint a;"), 264, *ids("current\n")]
+    whole = [263, *ids("repository\n"), *file, *prompts[""]]
+    answer = infilled(infiller, input_extra=[{"filename": "a.h", "text": "int a;"}])
+    assert answer["tokens_evaluated"] == len(whole)
+    assert answer["tokens"] == infiller.post(PATH, {"prompt": whole, **GREEDY, "return_tokens": True}).json()["tokens"]
+    assert infilled(infiller, logit_bias=[[264, 100]])["stop_type"] == "eos", "the next file ends the answer"
+    assert infiller.events("/infill", {**BETWEEN, "stream": True})[-1]["stop"] is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"input_extra": [{"filename": "ok"}]}, "input_extra.0.text"),
+        ({"input_extra": [{"filename": 1, "text": "a"}]}, "input_extra.0.filename"),
+        ({"input_extra": [{}]}, "input_extra.0.filename"),
+        ({"input_prefix": None}, "input_prefix"),
+        ({"input_suffix": 5}, "input_suffix"),
+        ({"samplers": ["top_k"]}, "samplers"),
+    ],
+)
+def test_invalid_infill_is_refused(infiller: Running, fields: JSON, name: str) -> None:
+    reply = infiller.post("/infill", {**BETWEEN, **fields})
+    assert reply.status_code == 400 and name in reply.json()["error"]["message"]
+
+
+def test_infill_needs_a_model_with_its_tokens(server: Running, tmp_path: Path) -> None:
+    reply = server.post("/infill", BETWEEN)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "input_prefix: the model has no tokens for infilling"
+    with running(make_tiny(tmp_path, special=FIM_TOKENS[:3])) as bare:
+        assert infilled(bare)["tokens_predicted"] > 0
+        refused = bare.post("/infill", {**BETWEEN, "input_extra": [{"filename": "a", "text": "b"}]})
+        assert refused.status_code == 400 and "input_extra: " in refused.json()["error"]["message"]
+
+
+def test_infill_longer_than_the_context_has_its_error_type(infiller: Running) -> None:
+    for length in (510, 100000):
+        error = infiller.post("/infill", {**BETWEEN, "input_suffix": "a" * length}).json()["error"]
+        assert error["type"] == "exceed_context_size_error" and error["n_ctx"] == 512 < error["n_prompt_tokens"]
 
 
 # ---- props

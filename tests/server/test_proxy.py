@@ -179,6 +179,16 @@ def test_a_stream_that_is_cut_off_ends_with_an_error_event() -> None:
                 list(client.completions.create(model="m", prompt="a", stream=True))
 
 
+def test_lines_that_are_cut_off_end_with_an_error_line() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
+    cut = b'{"response": "a"}\n{"resp'
+    script = head + b"%x\r\n%s\r\n" % (len(cut), cut)
+    with scripted(script) as url, proxied([url]) as front:
+        reply = front.client.post("/api/generate", json={"prompt": "a"})
+        first, last = map(json.loads, reply.text.splitlines())
+    assert first == {"response": "a"} and "replica" in last["error"]
+
+
 def test_health_checks_return_a_server_to_the_routing(servers: tuple[Running, Running]) -> None:
     with proxied([servers[0].url, CLOSED], checks_health=True) as front:
         front.on_loop(lambda: front.fleet.set_away(0, "unreachable"))

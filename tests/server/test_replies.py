@@ -84,7 +84,16 @@ def test_completion_body() -> None:
         "object": "text_completion",
         "created": 77,
         "model": "m",
-        "choices": [{"index": 0, "text": "a😀", "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "choices": [
+            {
+                "index": 0,
+                "text": "a😀",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "matched_stop": END,
+            }
+        ],
         "usage": {
             "prompt_tokens": 2,
             "completion_tokens": 4,
@@ -108,6 +117,7 @@ def test_chat_body() -> None:
             "logprobs": None,
             "finish_reason": "length",
             "stop_reason": None,
+            "matched_stop": None,
             "token_ids": [A, B],
             "mask": [1, 1],
             "weight_versions": [{"version": "0", "start": 0, "end": 2, "number": 0}],
@@ -261,6 +271,7 @@ def test_chat_chunks(include_usage: bool) -> None:
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
+            "matched_stop": END,
             "weight_versions": [{"version": "0", "start": 0, "end": 2, "number": 0}],
         },
     ]

@@ -373,7 +373,7 @@ def test_answer_has_the_requested_structure(server: Running, fields: JSON) -> No
 
 
 WITHOUT_EFFECT: list[tuple[JSON, JSON]] = [
-    ({"spaces_between_special_tokens": True, "custom_params": None, "stop_regex": None}, {}),
+    ({"spaces_between_special_tokens": True, "custom_params": None, "stop_regex": []}, {}),
     ({"spaces_between_special_tokens": False, "custom_params": {}, "stream_interval": 4}, {"priority": 1}),
     ({"custom_params": {"return_top_p_token_ids": False}}, {"data_parallel_rank": 1, "routed_dp_rank": 2}),
     ({"json_schema": None, "regex": None, "ebnf": None, "stop": []}, {}),
@@ -411,7 +411,7 @@ REFUSED: list[tuple[Any, JSON, str]] = [
     ({}, {"bootstrap_room": 1}, "bootstrap_room"),
     ({"regex": "(((["}, {}, "sampling_params.regex"),
     ({"regex": "a", "ebnf": "b"}, {}, "sampling_params.ebnf"),
-    ({"stop_regex": "a+"}, {}, "sampling_params.stop_regex"),
+    ({"stop_regex": "a(?=b)"}, {}, "sampling_params.stop_regex"),
     ({"structural_tag": "{}"}, {}, "sampling_params.structural_tag"),
     ({"custom_params": {"a": 1}}, {}, "sampling_params.custom_params.a"),
     ({"custom_params": {"return_top_p_token_ids": 1}}, {}, "sampling_params.custom_params.return_top_p_token_ids"),

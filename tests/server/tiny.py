@@ -32,6 +32,8 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
+"""Special tokens of models that write text between a prefix and a suffix."""
 NAME = "tiny"
 MAX_LEN = 512
 
@@ -145,6 +147,13 @@ class Running:
             assert response.status_code == 200, response.read()
             text = b"".join(response.iter_bytes()).decode()
         return events_in(text)
+
+    def lines(self, path: str, body: Any) -> list[Any]:
+        """POST JSON and return the values of a stream of JSON lines."""
+        reply = self.post(path, body)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["content-type"] == "application/x-ndjson"
+        return [json.loads(line) for line in reply.text.splitlines()]
 
     def comes_to_show(self, line: str) -> bool:
         """Return True once /metrics contains a line, False after a minute; metrics change after a turn's commands."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
 
 import nano_inference
@@ -103,6 +103,7 @@ def build_app(parsed: ParsedCommand | None = None, rows: Sequence[Command] | Non
         exit_on_error=False,
         suppress_keyboard_interrupt=False,
         result_action="return_value",
+        default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that scripts can append options
     )
     models = App(
         name="models", usage="Usage: nano-inference models COMMAND", help="List, fetch, inspect and delete models."

@@ -19,11 +19,11 @@ LONG = 9
 
 VALUES: Mapping[str, str] = {
     **dict.fromkeys(("max-tokens", "min-tokens", "max-model-len", "max-tokens-per-batch", "block-size"), "TOKENS"),
-    **dict.fromkeys(("max-draft-tokens", "max-admitted-tokens"), "TOKENS"),
+    **dict.fromkeys(("max-draft-tokens", "max-admitted-tokens", "n-predict"), "TOKENS"),
     **dict.fromkeys(("kv-cache-bytes", "max-body-bytes"), "BYTES"),
     **dict.fromkeys(("request-timeout", "header-timeout", "keep-alive-timeout", "write-timeout"), "SECONDS"),
     **dict.fromkeys(("shutdown-timeout", "step-timeout", "weight-timeout", "sse-keep-alive"), "SECONDS"),
-    **dict.fromkeys(("api-key-file", "admin-key-file", "file", "config"), "FILE"),
+    **dict.fromkeys(("api-key-file", "admin-key-file", "chat-template-file", "file", "config"), "FILE"),
     **dict.fromkeys(("cache", "weights-dir"), "DIR"),
     **dict.fromkeys(("api-key", "admin-key"), "KEY"),
     **dict.fromkeys(("stop-token-ids", "decode"), "ID"),

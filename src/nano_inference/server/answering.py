@@ -31,12 +31,7 @@ ToEvents = Callable[[Transcript, DecodedDelta], bytes]
 _SMALL_REPLY = 4000
 """Tokens and alternatives of a reply that is serialized on the event loop; a larger one is serialized in a thread."""
 _SERIALIZE_TIMEOUT_S = 60.0
-_KEEP_ALIVE = b": keep-alive\n\n"
-_EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 _log = logging.getLogger("nano_inference.server")
 
@@ -48,7 +43,7 @@ class Timing:
     deadline: float
     """On the monotonic clock."""
     keep_alive_s: float
-    """Seconds without an event after which a stream sends a comment; 0: never."""
+    """Seconds without an event after which a stream sends its form's `keep_alive`; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +90,7 @@ class Answer:
         def to_events(transcript: Transcript, decoded: DecodedDelta) -> bytes:
             return reply.delta_events(transcript, decoded, self.transcripts)
 
-        await self._start(_EVENT_HEADERS)
+        await self._start([(b"content-type", self.call.form.media_type.encode()), *_STREAM_HEADERS])
         await self._send_some(reply.first_events(self.transcripts))
         api_error = None
         try:
@@ -121,7 +116,7 @@ class Answer:
             await self.send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _events(self, to_events: ToEvents) -> AsyncIterator[bytes]:
-        """Add deltas to `transcripts` and yield their events; yield a comment after `timing.keep_alive_s` without any.
+        """Add deltas to `transcripts` and yield their events, and the form's `keep_alive` after `timing.keep_alive_s`.
 
         The events of a delta are made before the next delta is added, so that their token counts include no later
         token. At the deadline, started samples end as "length" with the tokens they have; raises `ApiError` if none has
@@ -140,7 +135,7 @@ class Answer:
                     raise _engine_error(self.call, transcript)
                 events.append(to_events(transcript, decoded))
             if deltas or left > keep_alive_s:
-                yield b"".join(events) if deltas else _KEEP_ALIVE
+                yield b"".join(events) if deltas else self.call.form.keep_alive
             if left <= 0 and not ticket.is_done:
                 ticket.end_reason = "length"
                 yield self._cut_short(to_events)

@@ -21,6 +21,7 @@ from nano_inference.registry import PluginError
 from nano_inference.server.answering import Timing
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call
+from nano_inference.server.calls import limited
 from nano_inference.server.compiling import Compilers
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import (
@@ -135,6 +136,7 @@ class App:
     def _make_routes(self) -> list[Route]:
         gets: dict[str, Endpoint] = {
             "/v1/models": self.models,
+            "/models": self.models,
             "/v1/models/{model:path}": self.model_card,
             "/health": self.health,
             "/ping": self.health,
@@ -202,15 +204,18 @@ class App:
             index, asked = request.scope["state"].get("key_index"), getattr(body, "cache_salt", None)
             salt = self._policy.keys.cache_salt(index, asked)
             if route.to_stored_call is not None:
-                return body, route.to_stored_call(body, serving.model, self.config, salt, self._replies_of(request))
-            return body, route.to_call(body, serving.model, self.config, salt)
+                call = route.to_stored_call(body, serving.model, self.config, salt, self._replies_of(request))
+            else:
+                call = route.to_call(body, serving.model, self.config, salt)
+            return body, call if self.config.n_predict is None else limited(call, self.config.n_predict)
 
         seconds = self.config.request_timeout
         body, call = await self.workers.run(len(data), to_call, renders=route.renders, seconds=seconds)
         self.ignored.report(body, serving.model)
         left = arrived + self.config.request_timeout - time.monotonic()
         call = await self.compilers.add_matchers(call, serving.model.grammars, left)
-        call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
+        names = call.names | {call.id, request.scope["state"]["request_id"]}
+        call = replace(call, names=names, form=route.form)
         timing = Timing(deadline=arrived + self.config.request_timeout, keep_alive_s=self.config.sse_keep_alive)
         return self._response(serving, call, timing)
 
@@ -264,10 +269,10 @@ class App:
         return _json(to_json({"object": "list", "data": [model.card(name) for name in model.names]}))
 
     async def model_card(self, request: Request) -> Response:
-        """GET /v1/models/{id}; the id may contain slashes."""
+        """GET /v1/models/{id}; the id may contain slashes, and if it is empty all are listed."""
         model, name = self._require_serving().model, request.path_params["model"]
-        if not name:
-            raise HTTPException(404)
+        if not name:  # a client's URL ended in a slash
+            return await self.models(request)
         return _json(to_json(model.card(model.name_for(name))))
 
     async def version(self, request: Request) -> Response:

@@ -6,7 +6,7 @@ from reprlib import Repr
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import Body
@@ -60,8 +60,8 @@ def _schema_error(error: ValidationError, value: dict[str, Any]) -> ApiError:
     whose type the value has.
     """
     found = error.errors(include_url=False, include_context=False, include_input=True)
-    chosen = max(found, key=lambda one: (len(_path(one["loc"], value)), not one["type"].endswith("_type")))
-    name = ".".join(str(part)[:64] for part in _path(chosen["loc"], value))[:MAX_NAME]
+    chosen = max(found, key=lambda one: (len(_path(one, value)), not one["type"].endswith("_type")))
+    name = ".".join(str(part)[:64] for part in _path(chosen, value))[:MAX_NAME]
     is_object = chosen["type"] in ("model_type", "model_attributes_type", "dict_type")
     text = (chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
     message = "input should be an object" if is_object else text
@@ -69,19 +69,27 @@ def _schema_error(error: ValidationError, value: dict[str, Any]) -> ApiError:
     return ApiError(400, f"{name}: {message}{got}", param=name or None)
 
 
-def _path(location: tuple[int | str, ...], value: Any) -> list[int | str]:
-    """Return the names and indices in pydantic's location that exist in the body, or that name a missing field."""
+def _path(error: ErrorDetails, value: Any) -> list[int | str]:
+    """Return the names and indices in an error's location that exist in the body, and the name of a missing field.
+
+    pydantic's location also has the names of a union's members, such as "str" or "function-after[check(), list]". The
+    body may have a field of the same name: the path ends at the value that the error is about.
+    """
     path: list[int | str] = []
-    for part in location:
-        if isinstance(value, dict) and isinstance(part, str) and (part in value or not path):
-            path.append(part)
-            value = value.get(part)
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+    known = 0
+    for part in error["loc"]:
+        inside = part in value if isinstance(value, dict) else isinstance(part, int) and _has(value, part)
+        if inside:
             path.append(part)
             value = value[part]
-        elif isinstance(value, dict) and isinstance(part, str) and part.isidentifier() and part == location[-1]:
-            path.append(part)
-    return path
+            known = len(path) if value is error["input"] else known
+    if error["type"] == "missing":
+        return [*path[: known or None], error["loc"][-1]]
+    return path[: known or None]
+
+
+def _has(value: Any, index: int) -> bool:
+    return isinstance(value, list) and index < len(value)
 
 
 def _shown(value: Any) -> str:

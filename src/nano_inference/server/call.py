@@ -18,9 +18,9 @@ from nano_inference.server.detokenizer import (
     start_detokenizer,
 )
 from nano_inference.server.errors import ApiError
-from nano_inference.server.events import DONE, events
+from nano_inference.server.events import DONE, SERVER_SENT_EVENTS, StreamForm, events
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.ticket import PromptRequest
+from nano_inference.server.ticket import PromptRequest, SampleTimes
 from nano_inference.server.tools import ToolUse, is_reported
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
@@ -79,6 +79,8 @@ class Transcript:
     """Complete tool calls."""
     mask: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    times: SampleTimes | None = None
+    """Times of the sample's events so far; None if unknown."""
 
     def add_delta(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> DecodedDelta:
         """Add a delta; return it decoded. `keep`: keep text and entries, for a reply that is not streamed."""
@@ -118,8 +120,8 @@ class Transcript:
         return decoded._replace(events=tuple(events))
 
 
-def transcripts_of(call: Call) -> list[Transcript]:
-    """Return an empty transcript for each choice, prompt by prompt."""
+def transcripts_of(call: Call, times: Sequence[Sequence[SampleTimes]] | None = None) -> list[Transcript]:
+    """Return an empty transcript for each choice, prompt by prompt; `times` are indexed by prompt and sample."""
     use = call.shape.functions
     call_parser = None if use is None else start(use.format, use.names)
     return [
@@ -128,6 +130,7 @@ def transcripts_of(call: Call) -> list[Transcript]:
             index=prompt * call.num_samples + sample,
             detokenizer=start_detokenizer(call.shape, prompt),
             call_parser=call_parser,
+            times=None if times is None else times[prompt][sample],
         )
         for prompt in range(len(call.requests))
         for sample in range(call.num_samples)
@@ -161,6 +164,8 @@ class Call:
     """Upper bound of its tokens, prompts and outputs."""
     shape: ReplyShape
     stream: bool = False
+    form: StreamForm = SERVER_SENT_EVENTS
+    """Form of a stream; its route's."""
     include_usage: bool = False
     continuous_usage: bool = False
     make_reply: MakeReply

@@ -33,6 +33,7 @@ from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.dialogue import shown
 from nano_inference.text.kinds import Tool
+from nano_inference.text.stop_regex import stop_regex_matcher
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tool_format import calls_grammar
 from nano_inference.text.tools import resume_program, special_tokens
@@ -66,6 +67,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     asked = _requested_structure(body)
     tool = _calculator(bool(body.calculator), model, has_others=asked is not None)
     shape = _shape(body, config, model, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
+    shape = replace(shape, timings=bool(body.timings_per_token))
     params = _sampling_params(body, model, config, shape, max_tokens)
     return _call(body, model, "completion", name, prompts, params, shape, asked, salt, shape.tool)
 
@@ -101,6 +103,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         tool=_calculator(bool(body.calculator or (use and use.calculator)), model, has_others=has_others),
         drop_space=model.tokenizer.drops_space and not body.continue_final_message,
     )
+    shape = replace(shape, timings=bool(body.timings_per_token))
     program: TokenProgram | None = shape.tool
     if body.answer_token_ids:
         prefilled = _prefilled(body, model, shape, prompts[0], max_tokens, has_others=has_others)
@@ -113,6 +116,22 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         structure = _structure(structure, use, special)
     beginning = Beginning(min(len(shape.prefix_ids), len(prompts[0].ids)), body.sample_index or 0)
     return _call(body, model, "chat", name, prompts, params, shape, structure, salt, program, beginning)
+
+
+def limited(call: Call, most: int) -> Call:
+    """Return a call whose samples have at most `most` tokens. Raises `ApiError` if one must have more."""
+    requests = tuple(replace(request, params=_shortened(request.params, most)) for request in call.requests)
+    num_tokens = sum(len(one.prompt) + one.num_samples * most for one in requests)
+    reduced = call.reduced_max_tokens
+    if any((one.params.max_tokens or 0) > most for one in call.requests):
+        reduced = most if reduced is None else min(reduced, most)
+    return replace(call, requests=requests, num_tokens=min(call.num_tokens, num_tokens), reduced_max_tokens=reduced)
+
+
+def _shortened(params: SamplingParams, most: int) -> SamplingParams:
+    if params.min_tokens > most:
+        raise ApiError(400, f"min_tokens must be at most {most}, the server's --n-predict", param="min_tokens")
+    return replace(params, max_tokens=most if params.max_tokens is None else min(params.max_tokens, most))
 
 
 def _check_lineage(lineage: str | None, model: ServedModel) -> None:
@@ -347,10 +366,15 @@ def _sampling_params(
 
 
 def _matcher(body: Sampling, model: ServedModel, shape: ReplyShape) -> MatcherFactory | None:
-    """Return the matcher of stop strings and bad words, if any."""
-    stops = None
+    """Return the matcher of stop strings, stop expressions and bad words, if any."""
+    matcher: MatcherFactory | None = None
     if shape.stops:
-        stops = stop_matcher(model.tokenizer, shape.stops, skip_special=shape.skip_special, drop_space=shape.drop_space)
-    if not body.bad_words:
-        return stops
-    return both(stops, bad_words_matcher(model.tokenizer, body.bad_words, model.limits.vocab_size))
+        matcher = stop_matcher(
+            model.tokenizer, shape.stops, skip_special=shape.skip_special, drop_space=shape.drop_space
+        )
+    if body.stop_regex:
+        patterns = [body.stop_regex] if isinstance(body.stop_regex, str) else body.stop_regex
+        matcher = both(matcher, stop_regex_matcher(model.tokenizer, patterns, skip_special=shape.skip_special))
+    if body.bad_words:
+        matcher = both(matcher, bad_words_matcher(model.tokenizer, body.bad_words, model.limits.vocab_size))
+    return matcher

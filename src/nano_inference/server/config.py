@@ -64,6 +64,14 @@ class ServerConfig:
         "sampling of requests that name none: auto is the model's generation_config.json, none temperature 1 without "
         "truncation",
     )
+    chat_template: str | None = helped(
+        None, "chat template in place of the model's: its text in Jinja, or chatml", check_text
+    )
+    chat_template_file: str | None = helped(None, "file with a chat template in place of the model's", check_text)
+    temp: float | None = helped(None, "temperature of requests that name none", number(0, 2))
+    n_predict: int | None = helped(
+        None, "most tokens of an answer, whatever a request asks for (default: to the end of the context)", integer(1)
+    )
     enable_rl: bool = helped(False, "open the routes of RL trainers: pause, abort, weights, versions")
 
     api_key: tuple[str, ...] = field(
@@ -167,6 +175,8 @@ class ServerConfig:
         for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin", "trusted_proxy"):
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
         object.__setattr__(self, "workers", worker_urls(checked_texts("workers", self.workers)))
+        if self.chat_template is not None and self.chat_template_file is not None:
+            raise ValueError("chat_template and chat_template_file exclude each other: set one of them")
         self._check_rl()
         self._check_fleet()
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

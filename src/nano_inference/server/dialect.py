@@ -13,6 +13,7 @@ from typing import Any, Literal
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ErrorBody
+from nano_inference.server.events import SERVER_SENT_EVENTS, StreamForm
 from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies
 from nano_inference.server.schema import Body
@@ -48,6 +49,8 @@ class Generating:
     to_call: ToCall
     summary: str
     streams: bool = True
+    form: StreamForm = SERVER_SENT_EVENTS
+    """Form of its streams."""
     renders: bool = False
     """True if messages are rendered with the chat template, which may take seconds and has a separate thread pool."""
     to_stored_call: ToStoredCall | None = None

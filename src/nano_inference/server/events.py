@@ -1,11 +1,23 @@
-"""Server-sent events as bytes, each with one line of JSON; some dialects name their events."""
+"""The forms of a stream: server-sent events, each with one line of JSON, or lines of JSON alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import to_json
+
+
+class StreamForm(NamedTuple):
+    """How the values of a stream are separated."""
+
+    media_type: str
+    keep_alive: bytes
+    """Sent after a silence, for proxies that close idle connections; empty: nothing is sent."""
+
+
+SERVER_SENT_EVENTS = StreamForm("text/event-stream; charset=utf-8", b": keep-alive\n\n")
+JSON_LINES = StreamForm("application/x-ndjson", b"")  # clients parse every line, so that a silence has no place for one
 
 DONE = b"data: [DONE]\n\n"
 """End of OpenAI's streams."""
@@ -20,3 +32,8 @@ def event(value: Any, name: str | None = None) -> bytes:
 def events(values: Iterable[Any]) -> bytes:
     """Return unnamed events."""
     return b"".join(map(event, values))
+
+
+def line(value: Any) -> bytes:
+    """Return a value as a line of JSON."""
+    return to_json(value) + b"\n"

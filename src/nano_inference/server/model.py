@@ -58,10 +58,13 @@ class ServedModel:
         return self.dialogue is not None and self.dialogue.tool is not None
 
     def name_for(self, asked: str | None) -> str:
-        """Return the model name for the reply. Raises `ApiError` 404 for an unknown name."""
+        """Return the model name for the reply. Raises `ApiError` 404 for an unknown name.
+
+        As in Ollama, a name without a tag means the tag `latest`.
+        """
         if asked is None or asked == "":
             return self.name
-        if asked in self.names or self.any_name:
+        if self.any_name or tagged(asked) in map(tagged, self.names):
             return asked
         known = ", ".join(self.names)
         raise ApiError(
@@ -82,6 +85,11 @@ class ServedModel:
             "calculator": self.calculates,
             "chat_defaults": dict(self.chat_defaults.sampling),
         }
+
+
+def tagged(name: str) -> str:
+    """Return a model's name with its tag, as Ollama writes it: `latest` if it has none."""
+    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
 def info(model: ServedModel, config: ServerConfig, max_running: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ JSON = dict[str, Any]
 
 _GETS: tuple[tuple[str, str, bool], ...] = (
     ("/v1/models", "List the names that the model is served under.", False),
+    ("/models", "The same as /v1/models, as in llama.cpp.", False),
     ("/health", "Liveness: 503 while loading and after the engine has failed.", True),
     ("/ready", "Readiness: 503 while loading, draining or dead.", True),
     ("/ping", "The same as /health.", True),
@@ -82,7 +83,7 @@ def _path_parameter(name: str) -> JSON:
 def _post(body: JSON, post: Generating | Converting, *, has_own_errors: bool) -> JSON:
     content: JSON = {"application/json": {"schema": {"type": ["object", "array"]}}}
     if isinstance(post, Generating) and post.streams:
-        content["text/event-stream"] = {}
+        content[post.form.media_type.partition(";")[0]] = {}
     return {
         "summary": post.summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},

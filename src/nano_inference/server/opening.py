@@ -23,9 +23,11 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
-from nano_inference.text.dialogue import load_dialogue
+from nano_inference.text.chat import given_template
+from nano_inference.text.dialogue import Dialogue, TemplateDialogue, load_dialogue
 from nano_inference.text.grammar import Grammars
-from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.text.kinds import TokenizerKind, TokenizerSource
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import ModelError
 
 _LOGGER = logging.getLogger(__name__)
@@ -66,11 +68,11 @@ def open_model(
         any_name=config.any_model,
         created=int(time.time()),
         tokenizer=tokenizer,
-        dialogue=load_dialogue(parts.checkpoint.tokenizer, tokenizer, kinds.tokenizers),
+        dialogue=served_dialogue(config, parts.checkpoint.tokenizer, tokenizer, kinds.tokenizers),
         grammars=Grammars(tokenizer, engine.limits.vocab_size, parts.eos_token_ids),
         limits=engine.limits,
         max_positions=parts.checkpoint.config.max_positions,
-        generation=own if is_used else MappingProxyType({}),
+        generation=served_defaults(config, own),
         chat_defaults=chat_defaults(own, catalog_sampling(name)),
         facts=model_facts(engine_config, parts),
         longest_token=max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
@@ -82,6 +84,22 @@ def open_model(
         cache_config=cache_facts(engine_config, parts),
     )
     return LoadedModel(engine=engine, metrics=metrics, model=model, step_tokens=engine_config.max_tokens_per_batch)
+
+
+def served_dialogue(
+    config: ServerConfig, source: TokenizerSource, tokenizer: Tokenizer, kinds: Mapping[str, TokenizerKind]
+) -> Dialogue | None:
+    """Return the dialogue of the configured chat template, or else the model's. Raises `ModelError`."""
+    if config.chat_template is None and config.chat_template_file is None:
+        return load_dialogue(source, tokenizer, kinds)
+    template = given_template(config.chat_template, config.chat_template_file, tokenizer)
+    return TemplateDialogue(template, tokenizer)
+
+
+def served_defaults(config: ServerConfig, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the default sampling fields of requests: the model's, if they are used, and the configured ones."""
+    used = own if config.generation_config == "auto" else {}
+    return MappingProxyType({**used, **({} if config.temp is None else {"temperature": config.temp})})
 
 
 def valid_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:

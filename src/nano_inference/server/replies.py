@@ -18,10 +18,11 @@ from nano_inference.server.detokenizer import (
 )
 from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
+from nano_inference.server.timings import timings_of
 from nano_inference.server.tools import call_deltas, message_content
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import TrainingSample, spans_of
+from nano_inference.types import StopReason, TrainingSample, spans_of
 
 _NO_EXTRAS: Mapping[str, Any] = {}
 
@@ -46,6 +47,7 @@ class OpenAIReply(Reply):
             "choices": [make(transcript) for transcript in transcripts],
             "usage": usage(call, transcripts),
             "system_fingerprint": None,
+            **self._timings(transcripts[0]),
         }
         if self._is_chat and self._shape.prompt_logprobs is not None:
             reply["prompt_logprobs"] = _prompt_logprobs(transcripts[0].sample, self._shape, self._tokenizer)
@@ -96,15 +98,24 @@ class OpenAIReply(Reply):
                 chunks.append(self._chunk(transcript.index, content, extras))
             extras = {}  # only in the first chunk
         if decoded.finish_reason is not None:
-            reasons = {"stop_reason": decoded.stop_reason} | version_facts(transcript, shape)
+            reasons = {"stop_reason": decoded.stop_reason, "matched_stop": matched_stop(transcript)}
+            reasons |= version_facts(transcript, shape)
             end = self._chunk(transcript.index, {} if self._is_chat else "", reasons)
             end["choices"][0]["finish_reason"] = finish_reason_of(transcript)
             chunks.append(end)
-        return chunks
+        timings = self._timings(transcript)
+        return [chunk | timings for chunk in chunks] if timings else chunks
 
     def usage_chunk(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the usage chunk at the end of a stream."""
-        return {**self._chunk_head(), "choices": [], "usage": usage(self._call, transcripts)}
+        sums = {"choices": [], "usage": usage(self._call, transcripts)}
+        return {**self._chunk_head(), **sums, **self._timings(transcripts[0])}
+
+    def _timings(self, transcript: Transcript) -> JSON:
+        """Return llama.cpp's `timings` of a sample if they are requested."""
+        if not self._shape.timings:
+            return {}
+        return {"timings": timings_of(self._call, transcript, len(transcript.token_ids))}
 
     def _events(self, chunks: Sequence[JSON], transcripts: Sequence[Transcript]) -> bytes:
         if self._call.continuous_usage and chunks:
@@ -136,6 +147,7 @@ class OpenAIReply(Reply):
             "logprobs": None if shape.logprobs is None else self._logprobs(transcript.entries),
             "finish_reason": finish_reason_of(transcript),
             "stop_reason": transcript.stop_reason,
+            "matched_stop": matched_stop(transcript),
         }
         if message.tool_calls:
             choice["message"]["tool_calls"] = message.tool_calls
@@ -157,6 +169,7 @@ class OpenAIReply(Reply):
             "logprobs": None if shape.logprobs is None else self._logprobs(entries),
             "finish_reason": transcript.finish_reason,
             "stop_reason": transcript.stop_reason,
+            "matched_stop": matched_stop(transcript),
         }
         if shape.prompt_logprobs is not None:
             choice["prompt_logprobs"] = _prompt_logprobs(sample, shape, self._tokenizer)
@@ -184,6 +197,13 @@ def _prefix_ids(shape: ReplyShape) -> JSON:
 def finish_reason_of(transcript: Transcript) -> str | None:
     """Return the finish reason: "tool_calls" for a sample that stopped after a tool call."""
     return "tool_calls" if transcript.num_calls and transcript.finish_reason == "stop" else transcript.finish_reason
+
+
+def matched_stop(transcript: Transcript) -> StopReason | None:
+    """Return SGLang's `matched_stop`: what ended the answer, also if it was the model's end token; else None."""
+    if transcript.finish_reason != "stop":
+        return None
+    return transcript.token_ids[-1] if transcript.stop_reason is None else transcript.stop_reason
 
 
 def _chat_deltas(decoded: DecodedDelta, shape: ReplyShape, has_extras: bool) -> list[JSON]:

@@ -76,7 +76,7 @@ class Body(BaseModel):
 
     neutral_names: ClassVar[frozenset[str]] = frozenset()
     """Known fields outside the model, which are not reported as unknown."""
-    reported_parts: ClassVar[tuple[str, ...]] = ("stream_options",)
+    reported_parts: ClassVar[tuple[str, ...]] = ("stream_options", "options")
     """Fields with objects whose unknown fields are reported, too."""
 
     def hints(self, knows: Callable[[str], bool]) -> Iterable[str]:
@@ -194,6 +194,8 @@ class Sampling(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    stop_regex: Stops | None = None
+    """SGLang's: expressions of which a match ends the answer, which keeps it."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -232,6 +234,8 @@ class CompletionBody(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     echo: bool | None = None
+    timings_per_token: bool | None = None
+    """llama.cpp's: return `timings`, in a stream with every chunk of the answer."""
     logprobs: AlternativesOrAll | None = None
     best_of: Count | None = None
     lineage: Lineage | None = None
@@ -277,6 +281,8 @@ class ChatBody(Sampling, RenderingFields):
     logprobs: bool | None = None
     top_logprobs: AlternativesOrAll | None = None
     echo: bool | None = None
+    timings_per_token: bool | None = None
+    """See `CompletionBody.timings_per_token`."""
     answer_token_ids: TokenIds | None = None
     """Specific to this server: ids that start the answer; the reply has the rest (with `echo`: all of it)."""
     sample_index: Count | None = None

@@ -70,7 +70,7 @@ class CallResponse(Response):
                 serving.dispatcher.queue_for(client) as enqueue,
                 self.link.submit(call.requests, call.names, enqueue) as ticket,
             ):
-                transcripts += transcripts_of(call)  # after admission, since there may be many
+                transcripts += transcripts_of(call, ticket.times)  # after admission, since there may be many
                 answer = Answer(
                     call=call,
                     ticket=ticket,

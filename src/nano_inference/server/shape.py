@@ -41,3 +41,5 @@ class ReplyShape:
     prefix_ids: tuple[int, ...] = ()
     raw_logprobs: bool = False
     sampling_masks: bool = False
+    timings: bool = False
+    """Return the times of each sample."""

@@ -153,3 +153,11 @@ def without_prefix_cache(call: Call) -> Call:
     """Return a call that uses no cached prefix, by a unique salt."""
     requests = tuple(replace(request, salt=f"{request.salt}#{uuid.uuid4().hex}") for request in call.requests)
     return replace(call, requests=requests)
+
+
+def with_processed_logprobs(call: Call) -> Call:
+    """Return a call whose log-probabilities are those of the distribution that tokens are drawn from."""
+    requests = tuple(
+        replace(request, params=replace(request.params, logprobs_mode="processed")) for request in call.requests
+    )
+    return replace(call, requests=requests)

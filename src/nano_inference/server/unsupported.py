@@ -51,8 +51,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # llama.cpp
     "n_predict": (None,),
     "n_probs": (None, 0),
-    "timings_per_token": OFF,
-    "return_progress": OFF,
     "t_max_predict_ms": (None, 0),
     "samplers": EMPTY,
     "mirostat": (None, 0),

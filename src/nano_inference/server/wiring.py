@@ -10,7 +10,17 @@ from nano_inference.server import guard
 from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import DIALECTS_GROUP, Dialect
-from nano_inference.server.dialects import embeddings, generate, llamacpp, messages, openai, responses, sglang, tokens
+from nano_inference.server.dialects import (
+    embeddings,
+    generate,
+    llamacpp,
+    messages,
+    ollama,
+    openai,
+    responses,
+    sglang,
+    tokens,
+)
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.keys import KeyRing
@@ -24,6 +34,7 @@ OWN_DIALECTS: Mapping[str, Dialect] = {
     "generate": generate.DIALECT,
     "sglang": sglang.DIALECT,
     "llamacpp": llamacpp.DIALECT,
+    "ollama": ollama.DIALECT,
     "embeddings": embeddings.DIALECT,
     "tokens": tokens.DIALECT,
 }

@@ -36,6 +36,11 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 """Variable names that `extra` must not contain."""
 
 _NOTHING: Mapping[str, Any] = {}
+_NAME = re.compile(r"[\w.-]*")
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +86,27 @@ def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTem
     return chat_template(
         chosen["default"], where=source.path, named=tokenizer.named, tool_source=chosen.get("tool_use")
     )
+
+
+def given_template(text: str | None, path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the compiled chat template of a text, or of the file at `path`; the text "chatml" is that format.
+
+    Raises `ModelError` as `load_chat_template` does, and for another single word, which names no template here.
+    """
+    where = "chat_template"
+    if path is not None:
+        where = path
+        try:
+            text = read_file(Path(path), MAX_FILE, "a chat template").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from None
+    assert text is not None, "a text or a path is given"
+    if text == "chatml":
+        text = _CHATML
+    elif path is None and _NAME.fullmatch(text):
+        raise ModelError(f"chat_template must be the text of a template, or chatml; {text!r} is neither")
+    _special_pattern(tokenizer)  # cached; thousands of tokens take a second
+    return chat_template(text, where=where, named=tokenizer.named)
 
 
 def chat_template(

@@ -1,8 +1,8 @@
-"""llama.cpp's POST /completion (and /completions), and GET /props.
+"""llama.cpp's POST /completion, /completions and /infill, and GET /props.
 
 Fields and reply as in its server's README (tools/server/README.md). Differences: `repeat_penalty` covers the whole
 prompt and answer and the other penalties the whole answer, not the last 64 tokens; a token forbidden with `false` gets
-a bias of -100; without streaming the times in `timings` are null.
+a bias of -100.
 """
 
 from __future__ import annotations
@@ -11,65 +11,32 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import Any
 
 import nano_inference
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
+from nano_inference.server.dialects.llamacpp_body import UNSUPPORTED, InfillBody, LlamaBody, LlamaFields
+from nano_inference.server.dialects.llamacpp_infill import infill_prompt
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import api_errors
-from nano_inference.server.schema import (
-    INT32,
-    MAX_BIAS,
-    Alternatives,
-    Body,
-    CountOrOff,
-    Factor,
-    Penalty,
-    PositiveShare,
-    Samples,
-    Share,
-    Stops,
-    Temperature,
-    TokenId,
-    TokenIds,
-)
 from nano_inference.server.translating import (
     given_fields,
     refuse_foreign,
     translated_completion,
     unsupported_field,
+    with_processed_logprobs,
     without_prefix_cache,
 )
-from nano_inference.server.unsupported import EMPTY, OFF
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
 
-_FORBIDDEN_BIAS = -100.0
-"""The bias with which OpenAI's API bans a token."""
+_MOST_BIAS = 100.0
+"""The largest bias of OpenAI's API; its negative bans a token."""
 _RANDOM_SEEDS = (None, -1, 2**32 - 1)
-_MAX_PIECES = 1 << 20
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("samplers", "dry_sequence_breakers", "lora", "image_data", "multimodal_data"), EMPTY),
-    **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
-    **dict.fromkeys(("return_progress", "post_sampling_probs", "grammar_lazy", "backend_sampling"), OFF),
-    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
-    **dict.fromkeys(("n_keep", "n_indent", "min_keep", "n_discard", "t_max_predict_ms"), (None, 0)),
-    "typical_p": (None, 1, 1.0),
-    "tfs_z": (None, 1, 1.0),
-    "top_n_sigma": (None, -1, -1.0, 0, 0.0),
-    "adaptive_target": (None, -1, -1.0),
-    "id_slot": (None, -1),
-    "reasoning_format": (None, "none"),
-    "reasoning_budget_tokens": (None, -1),
-}
-"""Unsupported fields of llama.cpp's request -> the values that are accepted because they have no effect."""
 
 _CLIENT_NAMES: Mapping[str, str] = {
     "max_tokens": "n_predict",
@@ -86,62 +53,31 @@ _SAME_NAME = (
 _SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
 """Names of the samplers in the order in which they are applied."""
 
-Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=_MAX_PIECES, fail_fast=True)]
-"""A prompt made of token ids and texts."""
-
-
-class LlamaBody(Body):
-    """POST /completion, with llama.cpp's defaults."""
-
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
-
-    prompt: str | TokenIds | Pieces | Annotated[list[str | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
-    """A text, a list of ids or a list of both; or a list of such prompts. A list of texts is several prompts."""
-    model: Annotated[str, Field(max_length=512)] | None = None
-    n_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = -1
-    """Negative: up to the end of the context. 0: prefill only."""
-    n_cmpl: Samples | None = 1
-    temperature: Temperature | None = 0.8
-    top_k: CountOrOff | None = 40
-    top_p: PositiveShare | None = 0.95
-    min_p: Share | None = 0.05
-    repeat_penalty: Factor | None = 1.0
-    repeat_last_n: CountOrOff | None = None
-    """-1: all tokens; 0: no penalty. Other windows are not supported."""
-    presence_penalty: Penalty | None = 0.0
-    frequency_penalty: Penalty | None = 0.0
-    seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = -1
-    stop: Stops | None = None
-    ignore_eos: bool | None = None
-    logit_bias: (
-        Literal[False]
-        | Annotated[list[list[int | float | str | bool]], Field(max_length=MAX_BIAS)]
-        | Annotated[dict[str, float | bool], Field(max_length=MAX_BIAS)]
-        | None
-    ) = None
-    """[[id or text, bias], …] or {id or text: bias}; the bias false forbids the token."""
-    n_probs: Alternatives | None = 0
-    grammar: str | None = None
-    """GBNF."""
-    json_schema: dict[str, Any] | None = None
-    cache_prompt: bool | None = True
-    stream: bool | None = None
-    return_tokens: bool | None = None
-    timings_per_token: bool | None = None
-    response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None
-    """Paths of the reply's fields to send, such as `generation_settings/n_predict`; empty: all fields."""
-
 
 def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of a request. Raises `ApiError` naming the invalid field of `LlamaBody`."""
+    """Return the call of POST /completion. Raises `ApiError` naming the invalid field."""
     refuse_foreign(body, UNSUPPORTED)
+    return _call({"prompt": _prompts(body.prompt, model)}, body, model, config, salt)
+
+
+def infill_call(body: InfillBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    """Return the call of POST /infill. Raises `ApiError` naming the invalid field, or if the model cannot infill."""
+    refuse_foreign(body, UNSUPPORTED)
+    ids, stops = infill_prompt(body, model)
+    return _call({"prompt": ids, "stop_token_ids": stops}, body, model, config, salt)
+
+
+def _call(prompt: JSON, body: LlamaFields, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    """Return the call of these fields about the prompt, and of the others."""
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise unsupported_field("repeat_last_n", message)
-    call = translated_completion(_fields(body, model), _CLIENT_NAMES, model, config, salt)
+    call = translated_completion(prompt | _fields(body, model, config), _CLIENT_NAMES, model, config, salt)
+    call = with_processed_logprobs(call) if body.post_sampling_probs else call
     call = without_prefix_cache(call) if body.cache_prompt is False else call
     options = ReplyOptions(
-        settings=_settings(body, call),
+        settings=partial(_settings, body),
+        probs=bool(body.post_sampling_probs),
         tokens=bool(body.return_tokens),
         timings=bool(body.timings_per_token),
         fields=tuple(body.response_fields or ()),
@@ -154,7 +90,8 @@ def props(model: ServedModel, occupancy: Occupancy) -> JSON:
     """Return the reply of GET /props; `model_path` is the model's name, not its directory."""
     dialogue, named = model.dialogue, model.tokenizer.named
     defaults = given_fields(LlamaBody(prompt=""))
-    params = {name: defaults[name] for name in defaults if name not in ("prompt", "cache_prompt", "n_cmpl")}
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
+    params = {"n_predict": -1, **{name: defaults[name] for name in (*names, "seed", "n_probs")}}
     return {
         "default_generation_settings": {"n_ctx": model.limits.max_model_len, "params": params},
         "total_slots": occupancy.max_running,
@@ -168,10 +105,12 @@ def props(model: ServedModel, occupancy: Occupancy) -> JSON:
     }
 
 
-def _fields(body: LlamaBody, model: ServedModel) -> JSON:
-    """Return the fields of a `CompletionBody`."""
+def _fields(body: LlamaFields, model: ServedModel, config: ServerConfig) -> JSON:
+    """Return the fields of a `CompletionBody` that are not about the prompt."""
     values = given_fields(body)
     fields: JSON = {name: values[name] for name in _SAME_NAME if name in values}
+    if body.temperature is None or "temperature" not in body.model_fields_set:
+        fields["temperature"] = config.temp if config.temp is not None else fields["temperature"]
     if body.repeat_last_n == 0:
         fields |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
     else:
@@ -180,14 +119,19 @@ def _fields(body: LlamaBody, model: ServedModel) -> JSON:
         fields["logprobs"] = body.n_probs
     return fields | {
         "model": body.model,
-        "prompt": _prompts(body.prompt, model),
         "n": body.n_cmpl,
-        "max_tokens": None if body.n_predict is None or body.n_predict < 0 else body.n_predict,
+        "max_tokens": _limit(body),
         "seed": None if body.seed in _RANDOM_SEEDS else body.seed,
         "logit_bias": _bias(body.logit_bias, model.tokenizer),
         "stream": body.stream,
         "return_token_ids": True,
     }
+
+
+def _limit(body: LlamaFields) -> int | None:
+    """Return the most tokens of the answer; None: up to the end of the context."""
+    limit = body.max_tokens if body.n_predict is None else body.n_predict
+    return None if limit is None or limit < 0 else limit
 
 
 def _prompts(prompt: Any, model: ServedModel) -> Any:
@@ -205,8 +149,10 @@ def _tokenize_pieces(pieces: Sequence[int | str], model: ServedModel) -> list[in
     """Return the ids of a prompt made of ids and texts; special tokens are added only to a text in first position."""
     num_chars = sum(len(piece) for piece in pieces if isinstance(piece, str))
     if num_chars // model.longest_token > model.limits.max_model_len:  # encoding it would take seconds
-        message = f"the prompt is longer than the context of {model.limits.max_model_len} tokens"
-        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        limit, fewest = model.limits.max_model_len, num_chars // model.longest_token
+        message = f"the prompt is longer than the context of {limit} tokens"
+        sizes = {"n_prompt_tokens": fewest, "n_ctx": limit}
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded", extra=sizes)
     ids: list[int] = []
     with api_errors("prompt"):
         for index, piece in enumerate(pieces):
@@ -215,7 +161,10 @@ def _tokenize_pieces(pieces: Sequence[int | str], model: ServedModel) -> list[in
 
 
 def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
-    """Return the biases as {token id: bias}. Raises `ApiError` for a malformed entry."""
+    """Return the biases as {token id: bias}. Raises `ApiError` for a malformed entry.
+
+    Texts may share tokens, whose biases are added, at most to 100.
+    """
     if not bias:
         return None
     pairs = (
@@ -229,13 +178,15 @@ def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
         if len(pair) != 2 or isinstance(pair[0], bool | float) or isinstance(pair[1], str) or pair[1] is True:
             raise ApiError(400, f"{where}: must be [token id or text, number or false]", param=where)
         key, value = pair
+        if abs(value) > _MOST_BIAS:
+            raise ApiError(400, f"{where}: the bias must be from -100 to 100, got {value}", param=where)
         tokens = [key] if isinstance(key, int) else tokenizer.encode(key, add_special=False)
         for token in tokens:
-            sums[str(token)] = sums.get(str(token), 0.0) + (_FORBIDDEN_BIAS if value is False else float(value))
-    return sums
+            sums[str(token)] = sums.get(str(token), 0.0) + (-_MOST_BIAS if value is False else float(value))
+    return {token: max(-_MOST_BIAS, min(_MOST_BIAS, bias)) for token, bias in sums.items()}
 
 
-def _settings(body: LlamaBody, call: Call) -> JSON:
+def _settings(body: LlamaFields, call: Call) -> JSON:
     """Return the reply's `generation_settings`."""
     params = call.requests[0].params
     return {
@@ -260,13 +211,20 @@ def _settings(body: LlamaBody, call: Call) -> JSON:
     }
 
 
+def _completing(path: str) -> Generating:
+    summary = "Complete a text or token ids; the interface of llama.cpp's server."
+    return Generating(path=path, body=LlamaBody, to_call=llama_call, summary=summary)
+
+
 DIALECT = Dialect(
     generating=(
+        _completing("/completion"),
+        _completing("/completions"),
         Generating(
-            path="/completion",
-            body=LlamaBody,
-            to_call=llama_call,
-            summary="Complete a text or token ids; the interface of llama.cpp's server.",
+            path="/infill",
+            body=InfillBody,
+            to_call=infill_call,
+            summary="Write the text between a prefix and a suffix; the interface of llama.cpp's server.",
         ),
     ),
     describing=(

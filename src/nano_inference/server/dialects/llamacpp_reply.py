@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
 from nano_inference.server.replies import version_facts
+from nano_inference.server.timings import timings_of
 from nano_inference.text.tokenizer import Tokenizer
 
 
@@ -19,11 +20,13 @@ from nano_inference.text.tokenizer import Tokenizer
 class ReplyOptions:
     """What a reply contains in addition to the answer."""
 
-    settings: JSON
-    """`generation_settings`."""
+    settings: Callable[[Call], JSON]
+    """Returns `generation_settings`."""
     tokens: bool
     timings: bool
     """Put timings into every event of a stream."""
+    probs: bool
+    """Return probabilities after truncation (`prob`), not log-probabilities."""
     fields: tuple[str, ...]
     """Paths of the fields to send; empty: all."""
 
@@ -37,20 +40,15 @@ def error_body(error: ApiError) -> JSON:
 
 @dataclass(slots=True)
 class StreamProgress:
-    """What a stream has sent of one sample, and the monotonic times of its first and last tokens."""
+    """What a stream has sent of one sample."""
 
     num_tokens: int = 0
     has_newline: bool = False
-    first: float | None = None
-    last: float | None = None
 
     def add(self, decoded: DecodedDelta) -> None:
         """Count the text and tokens of a delta."""
         self.num_tokens += len(decoded.token_ids)
         self.has_newline |= "\n" in decoded.text
-        if decoded.token_ids:
-            self.last = time.monotonic()
-            self.first = self.last if self.first is None else self.first
 
 
 class LlamaReply(Reply):
@@ -60,7 +58,7 @@ class LlamaReply(Reply):
         self._call = call
         self._tokenizer = tokenizer
         self._options = options
-        self._started_at = time.monotonic()
+        self._settings = options.settings(call)
         self._progress = [StreamProgress() for _ in range(call.total_samples)]
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
@@ -93,7 +91,7 @@ class LlamaReply(Reply):
         if self._call.shape.logprobs is not None:
             chunk["completion_probabilities"] = self._probabilities(decoded.entries)
         if self._options.timings:
-            chunk["timings"] = self._timings(transcript, self._progress[transcript.index].num_tokens)
+            chunk["timings"] = timings_of(self._call, transcript, self._progress[transcript.index].num_tokens)
         if self._call.shape.versions and decoded.delta is not None:
             chunk["mask"] = list(decoded.delta.mask)
         return chunk
@@ -112,14 +110,14 @@ class LlamaReply(Reply):
             "model": self._call.model,
             "tokens_predicted": len(transcript.token_ids),
             "tokens_evaluated": len(prompt),
-            "generation_settings": self._options.settings,
+            "generation_settings": self._settings,
             "prompt": self._tokenizer.decode(known, skip_special=False),
             "has_new_line": self._progress[transcript.index].has_newline if is_sent else "\n" in transcript.text,
             "truncated": False,
             "stop_type": kind,
             "stopping_word": word,
             "tokens_cached": 0 if transcript.sample is None else transcript.sample.num_cached_tokens,
-            "timings": self._timings(transcript, len(transcript.token_ids)),
+            "timings": timings_of(self._call, transcript, len(transcript.token_ids)),
         }
         if shape.logprobs is not None and not is_sent:
             answer["completion_probabilities"] = self._probabilities(transcript.entries)
@@ -132,27 +130,27 @@ class LlamaReply(Reply):
     def _prompt(self, transcript: Transcript) -> tuple[int, ...]:
         return tuple(self._call.requests[transcript.prompt_index].prompt)
 
-    def _timings(self, transcript: Transcript, num_tokens: int) -> JSON:
-        progress = self._progress[transcript.index]
-        prompt_s = None if progress.first is None else progress.first - self._started_at
-        answer_s = None if progress.first is None or progress.last is None else progress.last - progress.first
-        cached = None if transcript.sample is None else transcript.sample.num_cached_tokens
-        prefilled = None if cached is None else len(self._prompt(transcript)) - cached
-        return {"cache_n": cached, **speeds("prompt", prefilled, prompt_s), **speeds("predicted", num_tokens, answer_s)}
-
     def _probabilities(self, entries: Sequence[LogprobEntry]) -> list[JSON]:
         count = self._call.shape.logprobs
         return [
             {
-                **self._token(entry.token, entry.logprob),
-                "top_logprobs": [self._token(one.token, one.logprob) for one in (entry.top or ())[:count]],
+                **self._token(entry.token, entry.logprob, entry.token),
+                "top_probs" if self._options.probs else "top_logprobs": [
+                    self._token(one.token, one.logprob, entry.token) for one in (entry.top or ())[:count]
+                ],
             }
             for entry in entries
         ]
 
-    def _token(self, token: int, logprob: float | None) -> JSON:
+    def _token(self, token: int, logprob: float | None, drawn: int) -> JSON:
+        """Return an alternative at the position of the token `drawn`."""
         data = list(token_bytes_of(token, self._tokenizer))
-        return {"id": token, "token": token_text(token, self._tokenizer), "bytes": data, "logprob": logprob}
+        entry: JSON = {"id": token, "token": token_text(token, self._tokenizer), "bytes": data}
+        if self._options.probs and self._call.requests[0].params.temperature == 0:
+            return entry | {"prob": float(token == drawn)}  # log-probabilities are then those of the logits
+        if self._options.probs:
+            return entry | {"prob": math.exp(logprob or 0.0)}
+        return entry | {"logprob": logprob}
 
 
 def stop_of(transcript: Transcript) -> tuple[str, str]:
@@ -160,17 +158,6 @@ def stop_of(transcript: Transcript) -> tuple[str, str]:
     if transcript.finish_reason == "stop":
         return ("word", transcript.stop_reason) if isinstance(transcript.stop_reason, str) else ("eos", "")
     return ("limit" if transcript.finish_reason == "length" else "none"), ""
-
-
-def speeds(name: str, count: int | None, seconds: float | None) -> JSON:
-    """Return the fields of llama.cpp's timings for `count` tokens in `seconds`; unknown values are None."""
-    is_known = count is not None and seconds is not None
-    return {
-        f"{name}_n": count,
-        f"{name}_ms": None if seconds is None else seconds * 1e3,
-        f"{name}_per_token_ms": seconds * 1e3 / count if is_known and count and seconds is not None else None,
-        f"{name}_per_second": count / seconds if is_known and count and seconds else None,
-    }
 
 
 def selected(answer: JSON, paths: Sequence[str]) -> JSON:

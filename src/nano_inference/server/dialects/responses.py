@@ -292,13 +292,16 @@ def _shown_format(form: TextFormat) -> JSON:
 
 DIALECT = Dialect(
     generating=(
-        Generating(
-            path="/v1/responses",
-            body=ResponsesBody,
-            to_call=responses_call,
-            to_stored_call=responses_call,
-            summary="Answer items; the interface of OpenAI's Responses API.",
-            renders=True,
+        *(
+            Generating(
+                path=path,
+                body=ResponsesBody,
+                to_call=responses_call,
+                to_stored_call=responses_call,
+                summary="Answer items; the interface of OpenAI's Responses API.",
+                renders=True,
+            )
+            for path in ("/v1/responses", "/responses")
         ),
         Generating(
             path="/v1/responses/compact",

@@ -78,7 +78,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """Unsupported fields of SGLang's request -> the values that are accepted because they have no effect."""
 
 UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
-    "stop_regex": EMPTY,
     "structural_tag": EMPTY,
     "beam_width": (None, 1),
     "thinking_budget": (None,),
@@ -86,7 +85,7 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
 """The same for `sampling_params`."""
 
 _PARAM_NAMES: Mapping[str, str] = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids")},
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "stop_regex")},
     **{name: name for name in ("ignore_eos", "skip_special_tokens", "logit_bias")},
     **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
     **{name: name for name in ("json_schema", "regex", "ebnf")},
@@ -132,6 +131,7 @@ class SglangParams(Body):
     presence_penalty: Penalty | None = 0.0
     repetition_penalty: Factor | None = 1.0
     stop: Stops | None = None
+    stop_regex: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIAS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

@@ -20,6 +20,7 @@ import httpx2
 from starlette.types import Receive, Scope, Send
 
 from nano_inference.server.errors import ApiError, queue_full
+from nano_inference.server.events import JSON_LINES, line
 from nano_inference.server.guard import ClientGone, GuardPolicy, json_headers, read_body
 from nano_inference.server.headers import Headers
 from nano_inference.server.metrics import CONTENT_TYPE
@@ -42,6 +43,8 @@ _HOP_BY_HOP = frozenset(
 )
 _NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id"})
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
+_LINE_END = re.compile(rb"\n")
+_LOST = "the replica that generated this answer died; send the request again"
 _SUMMED = ("server_load", "running", "waiting")
 _log = logging.getLogger("nano_inference.server")
 
@@ -186,28 +189,33 @@ class Proxy:
         """Send a replica's response to the client."""
         headers = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _NOT_RETURNED]
         await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
-        is_stream = reply.headers.get("content-type", "").startswith("text/event-stream")
-        pieces = whole_events(reply) if is_stream else reply.aiter_raw()
+        kind = reply.headers.get("content-type", "")
+        if kind.startswith("text/event-stream"):
+            pieces = whole_parts(reply, _EVENT_END, lost_event())
+        elif kind.startswith(JSON_LINES.media_type):
+            pieces = whole_parts(reply, _LINE_END, lost_line())
+        else:
+            pieces = reply.aiter_raw()
         async with aclosing(pieces) as reading:
             async for piece in reading:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
-async def whole_events(reply: httpx2.Response) -> AsyncGenerator[bytes]:
-    """Yield a stream of events, each only when it is complete; if the connection breaks, end with an error event."""
+async def whole_parts(reply: httpx2.Response, ending: re.Pattern[bytes], lost: bytes) -> AsyncGenerator[bytes]:
+    """Yield a stream of events or lines, each only when it is complete; if the connection breaks, end with `lost`."""
     tail = b""
     try:
         async for piece in reply.aiter_raw():
             tail += piece
-            ends = [match.end() for match in _EVENT_END.finditer(tail)]
+            ends = [match.end() for match in ending.finditer(tail)]
             end = ends[-1] if ends else len(tail) if len(tail) > MAX_TAIL else 0
             if end:
                 yield tail[:end]
             tail = tail[end:]
     except httpx2.HTTPError as error:
         _log.warning("a stream was cut off: %s", type(error).__name__)
-        yield lost_event()
+        yield lost
         return
     if tail:
         yield tail
@@ -215,9 +223,13 @@ async def whole_events(reply: httpx2.Response) -> AsyncGenerator[bytes]:
 
 def lost_event() -> bytes:
     """Return the event that ends a stream whose replica died; clients of OpenAI and Anthropic raise it."""
-    text = "the replica that generated this answer died; send the request again"
-    error = ApiError(500, text, code="replica_died").to_dict()
+    error = ApiError(500, _LOST, code="replica_died").to_dict()
     return b"event: error\ndata: " + json.dumps({"type": "error", **error}).encode() + b"\n\n"
+
+
+def lost_line() -> bytes:
+    """Return the line that ends a stream of JSON lines whose replica died; clients of Ollama raise it."""
+    return line({"error": _LOST})
 
 
 def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:

@@ -1,0 +1,115 @@
+"""Bodies of llama.cpp's requests, and the fields of them that this server does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from nano_inference.server.schema import (
+    INT32,
+    MAX_BIAS,
+    Alternatives,
+    Body,
+    CountOrOff,
+    Factor,
+    Penalty,
+    PositiveShare,
+    Samples,
+    Share,
+    Stops,
+    Temperature,
+    TokenId,
+    TokenIds,
+)
+from nano_inference.server.unsupported import EMPTY, OFF
+
+_MAX_PIECES = 1 << 20
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("samplers", "dry_sequence_breakers", "lora", "image_data", "multimodal_data"), EMPTY),
+    **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
+    **dict.fromkeys(("grammar_lazy", "backend_sampling"), OFF),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
+    **dict.fromkeys(("n_keep", "n_indent", "min_keep", "n_discard", "t_max_predict_ms"), (None, 0)),
+    "typical_p": (None, 1, 1.0),
+    "tfs_z": (None, 1, 1.0),
+    "top_n_sigma": (None, -1, -1.0, 0, 0.0),
+    "adaptive_target": (None, -1, -1.0),
+    "id_slot": (None, -1),
+    "reasoning_format": (None, "none"),
+    "reasoning_budget_tokens": (None, -1),
+}
+"""Unsupported fields of llama.cpp's request -> the values that are accepted because they have no effect."""
+
+Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=_MAX_PIECES, fail_fast=True)]
+"""A prompt made of token ids and texts."""
+
+
+class LlamaFields(Body):
+    """The fields of all requests for text, with llama.cpp's defaults."""
+
+    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    n_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None
+    """Negative: up to the end of the context. 0: prefill only."""
+    max_tokens: Annotated[int, Field(ge=-2, le=INT32)] | None = None
+    """OpenAI's name of `n_predict`, which has precedence."""
+    n_cmpl: Samples | None = 1
+    temperature: Temperature | None = 0.8
+    top_k: CountOrOff | None = 40
+    top_p: PositiveShare | None = 0.95
+    min_p: Share | None = 0.05
+    repeat_penalty: Factor | None = 1.0
+    repeat_last_n: CountOrOff | None = None
+    """-1: all tokens; 0: no penalty. Other windows are not supported."""
+    presence_penalty: Penalty | None = 0.0
+    frequency_penalty: Penalty | None = 0.0
+    seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = -1
+    stop: Stops | None = None
+    ignore_eos: bool | None = None
+    logit_bias: (
+        Literal[False]
+        | Annotated[list[list[int | float | str | bool]], Field(max_length=MAX_BIAS)]
+        | Annotated[dict[str, float | bool], Field(max_length=MAX_BIAS)]
+        | None
+    ) = None
+    """[[id or text, bias], …] or {id or text: bias}; the bias false forbids the token."""
+    n_probs: Alternatives | None = 0
+    grammar: str | None = None
+    """GBNF."""
+    json_schema: dict[str, Any] | None = None
+    cache_prompt: bool | None = True
+    stream: bool | None = None
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    post_sampling_probs: bool | None = None
+    """Return the probabilities of tokens as they were sampled, after truncation and temperature."""
+    response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None
+    """Paths of the reply's fields to send, such as `generation_settings/n_predict`; empty: all fields."""
+
+
+class LlamaBody(LlamaFields):
+    """POST /completion."""
+
+    prompt: str | TokenIds | Pieces | Annotated[list[str | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
+    """A text, a list of ids or a list of both; or a list of such prompts. A list of texts is several prompts."""
+
+
+class ExtraFile(Body):
+    """A file that the model reads before the prefix of POST /infill."""
+
+    filename: Annotated[str, Field(max_length=1024)]
+    text: str
+
+
+class InfillBody(LlamaFields):
+    """POST /infill."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[ExtraFile], Field(max_length=256, fail_fast=True)] | None = None
+    prompt: str | None = None
+    """Appended to the prefix."""

@@ -1,0 +1,252 @@
+"""Ollama's API: /api/generate, /api/chat, /api/embed, and what its clients ask about the model.
+
+A prompt of /api/generate is a user's message, after `system` as the system's, unless `raw` is true or the model has no
+chat template. Sampling options that a request lacks are those of the model's files, or else Ollama's, except
+`repeat_penalty` (1, not 1.1). A name without a tag means the tag `latest`. The bodies are in `ollama_body.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from nano_inference.server.call import JSON, Call
+from nano_inference.server.calls import chat_call
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.dialect import Converting, Describing, Dialect, Generating
+from nano_inference.server.dialects.ollama_body import (
+    UNSUPPORTED,
+    UNSUPPORTED_IN_MESSAGES,
+    UNSUPPORTED_OPTIONS,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaMessage,
+    OllamaOptions,
+    OllamaShowBody,
+    OllamaTextBody,
+)
+from nano_inference.server.dialects.ollama_embed import embed_call, embeddings_call
+from nano_inference.server.dialects.ollama_models import ps, show, tags, version
+from nano_inference.server.dialects.ollama_reply import OllamaReply, error_body
+from nano_inference.server.errors import ApiError
+from nano_inference.server.events import JSON_LINES
+from nano_inference.server.model import ServedModel
+from nano_inference.server.schema import ChatBody
+from nano_inference.server.shape import ReplyShape
+from nano_inference.server.translating import (
+    as_body,
+    refuse,
+    refuse_foreign,
+    rename_structures,
+    renamed_errors,
+    translated_completion,
+    unsupported_field,
+)
+
+_DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""Ollama's own, for what neither a request nor the model's files name."""
+_SAME_NAME = ("temperature", "min_p", "presence_penalty", "frequency_penalty", "stop")
+_NAMES: Mapping[str, str] = {
+    **{name: f"options.{name}" for name in (*_SAME_NAME, "top_k", "top_p", "seed")},
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "response_format": "format",
+    "json_schema": "format",
+}
+"""Field of OpenAI's bodies -> Ollama's."""
+_SMALLEST_SHARE = 1e-6
+"""The `top_p` that keeps only the most likely token, for Ollama's 0."""
+
+
+def generate_call(body: OllamaGenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    """Return the call of POST /api/generate. Raises `ApiError` naming the invalid field."""
+    fields = _common_fields(body, model)
+    if not body.prompt:
+        return _empty_call(body, model, "completion")
+    if not body.raw and model.dialogue is not None:
+        messages = [{"role": "system", "content": body.system}] if body.system else []
+        messages.append({"role": "user", "content": body.prompt})
+        fields |= {"messages": messages, "chat_template_kwargs": _template_variables(body, model)}
+        return _chat(body, fields, {**_NAMES, "messages": "prompt"}, model, config, salt, is_chat=False)
+    for name in ("system", "think"):
+        if getattr(body, name):
+            reason = "raw is true" if body.raw else "the model has no chat template"
+            raise unsupported_field(name, f"{name} is not supported here: {reason}")
+    if body.logprobs:
+        fields |= {"logprobs": body.top_logprobs or 0}
+    call = translated_completion({**fields, "prompt": body.prompt}, _NAMES, model, config, salt)
+    return _answered(body, call, is_chat=False)
+
+
+def ollama_chat_call(body: OllamaChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    """Return the call of POST /api/chat. Raises `ApiError` naming the invalid field."""
+    fields = _common_fields(body, model)
+    if not body.messages:
+        return _empty_call(body, model, "chat")
+    messages = [_message(f"messages.{index}", message) for index, message in enumerate(body.messages)]
+    fields |= {"messages": messages, "chat_template_kwargs": _template_variables(body, model)}
+    if body.tools:
+        fields |= {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools]}
+    return _chat(body, fields, _NAMES, model, config, salt, is_chat=True)
+
+
+def _chat(
+    body: OllamaTextBody,
+    fields: JSON,
+    names: Mapping[str, str],
+    model: ServedModel,
+    config: ServerConfig,
+    salt: str,
+    *,
+    is_chat: bool,
+) -> Call:
+    """Return the call of a chat completion with these fields."""
+    if body.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    with renamed_errors(names):
+        call = chat_call(as_body(fields, ChatBody), model, config, salt)
+    return _answered(body, rename_structures(call, names), is_chat=is_chat)
+
+
+def _answered(body: OllamaTextBody, call: Call, *, is_chat: bool) -> Call:
+    """Return a call whose reply is Ollama's."""
+    return replace(call, make_reply=partial(OllamaReply, is_chat=is_chat, splits_thinking=bool(body.think)))
+
+
+def _empty_call(body: OllamaTextBody, model: ServedModel, kind: Any) -> Call:
+    """Return a call without a request for the engine: its reply says that the model is loaded."""
+    is_unload = (body.model_extra or {}).get("keep_alive") in (0, "0", "0s")
+    return Call(
+        kind=kind,
+        id="load",
+        model=model.name_for(body.model),
+        requests=(),
+        num_samples=1,
+        num_tokens=0,
+        shape=ReplyShape(),
+        make_reply=partial(OllamaReply, is_chat=kind == "chat", end="unload" if is_unload else "load"),
+        stream=body.stream is not False,
+    )
+
+
+def _common_fields(body: OllamaTextBody, model: ServedModel) -> JSON:
+    """Return the fields of a `CompletionBody` or `ChatBody`. Raises `ApiError` for a field without support."""
+    refuse_foreign(body, UNSUPPORTED)
+    options = body.options or OllamaOptions()
+    refuse(options.model_extra or {}, UNSUPPORTED_OPTIONS, "options.")
+    _check_window(options)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    sampling = {**_DEFAULTS, **model.generation}
+    fields: JSON = {name: sampling[name] for name in _DEFAULTS}
+    fields |= {name: getattr(options, name) for name in _SAME_NAME if getattr(options, name) is not None}
+    if options.top_k is not None:
+        fields["top_k"] = max(0, options.top_k)
+    if options.top_p is not None:
+        fields["top_p"] = max(options.top_p, _SMALLEST_SHARE)
+    if options.repeat_penalty is not None:
+        fields["repetition_penalty"] = options.repeat_penalty
+    if options.repeat_last_n == 0:
+        fields |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    return fields | {
+        "model": body.model,
+        "stream": body.stream is not False,
+        "max_tokens": options.num_predict if options.num_predict is not None and options.num_predict > 0 else None,
+        "seed": None if options.seed == -1 else options.seed,
+        **_format(body),
+    }
+
+
+def _format(body: OllamaTextBody) -> JSON:
+    if body.format == "json":
+        return {"response_format": {"type": "json_object"}}
+    return {"json_schema": body.format} if body.format else {}
+
+
+def _check_window(options: OllamaOptions) -> None:
+    """Raise `ApiError` for penalties of the last N tokens: here they cover all."""
+    has_penalty = options.repeat_penalty not in (None, 1.0) or options.presence_penalty or options.frequency_penalty
+    if has_penalty and (options.repeat_last_n or 0) > 0:
+        message = (
+            "options.repeat_last_n: with a penalty it must be -1 (all tokens) or 0 (no penalty), "
+            f"got {options.repeat_last_n}"
+        )
+        raise unsupported_field("options.repeat_last_n", message)
+
+
+def _template_variables(body: OllamaTextBody, model: ServedModel) -> JSON:
+    """Return the variables of the chat template for `think`. Raises `ApiError` if the template has none for it."""
+    think, dialogue = body.think, model.dialogue
+    if think is None or dialogue is None:
+        return {}
+    name = "reasoning_effort" if isinstance(think, str) else "enable_thinking"
+    if dialogue.knows(name):
+        return {name: think}
+    if think is False:  # such a model does not think
+        return {}
+    raise unsupported_field("think", f"think: {think!r} is not supported by this model: its template has no {name}")
+
+
+def _message(place: str, message: OllamaMessage) -> JSON:
+    """Return a message of a chat completion."""
+    refuse(message.model_extra or {}, UNSUPPORTED_IN_MESSAGES, f"{place}.")
+    plain: JSON = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        plain["reasoning_content"] = message.thinking
+    if message.tool_name:
+        plain["name"] = message.tool_name
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"type": "function", "function": {"name": one.function.name, "arguments": one.function.arguments or {}}}
+            for one in message.tool_calls
+        ]
+    return plain
+
+
+DIALECT = Dialect(
+    generating=(
+        Generating(
+            path="/api/generate",
+            body=OllamaGenerateBody,
+            to_call=generate_call,
+            summary="Answer a prompt; the interface of Ollama.",
+            form=JSON_LINES,
+            renders=True,
+        ),
+        Generating(
+            path="/api/chat",
+            body=OllamaChatBody,
+            to_call=ollama_chat_call,
+            summary="Answer messages; the interface of Ollama.",
+            form=JSON_LINES,
+            renders=True,
+        ),
+        Generating(
+            path="/api/embed",
+            body=OllamaEmbedBody,
+            to_call=embed_call,
+            summary="Return embedding vectors of texts; the interface of Ollama.",
+            streams=False,
+        ),
+        Generating(
+            path="/api/embeddings",
+            body=OllamaEmbeddingsBody,
+            to_call=embeddings_call,
+            summary="Return the embedding vector of a text; an older interface of Ollama.",
+            streams=False,
+        ),
+    ),
+    converting=(
+        Converting(path="/api/show", body=OllamaShowBody, work=show, summary="Describe a model; Ollama's form."),
+    ),
+    describing=(
+        Describing(path="/api/tags", describe=tags, summary="List the model's names; Ollama's form."),
+        Describing(path="/api/ps", describe=ps, summary="List the loaded models; Ollama's form."),
+        Describing(path="/api/version", describe=version, summary="Return the version of Ollama's API."),
+    ),
+    error_body=error_body,
+)

@@ -1,0 +1,104 @@
+"""What an operator sets for all requests: the chat template, the default temperature, the longest answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.server.config import ServerConfig
+from nano_inference.types import ModelError
+from tests.server.mounted import ids
+from tests.server.tiny import Running, make_tiny, opened, running
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT, COMPLETE, LLAMA, OLLAMA = "/v1/chat/completions", "/v1/completions", "/completion", "/api/generate"
+
+
+def config(**fields: Any) -> ServerConfig:
+    return ServerConfig(port=0, log_requests=False, **fields)
+
+
+def prompt_of(server: Running) -> str:
+    reply = server.post("/apply-template", {"messages": HELLO})
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["prompt"])
+
+
+def test_chat_template_replaces_the_models(tiny_directory: Path, tmp_path: Path) -> None:
+    text = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{{ eos_token }}{% endfor %}"
+    file = tmp_path / "other.jinja"
+    file.write_text(text)
+    for fields in ({"chat_template": text}, {"chat_template_file": str(file)}):
+        with running(tiny_directory, config(**fields)) as server:
+            assert prompt_of(server) == "<user>hello<|im_end|>"
+            assert server.client.get("/props").json()["chat_template"] == text
+            reply = server.post(CHAT, {"messages": HELLO, "max_tokens": 1, "return_token_ids": True})
+            assert reply.json()["prompt_token_ids"] == [*ids("<user>hello"), 257]
+    with running(tiny_directory, config(chat_template="chatml")) as server:
+        assert prompt_of(server) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_chat_template_gives_a_base_model_a_chat(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (directory / name).unlink(missing_ok=True)
+    with running(directory, config(chat_template="chatml")) as server:
+        assert server.post(CHAT, {"messages": HELLO, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chat_template": "llama3"}, "chat_template must be the text of a template, or chatml; 'llama3' is neither"),
+        ({"chat_template": "{% for %}"}, "chat_template: the chat template does not compile"),
+        ({"chat_template_file": "/nowhere/at.all"}, "/nowhere/at.all"),
+    ],
+)
+def test_an_unusable_chat_template_ends_the_start(tiny_directory: Path, fields: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        opened(tiny_directory, config(**fields))
+
+
+def test_chat_template_is_bounded_as_a_models_is(tiny_directory: Path) -> None:
+    endless = "{% for a in range(9999) %}{% for b in range(9999) %}{{ b }}{% endfor %}{% endfor %}"
+    with running(tiny_directory, config(chat_template=endless)) as server:
+        reply = server.post(CHAT, {"messages": HELLO})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+
+
+def test_only_one_chat_template_can_be_set() -> None:
+    with pytest.raises(ValueError, match="chat_template and chat_template_file exclude each other"):
+        ServerConfig(chat_template="chatml", chat_template_file="a")
+
+
+def test_default_temperature_is_used_unless_a_request_names_one(tiny_directory: Path) -> None:
+    with running(tiny_directory, config(temp=0.0)) as server:
+
+        def texts(path: str, key: str, **fields: Any) -> set[str]:
+            asked = {"prompt": "hello", "stream": False, key: 12, **fields}
+            replies = [server.post(path, asked).json() for _ in range(4)]
+            return {str(one.get("content") or one.get("response") or one["choices"][0]["text"]) for one in replies}
+
+        greedy = texts(COMPLETE, "max_tokens", temperature=0)
+        assert texts(COMPLETE, "max_tokens") == greedy == texts(LLAMA, "n_predict")
+        assert len(texts(COMPLETE, "max_tokens", temperature=2)) > 1
+        assert len(texts(LLAMA, "n_predict", temperature=2.0, top_k=0, top_p=1.0, min_p=0.0)) > 1
+        whole = texts(OLLAMA, "raw", raw=True, options={"num_predict": 12})
+        assert whole == greedy
+
+
+def test_longest_answer_limits_every_request(tiny_directory: Path) -> None:
+    with running(tiny_directory, config(n_predict=5)) as server:
+        for path, fields in ((COMPLETE, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
+            for asked, count in ((3, 3), (5, 5), (9, 5)):
+                reply = server.post(path, {**fields, "max_tokens": asked, "ignore_eos": True})
+                assert reply.json()["usage"]["completion_tokens"] == count
+                assert reply.headers.get("x-max-tokens") == ("5" if asked == 9 else None)
+        for fields in ({}, {"n_predict": 9}, {"n_predict": -1}):
+            answer = server.post(LLAMA, {"prompt": "a", "ignore_eos": True, **fields}).json()
+            assert answer["tokens_predicted"] == answer["generation_settings"]["n_predict"] == 5
+        refused = server.post(COMPLETE, {"prompt": "a", "max_tokens": 9, "min_tokens": 6})
+        assert refused.status_code == 400 and "--n-predict" in refused.json()["error"]["message"]
+        assert server.post("/v1/embeddings", {"input": "a"}).status_code == 200
