@@ -52,9 +52,9 @@ class ReplyStore:
         self._num = 0
         self._num_bytes = 0
 
-    def part_of(self, owner: Owner) -> ClientReplies:
-        """Return the replies of one owner."""
-        return ClientReplies(self, owner)
+    def part_of(self, owner: Owner, session: ReplyStore | None = None) -> ClientReplies:
+        """Return the replies of one owner, with those of its connection."""
+        return ClientReplies(self, owner, session)
 
     def find(self, owner: Owner, name: str) -> StoredReply | None:
         """Return an owner's reply, or None."""
@@ -81,6 +81,12 @@ class ReplyStore:
         with self._lock:
             return self._remove(owner, name)
 
+    def forget(self, name: str) -> None:
+        """Remove a reply of every owner."""
+        with self._lock:
+            for owner in list(self._shelves):
+                self._remove(owner, name)
+
     def _remove(self, owner: Owner, name: str) -> bool:
         shelf = self._shelves.get(owner)
         stored = None if shelf is None else shelf.replies.pop(name, None)
@@ -103,17 +109,22 @@ class ClientReplies:
 
     store: ReplyStore
     owner: Owner
+    session: ReplyStore | None = None
+    """The replies of the client's connection, also those that are not to be stored; None without such a connection."""
 
     def get(self, name: str, param: str, code: str) -> StoredReply:
         """Return a reply. Raises `ApiError` 404 naming `param` if there is none."""
-        stored = self.store.find(self.owner, name)
+        stored = None if self.session is None else self.session.find(self.owner, name)
+        stored = stored or self.store.find(self.owner, name)
         if stored is None:
             raise _missing(name, param, code)
         return stored
 
-    def put(self, stored: StoredReply) -> bool:
-        """Store a reply; return False if it does not fit."""
-        return self.store.put(self.owner, stored)
+    def put(self, stored: StoredReply, *, lasts: bool) -> bool:
+        """Keep a reply for the connection, and if it `lasts` in the store; return True if it is in the store."""
+        if self.session is not None:
+            self.session.put(self.owner, stored)
+        return lasts and self.store.put(self.owner, stored)
 
     def remove(self, name: str, param: str, code: str) -> None:
         """Remove a reply. Raises `ApiError` 404 naming `param` if there is none."""
