@@ -87,7 +87,7 @@ def test_failed_continuation_forgets_the_response(server: Running) -> None:
         (b"{}", "invalid_json", None),
         ({"input": "x"}, INVALID, "type"),
         ({"type": "response.cancel"}, INVALID, "type"),
-        ({"type": "response.create", "input": "x", "stream": True}, "unsupported_field", "stream"),
+        ({"type": "response.create", "input": "x", "stream": False}, "unsupported_field", "stream"),
         ({"type": "response.create", "input": "x", "background": True}, "unsupported_field", "background"),
         ({"type": "response.create", "input": "x", "generate": False}, "unsupported_field", "generate"),
         ({"type": "response.create", "input": "x", "n": 2}, "unsupported_field", "n"),

@@ -163,9 +163,9 @@ def _body_of(message: Message) -> dict[str, Any]:
     body = read_json(text.encode("utf-8", "surrogatepass"))
     if body.get("type") != _TYPE:
         raise ApiError(400, f"type: must be {_TYPE}", param="type")
-    for name in ("stream", "background", "generate"):
-        if body.get(name) is not None:
-            raise unsupported_field(name, f"{name} is not a field of a message over WebSocket")
+    for name, neutral in (("stream", True), ("generate", True)):
+        if body.pop(name, neutral) not in (None, neutral):
+            raise unsupported_field(name, f"{name} must be true over WebSocket")
     return {name: value for name, value in body.items() if name != "type"} | {"stream": True}
 
 
