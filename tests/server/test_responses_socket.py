@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from nano_inference.server.config import ServerConfig
-from tests.server.test_openai_client import ENDLESS, LETTERS
+from tests.server.test_openai_client import ENDLESS, LETTERS, wait_until
 from tests.server.tiny import Running, running
 
 pytest.importorskip("wsproto", reason="the extra `websocket`")
@@ -106,10 +105,7 @@ def test_disconnected_client_ends_its_turn(server: Running) -> None:
         body = {**ENDLESS, "max_output_tokens": 400, "allowed_token_ids": LETTERS, "input": "x"}
         client.send({"type": "response.create", **body})
         assert client.receive()["type"] == "response.created"
-    deadline = time.monotonic() + 60
-    while server.client.get("/load").json()["server_load"] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert server.client.get("/load").json()["server_load"] == 0
+    wait_until(lambda: server.client.get("/load").json()["server_load"] == 0)
 
 
 def test_handshake_is_admitted_as_a_request(keyed: Running) -> None:
