@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +22,12 @@ from nano_inference.server.cors import granted_origin
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy, check_admission, json_headers
 from nano_inference.server.headers import single
-from nano_inference.server.reply_store import ReplyStore
+from nano_inference.server.reply_store import ClientReplies, ReplyStore
 from nano_inference.server.translating import unsupported_field
 
 PATH = "/v1/responses"
-_MAX_REPLIES, _MAX_BYTES = 16, 16 << 20
-"""Limits of the responses that one connection keeps."""
+_MAX_REPLIES, _MAX_BYTES = 1024, 64 << 20
+"""Limits of the responses that all connections together keep."""
 _TYPE = "response.create"
 _FORWARDED = frozenset({b"host", b"authorization", b"x-api-key", b"x-forwarded-for", b"user-agent"})
 """Headers of the handshake that each turn has too."""
@@ -38,6 +39,8 @@ def with_sockets(app: ASGIApp, policy: GuardPolicy, idle_timeout: float) -> ASGI
 
     A connection without a message for `idle_timeout` seconds is closed.
     """
+    replies = ReplyStore(_MAX_REPLIES, _MAX_BYTES)
+    numbers = itertools.count()
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "websocket":
@@ -47,7 +50,11 @@ def with_sockets(app: ASGIApp, policy: GuardPolicy, idle_timeout: float) -> ASGI
         error = _refusal(scope, policy)
         if error is None:
             await send({"type": "websocket.accept"})
-            await _Connection(app, scope, receive, send, idle_timeout).run()
+            number = next(numbers)
+            try:
+                await _Connection(app, scope, receive, send, idle_timeout, replies.part_of(number)).run()
+            finally:
+                replies.remove_all(number)
         else:
             await _refuse(error, send)
 
@@ -96,7 +103,7 @@ class _Connection:
     receive: Receive
     send: Send
     idle_timeout: float
-    replies: ReplyStore = field(default_factory=lambda: ReplyStore(_MAX_REPLIES, _MAX_BYTES))
+    replies: ClientReplies
     inbox: asyncio.Queue[Message] = field(default_factory=lambda: asyncio.Queue(1))
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -140,7 +147,7 @@ class _Connection:
             await self.send_event(_error_event(error.status, error.to_dict()["error"]))
             has_failed = True
         if has_failed and isinstance(previous, str):
-            self.replies.forget(previous)
+            self.replies.store.remove(self.replies.owner, previous)
 
     def _turn_scope(self, body: bytes) -> Scope:
         headers = [(name, value) for name, value in self.scope["headers"] if name in _FORWARDED]
