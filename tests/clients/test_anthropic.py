@@ -65,7 +65,7 @@ def shown(message: Any) -> dict[str, Any]:
 
 
 def num_prompt_tokens(usage: Any) -> int:
-    return int(usage.input_tokens + usage.cache_read_input_tokens)
+    return int(usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens)
 
 
 def test_whole_and_streamed_messages_equal_the_servers_reply(tiny_server: Served) -> None:

@@ -143,18 +143,18 @@ def test_each_sglang_bucket_is_an_update(
     refused(server.post("/destroy_weights_update_group", {"group_name": "slime-pp_0"}), 400, "no group")
 
 
-@pytest.mark.parametrize("told", ["init", "update"])
+@pytest.mark.parametrize("where", ["init", "update"])
 @pytest.mark.parametrize("limit", [None, 1, 5000, 40_000])
 def test_packed_broadcasts(
-    told: str, limit: int | None, server: Running, trainer: Trainer, named: Named, target: Path, tiny_directory: Path
+    where: str, limit: int | None, server: Running, trainer: Trainer, named: Named, target: Path, tiny_directory: Path
 ) -> None:
     """TRL 1.16 packs its tensors, by its version of vLLM as said at the start or with each update."""
     fields = {"packed": True} if limit is None else {"packed": True, "packed_buffer_size_bytes": limit}
-    join_group(server, trainer, **(fields if told == "init" else {}))
+    join_group(server, trainer, **(fields if where == "init" else {}))
     names = good_names(named)
     ok(server.post("/start_weight_update", {}))
     for part in (names[:5], names[5:]):
-        reply = send_packed(server, trainer, named, part, limit or 1 << 30, fields if told == "update" else {})
+        reply = send_packed(server, trainer, named, part, limit or 1 << 30, fields if where == "update" else {})
         ok(reply)
     assert ok(server.post("/finish_weight_update", {}))["version"] == 1
     sample = Stream(server, params=SHORT).result()

@@ -185,6 +185,15 @@ def test_busy_key_does_not_remove_the_replies_of_others() -> None:
     assert store.find(0, "mine") is not None and store.find(1, "r19") is not None and store.find(1, "r16") is None
 
 
+def test_removed_owner_makes_room() -> None:
+    unit = stored("a", 1000).size
+    store = ReplyStore(3, 3 * unit)
+    assert store.put(0, stored("a", 1000)) and store.put(0, stored("b", 1000)) and store.put(1, stored("c", 1000))
+    store.remove_all(0)
+    assert store.find(0, "a") is None and store.put(1, stored("d", 1000)) and store.put(1, stored("e", 1000))
+    assert all(store.find(1, name) is not None for name in "cde")
+
+
 def test_store_without_room_says_so(tiny_directory: Path) -> None:
     with running(tiny_directory, ServerConfig(port=0, log_requests=False, max_stored_replies=0)) as server:
         reply = asked(server, input="once")

@@ -71,8 +71,8 @@ FurtherRoutes = Callable[[Callable[[], LoadedModel]], Sequence[Route]]
 class App:
     """Owns the routes and their shared state: engine link, admission limits, dispatcher, worker threads.
 
-    `further` returns routes that belong to no dialect; `replies` stores replies that clients refer to later. Raises
-    `PluginError` for a route that is defined twice.
+    `further` returns routes that belong to no dialect; `replies` stores replies that clients refer to later;
+    `upgrade` adds other protocols than HTTP. Raises `PluginError` for a route that is defined twice.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class App:
         dialects: Mapping[str, Dialect],
         further: FurtherRoutes,
         replies: ReplyStore,
+        upgrade: Callable[[ASGIApp], ASGIApp],
     ) -> None:
         self.config = config
         self.link = link
@@ -103,7 +104,7 @@ class App:
         self.routes = self._make_routes()
         self._router = Router(self.routes, redirect_slashes=False)
         guard = Guard(self._route, policy, self._on_response, error_bodies(dialects))
-        self.asgi: ASGIApp = strip_root_path(config.root_path, guard)
+        self.asgi: ASGIApp = strip_root_path(config.root_path, upgrade(guard))
         """The ASGI application."""
 
     def serve(self, loaded: LoadedModel, max_running: int) -> None:
@@ -260,8 +261,9 @@ class App:
         return _json(reply if isinstance(reply, bytes) else to_json(reply))
 
     def _replies_of(self, request: Request) -> ClientReplies:
-        """Return the stored replies of the request's API key."""
-        return self._replies.part_of(request.scope["state"].get("key_index"))
+        """Return the stored replies of the request's API key, and those of its connection."""
+        state = request.scope["state"]
+        return self._replies.part_of(state.get("key_index"), state.get("session"))
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from importlib.util import find_spec
 from typing import Any, cast
 
 import h11
@@ -115,6 +116,8 @@ class LimitedProtocol(H11Protocol):
         self.conn = self.parser = StrictConnection(h11.SERVER, MAX_HEAD_BYTES)
         self.limits = limits
         self.is_refused = False
+        self.is_upgraded = False
+        """True if another protocol has the connection."""
         self.read_timer: asyncio.TimerHandle | None = None
         self.write_timer: asyncio.TimerHandle | None = None
 
@@ -141,7 +144,7 @@ class LimitedProtocol(H11Protocol):
         address = client_address(self.client, limits.trusted_proxies)
         if address is None:
             return ""
-        peers = [one.client for one in self.connections if isinstance(one, LimitedProtocol)]
+        peers = [getattr(one, "client", None) for one in self.connections]
         same = sum(client_address(peer, limits.trusted_proxies) == address for peer in peers)
         if same <= limits.max_per_address:
             return ""
@@ -163,7 +166,14 @@ class LimitedProtocol(H11Protocol):
         if self.is_refused or self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED):
             return
         super().data_received(data)
-        self._watch_reading()
+        if not self.is_upgraded:
+            self._watch_reading()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Give the connection to the WebSocket protocol."""
+        self.is_upgraded = True
+        self._stop_reading_timer()
+        super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
         """Continue with the next request."""
@@ -266,8 +276,13 @@ def connection_limit(config: ServerConfig) -> int:
     return min(config.max_connections, max(soft - SPARE_FILES, MIN_CONNECTIONS))
 
 
-def uvicorn_config(app: ASGIApp, config: ServerConfig, policy: GuardPolicy | None = None) -> uvicorn.Config:
-    """Return the uvicorn configuration of this application; without a policy, no per-client limits apply."""
+def uvicorn_config(
+    app: ASGIApp, config: ServerConfig, policy: GuardPolicy | None = None, *, takes_sockets: bool = False
+) -> uvicorn.Config:
+    """Return the uvicorn configuration of this application; without a policy, no per-client limits apply.
+
+    `takes_sockets`: the application answers WebSockets; without the package wsproto, handshakes are plain GET requests.
+    """
     max_connections = connection_limit(config)
     limits = ConnectionLimits(
         max_connections=max_connections,
@@ -282,7 +297,9 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig, policy: GuardPolicy | Non
         port=config.port,
         # uvicorn only calls it.
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, limits)),
-        ws="none",
+        ws="wsproto" if takes_sockets and find_spec("wsproto") is not None else "none",
+        ws_max_size=config.max_body_bytes,
+        ws_per_message_deflate=False,  # a small message could become a large one
         lifespan="off",
         access_log=False,
         log_config=None,

@@ -21,6 +21,7 @@ from nano_inference.server.dialects import (
     sglang,
     tokens,
 )
+from nano_inference.server.dialects.responses_socket import with_sockets
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.keys import KeyRing
@@ -57,4 +58,6 @@ def make_app(config: ServerConfig, policy: GuardPolicy, link: EngineLink, dialec
     Raises `PluginError` for a route that is defined twice.
     """
     replies = ReplyStore(config.max_stored_replies, config.max_stored_bytes)
-    return App(config, policy, link, dialects, partial(rl_routes, link, config, policy), replies)
+    further = partial(rl_routes, link, config, policy)
+    upgrade = partial(with_sockets, policy=policy, idle_timeout=config.request_timeout)
+    return App(config, policy, link, dialects, further, replies, upgrade)

@@ -114,11 +114,14 @@ def responses_call(
     stem = uuid.uuid4().hex
     call = replace(call, id=f"resp_{body.request_id or stem}")
     keep = None
-    if replies is not None and body.store is not False:
+    lasts = replies is not None and body.store is not False
+    if replies is not None and (lasts or replies.session is not None):
         items = [*conversation.earlier, *stored_replies.listed_items(conversation.new, stem)]
-        keep = partial(stored_replies.keep, replies, call.id, to_json(items))
+        keep = partial(stored_replies.keep, replies, call.id, to_json(items), lasts)
     namespaces = {one.name: (one.namespace, one.tool.name or "") for one in functions if one.namespace is not None}
-    reply = partial(ResponsesReply, echo=_echo(body, call), id_stem=stem, namespaces=namespaces, keep=keep)
+    reply = partial(
+        ResponsesReply, echo=_echo(body, call) | {"store": lasts}, id_stem=stem, namespaces=namespaces, keep=keep
+    )
     return replace(call, make_reply=reply)
 
 
@@ -267,7 +270,6 @@ def _echo(body: ResponsesBody, call: Call) -> JSON:
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": False,
         "temperature": params.temperature,
         "text": {"format": form, "verbosity": text.verbosity or "medium"},
         "tool_choice": body.tool_choice or "auto",

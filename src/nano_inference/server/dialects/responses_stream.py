@@ -79,7 +79,7 @@ class ResponsesReply(Reply):
         """`echo`: fields repeated from the request; `id_stem`: common part of the items' ids.
 
         `namespaces`: name of a function in the prompt -> its namespace and name. `keep` stores the final response, and
-        returns False if it is not stored.
+        returns False if it cannot be retrieved later.
         """
         self._echo = echo
         self._id_stem = id_stem
@@ -229,8 +229,7 @@ class ResponsesReply(Reply):
     def _response(self, status: str, **fields: Any) -> JSON:
         head: JSON = {"id": self._call.id, "object": "response", "created_at": self._created, "status": status}
         unset: JSON = {"completed_at": None, "error": None, "incomplete_details": None, "output": [], "usage": None}
-        store = {} if self._keep is None else {"store": True}
-        return head | {"model": self._call.model} | unset | self._echo | store | fields
+        return head | {"model": self._call.model} | unset | self._echo | fields
 
     def _id(self, kind: str) -> str:
         return f"{kind}_{self._id_stem}{len(self._items):02x}"
