@@ -375,6 +375,12 @@ def test_unsupported_or_invalid_field_is_named(server: Running, path: str, field
     assert name in re.split(r"[ :,]", reply.json()["error"]), reply.text
 
 
+def test_an_answer_larger_than_the_cache_names_its_option(tiny_directory: Path) -> None:
+    with running(tiny_directory, kv_cache_bytes=48 << 10) as server:
+        reply = server.post(CHAT, body(CHAT, options={"num_predict": 480}))
+        assert reply.status_code == 400 and "options.num_predict" in reply.json()["error"], reply.text
+
+
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
 def test_prompt_longer_than_the_context_is_refused(server: Running, path: str) -> None:
     long = {"prompt": "a" * 600} if path == GENERATE else {"messages": [{"role": "user", "content": "a" * 600}]}
@@ -400,7 +406,7 @@ def test_embeddings_are_openais(server: Running) -> None:
 
 
 def test_long_text_is_cut_at_its_end_unless_truncate_is_false(server: Running) -> None:
-    long = "ab" * 400
+    long = "abcdefg" * 120
     cut = server.post(EMBED, {"input": long}).json()
     assert cut["prompt_eval_count"] == 512
     kept = server.post("/v1/embeddings", {"input": ids(long)[:512]}).json()["data"][0]["embedding"]

@@ -51,13 +51,11 @@ _DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """Ollama's own, for what neither a request nor the model's files name."""
 _SAME_NAME = ("temperature", "min_p", "presence_penalty", "frequency_penalty", "stop")
 _NAMES: Mapping[str, str] = {
-    **{name: f"options.{name}" for name in (*_SAME_NAME, "top_k", "top_p", "seed")},
     "max_tokens": "options.num_predict",
-    "repetition_penalty": "options.repeat_penalty",
     "response_format": "format",
     "json_schema": "format",
 }
-"""Field of OpenAI's bodies -> Ollama's."""
+"""Field of OpenAI's bodies -> Ollama's, where an error can name it: `options` are checked before."""
 _SMALLEST_SHARE = 1e-6
 """The `top_p` that keeps only the most likely token, for Ollama's 0."""
 
