@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nano_inference.cli import main
 from nano_inference.server.config import ServerConfig
 from nano_inference.types import ModelError
 from tests.server.mounted import ids
@@ -51,8 +52,7 @@ def test_chat_template_gives_a_base_model_a_chat(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"chat_template": "llama3"}, "chat_template must be the text of a template, or chatml; 'llama3' is neither"),
-        ({"chat_template": "{% for %}"}, "chat_template: the chat template does not compile"),
+        ({"chat_template": "{% for %}"}, "--chat-template: the chat template does not compile"),
         ({"chat_template_file": "/nowhere/at.all"}, "/nowhere/at.all"),
     ],
 )
@@ -71,6 +71,13 @@ def test_chat_template_is_bounded_as_a_models_is(tiny_directory: Path) -> None:
 def test_only_one_chat_template_can_be_set() -> None:
     with pytest.raises(ValueError, match="chat_template and chat_template_file exclude each other"):
         ServerConfig(chat_template="chatml", chat_template_file="a")
+
+
+def test_a_name_is_no_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="chat_template must be the text of a template, or chatml; 'llama3' is"):
+        ServerConfig(chat_template="llama3")
+    assert main(["serve", "--chat-template", "llama3"]) == 2
+    assert "--chat-template must be the text" in capsys.readouterr().err
 
 
 def test_default_temperature_is_used_unless_a_request_names_one(tiny_directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -38,6 +39,7 @@ DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
 """Fields of `ServerConfig` with two defaults: without and with `enable_rl`. A trainer sends large batches."""
 
 
+_NAME = re.compile(r"[\w.-]*")
 DEFAULT_SHARE = 0.75
 """Default `client_share` with several clients: one client leaves a quarter of the capacity to others."""
 
@@ -175,12 +177,18 @@ class ServerConfig:
         for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin", "trusted_proxy"):
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
         object.__setattr__(self, "workers", worker_urls(checked_texts("workers", self.workers)))
-        if self.chat_template is not None and self.chat_template_file is not None:
-            raise ValueError("chat_template and chat_template_file exclude each other: set one of them")
+        self._check_template()
         self._check_rl()
         self._check_fleet()
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
+
+    def _check_template(self) -> None:
+        given = self.chat_template
+        if given is not None and self.chat_template_file is not None:
+            raise ValueError("chat_template and chat_template_file exclude each other: set one of them")
+        if given is not None and given != "chatml" and _NAME.fullmatch(given):  # llama.cpp knows more by name
+            raise ValueError(f"chat_template must be the text of a template, or chatml; {given!r} is neither")
 
     def _check_rl(self) -> None:
         if self.enable_rl and self.generation_config != "none":

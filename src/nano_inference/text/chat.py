@@ -36,7 +36,6 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 """Variable names that `extra` must not contain."""
 
 _NOTHING: Mapping[str, Any] = {}
-_NAME = re.compile(r"[\w.-]*")
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -91,9 +90,9 @@ def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTem
 def given_template(text: str | None, path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the compiled chat template of a text, or of the file at `path`; the text "chatml" is that format.
 
-    Raises `ModelError` as `load_chat_template` does, and for another single word, which names no template here.
+    Raises `ModelError` as `load_chat_template` does.
     """
-    where = "chat_template"
+    where = "--chat-template"
     if path is not None:
         where = path
         try:
@@ -103,8 +102,6 @@ def given_template(text: str | None, path: str | None, tokenizer: Tokenizer) -> 
     assert text is not None, "a text or a path is given"
     if text == "chatml":
         text = _CHATML
-    elif path is None and _NAME.fullmatch(text):
-        raise ModelError(f"chat_template must be the text of a template, or chatml; {text!r} is neither")
     _special_pattern(tokenizer)  # cached; thousands of tokens take a second
     return chat_template(text, where=where, named=tokenizer.named)
 
