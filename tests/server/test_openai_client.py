@@ -53,7 +53,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def spy_on_answers(server: Running) -> list[tuple[int | None, Any]]:
     """Return a list to which the status and error of every later POST are appended."""
-    guard: Any = server.app.asgi
+    guard: Any = server.app.guard
     before, seen = guard.on_response, []
 
     def note(scope: Any, status: int | None, seconds: float, error: Exception | None) -> None:

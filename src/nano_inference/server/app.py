@@ -103,8 +103,9 @@ class App:
         self._pages: dict[str, Page] = {}
         self.routes = self._make_routes()
         self._router = Router(self.routes, redirect_slashes=False)
-        guard = Guard(self._route, policy, self._on_response, error_bodies(dialects))
-        self.asgi: ASGIApp = strip_root_path(config.root_path, upgrade(guard))
+        self.guard = Guard(self._route, policy, self._on_response, error_bodies(dialects))
+        """Admits requests, and reports each response."""
+        self.asgi: ASGIApp = strip_root_path(config.root_path, upgrade(self.guard))
         """The ASGI application."""
 
     def serve(self, loaded: LoadedModel, max_running: int) -> None:
