@@ -861,11 +861,19 @@ def test_wrong_paths_and_methods(server: Running) -> None:
     for path, meant in (("/messages", "/v1/messages"), ("/v1/v1/models", "/v1/models"), ("/v1/health", "/health")):
         message = server.client.get(path).json()["error"]["message"]
         assert message == f"no such path: {path}; did you mean {meant}? A client's base URL ends in /v1"
-    lost = server.post(
-        "/chat/completions", {"model": "tiny", "messages": HELLO}
-    )  # nanochat's path, an OpenAI client's body
-    assert lost.status_code == 404 and f"did you mean {CHAT}?" in lost.json()["error"]["message"]
     assert server.client.get("/" + "x" * 5000).json()["error"]["message"] == "no such path: /" + "x" * 199
+
+
+def test_chats_without_v1_are_openais_if_they_name_a_model(server: Running) -> None:
+    """The path is also that of nanochat's web chat, whose page names no model."""
+    body = {"model": "tiny", "messages": HELLO, "seed": 1, "max_tokens": 4}
+    short, long = (server.post(path, body).json() for path in ("/chat/completions", CHAT))
+    assert short["choices"] == long["choices"] and short["object"] == "chat.completion"
+    chunks = server.events("/chat/completions", {**body, "stream": True})
+    assert chunks[-1] == "[DONE]" and chunks[0]["object"] == "chat.completion.chunk"
+    refused = server.post("/chat/completions", {**body, "model": "absent"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert server.events("/chat/completions", {"messages": HELLO, "max_tokens": 4})[-1]["done"] is True
 
 
 def test_wrong_content_types(server: Running) -> None:

@@ -52,9 +52,6 @@ class WebBody(Body):
 
 def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a body. Raises `ApiError` naming the wrong field."""
-    if "model" in (body.model_extra or {}):  # sent by OpenAI's clients, not by nanochat's page
-        message = "this is nanochat's web chat; did you mean /v1/chat/completions? A client's base URL ends in /v1"
-        raise ApiError(404, message, param="model")
     refuse_unsupported(body.model_extra or {})
     num_chars = sum(len(message.content) for message in body.messages)
     if num_chars > MAX_TOTAL_CHARS:
@@ -130,6 +127,14 @@ def _health(occupancy: Occupancy) -> JSON:
     return health(occupancy.is_ready, occupancy.num_running, occupancy.max_running)
 
 
+_OPENAI = Generating(
+    path="/chat/completions",
+    body=ChatBody,
+    to_call=chat_call,
+    summary="Answer messages, as /v1/chat/completions does.",
+    renders=True,
+)
+"""Answers bodies that name a model: OpenAI's clients with a base URL without /v1 do, nanochat's page does not."""
 DIALECT = Dialect(
     generating=(
         Generating(
@@ -138,6 +143,7 @@ DIALECT = Dialect(
             to_call=web_call,
             summary="Answer messages with the events of nanochat's web chat.",
             renders=True,
+            by_field=("model", _OPENAI),
         ),
     ),
     describing=(

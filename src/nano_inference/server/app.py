@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import nano_inference
 from nano_inference.registry import PluginError
 from nano_inference.server.answering import Timing
-from nano_inference.server.body import parse
+from nano_inference.server.body import parse, read_json
 from nano_inference.server.call import Call
 from nano_inference.server.calls import limited
 from nano_inference.server.compiling import Compilers
@@ -196,12 +196,13 @@ class App:
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
-    async def _generate(self, route: Generating, request: Request) -> Response:
+    async def _generate(self, named: Generating, request: Request) -> Response:
         arrived = time.monotonic()
         serving = self._require_serving()
         data = await self._read(request)
 
         def to_call() -> tuple[Body, Call]:
+            route = chosen_route(named, data)
             body = parse(data, route.body)
             index, asked = request.scope["state"].get("key_index"), getattr(body, "cache_salt", None)
             salt = self._policy.keys.cache_salt(index, asked)
@@ -212,12 +213,12 @@ class App:
             return body, call if self.config.n_predict is None else limited(call, self.config.n_predict)
 
         seconds = self.config.request_timeout
-        body, call = await self.workers.run(len(data), to_call, renders=route.renders, seconds=seconds)
+        body, call = await self.workers.run(len(data), to_call, renders=named.renders, seconds=seconds)
         self.ignored.report(body, serving.model)
         left = arrived + self.config.request_timeout - time.monotonic()
         call = await self.compilers.add_matchers(call, serving.model.grammars, left)
         names = call.names | {call.id, request.scope["state"]["request_id"]}
-        call = replace(call, names=names, form=route.form)
+        call = replace(call, names=names, form=named.form)
         timing = Timing(deadline=arrived + self.config.request_timeout, keep_alive_s=self.config.sse_keep_alive)
         return self._response(serving, call, timing)
 
@@ -396,6 +397,14 @@ class App:
                 **call_fields,
             )
         )
+
+
+def chosen_route(route: Generating, data: bytes) -> Generating:
+    """Return the route that answers a body: that of `by_field` if the body has the field. Raises `ApiError` 400."""
+    if route.by_field is None:
+        return route
+    name, other = route.by_field
+    return route if read_json(data).get(name) is None else other
 
 
 def check_routes(owned: Sequence[tuple[str, Route]]) -> None:
