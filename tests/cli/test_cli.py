@@ -54,7 +54,8 @@ def test_every_field_is_a_flag_with_its_help(capsys: Capture) -> None:
     page, _ = run(capsys, "generate", "--help=all")
     words = " ".join(page.split())
     renamed = {"model_path", "overrides"}
-    for cls, left_out in ((EngineConfig, renamed), (SamplingParams, {"logit_bias", "allowed_token_ids"})):
+    flagless = {"logit_bias", "allowed_token_ids", "logprob_token_ids"}
+    for cls, left_out in ((EngineConfig, renamed), (SamplingParams, flagless)):
         for field in fields(cls):
             if field.name not in left_out:
                 name = field.name.replace("_", "-")

@@ -72,21 +72,23 @@ def test_processes_compute_what_one_process_does(tiny: Path) -> None:
         engine.generate([[1]], PARAMS)
 
 
-def listening_addresses(pid: int) -> set[str]:
-    """Return the addresses, in hexadecimal, at which a process accepts connections."""
+def listening_sockets(pid: int) -> dict[str, str]:
+    """Return the inode of each socket at which a process accepts connections, and its address in hexadecimal."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
             inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
     lines = [*Path("/proc/net/tcp").read_text().splitlines()[1:], *Path("/proc/net/tcp6").read_text().splitlines()[1:]]
     sockets = [line.split() for line in lines]
-    return {parts[1].split(":")[0] for parts in sockets if parts[3] == "0A" and parts[9] in inodes}
+    return {parts[9]: parts[1].split(":")[0] for parts in sockets if parts[3] == "0A" and parts[9] in inodes}
 
 
 def test_ranks_accept_connections_from_this_machine_only(tiny: Path) -> None:
+    before = listening_sockets(os.getpid()).keys()  # of other tests in this process
     with InferenceEngine(config(tiny)):
         for pid in (os.getpid(), *ranks_of(os.getpid())):
-            assert listening_addresses(pid) == {"0100007F"}
+            opened = listening_sockets(pid)
+            assert {address for inode, address in opened.items() if inode not in before} == {"0100007F"}
 
 
 def test_a_killed_rank_ends_the_engine(tiny: Path) -> None:

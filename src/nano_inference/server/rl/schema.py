@@ -7,15 +7,22 @@ it was checked.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from nano_inference.server.schema import Body
 
 MAX_TENSORS = 100_000
 GROUP = "weight_update_group"
 """SGLang's default name of a group."""
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a text of a few digits means; leave anything else to the schema."""
+    is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10
+    return int(value) if is_digits else value
+
 
 Label = Annotated[str, Field(min_length=1, max_length=256)] | Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -26,7 +33,8 @@ Shape = Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=
 Shapes = Annotated[list[Shape], Field(max_length=MAX_TENSORS, fail_fast=True)]
 GroupName = Annotated[str, Field(min_length=1, max_length=128)]
 Address = Annotated[str, Field(min_length=1, max_length=255)]
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[int, Field(ge=1, le=65535), BeforeValidator(_number)]
+"""A number, or its digits: AReaL sends text."""
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
