@@ -191,9 +191,13 @@ def load_rank(
     device: torch.device,
     progress: LoadProgress | None = None,
 ) -> TorchExecutor:
-    """Load this rank's part of a model; all ranks call it. Raises what `load_part` raises."""
+    """Load this rank's part of a model; all ranks call it. Raises what `load_part` raises, and then leaves the links."""
     dtype, backend = pick_dtype(config.dtype, device), pick(config.attention, device)
-    return load_part(model, program, checkpoint.sources, links, device, dtype, backend, progress)
+    try:
+        return load_part(model, program, checkpoint.sources, links, device, dtype, backend, progress)
+    except BaseException:
+        links.close()  # threads of a group that is left open can abort the process at its end
+        raise
 
 
 def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:

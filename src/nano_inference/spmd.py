@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -52,27 +53,36 @@ class SpmdEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Load this rank's part. `tensor_parallel` consecutive ranks of the default process group form one engine.
 
-        Creates the default group (Gloo, or NCCL on CUDA) from the environment if there is none. Raises `ValueError` if
-        the model cannot be divided, or the ranks have different checkpoints.
+        If there is no default group, one is created from the environment (Gloo, or NCCL on CUDA) until `shutdown`.
+        Raises `ValueError` if the model cannot be divided, or the ranks have different checkpoints.
         """
         local_rank = int(environment().get("LOCAL_RANK", "0"))
         device = rank_device(config.device, local_rank, local_rank + 1)
-        if not dist.is_initialized():
+        self._owns_default = not dist.is_initialized()
+        if self._owns_default:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        self._engine: InferenceEngine | None = None
+        self._follower: Follower | None = None
+        try:
+            self._join(config, device)
+        except BaseException:
+            self._leave_default()
+            raise
+        self._shared(lambda engine: None)  # the other ranks allocate their caches in it
+
+    def _join(self, config: EngineConfig, device: torch.device) -> None:
+        """Join the other ranks and load this one's part."""
         kinds = installed_kinds()
         checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
         model, program = divided_model(checkpoint, config, kinds)
         self._links = trainer_links(config.tensor_parallel, device)
         own = load_rank(checkpoint, model, program, config, self._links, device)
-        self._engine: InferenceEngine | None = None
-        self._follower: Follower | None = None
         if self._links.rank:
             self._follower = Follower(own, program, self._links, is_fed=False)
         else:
             self._leader = Leader(self._links, _nothing, _nothing, is_serving=False)
             executor = ShardedExecutor(own, Whole(program, config.tensor_parallel), self._leader, is_fed=False)
             self._engine = InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds))
-        self._shared(lambda engine: None)  # the other ranks allocate their caches in it
 
     @property
     def rank(self) -> int:
@@ -164,6 +174,13 @@ class SpmdEngine:
         elif self._follower is not None:
             follower, self._follower = self._follower, None
             follower.serve()
+        self._leave_default()
+
+    def _leave_default(self) -> None:
+        """Destroy the default group if this engine has created it."""
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_default = False
 
     def __enter__(self) -> Self:
         return self
