@@ -191,7 +191,7 @@ def load_rank(
     device: torch.device,
     progress: LoadProgress | None = None,
 ) -> TorchExecutor:
-    """Load this rank's part of a model; all ranks call it. Raises what `load_part` raises, and then leaves the links."""
+    """Load this rank's part of a model; all ranks call it. Raises what `load_part` raises, after leaving the links."""
     dtype, backend = pick_dtype(config.dtype, device), pick(config.attention, device)
     try:
         return load_part(model, program, checkpoint.sources, links, device, dtype, backend, progress)
