@@ -149,6 +149,29 @@ def test_large_message_and_idle_connection_are_closed(tiny_directory: Path) -> N
             client.receive()
 
 
+def test_client_that_does_not_read_is_disconnected(tiny_directory: Path) -> None:
+    """Its turn does not hold a place of the queue."""
+    config = ServerConfig(port=0, log_requests=False, write_timeout=1.0)
+    with running(tiny_directory, config) as server, connected(server.url) as client:
+        large = {"type": "response.create", "input": "once", "metadata": {"name": "x" * 3_000_000}}
+        for _ in range(3):  # each is repeated in several events: more than the system's buffers hold
+            client.send(large)
+        wait_until(lambda: server.on_loop(lambda: server.link.num_open > 0))
+        wait_until(lambda: server.on_loop(lambda: server.link.num_open == 0))
+        with pytest.raises(OSError):
+            while True:
+                client.receive()
+
+
+def test_more_waiting_messages_than_allowed_end_the_connection(server: Running) -> None:
+    with connected(server.url) as client:
+        for _ in range(40):
+            client.send({"type": "response.create", "input": "once", "max_output_tokens": 200, **ENDLESS})
+        with pytest.raises(ConnectionError, match="too many messages wait"):
+            while True:
+                client.receive()
+
+
 def test_server_stops_with_an_open_connection(tiny_directory: Path) -> None:
     left = ExitStack()
     with running(tiny_directory) as server:

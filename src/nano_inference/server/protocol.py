@@ -276,6 +276,12 @@ def connection_limit(config: ServerConfig) -> int:
     return min(config.max_connections, max(soft - SPARE_FILES, MIN_CONNECTIONS))
 
 
+def _socket_protocol(config: ServerConfig) -> type[asyncio.Protocol]:
+    from nano_inference.server.socket_protocol import LimitedSocket  # imports wsproto
+
+    return cast(type[asyncio.Protocol], partial(LimitedSocket, config.write_timeout))
+
+
 def uvicorn_config(
     app: ASGIApp, config: ServerConfig, policy: GuardPolicy | None = None, *, takes_sockets: bool = False
 ) -> uvicorn.Config:
@@ -297,7 +303,7 @@ def uvicorn_config(
         port=config.port,
         # uvicorn only calls it.
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, limits)),
-        ws="wsproto" if takes_sockets and find_spec("wsproto") is not None else "none",
+        ws=_socket_protocol(config) if takes_sockets and find_spec("wsproto") is not None else "none",
         ws_max_size=config.max_body_bytes,
         ws_per_message_deflate=False,  # a small message could become a large one
         lifespan="off",

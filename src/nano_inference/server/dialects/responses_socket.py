@@ -28,6 +28,8 @@ from nano_inference.server.translating import unsupported_field
 PATH = "/v1/responses"
 _MAX_REPLIES, _MAX_BYTES = 1024, 64 << 20
 """Limits of the responses that all connections together keep."""
+_MAX_WAITING = 4
+"""Messages of a connection that wait while one is answered."""
 _TYPE = "response.create"
 _FORWARDED = frozenset({b"host", b"authorization", b"x-api-key", b"x-forwarded-for", b"user-agent"})
 """Headers of the handshake that each turn has too."""
@@ -39,7 +41,7 @@ def with_sockets(app: ASGIApp, policy: GuardPolicy, idle_timeout: float) -> ASGI
 
     A connection without a message for `idle_timeout` seconds is closed.
     """
-    replies = ReplyStore(_MAX_REPLIES, _MAX_BYTES)
+    replies = ReplyStore(_MAX_REPLIES, _MAX_BYTES, policy.max_body_bytes)
     numbers = itertools.count()
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,43 +106,53 @@ class _Connection:
     send: Send
     idle_timeout: float
     replies: ClientReplies
-    inbox: asyncio.Queue[Message] = field(default_factory=lambda: asyncio.Queue(1))
+    inbox: asyncio.Queue[Message] = field(default_factory=lambda: asyncio.Queue(_MAX_WAITING))
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """Answer messages until the client disconnects or is idle for too long."""
         reader = asyncio.create_task(self._read())
         try:
-            while not self.gone.is_set():
-                async with asyncio.timeout(self.idle_timeout):
-                    message = await self.inbox.get()
-                if message["type"] == "websocket.disconnect":
-                    return
+            while (message := await self._next()) is not None:
                 await self._answer(message)
-        except TimeoutError:
-            await self.send({"type": "websocket.close", "code": 1001, "reason": "no message for too long"})
         finally:
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
 
+    async def _next(self) -> Message | None:
+        """Return the next message; None if the client has disconnected, or sent nothing for too long."""
+        try:
+            async with asyncio.timeout(self.idle_timeout):
+                message = await self.inbox.get()
+        except TimeoutError:
+            await self.send({"type": "websocket.close", "code": 1001, "reason": "no message for too long"})
+            return None
+        return None if message["type"] == "websocket.disconnect" or self.gone.is_set() else message
+
     async def _read(self) -> None:
-        """Put messages into the inbox; a full inbox stops reading, so a client cannot fill the memory."""
+        """Put messages into the inbox, at most `_MAX_WAITING`: a client that sends more is disconnected."""
         while True:
             message = await self.receive()
-            if message["type"] == "websocket.disconnect":
+            is_last = message["type"] == "websocket.disconnect"
+            if not is_last and self.inbox.full():
+                is_last = True
+                await self.send({"type": "websocket.close", "code": 1008, "reason": "too many messages wait"})
+            if is_last:
                 self.gone.set()
-            await self.inbox.put(message)
-            if self.gone.is_set():
+                message = {"type": "websocket.disconnect"}
+            if not self.inbox.full():  # if it is full, `_next` finds that the client is gone
+                self.inbox.put_nowait(message)
+            if is_last:
                 return
 
     async def _answer(self, message: Message) -> None:
         """Answer one message by events, or by one event with an error."""
         previous: Any = None
         try:
-            body = _body_of(message)
+            body, data = await asyncio.to_thread(_body_of, message)
             previous = body.get("previous_response_id")
-            turn = _Turn(self.send_event, to_json(body), self.gone)
+            turn = _Turn(self.send_event, data, self.gone)
             await self.app(self._turn_scope(turn.body), turn.receive, turn.send)
             has_failed = await turn.finish()
         except ApiError as error:
@@ -158,12 +170,14 @@ class _Connection:
     async def send_event(self, event: bytes) -> None:
         """Send one event as a text message, unless the client has disconnected."""
         if not self.gone.is_set():
-            with contextlib.suppress(OSError):  # it disconnects now; the reader will see it
+            try:
                 await self.send({"type": "websocket.send", "text": event.decode()})
+            except OSError:
+                self.gone.set()
 
 
-def _body_of(message: Message) -> dict[str, Any]:
-    """Return the body of POST /v1/responses for a message. Raises `ApiError` naming the invalid field."""
+def _body_of(message: Message) -> tuple[dict[str, Any], bytes]:
+    """Return the body of POST /v1/responses for a message, and its JSON. Raises `ApiError` naming the invalid field."""
     text = message.get("text")
     if text is None:
         raise ApiError(400, "send messages as text", code="invalid_json")
@@ -173,7 +187,8 @@ def _body_of(message: Message) -> dict[str, Any]:
     for name, neutral in (("stream", True), ("generate", True)):
         if body.pop(name, neutral) not in (None, neutral):
             raise unsupported_field(name, f"{name} must be true over WebSocket")
-    return {name: value for name, value in body.items() if name != "type"} | {"stream": True}
+    body = {name: value for name, value in body.items() if name != "type"} | {"stream": True}
+    return body, to_json(body)
 
 
 def _error_event(status: int, error: Mapping[str, Any]) -> bytes:
