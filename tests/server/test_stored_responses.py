@@ -161,7 +161,7 @@ def stored(name: str, size: int = 0) -> StoredReply:
 
 
 def test_store_keeps_the_latest_replies() -> None:
-    store = ReplyStore(2, 1 << 20)
+    store = ReplyStore(2, 1 << 20, 1 << 20)
     assert all(store.put(None, stored(name)) for name in "abc")
     assert [store.find(None, name) is not None for name in "abc"] == [False, True, True]
     assert store.remove(None, "b") and not store.remove(None, "b")
@@ -170,7 +170,7 @@ def test_store_keeps_the_latest_replies() -> None:
 
 def test_store_is_bounded_in_bytes() -> None:
     unit = stored("a", 1000).size
-    store = ReplyStore(100, 3 * unit)
+    store = ReplyStore(100, 3 * unit, 3 * unit)
     assert not store.put(None, stored("huge", 5000)) and store.find(None, "huge") is None
     assert all(store.put(None, stored(name, 1000)) for name in "abcd")
     assert [store.find(None, name) is not None for name in "abcd"] == [False, True, True, True]
@@ -178,16 +178,31 @@ def test_store_is_bounded_in_bytes() -> None:
 
 
 def test_busy_key_does_not_remove_the_replies_of_others() -> None:
-    store = ReplyStore(4, 1 << 20)
+    store = ReplyStore(4, 1 << 20, 1 << 20)
     store.put(0, stored("mine", 10))
     for index in range(20):
         store.put(1, stored(f"r{index}", 1000))
     assert store.find(0, "mine") is not None and store.find(1, "r19") is not None and store.find(1, "r16") is None
 
 
+def test_key_with_many_small_replies_does_not_remove_large_ones() -> None:
+    store = ReplyStore(10, 1 << 20, 1 << 20)
+    for index in range(3):
+        store.put(0, stored(f"large{index}", 10_000))
+    for index in range(50):
+        store.put(1, stored(f"small{index}", 10))
+    assert all(store.find(0, f"large{index}") is not None for index in range(3))
+    assert store.find(1, "small43") is not None and store.find(1, "small42") is None
+
+
+def test_reply_larger_than_a_body_is_not_stored() -> None:
+    store = ReplyStore(10, 1 << 20, 2000)
+    assert store.put(None, stored("short", 100)) and not store.put(None, stored("long", 2000))
+
+
 def test_removed_owner_makes_room() -> None:
     unit = stored("a", 1000).size
-    store = ReplyStore(3, 3 * unit)
+    store = ReplyStore(3, 3 * unit, 3 * unit)
     assert store.put(0, stored("a", 1000)) and store.put(0, stored("b", 1000)) and store.put(1, stored("c", 1000))
     store.remove_all(0)
     assert store.find(0, "a") is None and store.put(1, stored("d", 1000)) and store.put(1, stored("e", 1000))

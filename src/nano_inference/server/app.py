@@ -259,8 +259,14 @@ class App:
 
     async def _recall(self, route: Recalling, request: Request) -> Response:
         self._require_serving()
-        reply = route.work(self._replies_of(request), request.path_params["id"], dict(request.query_params))
-        return _json(reply if isinstance(reply, bytes) else to_json(reply))
+        replies, name = self._replies_of(request), request.path_params["id"]
+
+        def recall() -> bytes:
+            reply = route.work(replies, name, dict(request.query_params))
+            return reply if isinstance(reply, bytes) else to_json(reply)
+
+        seconds = self.config.request_timeout
+        return _json(await self.workers.run(replies.size_of(name), recall, renders=False, seconds=seconds))
 
     def _replies_of(self, request: Request) -> ClientReplies:
         """Return the stored replies of the request's API key, and those of its connection."""

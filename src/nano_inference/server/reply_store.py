@@ -40,13 +40,15 @@ class _Shelf:
 class ReplyStore:
     """Owns the stored replies of all clients. Methods may be called from any thread.
 
-    Beyond a limit, the oldest reply of the owner with the most bytes is removed: a busy client cannot remove the few
-    replies of another one.
+    Beyond a limit, the oldest reply of the owner that has most of what is limited is removed: a busy client cannot
+    remove the few replies of another one.
     """
 
-    def __init__(self, max_replies: int, max_bytes: int) -> None:
+    def __init__(self, max_replies: int, max_bytes: int, max_reply_bytes: int) -> None:
+        """`max_reply_bytes`: limit on one reply with its conversation, which a later request reads again."""
         self._max_replies = max_replies
         self._max_bytes = max_bytes
+        self._max_reply_bytes = min(max_bytes, max_reply_bytes)
         self._lock = threading.Lock()
         self._shelves: dict[Owner, _Shelf] = {}
         self._num = 0
@@ -66,14 +68,13 @@ class ReplyStore:
         """Store a reply; return False if it does not fit."""
         with self._lock:
             self._remove(owner, stored.id)
-            if self._max_replies < 1 or stored.size > self._max_bytes:
+            if self._max_replies < 1 or stored.size > self._max_reply_bytes:
                 return False
             shelf = self._shelves.setdefault(owner, _Shelf())
             shelf.replies[stored.id] = stored
             self._count(shelf, 1, stored.size)
             while self._num > self._max_replies or self._num_bytes > self._max_bytes:
-                largest = max(self._shelves, key=lambda one: self._shelves[one].num_bytes)
-                self._remove(largest, next(iter(self._shelves[largest].replies)))
+                self._remove_oldest_of_largest()
             return owner in self._shelves and stored.id in self._shelves[owner].replies
 
     def remove(self, owner: Owner, name: str) -> bool:
@@ -99,6 +100,12 @@ class ReplyStore:
             del self._shelves[owner]
         return True
 
+    def _remove_oldest_of_largest(self) -> None:
+        are_many = self._num > self._max_replies
+        shelves = self._shelves
+        largest = max(shelves, key=lambda one: len(shelves[one].replies) if are_many else shelves[one].num_bytes)
+        self._remove(largest, next(iter(shelves[largest].replies)))
+
     def _count(self, shelf: _Shelf, num: int, num_bytes: int) -> None:
         self._num += num
         self._num_bytes += num_bytes
@@ -107,7 +114,7 @@ class ReplyStore:
 
 @dataclass(frozen=True, slots=True)
 class ClientReplies:
-    """One client's part of the store; the replies of others do not exist in it."""
+    """One client's part of the store: finds no replies of other clients."""
 
     store: ReplyStore
     owner: Owner
@@ -118,6 +125,11 @@ class ClientReplies:
         """Return a reply, or None."""
         found = None if self.session is None else self.session.find(name)
         return found or self.store.find(self.owner, name)
+
+    def size_of(self, name: str) -> int:
+        """Return the bytes of a reply, 0 if there is none."""
+        found = self.find(name)
+        return 0 if found is None else found.size
 
     def get(self, name: str, param: str, code: str) -> StoredReply:
         """Return a reply. Raises `ApiError` 404 naming `param` if there is none."""

@@ -57,7 +57,7 @@ def make_app(config: ServerConfig, policy: GuardPolicy, link: EngineLink, dialec
 
     Raises `PluginError` for a route that is defined twice.
     """
-    replies = ReplyStore(config.max_stored_replies, config.max_stored_bytes)
+    replies = ReplyStore(config.max_stored_replies, config.max_stored_bytes, config.max_body_bytes)
     further = partial(rl_routes, link, config, policy)
     upgrade = partial(with_sockets, policy=policy, idle_timeout=config.request_timeout)
     return App(config, policy, link, dialects, further, replies, upgrade)
