@@ -92,6 +92,8 @@ def test_characters_and_escapes(pattern: str, text: str, end: int | None) -> Non
         ("", "matches the empty text"),
         ("a{999}", f"more than {MAX_STATES}"),
         ("(((a{9}){9}){9}){9}", f"more than {MAX_STATES} states"),
+        ("[" + "".join(map(chr, range(200, 240))) + "]{1,20}", f"more than {MAX_STATES} states"),
+        ("a{1 }", "a brace that is no quantifier"),
         ("(" * 100 + "a" + ")" * 100, "nested groups"),
     ],
 )
@@ -99,6 +101,11 @@ def test_unsupported_expression_is_refused(pattern: str, says: str) -> None:
     with pytest.raises(BadRequest) as caught:
         compile_regex(pattern)
     assert says in str(caught.value)
+
+
+def test_a_count_may_begin_with_zeros() -> None:
+    search = Search(compile_regex("a{00003}b"))
+    assert [search.push(char) for char in "aabaaab"] == [False] * 6 + [True]
 
 
 def test_search_keeps_a_bounded_state() -> None:

@@ -14,19 +14,22 @@ from typing import NamedTuple
 
 from nano_inference.types import BadRequest
 
-MAX_STATES = 500
-"""Limit on the states of one expression; each character of the text costs at most a few steps for each."""
+MAX_STATES = 250
+"""Limit on the states of one expression, and on the members of its classes, each of which counts as a state: a
+character of the text costs at most a few steps for each."""
+_MAX_KNOWN = 4096
+"""Limit on the transitions that a search remembers."""
 MAX_DEPTH = 32
 """Limit on nested groups."""
 
 CharTest = Callable[[str], bool]
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
 _CLASSES: dict[str, CharTest] = {"d": str.isdecimal, "w": lambda char: char.isalnum() or char == "_", "s": str.isspace}
-_COUNTS = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}")
+_COUNTS = re.compile(r"\{([0-9]{0,9})(?:(,)([0-9]{0,9}))?\}")
 _HEX = {"x": 2, "u": 4, "U": 8}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class State:
     """A state of the automaton: reads a character that passes `test`, or splits without reading."""
 
@@ -82,15 +85,26 @@ class Search:
 
     def __init__(self, regex: Regex) -> None:
         self._regex = regex
-        self._states: list[State] = []
+        self._states: frozenset[State] = frozenset()
+        self._known: dict[tuple[frozenset[State], str], frozenset[State]] = {}
+        """Transitions: a text has few combinations of states, and many characters."""
 
     def push(self, char: str) -> bool:
         """Add a character; return True if a match ends with it."""
+        step = self._states, char
+        after = self._known.get(step)
+        if after is None:
+            after = self._after(char)
+            if len(self._known) < _MAX_KNOWN:
+                self._known[step] = after
+        self._states = after
+        return self._regex.accepting in after
+
+    def _after(self, char: str) -> frozenset[State]:
         reading = [one for one in closure([*self._states, self._regex.start]) if one.test is not None]
-        self._states = closure(
-            [after for one in reading if one.test is not None and one.test(char) for after in one.next]
+        return frozenset(
+            closure([after for one in reading if one.test is not None and one.test(char) for after in one.next])
         )
-        return any(state is self._regex.accepting for state in self._states)
 
 
 class _Parser:
@@ -251,6 +265,7 @@ class _Parser:
                 if kind.lower() in _CLASSES:
                     self.at -= 1
                     tests.append(self._escape())
+                    self._count(1)
                     continue
                 char = self._escaped(kind)
             last = char
@@ -261,6 +276,7 @@ class _Parser:
                 if last < char:
                     raise self.refused("a range whose end is before its start")
             ranges.append((char, last))
+            self._count(1)
 
         def matches(one: str) -> bool:
             return any(low <= one <= high for low, high in ranges) or any(test(one) for test in tests)
@@ -278,10 +294,13 @@ class _Parser:
         return char
 
     def _state(self, test: CharTest | None) -> State:
-        self.num_states += 1
+        self._count(1)
+        return State(test)
+
+    def _count(self, states: int) -> None:
+        self.num_states += states
         if self.num_states > MAX_STATES:
             raise BadRequest(f"it has more than {MAX_STATES} states")
-        return State(test)
 
     def _reading(self, test: CharTest) -> _Piece:
         state = self._state(test)
