@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import accumulate
 from threading import Event
 from types import MappingProxyType
 from typing import NamedTuple
@@ -114,17 +116,16 @@ class PlainGroup(Member):
         if self.is_receiving:
             raise WeightError("the weight group still receives an earlier update")
         self.is_receiving = True
-        left = iter([(spec,) for spec in specs] if bucket_bytes is None else buckets(specs, bucket_bytes))
-        receive = (lambda part: self._receive_alone(part[0], own)) if bucket_bytes is None else self._receive_bucket
+        left = iter(self._receivers(specs, own, bucket_bytes))
         try:
-            for part in left:
-                yield from receive(part)
+            for receive in left:
+                yield from receive()
         except (GeneratorExit, _OtherSizeError) as error:
             if isinstance(error, _OtherSizeError):
                 _log.warning("an update will be refused after its remaining tensors are received: %s", error)
-            for part in left:
+            for receive in left:
                 with suppress(_OtherSizeError):
-                    receive(part)
+                    receive()
             raise
         except BaseException:
             self._is_broken = True  # a broadcast may be half received: the next would receive its remainder
@@ -139,6 +140,17 @@ class PlainGroup(Member):
             self._is_broken = True
         super().close()
 
+    def _receivers(
+        self, specs: Sequence[PlainSpec], own: Shapes, bucket_bytes: int | None
+    ) -> list[Callable[[], list[tuple[str, Tensor]]]]:
+        """Return a function for each broadcast of an update, which receives it and returns its tensors."""
+        if bucket_bytes is None:
+            return [partial(self._receive_alone, spec, own) for spec in specs]
+        found = buckets(specs, bucket_bytes)
+        sizes = [sum(spec.num_bytes for spec in bucket) for bucket in found]
+        rest = reversed([*accumulate(reversed(sizes))])
+        return [partial(self._receive_bucket, *each) for each in zip(found, sizes, rest, strict=True)]
+
     def _receive_alone(self, spec: PlainSpec, own: Shapes) -> list[tuple[str, Tensor]]:
         """Return a tensor that is broadcast by itself."""
         if not self._is_oversized:
@@ -150,16 +162,19 @@ class PlainGroup(Member):
             raise _OtherSizeError(_other_size(buffer, spec, guesses))
         return [(spec.name, buffer[: spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape))]
 
-    def _receive_bucket(self, specs: Sequence[PlainSpec]) -> list[tuple[str, Tensor]]:
-        """Return the tensors of a bucket; copies where the array does not align them."""
-        size = sum(spec.num_bytes for spec in specs)
+    def _receive_bucket(self, specs: Sequence[PlainSpec], size: int, rest: int) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a bucket; copies where the array does not align them.
+
+        `size`: its bytes; `rest`: those of this and all later buckets, more than which a trainer with other buckets
+        does not send at once. After such a broadcast it is unknown where the next one ends, so the group is left.
+        """
         if self._is_oversized:
-            buffer = self._oversized(2 * size + _SPARE_BYTES, [size])
+            buffer = self._oversized(min(rest, size + _MAX_GUESS_BYTES) + _SPARE_BYTES, [size])
             if not ends_at(buffer, size):
                 compared = "fewer" if _marked_after(buffer, size) else "more"
-                raise _OtherSizeError(
+                raise WeightError(
                     f"a packed broadcast of {len(specs)} tensors from {specs[0].name} on has {compared} than the "
-                    f"announced {size} bytes; is packed_buffer_size_bytes the trainer's?"
+                    f"announced {size} bytes; is packed_buffer_size_bytes the trainer's? Join the group again"
                 )
         else:
             buffer = self._broadcast(huge_empty((size,), torch.uint8, self._device))
