@@ -1,7 +1,7 @@
 """`EngineGeneration`: an engine as the generation backend of TRL's trainers, in the trainer's process.
 
-TRL (1.16, trl/generation/vllm_generation.py) asks an object with two methods for weights and for samples. With
-`use_engine`, a trainer that was made without `use_vllm` has ours. Neither TRL nor vLLM is imported.
+TRL (1.16, trl/generation/vllm_generation.py) calls two methods of an object for weights and for samples. With
+`use_engine`, a trainer that was made without `use_vllm` uses `EngineGeneration`. Neither TRL nor vLLM is imported.
 """
 
 from __future__ import annotations

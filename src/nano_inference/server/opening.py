@@ -12,7 +12,7 @@ from typing import Any
 
 from nano_inference.assemble import EngineParts, assemble
 from nano_inference.catalog import catalog_sampling
-from nano_inference.chat_defaults import chat_defaults
+from nano_inference.chat_defaults import ChatDefaults, chat_defaults
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.devices import pick_device
@@ -73,7 +73,7 @@ def open_model(
         limits=engine.limits,
         max_positions=parts.checkpoint.config.max_positions,
         generation=served_defaults(config, own),
-        chat_defaults=chat_defaults(own, catalog_sampling(name)),
+        chat_defaults=served_chat_defaults(config, chat_defaults(own, catalog_sampling(name))),
         facts=model_facts(engine_config, parts),
         longest_token=max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
     )
@@ -94,6 +94,13 @@ def served_dialogue(
         return load_dialogue(source, tokenizer, kinds)
     template = given_template(config.chat_template, config.chat_template_file, tokenizer)
     return TemplateDialogue(template, tokenizer)
+
+
+def served_chat_defaults(config: ServerConfig, found: ChatDefaults) -> ChatDefaults:
+    """Return the defaults of chats with the configured temperature, if any."""
+    if config.temp is None:
+        return found
+    return found._replace(sampling=MappingProxyType({**found.sampling, "temperature": config.temp}))
 
 
 def served_defaults(config: ServerConfig, own: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -77,11 +77,12 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     "data_parallel_rank": (None, 0),
     "routed_dp_rank": (None, 0),
     # llama.cpp; the context is never shifted
+    "return_progress": OFF,
     "n_keep": (None, 0),
     "id_slot": (None, -1),
     "cache_prompt": (None, True),
 }
-"""Fields on which no token of an answer depends -> values that say nothing."""
+"""Fields on which no token of an answer depends -> neutral values."""
 
 
 def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
@@ -97,7 +98,7 @@ def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
 
 
 def hinting_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Return the names of `HINTS` whose value says something, sorted."""
+    """Return the names of `HINTS` whose value is not neutral, sorted."""
     return sorted(name for name, value in fields.items() if name in HINTS and not is_one_of(value, HINTS[name]))
 
 

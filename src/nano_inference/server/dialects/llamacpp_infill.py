@@ -98,9 +98,9 @@ def _check_length(body: InfillBody, model: ServedModel) -> None:
 
 
 def _single(tokenizer: Tokenizer, spellings: tuple[str, ...]) -> int | None:
-    """Return the id of the first text that the tokenizer encodes as one token."""
+    """Return the id of the first text that is one token; the token for unknown text is none."""
     for text in spellings:
         ids = tokenizer.encode(text, add_special=False)
-        if len(ids) == 1:
+        if len(ids) == 1 and tokenizer.token_bytes(ids[0]) == text.encode():
             return ids[0]
     return None

@@ -36,8 +36,8 @@ def embed_call(body: OllamaEmbedBody, model: ServedModel, config: ServerConfig, 
 def embeddings_call(body: OllamaEmbeddingsBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /api/embeddings. Raises `ApiError` naming the invalid field."""
     refuse_foreign(body, {})
-    fields: JSON = {"model": body.model, "input": _cut(body.prompt, model), "normalize": False}
     with renamed_errors({"input": "prompt"}):
+        fields: JSON = {"model": body.model, "input": _cut(body.prompt, model), "normalize": False}
         return _call(as_body(fields, EmbeddingBody), model, config, salt, is_list=False)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import struct
+import sys
 import time
+from array import array
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nano_inference.server.call import JSON, Call, Reply, Transcript, transcripts_of
@@ -158,14 +158,18 @@ def kept_tokens(masks: Sequence[SamplingMask], vocab_size: int) -> JSON:
     """
     if all(mask is None for mask in masks):
         return {}
-    rows = [range(vocab_size) if mask is None else mask for mask in masks]
-    offsets = [0, *accumulate(len(row) for row in rows)]
-    return {"top_p_token_ids": _int32(chain.from_iterable(rows)), "top_p_token_offsets": _int32(offsets)}
+    ids, offsets = array("i"), array("i", [0])
+    for mask in masks:
+        ids.extend(range(vocab_size) if mask is None else mask)
+        offsets.append(len(ids))
+    return {"top_p_token_ids": _int32(ids), "top_p_token_offsets": _int32(offsets)}
 
 
-def _int32(values: Iterable[int]) -> str:
-    numbers = tuple(values)
-    return b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
+def _int32(values: array[int]) -> str:
+    assert values.itemsize == 4, "a C int has 32 bits on every platform that is supported"
+    if sys.byteorder == "big":
+        values.byteswap()
+    return b64encode(values.tobytes()).decode()
 
 
 def finish_of(transcript: Transcript) -> JSON | None:
