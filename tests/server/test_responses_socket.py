@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.log import ACCESS_LOGGER
 from tests.server.test_openai_client import ENDLESS, LETTERS, wait_until
 from tests.server.tiny import Running, running
 
@@ -123,6 +126,18 @@ def test_handshake_is_admitted_as_a_request(keyed: Running) -> None:
         with connected(keyed.url, **headers) as client:
             response = client.turn(**SHORT, input="once")[-1]["response"]
         assert keyed.client.get(f"/v1/responses/{response['id']}", headers=mine).json() == response
+
+
+def test_refused_handshake_is_logged(tiny_directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = ServerConfig(port=0, api_key=(KEY,))
+    with (
+        caplog.at_level(logging.INFO, logger=ACCESS_LOGGER),
+        running(tiny_directory, config) as one,
+        connected(one.url) as client,
+    ):
+        assert client.rejection()[0] == 401
+    (line,) = [json.loads(record.getMessage()) for record in caplog.records if record.name == ACCESS_LOGGER]
+    assert (line["path"], line["status"], line["error_code"]) == ("/v1/responses", 401, "invalid_api_key")
 
 
 def test_turns_are_counted_as_requests(server: Running) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from nano_inference.server.cors import granted_origin
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy, check_admission, json_headers
 from nano_inference.server.headers import single
+from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.reply_store import ClientReplies, ReplyStore
 from nano_inference.server.translating import unsupported_field
 
@@ -59,6 +61,7 @@ def with_sockets(app: ASGIApp, policy: GuardPolicy, idle_timeout: float) -> ASGI
                 replies.remove_all(number)
         else:
             await _refuse(error, send)
+            _log_refusal(scope, error)
 
     return serve
 
@@ -85,6 +88,21 @@ async def _refuse(error: ApiError, send: Send) -> None:
     start = {"type": "websocket.http.response.start", "status": error.status, "headers": json_headers(body)}
     await send(start)
     await send({"type": "websocket.http.response.body", "body": body})
+
+
+def _log_refusal(scope: Scope, error: ApiError) -> None:
+    """Log a handshake that was refused before any request."""
+    log_access(
+        AccessRecord(
+            ts=time.time(),
+            method="GET",
+            path=scope["path"],
+            status=error.status,
+            error_type=error.type,
+            error_code=error.code,
+            error_param=error.param,
+        )
+    )
 
 
 def _http_scope(scope: Scope, method: str, headers: Any) -> Scope:
