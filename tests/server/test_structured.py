@@ -57,6 +57,7 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
         ({"regex": "x?"}, Grammar("regex", "x?")),
         ({"ebnf": GBNF}, Grammar("gbnf", GBNF)),
         ({"grammar": GBNF}, Grammar("gbnf", GBNF)),
+        ({"structured_outputs": {"json": {}}}, Grammar("json_schema", "{}")),
     ],
 )
 def test_structured_output_fields(fields: dict[str, Any], expected: Grammar) -> None:
@@ -71,7 +72,7 @@ def test_structured_output_fields(fields: dict[str, Any], expected: Grammar) -> 
         {},
         {"response_format": {"type": "text"}, "prompt": "x"},
         {"structured_outputs": {}},
-        {"structured_outputs": {"json": None, "json_object": False, "choice": [], "disable_any_whitespace": True}},
+        {"structured_outputs": {"json": None, "json_object": False, "choice": None, "disable_any_whitespace": True}},
         {"guided_json": {}, "guided_choice": [], "guided_regex": "", "guided_grammar": ""},
         {"json_schema": "", "regex": "", "ebnf": "", "grammar": ""},
         {"json_schema": {}, "response_format": None},
@@ -85,6 +86,9 @@ def test_null_and_empty_fields_are_ignored(fields: dict[str, Any]) -> None:
     ("fields", "param", "message"),
     [
         ({"response_format": "json"}, "response_format", "must be an object"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must not be empty"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "must not be empty"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "must not be empty"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object, json_schema"),
         ({"response_format": {"json_schema": {}}}, "response_format.type", "must be one of"),
         ({"response_format": {"type": []}}, "response_format.type", "must be one of"),

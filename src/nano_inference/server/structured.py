@@ -93,7 +93,11 @@ def _of_vllm(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grammar]]:
         _check_known(name, options)
         flags = {flag: _flag(f"{name}.{flag}", options.get(flag)) for flag in _FLAGS}
         for key in _KINDS:
-            found = _of_kind(f"{name}.{key}", key, options.get(key), flags)
+            value = options.get(key)
+            if key != "json" and value in ("", []):
+                raise ApiError(400, f"{name}.{key}: must not be empty", param=f"{name}.{key}")
+            is_any_json = key == "json" and value == {}
+            found = _any_json(flags) if is_any_json else _of_kind(f"{name}.{key}", key, value, flags)
             if found is not None:
                 yield f"{name}.{key}", found
     for key in ("json", "regex", "choice", "grammar"):
@@ -144,6 +148,10 @@ def _any_object(flags: Mapping[str, bool]) -> Grammar:
     if flags.get("disable_any_whitespace"):
         return Grammar("json_schema", _dumped("json_object", _compact({"type": "object"})))
     return Grammar("json_object", "")
+
+
+def _any_json(flags: Mapping[str, bool]) -> Grammar:
+    return Grammar("json_schema", _dumped("json", _compact({}) if flags.get("disable_any_whitespace") else {}))
 
 
 def _schema(name: str, value: Any, flags: Mapping[str, bool] | None = None) -> Grammar | None:
