@@ -157,7 +157,7 @@ def named_tokens(
         [normaliser.logprobs(vocabulary.at(logits_BV, id_B)).squeeze(-1) for id_B in id_BK.unbind(-1)], dim=-1
     )
     values = floor_logprobs(value_BK).tolist()
-    return [tuple(map(TokenLogprob, row, found)) for row, found in zip(ids, values, strict=False)]
+    return [tuple(map(TokenLogprob, row, found)) for row, found in zip(ids, values, strict=True)]
 
 
 def _extras(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -49,7 +49,9 @@ def chat_prompt(
     """Return the prompt of a chat; `echo` is the text of the last message. Raises `ApiError`."""
     dialogue = require_dialogue(model)
     messages, rendering = read_messages(body, dialogue, use, extra)
-    _check_text_length([text for message in messages for text in _texts_of(message.get("content"))], body, model)
+    if body.truncate_prompt_tokens is None:
+        texts = (text for message in messages for text in _texts_of(message.get("content")))
+        check_text_length(texts, "messages", model)
     with api_errors("messages"):
         ids = dialogue.encode(messages, rendering)
     return Prompt(fit_to_context(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
@@ -187,7 +189,8 @@ def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max
     tokenizer = model.tokenizer
     ids: Sequence[int] = given
     if isinstance(given, str):
-        _check_text_length([given], body, model)
+        if body.truncate_prompt_tokens is None:
+            check_text_length([given], "prompt", model)
         with api_errors("prompt"):
             ids = tokenizer.encode(given, add_special=body.add_special_tokens is not False)
     kept = fit_to_context(ids, body, model, max_tokens)
@@ -206,11 +209,14 @@ def check_known(ids: Sequence[int], model: ServedModel, field: str) -> None:
         raise ApiError(400, f"{field}: token id {max(ids)} is outside the vocabulary of {known}", param=field)
 
 
-def _check_text_length(texts: Sequence[str], body: Sampling, model: ServedModel) -> None:
-    """Raise `ApiError` for texts too long for the context whatever their tokens; tokenizing megabytes takes seconds."""
+def check_text_length(texts: Iterable[str], field: str, model: ServedModel) -> None:
+    """Raise `ApiError` naming the field for texts too long for the context whatever their tokens.
+
+    Tokenizing megabytes takes seconds.
+    """
     fewest = sum(map(len, texts)) // model.longest_token
-    if body.truncate_prompt_tokens is None and fewest > model.limits.max_model_len:
-        raise _too_long(fewest, f"at least {fewest} tokens", body, model)
+    if fewest > model.limits.max_model_len:
+        raise _too_long(fewest, f"at least {fewest} tokens", field, model)
 
 
 def fit_to_context(prompt: Sequence[int], body: Sampling, model: ServedModel, max_tokens: int | None) -> Sequence[int]:
@@ -225,7 +231,7 @@ def fit_to_context(prompt: Sequence[int], body: Sampling, model: ServedModel, ma
             prompt, keep if keep > 0 else room if 0 < room < longest else longest, body.truncation_side
         )
     if len(prompt) > longest:
-        raise _too_long(len(prompt), f"{len(prompt)} tokens", body, model)
+        raise _too_long(len(prompt), f"{len(prompt)} tokens", _prompt_field(body), model)
     return prompt
 
 
@@ -234,13 +240,17 @@ def kept_tokens(ids: Sequence[int], count: int, side: str | None) -> Sequence[in
     return ids[:count] if side == "right" else ids[-count:]
 
 
-def _too_long(num_tokens: int, shown: str, body: Sampling, model: ServedModel) -> ApiError:
+def _prompt_field(body: Sampling) -> str:
+    return "messages" if isinstance(body, ChatBody) else "prompt"
+
+
+def _too_long(num_tokens: int, shown: str, field: str, model: ServedModel) -> ApiError:
     longest = model.limits.max_model_len
     way_out = " or start the server with a larger --max-model-len" if longest < model.max_positions else ""
     return ApiError(
         400,
         f"the prompt has {shown}, which with an answer is longer than the context of {longest}; shorten it{way_out}",
-        param="messages" if isinstance(body, ChatBody) else "prompt",
+        param=field,
         code="context_length_exceeded",
         extra={"n_prompt_tokens": num_tokens, "n_ctx": model.limits.max_model_len},
     )

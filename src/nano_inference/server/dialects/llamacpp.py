@@ -22,6 +22,7 @@ from nano_inference.server.dialects.llamacpp_infill import infill_prompt
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
+from nano_inference.server.prompts import check_text_length
 from nano_inference.server.refusals import api_errors
 from nano_inference.server.translating import (
     given_fields,
@@ -147,12 +148,7 @@ def _prompts(prompt: Any, model: ServedModel) -> Any:
 
 def _tokenize_pieces(pieces: Sequence[int | str], model: ServedModel) -> list[int]:
     """Return the ids of a prompt made of ids and texts; special tokens are added only to a text in first position."""
-    num_chars = sum(len(piece) for piece in pieces if isinstance(piece, str))
-    if num_chars // model.longest_token > model.limits.max_model_len:  # encoding it would take seconds
-        limit, fewest = model.limits.max_model_len, num_chars // model.longest_token
-        message = f"the prompt is longer than the context of {limit} tokens"
-        sizes = {"n_prompt_tokens": fewest, "n_ctx": limit}
-        raise ApiError(400, message, param="prompt", code="context_length_exceeded", extra=sizes)
+    check_text_length((piece for piece in pieces if isinstance(piece, str)), "prompt", model)
     ids: list[int] = []
     with api_errors("prompt"):
         for index, piece in enumerate(pieces):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from nano_inference.server.dialects.llamacpp_body import InfillBody
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
+from nano_inference.server.prompts import check_text_length
 from nano_inference.server.refusals import api_errors
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -55,7 +56,8 @@ def infill_prompt(body: InfillBody, model: ServedModel) -> tuple[list[int], list
         raise ApiError(
             400, "input_prefix: the model has no tokens for infilling", param="input_prefix", code="unsupported_field"
         )
-    _check_length(body, model)
+    others = [one.text for one in body.input_extra or ()]
+    check_text_length([body.input_prefix, body.input_suffix, body.prompt or "", *others], "input_prefix", model)
     encode = model.tokenizer.encode
     bos = encode("", add_special=True)
     with api_errors("input_prefix"):
@@ -81,20 +83,6 @@ def _extra(body: InfillBody, fim: FimTokens, tokenizer: Tokenizer) -> list[int]:
     for file in body.input_extra:
         ids += [fim.file, *plain(f"{file.filename}\n{file.text}")]
     return [*ids, fim.file, *plain(f"{_FILE}\n")]
-
-
-def _check_length(body: InfillBody, model: ServedModel) -> None:
-    """Raise `ApiError` for texts too long for the context whatever their tokens; encoding megabytes takes seconds."""
-    texts = [body.input_prefix, body.input_suffix, body.prompt or "", *(one.text for one in body.input_extra or ())]
-    fewest, limit = sum(map(len, texts)) // model.longest_token, model.limits.max_model_len
-    if fewest > limit:
-        raise ApiError(
-            400,
-            f"the prompt is longer than the context of {limit} tokens",
-            param="input_prefix",
-            code="context_length_exceeded",
-            extra={"n_prompt_tokens": fewest, "n_ctx": limit},
-        )
 
 
 def _single(tokenizer: Tokenizer, spellings: tuple[str, ...]) -> int | None:
