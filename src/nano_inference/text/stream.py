@@ -73,7 +73,7 @@ def _take(state: StreamState, piece: bytes, *, final: bool) -> tuple[StreamState
     hit = first_stop(text, state.stops)
     if hit is not None:
         return replace(state, pending=b"", held="", stopped=hit[1]), text[: hit[0]]
-    keep = _held_back(text, state.stops)
+    keep = held_back(text, state.stops)
     return replace(state, held=text[len(text) - keep :]), text[: len(text) - keep]
 
 
@@ -83,7 +83,7 @@ def _decoded(data: bytes, final: bool) -> tuple[str, bytes]:
     return text, decoder.getstate()[0]
 
 
-def _held_back(text: str, stops: tuple[str, ...]) -> int:
+def held_back(text: str, stops: tuple[str, ...]) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of a stop string."""
     longest = max((len(stop) for stop in stops), default=0) - 1
     for length in range(min(longest, len(text)), 0, -1):

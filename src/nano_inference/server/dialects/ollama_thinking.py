@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from nano_inference.text.stream import held_back
+
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
@@ -42,7 +44,7 @@ class Thinking:
             thinking = self._trimmed(before)
             self._mark, self._held, self._drops_space = None, after, True
             return thinking
-        kept = 0 if is_end else _overlap(before)
+        kept = 0 if is_end else held_back(before, (_CLOSE,))
         self._held = before[len(before) - kept :]
         return self._trimmed(before[: len(before) - kept])
 
@@ -52,8 +54,3 @@ class Thinking:
             text = text.lstrip()
             self._drops_space = not text
         return text
-
-
-def _overlap(text: str) -> int:
-    """Return the length of the longest end of the text that begins the closing mark."""
-    return next((size for size in range(len(_CLOSE) - 1, 0, -1) if text.endswith(_CLOSE[:size])), 0)
