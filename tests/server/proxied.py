@@ -16,8 +16,9 @@ from nano_inference.server.guard import Guard
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.replicas.fleet import Fleet
+from nano_inference.server.replicas.forwarding import make_client
 from nano_inference.server.replicas.placement import Placement
-from nano_inference.server.replicas.proxy import Proxy, make_client
+from nano_inference.server.replicas.proxy import Proxy
 from nano_inference.server.replicas.supervisor import HealthCheck
 from nano_inference.server.run import Listener, bind
 from nano_inference.server.wiring import guard_policy

@@ -7,13 +7,11 @@ import socket
 from contextlib import closing
 from dataclasses import replace
 
-from nano_inference.catalog import names_path
 from nano_inference.cli.options import Common
-from nano_inference.cli.place import cache_of, fetch
+from nano_inference.cli.place import cache_of, fetch, for_any_directory
 from nano_inference.cli.spelling import Typed, error_text
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
-from nano_inference.files import exists, path_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.replicas.actors import RayCluster
@@ -45,10 +43,9 @@ def _starter(cluster: RayCluster, engine: EngineConfig, config: ServerConfig, co
     num_gpus = engine.tensor_parallel if uses_gpus else 0
     cluster.check(config.replicas, num_gpus)
     path = fetch(engine.model_path, common)
-    name = engine.model_path
-    if names_path(name) and exists(path_of(name, "model")):
-        engine = replace(engine, model_path=str(path.absolute()))
-    setup = replica_setup(engine, config, name=served_name(name, path), cache=str(cache_of(common).absolute()))
+    name = served_name(engine.model_path, path)
+    engine = replace(engine, model_path=for_any_directory(engine.model_path, path))
+    setup = replica_setup(engine, config, name=name, cache=str(cache_of(common).absolute()))
     return lambda: cluster.start(setup, num_gpus)
 
 

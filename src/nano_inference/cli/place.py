@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nano_inference.catalog import default_cache, resolve
+from nano_inference.catalog import default_cache, names_path, resolve
 from nano_inference.cli.options import Common
 from nano_inference.cli.terminal import bar
-from nano_inference.files import is_present, path_of
+from nano_inference.files import exists, is_present, path_of
 from nano_inference.loader.gguf_file import read_gguf
 from nano_inference.loader.listing import only_gguf
 from nano_inference.text.kinds import TokenizerSource
@@ -24,6 +24,11 @@ def fetch(name: str, common: Common) -> Path:
     """Return a model's path, fetching the model if it is not in the cache."""
     with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as progress:
         return resolve(name, cache_of(common), progress=progress)
+
+
+def for_any_directory(name: str, path: Path) -> str:
+    """Return a model's name for a process with another current directory: `path`, made absolute, for a local model."""
+    return str(path.absolute()) if names_path(name) and exists(path_of(name, "model")) else name
 
 
 def tokenizer_source(path: Path) -> TokenizerSource:

@@ -7,56 +7,31 @@ no effect that could happen twice. A stream that has started ends with an error 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import re
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from typing import Any
-from urllib.parse import quote
 
 import httpx2
 from starlette.types import Receive, Scope, Send
 
-from nano_inference.server.errors import ApiError, queue_full
-from nano_inference.server.events import JSON_LINES, line
-from nano_inference.server.guard import ClientGone, GuardPolicy, json_headers, read_body
-from nano_inference.server.headers import Headers
-from nano_inference.server.metrics import CONTENT_TYPE
+from nano_inference.server.errors import queue_full
+from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.replicas.fleet import Fleet
+from nano_inference.server.replicas.forwarding import (
+    forwarded_headers,
+    request_for,
+    respond,
+    respond_text,
+    return_reply,
+    while_connected,
+)
 from nano_inference.server.replicas.metrics import merge
 from nano_inference.server.replicas.placement import ANYWHERE, Placement, placement_of
 
-CONNECT_TIMEOUT_S = 5.0
-KEEP_ALIVE_S = 10.0
-"""Below the replicas' `keep_alive_timeout`, so that no request is sent on a connection that is being closed."""
-MAX_TAIL = 1 << 20
-"""Bytes of an event that are held back until it is complete."""
 _LARGE_BODY = 64 << 10
 """Bodies of more bytes are parsed in a thread."""
-_HOP_BY_HOP = frozenset(
-    {
-        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"),
-        *(b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect", b"x-request-id"),
-    }
-)
-_NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id"})
-_EVENT_END = re.compile(rb"\r?\n\r?\n")
-_LINE_END = re.compile(rb"\n")
-_LOST = "the replica that generated this answer died; send the request again"
 _SUMMED = ("server_load", "running", "waiting")
 _log = logging.getLogger("nano_inference.server")
-
-
-def make_client() -> httpx2.AsyncClient:
-    """Return the client for the replicas: no limit of connections, no proxies of the environment."""
-    return httpx2.AsyncClient(
-        timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S),
-        trust_env=False,
-        follow_redirects=False,
-    )
 
 
 class Proxy:
@@ -70,11 +45,11 @@ class Proxy:
         """Answer one request that the guard has admitted. Raises `ApiError`, `ClientGone`."""
         path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
         if is_read and path in ("/health", "/ping", "/liveness", "/ready"):
-            await _respond(send, *self._health(path))
+            await respond(send, *self._health(path))
         elif is_read and path == "/load":
-            await _respond(send, 200, await self._load(scope))
+            await respond(send, 200, await self._load(scope))
         elif is_read and path == "/metrics":
-            await _respond_text(send, await self._metrics(scope))
+            await respond_text(send, await self._metrics(scope))
         else:
             await self._forward(scope, receive, send)
 
@@ -129,24 +104,14 @@ class Proxy:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "1"})
+            raise queue_full("the server is shutting down", code="shutting_down")
         body = await read_body(receive, self._policy.max_body_bytes, self._policy.body_timeout)
         placement = ANYWHERE
         if body and len(body) > _LARGE_BODY:
             placement = await asyncio.to_thread(placement_of, scope["headers"], body)
         elif body:
             placement = placement_of(scope["headers"], body)
-        sending = asyncio.ensure_future(self._try_replicas(scope, body, placement, send))
-        leaving = asyncio.ensure_future(_until_gone(receive))
-        try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                raise ClientGone  # cancelling `sending` closes the connection, so that the replica aborts
-            sending.result()
-        finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+        await while_connected(self._try_replicas(scope, body, placement, send), receive)
 
     async def _try_replicas(self, scope: Scope, body: bytes, placement: Placement, send: Send) -> None:
         """Send the request to one replica after another until one answers with other than 503."""
@@ -163,7 +128,7 @@ class Proxy:
         """Forward to one replica; return False if another one should be tried. `is_last`: return its 503, too."""
         url = self._fleet.members[index].url
         try:
-            reply = await self._client.send(self._request(url, scope, body), stream=True)
+            reply = await self._client.send(request_for(self._client, url, scope, body), stream=True)
         except httpx2.HTTPError as error:
             if self._fleet.members[index].url == url and self._fleet.members[index].state == "ready":
                 _log.warning("replica %d at %s: %s", index, url, type(error).__name__)
@@ -172,95 +137,7 @@ class Proxy:
         try:
             if reply.status_code == 503 and not is_last:
                 return False
-            await self._return(reply, send)
+            await return_reply(reply, send)
             return True
         finally:
             await reply.aclose()
-
-    def _request(self, url: str, scope: Scope, body: bytes) -> httpx2.Request:
-        path, query = quote(scope["path"], safe="/:@!$&'()*+,;=~"), scope["query_string"].decode("latin-1")
-        target = f"{url}{path}?{query}" if query else f"{url}{path}"
-        headers = forwarded_headers(scope)
-        if not body and scope["method"] in ("GET", "HEAD"):
-            return self._client.build_request(scope["method"], target, headers=headers)
-        return self._client.build_request(scope["method"], target, headers=headers, content=body)
-
-    async def _return(self, reply: httpx2.Response, send: Send) -> None:
-        """Send a replica's response to the client."""
-        headers = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _NOT_RETURNED]
-        await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
-        kind = reply.headers.get("content-type", "")
-        if kind.startswith("text/event-stream"):
-            pieces = whole_parts(reply, _EVENT_END, lost_event())
-        elif kind.startswith(JSON_LINES.media_type):
-            pieces = whole_parts(reply, _LINE_END, lost_line())
-        else:
-            pieces = reply.aiter_raw()
-        async with aclosing(pieces) as reading:
-            async for piece in reading:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def whole_parts(reply: httpx2.Response, ending: re.Pattern[bytes], lost: bytes) -> AsyncGenerator[bytes]:
-    """Yield a stream of events or lines, each only when it is complete; if the connection breaks, end with `lost`."""
-    tail = b""
-    try:
-        async for piece in reply.aiter_raw():
-            tail += piece
-            ends = [match.end() for match in ending.finditer(tail)]
-            end = ends[-1] if ends else len(tail) if len(tail) > MAX_TAIL else 0
-            if end:
-                yield tail[:end]
-            tail = tail[end:]
-    except httpx2.HTTPError as error:
-        _log.warning("a stream was cut off: %s", type(error).__name__)
-        yield lost
-        return
-    if tail:
-        yield tail
-
-
-def lost_event() -> bytes:
-    """Return the event that ends a stream whose replica died; clients of OpenAI and Anthropic raise it."""
-    error = ApiError(500, _LOST, code="replica_died").to_dict()
-    return b"event: error\ndata: " + json.dumps({"type": "error", **error}).encode() + b"\n\n"
-
-
-def lost_line() -> bytes:
-    """Return the line that ends a stream of JSON lines whose replica died; clients of Ollama raise it."""
-    return line({"error": _LOST})
-
-
-def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return a request's headers for a replica: hop-by-hop ones left out, request id and client address added."""
-    kept: list[tuple[bytes, bytes]] = [(n, v) for n, v in scope["headers"] if n.lower() not in _HOP_BY_HOP]
-    peer = scope.get("client")
-    extra = [(b"x-request-id", scope["state"]["request_id"].encode())]
-    if peer:
-        extra.append((b"x-forwarded-for", peer[0].encode()))
-    names = {name.lower() for name, _ in kept}
-    # httpx2 adds its own values of absent headers; a replica must not compress.
-    defaults = [(name, value) for name, value in ((b"accept", b"*/*"), (b"accept-encoding", b"identity"))]
-    return [*kept, *extra, *(header for header in defaults if header[0] not in names)]
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _respond(send: Send, status: int, fields: Mapping[str, Any]) -> None:
-    body = json.dumps(fields).encode()
-    await _send_whole(send, status, json_headers(body), body)
-
-
-async def _respond_text(send: Send, body: bytes) -> None:
-    headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", b"%d" % len(body))]
-    await _send_whole(send, 200, headers, body)
-
-
-async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    with contextlib.suppress(ClientGone):
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})

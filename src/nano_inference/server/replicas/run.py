@@ -1,40 +1,30 @@
-"""The process in front of the replicas: listens, starts them, handles signals, drains and stops.
-
-Signals are those of `server.run`; SIGUSR1 starts a rolling restart.
-"""
+"""The process in front of the replicas. SIGUSR1 starts a rolling restart; other signals are those of `server.run`."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from starlette.types import Scope
+import httpx2
+from starlette.types import Receive, Scope, Send
 
 from nano_inference.config import EngineConfig
-from nano_inference.server.app import strip_root_path
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialect import error_bodies
-from nano_inference.server.guard import Guard, GuardPolicy
+from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.keys import KeyRing, load_keys
-from nano_inference.server.log import AccessRecord, log_access
-from nano_inference.server.loop_watch import LoopWatchdog
-from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.replicas.fleet import Fleet
-from nano_inference.server.replicas.proxy import Proxy, make_client
+from nano_inference.server.replicas.forwarding import make_client
+from nano_inference.server.replicas.front import serve_front
+from nano_inference.server.replicas.proxy import Proxy
 from nano_inference.server.replicas.supervisor import HealthCheck, Start, Supervisor
-from nano_inference.server.run import Listener, Shutdown, close_listener
-from nano_inference.server.wiring import guard_policy, installed_dialects
+from nano_inference.server.wiring import guard_policy
 
-_POLL_S = 0.02
 _SPARE_CONNECTIONS = 64
-_log = logging.getLogger("nano_inference.server")
 
 
 def replica_setup(engine: EngineConfig, config: ServerConfig, *, name: str, cache: str) -> dict[str, Any]:
@@ -63,6 +53,57 @@ def replica_setup(engine: EngineConfig, config: ServerConfig, *, name: str, cach
     return {"engine": engine.to_dict(), "server": own.to_dict(), "name": name, "cache": cache}
 
 
+class FleetFront:
+    """The proxy with the supervisor and the health checks of its fleet: see `front.Front`."""
+
+    def __init__(
+        self, config: ServerConfig, start: Start | None, client: httpx2.AsyncClient, policy: GuardPolicy
+    ) -> None:
+        """`start` makes a replica; None: `config.workers` run already."""
+        self._config = config
+        self._fleet = Fleet(config.replicas or len(config.workers))
+        self._proxy = Proxy(self._fleet, client, policy)
+        self._supervisor = None
+        if start is not None:
+            self._supervisor = Supervisor(self._fleet, start, drain_timeout=config.shutdown_timeout)
+        self._health = HealthCheck(self._fleet, client)
+
+    @property
+    def is_draining(self) -> bool:
+        """True: new requests are refused."""
+        return self._proxy.is_draining
+
+    @is_draining.setter
+    def is_draining(self, value: bool) -> None:
+        self._proxy.is_draining = value
+
+    @property
+    def num_open(self) -> int:
+        """Open requests of all replicas."""
+        return self._fleet.num_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._proxy(scope, receive, send)
+
+    async def open(self) -> None:
+        """Start the replicas, or take those that run. Raises `ReplicaFailed` if a replica cannot start at first."""
+        if self._supervisor is None:
+            for index, url in enumerate(self._config.workers):
+                self._fleet.set_ready(index, url)
+        else:
+            await self._supervisor.open()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._supervisor.restart_all)
+        self._health.start()
+
+    async def close(self) -> None:
+        """End the health checks and the replicas."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
+        await self._health.close()
+        if self._supervisor is not None:
+            await self._supervisor.close()
+
+
 async def serve_fleet(
     config: ServerConfig,
     listening: socket.socket,
@@ -75,81 +116,10 @@ async def serve_fleet(
 
     Raises `ReplicaFailed` if a replica cannot start at first.
     """
-    fleet = Fleet(config.replicas or len(config.workers))
     policy = guard_policy(config, KeyRing.of(load_keys(config)))
-    shutdown, loop = Shutdown(), asyncio.get_running_loop()
-    watchdog = LoopWatchdog(loop).start()
-    shutdown.handle_signals(loop)
     async with make_client() as client:
-        proxy = Proxy(fleet, client, policy)
-        guard = Guard(proxy, policy, log_response, error_bodies(installed_dialects()))
-        listener = Listener(uvicorn_config(strip_root_path(config.root_path, guard), config, policy))
-        serving = loop.create_task(listener.serve(sockets=[listening]))
-        serving.add_done_callback(lambda _: shutdown.requested.set())  # a failed listener ends the process
-        supervisor = Supervisor(fleet, start, drain_timeout=config.shutdown_timeout) if start is not None else None
-        health = HealthCheck(fleet, client)
-        try:
-            on_listening()
-            if await _open(fleet, supervisor, config, shutdown):
-                health.start()
-                if supervisor is not None:
-                    loop.add_signal_handler(signal.SIGUSR1, supervisor.restart_all)
-                on_ready()
-                await shutdown.requested.wait()
-            await _drain(proxy, fleet, shutdown, config.shutdown_timeout)
-        finally:
-            loop.remove_signal_handler(signal.SIGUSR1)
-            await health.close()
-            await close_listener(listener, serving)
-            if supervisor is not None:
-                await supervisor.close()
-            watchdog.close()
-    return 0
-
-
-async def _open(fleet: Fleet, supervisor: Supervisor | None, config: ServerConfig, shutdown: Shutdown) -> bool:
-    """Start the replicas, or take those that run; return False if shutdown was requested first."""
-    if supervisor is None:
-        for index, url in enumerate(config.workers):
-            fleet.set_ready(index, url)
-        return True
-    opening = asyncio.ensure_future(supervisor.open())
-    requested = asyncio.ensure_future(shutdown.requested.wait())
-    await asyncio.wait({opening, requested}, return_when=asyncio.FIRST_COMPLETED)
-    requested.cancel()
-    if not opening.done():
-        opening.cancel()
-        return False
-    opening.result()
-    return True
-
-
-async def _drain(proxy: Proxy, fleet: Fleet, shutdown: Shutdown, timeout: float) -> None:
-    """Refuse new requests; wait up to `timeout` seconds for open ones."""
-    proxy.is_draining = True
-    deadline = time.monotonic() + timeout
-    while fleet.num_open and not shutdown.forced.is_set() and time.monotonic() < deadline:
-        await asyncio.sleep(_POLL_S)
-    if fleet.num_open:
-        _log.warning("%d open requests are aborted", fleet.num_open)
-
-
-def log_response(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
-    """Log a finished request."""
-    log_access(
-        AccessRecord(
-            ts=time.time(),
-            level="error" if status is not None and status >= 500 else "info",
-            request_id=scope["state"].get("request_id"),
-            method=scope["method"],
-            path=scope["path"],
-            status=status,
-            total_ms=seconds * 1e3,
-            client_abort=True if status is None else None,
-            error_type=None if error is None else getattr(error, "type", type(error).__name__),
-            error_code=getattr(error, "code", None),
-        )
-    )
+        front = FleetFront(config, start, client, policy)
+        return await serve_front(config, listening, front, policy, on_listening=on_listening, on_ready=on_ready)
 
 
 def check_remote(config: ServerConfig, policy: GuardPolicy) -> None:

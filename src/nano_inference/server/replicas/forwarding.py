@@ -1,0 +1,159 @@
+"""Forwarding of requests to other servers over HTTP, and of their responses to the client.
+
+A stream whose server dies ends with an error event; everything else is passed on as it arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import aclosing
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+from starlette.types import Receive, Scope, Send
+
+from nano_inference.server.errors import ApiError
+from nano_inference.server.events import JSON_LINES, line
+from nano_inference.server.guard import ClientGone, json_headers
+from nano_inference.server.headers import Headers
+from nano_inference.server.metrics import CONTENT_TYPE
+
+CONNECT_TIMEOUT_S = 5.0
+KEEP_ALIVE_S = 10.0
+"""Below the servers' `keep_alive_timeout`, so that no request is sent on a connection that is being closed."""
+MAX_TAIL = 1 << 20
+"""Bytes of an event that are held back until it is complete."""
+_HOP_BY_HOP = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"),
+        *(b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect", b"x-request-id"),
+    }
+)
+_NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id"})
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+_LINE_END = re.compile(rb"\n")
+_LOST = "the replica that generated this answer died; send the request again"
+_log = logging.getLogger("nano_inference.server")
+
+
+def make_client() -> httpx2.AsyncClient:
+    """Return the client for the servers: no limit of connections, no proxies of the environment."""
+    return httpx2.AsyncClient(
+        timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S),
+        trust_env=False,
+        follow_redirects=False,
+    )
+
+
+def request_for(client: httpx2.AsyncClient, url: str, scope: Scope, body: bytes) -> httpx2.Request:
+    """Return a client's request, addressed to the server at `url`."""
+    path, query = quote(scope["path"], safe="/:@!$&'()*+,;=~"), scope["query_string"].decode("latin-1")
+    target = f"{url}{path}?{query}" if query else f"{url}{path}"
+    headers = forwarded_headers(scope)
+    if not body and scope["method"] in ("GET", "HEAD"):
+        return client.build_request(scope["method"], target, headers=headers)
+    return client.build_request(scope["method"], target, headers=headers, content=body)
+
+
+async def return_reply(reply: httpx2.Response, send: Send) -> None:
+    """Send a server's response to the client."""
+    headers = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _NOT_RETURNED]
+    await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
+    kind = reply.headers.get("content-type", "")
+    if kind.startswith("text/event-stream"):
+        pieces = whole_parts(reply, _EVENT_END, lost_event())
+    elif kind.startswith(JSON_LINES.media_type):
+        pieces = whole_parts(reply, _LINE_END, lost_line())
+    else:
+        pieces = reply.aiter_raw()
+    async with aclosing(pieces) as reading:
+        async for piece in reading:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def while_connected(sending: Awaitable[None], receive: Receive) -> None:
+    """Run `sending` until it ends. Raises `ClientGone` if the client leaves first, which cancels it."""
+    task, leaving = asyncio.ensure_future(sending), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone  # cancelling it closes the connection, so that the server aborts
+        task.result()
+    finally:
+        for one in (task, leaving):
+            one.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def whole_parts(reply: httpx2.Response, ending: re.Pattern[bytes], lost: bytes) -> AsyncGenerator[bytes]:
+    """Yield a stream of events or lines, each only when it is complete; if the connection breaks, end with `lost`."""
+    tail = b""
+    try:
+        async for piece in reply.aiter_raw():
+            tail += piece
+            ends = [match.end() for match in ending.finditer(tail)]
+            end = ends[-1] if ends else len(tail) if len(tail) > MAX_TAIL else 0
+            if end:
+                yield tail[:end]
+            tail = tail[end:]
+    except httpx2.HTTPError as error:
+        _log.warning("a stream was cut off: %s", type(error).__name__)
+        yield lost
+        return
+    if tail:
+        yield tail
+
+
+def lost_event() -> bytes:
+    """Return the event that ends a stream whose server died; clients of OpenAI and Anthropic raise it."""
+    error = ApiError(500, _LOST, code="replica_died").to_dict()
+    return b"event: error\ndata: " + json.dumps({"type": "error", **error}).encode() + b"\n\n"
+
+
+def lost_line() -> bytes:
+    """Return the line that ends a stream of JSON lines whose server died; clients of Ollama raise it."""
+    return line({"error": _LOST})
+
+
+def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Return a request's headers for a server: hop-by-hop ones left out, request id and client address added."""
+    kept: list[tuple[bytes, bytes]] = [(n, v) for n, v in scope["headers"] if n.lower() not in _HOP_BY_HOP]
+    peer = scope.get("client")
+    extra = [(b"x-request-id", scope["state"]["request_id"].encode())]
+    if peer:
+        extra.append((b"x-forwarded-for", peer[0].encode()))
+    names = {name.lower() for name, _ in kept}
+    # httpx2 adds its own values of absent headers; a replica must not compress.
+    defaults = [(name, value) for name, value in ((b"accept", b"*/*"), (b"accept-encoding", b"identity"))]
+    return [*kept, *extra, *(header for header in defaults if header[0] not in names)]
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def respond(send: Send, status: int, fields: Mapping[str, Any]) -> None:
+    """Send an object as the whole response."""
+    body = json.dumps(fields).encode()
+    await _send_whole(send, status, json_headers(body), body)
+
+
+async def respond_text(send: Send, body: bytes) -> None:
+    """Send metrics as the whole response."""
+    headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", b"%d" % len(body))]
+    await _send_whole(send, 200, headers, body)
+
+
+async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    with contextlib.suppress(ClientGone):
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,118 @@
+"""`serve_front`: listens for an application that forwards to other servers, handles signals, drains and stops.
+
+Signals are those of `server.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from nano_inference.server.app import strip_root_path
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.dialect import error_bodies
+from nano_inference.server.guard import Guard, GuardPolicy
+from nano_inference.server.log import AccessRecord, log_access
+from nano_inference.server.loop_watch import LoopWatchdog
+from nano_inference.server.protocol import uvicorn_config
+from nano_inference.server.run import Listener, Shutdown, close_listener
+from nano_inference.server.wiring import installed_dialects
+
+_POLL_S = 0.02
+_log = logging.getLogger("nano_inference.server")
+
+
+class Front(Protocol):
+    """An ASGI application that forwards requests to servers which it owns."""
+
+    is_draining: bool
+    """True: it refuses new requests."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def open(self) -> None:
+        """Start the servers; return when they accept requests. May be cancelled."""
+
+    async def close(self) -> None:
+        """End the servers."""
+
+
+async def serve_front(
+    config: ServerConfig,
+    listening: socket.socket,
+    front: Front,
+    policy: GuardPolicy,
+    *,
+    on_listening: Callable[[], None],
+    on_ready: Callable[[], None],
+) -> int:
+    """Serve until a signal; return 0. Raises what `front.open` raises."""
+    shutdown, loop = Shutdown(), asyncio.get_running_loop()
+    watchdog = LoopWatchdog(loop).start()
+    shutdown.handle_signals(loop)
+    guard = Guard(front, policy, log_response, error_bodies(installed_dialects()))
+    listener = Listener(uvicorn_config(strip_root_path(config.root_path, guard), config, policy))
+    serving = loop.create_task(listener.serve(sockets=[listening]))
+    serving.add_done_callback(lambda _: shutdown.requested.set())  # a failed listener ends the process
+    try:
+        on_listening()
+        if await _open(front, shutdown):
+            on_ready()
+            await shutdown.requested.wait()
+        await _drain(front, shutdown, config.shutdown_timeout)
+    finally:
+        await close_listener(listener, serving)
+        await front.close()
+        watchdog.close()
+    return 0
+
+
+async def _open(front: Front, shutdown: Shutdown) -> bool:
+    """Start the servers; return False if shutdown was requested first."""
+    opening = asyncio.ensure_future(front.open())
+    requested = asyncio.ensure_future(shutdown.requested.wait())
+    await asyncio.wait({opening, requested}, return_when=asyncio.FIRST_COMPLETED)
+    requested.cancel()
+    if not opening.done():
+        opening.cancel()
+        return False
+    opening.result()
+    return True
+
+
+async def _drain(front: Front, shutdown: Shutdown, timeout: float) -> None:
+    """Refuse new requests; wait up to `timeout` seconds for open ones."""
+    front.is_draining = True
+    deadline = time.monotonic() + timeout
+    while front.num_open and not shutdown.forced.is_set() and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_S)
+    if front.num_open:
+        _log.warning("%d open requests are aborted", front.num_open)
+
+
+def log_response(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
+    """Log a finished request."""
+    log_access(
+        AccessRecord(
+            ts=time.time(),
+            level="error" if status is not None and status >= 500 else "info",
+            request_id=scope["state"].get("request_id"),
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            total_ms=seconds * 1e3,
+            client_abort=True if status is None else None,
+            error_type=None if error is None else getattr(error, "type", type(error).__name__),
+            error_code=getattr(error, "code", None),
+        )
+    )
