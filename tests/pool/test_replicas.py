@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,63 +19,14 @@ import httpx2
 import openai
 import pytest
 
+from tests.server.served import PATIENCE, Process
 from tests.server.tiny import make_tiny
 
-PATIENCE = 120.0
 KEYS = re.compile(r"replica (\d) accepts requests at \S+, process (\d+)")
 TOOL: Any = {
     "type": "function",
     "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"word": {"type": "string"}}}},
 }
-
-
-class Process:
-    """A server process; a thread reads its stderr."""
-
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "nano_inference", "serve", *arguments]
-        self._popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
-        self._lines: list[str] = []
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._popen.stderr is not None
-        with self._popen.stderr as stream:
-            for line in stream:
-                with self._news:
-                    self._lines.append(line)
-                    self._news.notify_all()
-        with self._news:
-            self._lines.append("")
-            self._news.notify_all()
-
-    def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """Return all matches in stderr when there are `count`."""
-        expression = re.compile(pattern)
-        with self._news:
-            found: list[re.Match[str]] = []
-
-            def has_come() -> bool:
-                found[:] = [match for line in self._lines if (match := expression.search(line))]
-                return len(found) >= count or self._lines[-1:] == [""]
-
-            assert self._news.wait_for(has_come, PATIENCE), self._lines
-            assert len(found) >= count, self._lines
-            return found
-
-    def signal(self, number: signal.Signals) -> None:
-        self._popen.send_signal(number)
-
-    def end(self) -> int:
-        """Request shutdown and return the exit code."""
-        self._popen.send_signal(signal.SIGTERM)
-        try:
-            return self._popen.wait(PATIENCE)
-        finally:
-            self._popen.kill()
-            self._reader.join(PATIENCE)
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,11 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed
 
         with bind(config) as listening:
             return listen_for_fleet(engine, config, common, typed, listening)
+    if config.further_model:
+        from nano_inference.cli.several import listen as listen_for_models
+
+        with bind(config) as listening:
+            return listen_for_models(engine, config, common, typed, listening)
     with bind(config) as listening:
         return listen(engine, config, common, typed, listening)
 

@@ -10,7 +10,7 @@ from cyclopts import App, Argument, ArgumentCollection, Token
 from nano_inference.cli.arguments import options_of
 from nano_inference.types import BadRequest
 
-SIZES = ("kv_cache_bytes", "max_body_bytes", "max_stored_bytes")
+SIZES = ("kv_cache_bytes", "max_body_bytes", "max_stored_bytes", "models_memory")
 """Fields in bytes."""
 UNITS: Mapping[str, int] = (
     {"": 1, "b": 1}

@@ -162,6 +162,20 @@ class ServerConfig:
         (), "URL of a running server to send requests to, or several with commas; no model is loaded; may be repeated"
     )
 
+    further_model: tuple[str, ...] = helped(
+        (),
+        "model, in the form of --model or as NAME=PATH, that is loaded when a request names it; may be repeated",
+    )
+    models_memory: int | None = helped(
+        None,
+        "most memory of loaded models, in bytes or as 12GiB; the least recently used ones are unloaded (default: 80% "
+        "of what is free at the start)",
+        integer(1),
+    )
+    max_loaded_models: int | None = helped(
+        None, "most models loaded at the same time (default: as many as the memory allows)", integer(1)
+    )
+
     log_requests: bool = helped(True, "JSON on stderr: a line for every finished request, and for every warning")
 
     def __post_init__(self) -> None:
@@ -174,12 +188,21 @@ class ServerConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, with_rl if self.enable_rl else default)
         check_fields(self)
-        for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin", "trusted_proxy"):
+        for name in (
+            "further_model",
+            "served_model_name",
+            "api_key",
+            "admin_key",
+            "allowed_host",
+            "cors_origin",
+            "trusted_proxy",
+        ):
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
         object.__setattr__(self, "workers", worker_urls(checked_texts("workers", self.workers)))
         self._check_template()
         self._check_rl()
         self._check_fleet()
+        self._check_models()
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
 
@@ -207,6 +230,20 @@ class ServerConfig:
         for name in ("replicas", "workers"):
             if getattr(self, name) and self.enable_rl:
                 raise ValueError(f"{name}: routes for trainers need one engine; a RolloutPool updates several")
+
+    def _check_models(self) -> None:
+        if not self.further_model:
+            for name in ("models_memory", "max_loaded_models"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is for several models: it needs further_model")
+            return
+        for name in ("chat_template", "chat_template_file"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} belongs to one model: it cannot be set with further_model")
+        if self.replicas is not None or self.workers:
+            raise ValueError("further_model cannot be used with replicas or workers, which serve one model")
+        if self.enable_rl:
+            raise ValueError("further_model: routes for trainers need a server of one model")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""

@@ -6,7 +6,8 @@ An installed package adds a dialect by an entry point in the group `nano_inferen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +39,20 @@ class Occupancy:
     num_running: int
     max_running: int
     """Limit of `num_running`; 0 until the model is loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloadedModel:
+    """One of several models of a server, which is not loaded."""
+
+    names: tuple[str, ...]
+    file_bytes: int
+    created: int
+    """Time of the server's start, seconds since 1970."""
+
+
+OfModels = Callable[[Sequence[JSON], Sequence[UnloadedModel]], JSON]
+"""Returns one reply of (the replies of the loaded models, the other models)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +95,8 @@ class Describing:
     path: str
     describe: Callable[[ServedModel, Occupancy], JSON]
     summary: str
+    of_models: OfModels | None = None
+    """Returns the reply of a server with several models; None: the reply is about one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +153,18 @@ def gets(dialects: Mapping[str, Dialect]) -> Iterator[Describing | Probing]:
     for dialect in dialects.values():
         yield from dialect.describing
         yield from dialect.probing
+
+
+def listings(dialects: Mapping[str, Dialect]) -> dict[str, OfModels]:
+    """Return path -> `of_models` of the GET routes that list models."""
+    routes = (route for dialect in dialects.values() for route in dialect.describing)
+    return {route.path: route.of_models for route in routes if route.of_models is not None}
+
+
+def stored_paths(dialects: Mapping[str, Dialect]) -> tuple[re.Pattern[str], ...]:
+    """Return expressions that match the paths of stored replies."""
+    paths = {route.path for dialect in dialects.values() for route in dialect.recalling}
+    return tuple(re.compile(re.escape(path).replace(r"\{id\}", "[^/]+")) for path in sorted(paths))
 
 
 def error_bodies(dialects: Mapping[str, Dialect]) -> dict[str, ErrorBody]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,8 @@ from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import MODELS_OWN, SamplingParams
 
+OWNER = "nano-inference"
+"""`owned_by` of the models in GET /v1/models."""
 _PLAIN = SamplingParams()
 
 
@@ -66,10 +68,7 @@ class ServedModel:
             return self.name
         if self.any_name or tagged(asked) in map(tagged, self.names):
             return asked
-        known = ", ".join(self.names)
-        raise ApiError(
-            404, f"the model {asked[:200]!r} does not exist; served: {known}", param="model", code="model_not_found"
-        )
+        raise unknown_model(asked, self.names)
 
     def card(self, name: str) -> dict[str, Any]:
         """Return the /v1/models entry of one of the names."""
@@ -77,7 +76,7 @@ class ServedModel:
             "id": name,
             "object": "model",
             "created": self.created,
-            "owned_by": "nano-inference",
+            "owned_by": OWNER,
             "root": self.name,
             "parent": None if name == self.name else self.name,
             "max_model_len": self.limits.max_model_len,
@@ -85,6 +84,14 @@ class ServedModel:
             "calculator": self.calculates,
             "chat_defaults": dict(self.chat_defaults.sampling),
         }
+
+
+def unknown_model(asked: str, names: Sequence[str]) -> ApiError:
+    """Return the 404 of a request for a model that is not served; `names` are those that are."""
+    known = ", ".join(names)
+    return ApiError(
+        404, f"the model {asked[:200]!r} does not exist; served: {known}", param="model", code="model_not_found"
+    )
 
 
 def tagged(name: str) -> str:

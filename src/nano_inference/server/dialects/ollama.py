@@ -30,7 +30,7 @@ from nano_inference.server.dialects.ollama_body import (
     OllamaTextBody,
 )
 from nano_inference.server.dialects.ollama_embed import embed_call, embeddings_call
-from nano_inference.server.dialects.ollama_models import ps, show, tags, version
+from nano_inference.server.dialects.ollama_models import ps, ps_of_models, show, tags, tags_of_models, version
 from nano_inference.server.dialects.ollama_reply import OllamaReply, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import JSON_LINES
@@ -242,8 +242,15 @@ DIALECT = Dialect(
         Converting(path="/api/show", body=OllamaShowBody, work=show, summary="Describe a model; Ollama's form."),
     ),
     describing=(
-        Describing(path="/api/tags", describe=tags, summary="List the model's names; Ollama's form."),
-        Describing(path="/api/ps", describe=ps, summary="List the loaded models; Ollama's form."),
+        Describing(
+            path="/api/tags",
+            describe=tags,
+            of_models=tags_of_models,
+            summary="List the model's names; Ollama's form.",
+        ),
+        Describing(
+            path="/api/ps", describe=ps, of_models=ps_of_models, summary="List the loaded models; Ollama's form."
+        ),
         Describing(path="/api/version", describe=version, summary="Return the version of Ollama's API."),
     ),
     error_body=error_body,

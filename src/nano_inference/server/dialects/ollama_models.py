@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 
 from nano_inference.server.call import JSON
-from nano_inference.server.dialect import Occupancy
+from nano_inference.server.dialect import Occupancy, UnloadedModel
 from nano_inference.server.dialects.ollama_body import OllamaShowBody
 from nano_inference.server.model import ServedModel, tagged
 from nano_inference.server.translating import refuse_foreign
@@ -22,6 +23,17 @@ _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 def tags(model: ServedModel, occupancy: Occupancy) -> JSON:
     """Return the reply of GET /api/tags: every name of the model, with its tag."""
     return {"models": [_entry(name, model) for name in model.names]}
+
+
+def tags_of_models(replies: Sequence[JSON], unloaded: Sequence[UnloadedModel]) -> JSON:
+    """Return the reply of GET /api/tags of several models. Of those that are not loaded, only the size is known."""
+    entries = [entry for reply in replies for entry in reply["models"]]
+    return {"models": [*entries, *(_unloaded(name, model) for model in unloaded for name in model.names)]}
+
+
+def ps_of_models(replies: Sequence[JSON], unloaded: Sequence[UnloadedModel]) -> JSON:
+    """Return the reply of GET /api/ps of several models: the loaded ones."""
+    return {"models": [entry for reply in replies for entry in reply["models"]]}
 
 
 def ps(model: ServedModel, occupancy: Occupancy) -> JSON:
@@ -86,6 +98,19 @@ def _entry(name: str, model: ServedModel) -> JSON:
     }
 
 
+def _unloaded(name: str, model: UnloadedModel) -> JSON:
+    shown = tagged(name)
+    details: JSON = {"parent_model": "", "format": "", "family": "", "families": []}
+    return {
+        "name": shown,
+        "model": shown,
+        "modified_at": _time(model),
+        "size": model.file_bytes,
+        "digest": sha256(f"{model.names[0]} {model.created}".encode()).hexdigest(),
+        "details": {**details, "parameter_size": "", "quantization_level": ""},
+    }
+
+
 def _details(model: ServedModel) -> JSON:
     family = _family(model)
     count = model.facts.get("parameters") or 0
@@ -104,5 +129,5 @@ def _family(model: ServedModel) -> str:
     return str(model.facts.get("architecture") or "unknown")
 
 
-def _time(model: ServedModel) -> str:
+def _time(model: ServedModel | UnloadedModel) -> str:
     return datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,304 @@
+"""`ModelsFront`: the ASGI application in front of the models. It forwards each request to the server of its model.
+
+The model is that of the body's field `model`, or of the query's parameter `model`. A POST without one goes to the
+default model. A GET without one goes to any loaded model, preferably the default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qs
+
+import httpx2
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from pydantic_core import from_json
+from starlette.types import Receive, Scope, Send
+
+from nano_inference.server.dialect import Dialect, UnloadedModel, listings, stored_paths
+from nano_inference.server.errors import queue_full
+from nano_inference.server.guard import GuardPolicy, read_body
+from nano_inference.server.model import OWNER, unknown_model
+from nano_inference.server.replicas.forwarding import (
+    forwarded_headers,
+    request_for,
+    respond,
+    respond_text,
+    return_reply,
+    while_connected,
+)
+from nano_inference.server.replicas.metrics import merge
+from nano_inference.server.several.models import HostedModel, ModelEntry, Models
+
+LOAD_PATH, UNLOAD_PATH = "/models/load", "/models/unload"
+OK, NOT_FOUND = 200, 404
+_LARGE_BODY = 64 << 10
+"""Bodies of more bytes are parsed in a thread."""
+_DESCRIBE_TIMEOUT_S = 10.0
+_SUMMED = ("server_load", "running", "waiting")
+_MODEL_NAMES = ("model", "name")
+"""Fields with a model's name; Ollama's clients still send the second one."""
+
+
+class ModelsFront:
+    """Forwards to the servers of `Models`: see `replicas.front.Front`."""
+
+    def __init__(
+        self,
+        models: Models,
+        client: httpx2.AsyncClient,
+        policy: GuardPolicy,
+        dialects: Mapping[str, Dialect],
+        *,
+        any_model: bool,
+        load_timeout: float,
+    ) -> None:
+        """`any_model`: unknown names mean the default model. `load_timeout`: seconds that a request waits for one."""
+        self.models = models
+        self.is_draining = False
+        self._client, self._policy = client, policy
+        self._any_model, self._load_timeout = any_model, load_timeout
+        self._stored = stored_paths(dialects)
+        self._gets: dict[str, Callable[[Scope, Send], Awaitable[None]]] = {
+            **dict.fromkeys(("/health", "/ping", "/liveness", "/ready"), self._health),
+            **dict.fromkeys(("/v1/models", "/v1/models/", "/models"), self._cards),
+            "/load": self._load,
+            "/metrics": self._metrics,
+            "/info": self._info,
+        }
+        self._listings = listings(dialects)
+        self._started = int(time.time())
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are answered, or wait for a model."""
+        return self.models.num_open
+
+    async def open(self) -> None:
+        """Load the default model. Raises `ReplicaFailed`."""
+        await self.models.open()
+
+    async def close(self) -> None:
+        """End all models."""
+        await self.models.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request that the guard has admitted. Raises `ApiError`, `ClientGone`."""
+        path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
+        if is_read and path in self._gets:
+            await self._gets[path](scope, send)
+        elif is_read and path in self._listings:
+            await self._listing(scope, send)
+        elif is_read and path.startswith(("/v1/models/", "/models/")):
+            await self._card(scope, send)
+        elif self.is_draining:
+            raise queue_full("the server is shutting down", code="shutting_down")
+        else:
+            body = await read_body(receive, self._policy.max_body_bytes, self._policy.body_timeout)
+            await while_connected(self._answer(scope, body, send), receive)
+
+    # ---- one model --------------------------------------------------------------------------------------------------
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        if any(pattern.fullmatch(scope["path"]) for pattern in self._stored):
+            await self._forward_stored(scope, body, send)
+            return
+        model = await self._model_of(scope, body)
+        if scope["method"] == "POST" and scope["path"] in (LOAD_PATH, UNLOAD_PATH):
+            await self._switch(scope["path"], model, send)
+        else:
+            await self._forward(model, scope, body, send)
+
+    async def _model_of(self, scope: Scope, body: bytes) -> HostedModel:
+        """Return the model of a request. Raises `ApiError` 404 for an unknown name."""
+        if not body:
+            return self._asked(scope) or self._any()
+        fields = await asyncio.to_thread(object_of, body) if len(body) > _LARGE_BODY else object_of(body)
+        if fields is None:
+            return self._any()  # its error does not depend on the model
+        return self._named(fields) or self._asked(scope) or self.models.default
+
+    def _asked(self, scope: Scope) -> HostedModel | None:
+        """Return the model of the query, if any."""
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        return self._named({"model": query["model"][-1]}) if "model" in query else None
+
+    def _any(self) -> HostedModel:
+        loaded = self.models.loaded
+        return self.models.default if self.models.default in loaded or not loaded else loaded[0]
+
+    def _named(self, fields: Mapping[str, Any]) -> HostedModel | None:
+        name = next((fields[one] for one in _MODEL_NAMES if fields.get(one)), None)
+        if not isinstance(name, str):
+            return None  # absent, or of a type that the model's server refuses
+        found = self.models.find(name)
+        if found is None and not self._any_model:
+            raise unknown_model(name, [one for hosted in self.models.hosted for one in hosted.entry.names])
+        return found
+
+    async def _forward(self, model: HostedModel, scope: Scope, body: bytes, send: Send) -> None:
+        """Forward a request; once more if the server died before it sent a byte."""
+        for is_last in (False, True):
+            async with self.models.use(model, self._load_timeout) as url:
+                try:
+                    reply = await self._client.send(request_for(self._client, url, scope, body), stream=True)
+                except httpx2.HTTPError:
+                    self.models.report_lost(model, url)
+                    if is_last:
+                        raise queue_full(f"the server of {model.entry.name} died", code="model_died") from None
+                    continue
+                try:
+                    await return_reply(reply, send)
+                finally:
+                    await reply.aclose()
+                return
+
+    async def _forward_stored(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Ask the loaded models one after another for a stored reply, since its id does not name its model."""
+        models = self.models.loaded or [self.models.default]
+        for model in models:
+            async with self.models.use(model, self._load_timeout) as url:
+                try:
+                    reply = await self._client.send(request_for(self._client, url, scope, body), stream=True)
+                except httpx2.HTTPError:
+                    self.models.report_lost(model, url)
+                    continue
+                try:
+                    if reply.status_code != NOT_FOUND or model is models[-1]:
+                        await return_reply(reply, send)
+                        return
+                finally:
+                    await reply.aclose()
+        raise queue_full("the servers of the loaded models died", code="model_died")
+
+    async def _switch(self, path: str, model: HostedModel, send: Send) -> None:
+        """Load or unload a model as llama.cpp's router does."""
+        if path == UNLOAD_PATH:
+            await self.models.unload(model)
+        else:
+            async with self.models.use(model, self._load_timeout):
+                pass
+        await respond(send, 200, {"success": True, "model": model.entry.name, "status": {"value": model.state}})
+
+    # ---- all models -------------------------------------------------------------------------------------------------
+
+    async def _health(self, scope: Scope, send: Send) -> None:
+        """Send 200 once the default model was loaded: the others are loaded by requests."""
+        is_loading = self.models.default.state == "loading" and not self.models.default.last_used
+        status = "draining" if self.is_draining else "loading" if is_loading else "ok"
+        accepts = status == "ok" or (status == "draining" and scope["path"] != "/ready")
+        await respond(send, 200 if accepts else 503, {"status": status, "models": self._states()})
+
+    def _states(self) -> list[dict[str, Any]]:
+        return [
+            {"id": one.entry.name, "state": one.state, "open": one.num_open, "waiting": one.num_waiting}
+            for one in self.models.hosted
+        ]
+
+    async def _cards(self, scope: Scope, send: Send) -> None:
+        """Send the list of models: those of loaded ones from their servers, with each one's state."""
+        await respond(send, 200, {"object": "list", "data": await self._all_cards(scope)})
+
+    async def _card(self, scope: Scope, send: Send) -> None:
+        """Send one model's card; with `load=true` in the query, after loading it: only then are its limits known."""
+        name = scope["path"].partition("models/")[2]
+        found = self._named({"model": name}) or self.models.default
+        if parse_qs(scope["query_string"].decode("latin-1")).get("load") == ["true"]:
+            async with self.models.use(found, self._load_timeout):
+                pass
+        cards = [card for card in await self._all_cards(scope) if card["id"] in found.entry.names]
+        await respond(send, 200, next((one for one in cards if one["id"] == name), cards[0]))
+
+    async def _all_cards(self, scope: Scope) -> list[dict[str, Any]]:
+        replies = await self._fetch_all(scope, "/v1/models")
+        cards: list[dict[str, Any]] = []
+        for index, model in enumerate(self.models.hosted):
+            own = json.loads(replies[index])["data"] if index in replies else unloaded_cards(model.entry, self._started)
+            cards += [{**card, "status": {"value": model.state}} for card in own]
+        return cards
+
+    async def _listing(self, scope: Scope, send: Send) -> None:
+        """Send what a dialect lists of the models."""
+        replies = await self._fetch_all(scope, scope["path"])
+        unloaded = [
+            UnloadedModel(names=one.entry.names, file_bytes=one.entry.file_bytes, created=self._started)
+            for index, one in enumerate(self.models.hosted)
+            if index not in replies
+        ]
+        await respond(send, 200, self._listings[scope["path"]]([json.loads(one) for one in replies.values()], unloaded))
+
+    async def _info(self, scope: Scope, send: Send) -> None:
+        """Send GET /info of the model in the query, or of a loaded one, with all models' states."""
+        model = self._asked(scope) or self._any()
+        async with self.models.use(model, self._load_timeout) as url:
+            headers = forwarded_headers(scope)
+            try:
+                reply = await self._client.get(f"{url}/info", headers=headers, timeout=_DESCRIBE_TIMEOUT_S)
+            except httpx2.HTTPError:
+                self.models.report_lost(model, url)
+                raise queue_full(f"the server of {model.entry.name} does not answer", code="model_died") from None
+        await respond(send, reply.status_code, {**reply.json(), "models": self._states()})
+
+    async def _load(self, scope: Scope, send: Send) -> None:
+        found = [json.loads(text) for text in (await self._fetch_all(scope, "/load")).values()]
+        await respond(send, 200, {name: sum(int(one.get(name, 0)) for one in found) for name in _SUMMED})
+
+    async def _metrics(self, scope: Scope, send: Send) -> None:
+        texts = await self._fetch_all(scope, "/metrics")
+        await respond_text(send, (own_metrics(self.models.hosted) + merge(texts)).encode())
+
+    async def _fetch_all(self, scope: Scope, path: str) -> dict[int, str]:
+        """GET a path from all loaded models with the client's key; return index -> text of those that answer."""
+        headers = forwarded_headers(scope)
+
+        async def fetch(model: HostedModel) -> str | None:
+            try:
+                reply = await self._client.get(f"{model.url}{path}", headers=headers, timeout=_DESCRIBE_TIMEOUT_S)
+            except httpx2.HTTPError:
+                return None
+            return reply.text if reply.status_code == OK else None
+
+        loaded = {index: one for index, one in enumerate(self.models.hosted) if one.state == "loaded"}
+        texts = await asyncio.gather(*map(fetch, loaded.values()))
+        return {index: text for index, text in zip(loaded, texts, strict=True) if text is not None}
+
+
+def object_of(body: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a body; None if it is not one."""
+    try:
+        value = from_json(body)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def unloaded_cards(entry: ModelEntry, created: int) -> list[dict[str, Any]]:
+    """Return the /v1/models entries of a model that is not loaded: what is known without its files."""
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": OWNER,
+            "root": entry.name,
+            "parent": None if name == entry.name else entry.name,
+        }
+        for name in entry.names
+    ]
+
+
+def own_metrics(hosted: Sequence[HostedModel]) -> str:
+    """Return the front's metrics as Prometheus text: which models are loaded, and their memory."""
+    registry = CollectorRegistry()
+    loaded = Gauge("nano_inference_model_loaded", "1 if the model is loaded.", ["model_name"], registry=registry)
+    memory = Gauge(
+        "nano_inference_model_resident_bytes", "Memory of the model's processes.", ["model_name"], registry=registry
+    )
+    for one in hosted:
+        is_loaded = one.state == "loaded"
+        loaded.labels(one.entry.name).set(is_loaded)
+        memory.labels(one.entry.name).set(one.num_bytes if is_loaded else 0)
+    return generate_latest(registry).decode()

@@ -1,0 +1,247 @@
+"""Which models are loaded and unloaded when: `Models` with servers that the test controls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from nano_inference.server.errors import ApiError
+from nano_inference.server.replicas.child import ReplicaFailed
+from nano_inference.server.several.models import HostedModel, MemoryLimits, ModelEntry, Models
+
+PATIENCE = 20.0
+
+
+class ScriptedServer:
+    """A server whose loading, memory and end the test decides."""
+
+    def __init__(self, name: str, errors: list[str], size: int) -> None:
+        self.name, self.size, self.pid = name, size, 1
+        self._errors = errors
+        self.may_load = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.was_stopped = False
+
+    async def ready(self) -> str:
+        await self.may_load.wait()
+        if self._errors:
+            raise ReplicaFailed(self._errors.pop(0))
+        return f"http://{self.name}"
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        return 0 if self.was_stopped else -9
+
+    async def memory(self) -> int:
+        return self.size
+
+    async def stop(self, timeout: float) -> None:
+        self.was_stopped = True
+        self.ended.set()
+
+
+class World:
+    """Models a, b, c, ... with files of 1 byte, and their servers in the order in which they were started."""
+
+    def __init__(
+        self, names: str, limits: MemoryLimits, *, loads_at_once: bool = True, file_bytes: int = 1, **times: float
+    ) -> None:
+        entries = [ModelEntry(names=(name,), file_bytes=1 if name == "a" else file_bytes, setup={}) for name in names]
+        self.sizes = dict.fromkeys(names, 10)
+        self.errors: dict[str, list[str]] = {name: [] for name in names}
+        self.started: list[ScriptedServer] = []
+        self._loads_at_once = loads_at_once
+        self.models = Models(entries, self._start, limits, **times)
+
+    def _start(self, entry: ModelEntry) -> ScriptedServer:
+        server = ScriptedServer(entry.name, self.errors[entry.name], self.sizes[entry.name])
+        if self._loads_at_once:
+            server.may_load.set()
+        self.started.append(server)
+        return server
+
+    def __getitem__(self, name: str) -> HostedModel:
+        found = self.models.find(name)
+        assert found is not None
+        return found
+
+    async def use(self, name: str) -> str:
+        async with self.models.use(self[name], PATIENCE) as url:
+            return url
+
+    def hold(self, name: str) -> tuple[asyncio.Task[None], asyncio.Event, asyncio.Event]:
+        """Use a model until the second event is set; the first is set when it is loaded."""
+        began, end = asyncio.Event(), asyncio.Event()
+
+        async def work() -> None:
+            async with self.models.use(self[name], PATIENCE):
+                began.set()
+                await end.wait()
+
+        return asyncio.create_task(work()), began, end
+
+    @property
+    def loaded(self) -> set[str]:
+        return {one.entry.name for one in self.models.loaded}
+
+
+def run(work: Callable[[World], Awaitable[None]], names: str, limits: MemoryLimits, **options: Any) -> None:
+    async def main() -> None:
+        world = World(names, limits, **options)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await work(world)
+        finally:
+            await world.models.close()
+        assert all(server.was_stopped for server in world.started), "a server was left behind"
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_models_are_loaded_once_when_named_and_least_recently_used_is_unloaded() -> None:
+    async def work(world: World) -> None:
+        await world.models.open()
+        assert world.loaded == {"a"}
+        assert await asyncio.gather(*(world.use("b") for _ in range(5))) == ["http://b"] * 5
+        assert len(world.started) == 2
+        await world.use("a")
+        await world.use("c")
+        assert world.loaded == {"a", "c"}, "b was used less recently than a"
+        await world.use("b")
+        assert world.loaded == {"b", "c"} and len(world.started) == 4
+
+    run(work, "abc", MemoryLimits(1 << 40, max_loaded=2))
+
+
+def test_measured_memory_decides_how_many_models_fit() -> None:
+    async def work(world: World) -> None:
+        world.sizes |= {"a": 10, "b": 10, "c": 15}
+        await world.models.open()
+        await world.use("b")
+        assert world.loaded == {"a", "b"}
+        await world.use("c")  # its files have 1 byte: nothing is unloaded before it was measured
+        assert world.loaded == {"a", "b", "c"}
+        await world.models.unload(world["c"])
+        await world.use("c")
+        assert world.loaded == {"b", "c"}, "measured once, it needs 15 of 25 bytes"
+
+    run(work, "abc", MemoryLimits(25))
+
+
+def test_memory_that_grows_unloads_an_idle_model_but_not_the_latest() -> None:
+    async def work(world: World) -> None:
+        await world.models.open()
+        await world.use("b")
+        world.started[1].size = 40
+        await until(lambda: world.loaded == {"b"})
+        assert world.started[0].was_stopped and not world.started[1].was_stopped
+
+    run(work, "ab", MemoryLimits(30), measure_every=0.01)
+
+
+def test_a_model_in_use_is_unloaded_only_after_its_requests() -> None:
+    async def work(world: World) -> None:
+        await world.models.open()
+        holding, began, end = world.hold("a")
+        await began.wait()
+        waiting = asyncio.create_task(world.use("b"))
+        await until(lambda: world["a"].state == "unloading")
+        late = asyncio.create_task(world.use("a"))  # waits until a is loaded again, and so does not delay b
+        await asyncio.sleep(0.02)
+        assert not waiting.done() and not late.done() and not world.started[0].was_stopped
+        end.set()
+        await holding
+        assert await waiting == "http://b" and await late == "http://a"
+        assert [server.name for server in world.started] == ["a", "b", "a"]
+
+    run(work, "ab", MemoryLimits(1 << 40, max_loaded=1))
+
+
+def test_a_failed_load_is_reported_to_all_who_wait_and_tried_again_later() -> None:
+    async def work(world: World) -> None:
+        await world.models.open()
+        world.errors["b"] = ["no such file"]
+        results = await asyncio.gather(*(world.use("b") for _ in range(3)), return_exceptions=True)
+        assert all(isinstance(one, ApiError) and one.status == 503 for one in results)
+        assert all("the model b could not be loaded: no such file" in str(one) for one in results)
+        with pytest.raises(ApiError, match="no such file"):
+            await world.use("b")
+        assert len(world.started) == 2, "not tried again at once"
+
+    async def later(world: World) -> None:
+        await world.models.open()
+        world.errors["b"] = ["no such file"]
+        with pytest.raises(ApiError, match="no such file"):
+            await world.use("b")
+        assert await world.use("b") == "http://b"
+        assert world.loaded == {"a", "b"}
+
+    run(work, "ab", MemoryLimits(1 << 40), retry_after=1000.0)
+    run(later, "ab", MemoryLimits(1 << 40), retry_after=0.0)
+
+
+def test_a_default_model_that_cannot_be_loaded_ends_the_start() -> None:
+    async def work(world: World) -> None:
+        world.errors["a"] = ["damaged"]
+        with pytest.raises(ReplicaFailed, match="damaged"):
+            await world.models.open()
+
+    run(work, "ab", MemoryLimits(1 << 40))
+
+
+def test_files_larger_than_the_limit_are_refused_without_unloading_others() -> None:
+    async def work(world: World) -> None:
+        await world.models.open()
+        with pytest.raises(ApiError, match="its files have 99 bytes, more than models_memory, 20"):
+            await world.use("b")
+        assert world.loaded == {"a"}
+
+    run(work, "ab", MemoryLimits(20), file_bytes=99)
+
+
+def test_a_server_that_ends_by_itself_is_started_by_the_next_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(world: World) -> None:
+        await world.models.open()
+        world.started[0].ended.set()
+        await until(lambda: not world.loaded)
+        assert await world.use("a") == "http://a"
+
+    with caplog.at_level(logging.WARNING):
+        run(work, "ab", MemoryLimits(1 << 40))
+    assert "the server of a ended with code -9" in caplog.text
+
+
+def test_a_wait_for_a_model_ends_at_the_deadline_and_with_its_client() -> None:
+    async def work(world: World) -> None:
+        opening = asyncio.create_task(world.models.open())
+        await until(lambda: len(world.started) == 1)
+        world.started[0].may_load.set()
+        await opening
+        with pytest.raises(ApiError, match=r"the model b is not loaded after 0.01 seconds"):
+            async with world.models.use(world["b"], 0.01):
+                pass
+        leaving = asyncio.create_task(world.use("b"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert world["b"].num_waiting == 0 and world.models.num_open == 0
+        world.started[1].may_load.set()
+        assert await world.use("b") == "http://b", "the load was not cancelled"
+
+    run(work, "ab", MemoryLimits(1 << 40), loads_at_once=False)
+
+
+def test_a_name_without_a_tag_means_latest() -> None:
+    async def work(world: World) -> None:
+        assert world.models.find("a:latest") is world.models.default and world.models.find("a:1b") is None
+
+    run(work, "ab", MemoryLimits(1))

@@ -1,0 +1,245 @@
+"""`serve --further-model`: several models behind one URL, each in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.server.served import PATIENCE, Process
+from tests.server.tiny import make_tiny
+
+LOADED = r"(\w+) is loaded: [\d.]+ s, \d+ MiB, process (\d+)"
+KEY = "a-key-for-tests"
+OPTIONS = ("--port", "0", "--num-threads", "1", "--kv-cache-bytes", "8MiB")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two working models of different context and a directory without weights."""
+    root = tmp_path_factory.mktemp("several")
+    broken = make_tiny(root / "broken")
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    return {"one": make_tiny(root / "one"), "two": make_tiny(root / "two", positions=256), "broken": broken}
+
+
+@pytest.fixture(scope="module")
+def server(directories: dict[str, Path]) -> Iterator[tuple[Process, str]]:
+    """A server that has at most one of its models in memory."""
+    arguments = ["--model", str(directories["one"]), "--max-loaded-models", "1", *OPTIONS]
+    for name in ("two", "broken"):
+        arguments += ["--further-model", f"{name}={directories[name]}"]
+    process = Process([*arguments, "--api-key", KEY], {})
+    try:
+        (listening,) = process.wait_for(r"^listening on (\S+), loading one")
+        process.wait_for(r"^ready: one; loaded when a request names them: two, broken")
+        yield process, listening[1]
+    finally:
+        assert process.end() == 0
+    pids = [int(match[2]) for match in process.wait_for(LOADED)]
+    assert pids and not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "a model's process was left behind"
+
+
+@pytest.fixture(scope="module")
+def client(server: tuple[Process, str]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server[1]}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE) as one:
+        yield one
+
+
+@pytest.fixture
+def http(server: tuple[Process, str]) -> Iterator[httpx2.Client]:
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx2.Client(base_url=server[1], headers=headers, timeout=PATIENCE) as one:
+        yield one
+
+
+def ask(client: openai.OpenAI, model: str, **options: Any) -> Any:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    return client.chat.completions.create(model=model, messages=messages, max_tokens=8, temperature=0, **options)
+
+
+def states(http: httpx2.Client) -> dict[str, str]:
+    return {one["id"]: one["state"] for one in http.get("/health").json()["models"]}
+
+
+def test_the_field_model_chooses_the_model_which_is_loaded_for_it(client: openai.OpenAI, http: httpx2.Client) -> None:
+    whole = ask(client, "two")
+    assert whole.model == "two" and states(http) == {"one": "unloaded", "two": "loaded", "broken": "unloaded"}
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in ask(client, "two", stream=True))
+    assert streamed == whole.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="256"):
+        client.completions.create(model="two", prompt="x" * 400)
+    client.completions.create(model="one", prompt="x" * 400, max_tokens=1)  # its context is longer
+    assert states(http)["two"] == "unloaded"
+    assert http.post("/generate", json={"text": "hi", "sampling_params": {"max_new_tokens": 1}}).status_code == 200
+    assert states(http)["one"] == "loaded", "a request without a model is for the first"
+
+
+def test_an_unknown_model_is_refused_and_unloads_nothing(client: openai.OpenAI, http: httpx2.Client) -> None:
+    ask(client, "one")
+    with pytest.raises(openai.NotFoundError, match="'three' does not exist; served: one, two, broken"):
+        ask(client, "three")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("three")
+    assert (
+        http.post("/v1/chat/completions", content=b"{no json", headers={"content-type": "application/json"}).status_code
+        == 400
+    )
+    assert states(http)["one"] == "loaded"
+
+
+def test_a_damaged_model_is_one_error_and_the_others_are_unaffected(client: openai.OpenAI, http: httpx2.Client) -> None:
+    with pytest.raises(openai.InternalServerError, match="the model broken could not be loaded") as caught:
+        ask(client, "broken")
+    assert caught.value.status_code == 503 and caught.value.code == "model_not_loaded"
+    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value.body)
+    assert states(http)["broken"] == "failed"
+    assert ask(client, "one").choices[0].finish_reason in ("length", "stop")
+
+
+def test_lists_name_all_models_and_their_states(client: openai.OpenAI, http: httpx2.Client) -> None:
+    ask(client, "two")
+    cards = {card.id: card for card in client.models.list()}
+    assert list(cards) == ["one", "two", "broken"]
+    assert {name: dict(card)["status"]["value"] for name, card in cards.items()}["two"] == "loaded"
+    assert dict(client.models.retrieve("two"))["max_model_len"] == 256
+    tags = [one["name"] for one in http.get("/api/tags").json()["models"]]
+    assert sorted(tags) == ["broken:latest", "one:latest", "two:latest"]
+    assert [one["name"] for one in http.get("/api/ps").json()["models"]] == ["two:latest"]
+    metrics = http.get("/metrics").text
+    assert 'nano_inference_model_loaded{model_name="two"} 1.0' in metrics
+    assert 'nano_inference_model_loaded{model_name="one"} 0.0' in metrics
+    assert re.search(r'^vllm:num_requests_running\{.*model_name="two".*\} 0', metrics, re.MULTILINE)
+    assert http.get("/info", params={"model": "two"}).json()["context"] == 256
+    assert http.get("/tokenizer_info").status_code in (200, 404)
+    assert states(http)["two"] == "loaded", "no list loads a model"
+
+
+def test_ollamas_names_choose_models_with_and_without_a_tag(http: httpx2.Client) -> None:
+    options = {"num_predict": 4, "temperature": 0}
+    bodies = [{"model": name, "prompt": "hi", "options": options, "stream": False} for name in ("one", "two:latest")]
+    assert [http.post("/api/generate", json=body).json()["model"] for body in bodies] == ["one", "two:latest"]
+    assert http.post("/api/show", json={"name": "one"}).json()["model_info"]["LlamaForCausalLM.context_length"] == 512
+
+
+def test_models_are_loaded_and_unloaded_by_request(http: httpx2.Client) -> None:
+    assert http.post("/models/load", json={"model": "two"}).json()["status"] == {"value": "loaded"}
+    assert states(http)["two"] == "loaded"
+    assert http.post("/models/unload", json={"model": "two"}).json()["status"] == {"value": "unloaded"}
+    assert states(http) | {"broken": ""} == {"one": "unloaded", "two": "unloaded", "broken": ""}
+    assert http.post("/models/load", json={"model": "three"}).status_code == 404
+
+
+def test_a_stored_response_is_found_without_naming_its_model(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="two", input="hello", max_output_tokens=16)
+    assert client.responses.retrieve(made.id).id == made.id
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_unknown")
+
+
+def test_streams_end_before_their_model_is_unloaded(server: tuple[Process, str]) -> None:
+    """Eight streams of each model at the same time, with room for one model: all are complete."""
+
+    async def read(client: httpx2.AsyncClient, model: str, index: int) -> str:
+        body = {"model": model, "prompt": f"{index}", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        return (await client.post("/v1/completions", json=body)).text
+
+    async def main() -> list[str]:
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with httpx2.AsyncClient(base_url=server[1], headers=headers, timeout=PATIENCE) as client:
+            return await asyncio.gather(*(read(client, ("one", "two")[n % 2], n) for n in range(16)))
+
+    texts = asyncio.run(main())
+    assert all(text.rstrip().endswith("[DONE]") and "error" not in text for text in texts)
+
+
+def test_a_killed_model_is_loaded_again_by_the_next_request(server: tuple[Process, str], client: openai.OpenAI) -> None:
+    ask(client, "one")
+    pid = int(server[0].wait_for(LOADED)[-1][2])
+    os.kill(pid, signal.SIGKILL)
+    assert ask(client, "one").model == "one"
+    server[0].wait_for("the server of one (ended with code -9|does not answer)")
+
+
+def test_a_key_is_needed_also_to_unload(server: tuple[Process, str]) -> None:
+    assert httpx2.post(f"{server[1]}/models/unload", json={"model": "one"}).status_code == 401
+    assert httpx2.get(f"{server[1]}/v1/models").status_code == 401
+
+
+def test_a_client_that_leaves_does_not_stop_others(server: tuple[Process, str], client: openai.OpenAI) -> None:
+    url, headers = server[1], {"authorization": f"Bearer {KEY}"}
+    body = {"model": "two", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
+    for _ in range(3):
+        with pytest.raises(httpx2.TimeoutException):
+            httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=0.05)
+    assert ask(client, "two").model == "two"
+    open_calls = [one["open"] + one["waiting"] for one in httpx2.get(f"{url}/health").json()["models"]]
+    assert open_calls == [0, 0, 0]
+
+
+def test_the_terminal_chat_chooses_a_model_with_a_command(server: tuple[Process, str]) -> None:
+    """The first model is the default; another one is loaded by /model, with its own context and defaults."""
+    command = [sys.executable, "-m", "nano_inference", "chat", "--server", server[1], "--max-tokens", "4", "--quiet"]
+    ended = subprocess.run(
+        command,
+        input="/model\nhello\n/model two\nhello\n/model three\n/model broken\n",
+        env={**os.environ, "NANO_INFERENCE_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    shown = re.findall(r"^(?:model|context) +(\S+)", ended.stderr, re.MULTILINE)
+    assert shown == ["one", "512", "two", "256"], ended.stderr
+    assert "models   one, two, broken" in ended.stderr
+    assert "/model must be followed by one of the server's models: one, two, broken" in ended.stderr
+    assert "the model broken could not be loaded" in ended.stderr
+    asked = [
+        re.search(r'"path":"/v1/chat/completions","status":200', line[0]) for line in server[0].wait_for("chat/c.*")
+    ]
+    assert len(asked) >= 2
+
+
+def refused(arguments: list[str]) -> str:
+    """Run `serve` with these arguments; return its last line on stderr."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "nano_inference", "serve", "--quiet", "--port", "0", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert ended.returncode in (1, 2) and "Traceback" not in ended.stderr, ended.stderr
+    return ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (["--further-model", "ONE"], "two models are named one:latest; give one of them as NAME=PATH"),
+        (["--further-model", "two="], "--further-model must be a model, or NAME=PATH, got 'two='"),
+        (["--further-model", "ONE/missing"], "missing"),
+        (["--models-memory", "1GiB"], "--models-memory is for several models: it needs --further-model"),
+        (["--further-model", "two=ONE", "--enable-rl"], "--further-model: routes for trainers need a server of one"),
+        (["--further-model", "two=ONE", "--workers", "http://127.0.0.1:1"], "--further-model cannot be used with"),
+        (["--further-model", "two=ONE", "--chat-template", "chatml"], "--chat-template belongs to one model"),
+        (["--further-model", "two=ONE", "--override", "rope_theta=1"], "--override"),
+        (["--further-model", "two=ONE", "--models-memory", "1KiB"], "one: its files have [0-9]+ bytes, more than"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_one_line(
+    directories: dict[str, Path], arguments: list[str], pattern: str
+) -> None:
+    one = str(directories["one"])
+    line = refused(["--model", one, *(text.replace("ONE", one) for text in arguments)])
+    assert re.search(pattern, line), line
