@@ -116,6 +116,8 @@ class FakeServer:
     def __init__(self, root: str) -> None:
         self.root = root
         self.info = dict(INFO)
+        self.by_model: dict[str, dict[str, Any] | None] = {}
+        """Answers of /info about further models; None: the model cannot be loaded."""
         self.ready: tuple[int, str] = (200, "ready")
         self.key: str | None = None
         self.refusals: list[tuple[int, dict[str, Any]]] = []
@@ -165,7 +167,16 @@ class FakeServer:
         return JSONResponse({"error": {"message": message, "code": "invalid_api_key"}}, 401)
 
     async def _info(self, request: Request) -> Response:
-        return self._refused(request) or JSONResponse(self.info)
+        return self._refused(request) or self._info_of(request.query_params.get("model"))
+
+    def _info_of(self, model: str | None) -> Response:
+        if model in (None, self.info["model"]):
+            return JSONResponse(self.info)
+        if model not in self.by_model:
+            return JSONResponse({"error": {"message": "no such model", "code": "model_not_found"}}, 404)
+        info = self.by_model[model]
+        failed = {"message": f"the model {model} could not be loaded: damaged", "code": "model_not_loaded"}
+        return JSONResponse({"error": failed}, 503) if info is None else JSONResponse(info)
 
     async def _tokenize(self, request: Request) -> Response:
         body = await request.json()

@@ -121,6 +121,12 @@ class ChatBackend(Protocol):
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
         """Return the number of tokens of a conversation; None if unknown."""
 
+    def switch(self, model: str) -> Mapping[str, Any]:
+        """Answer with another model from now on; return its default sampling fields.
+
+        Raises `BadRequest` if there is no such choice, and `ServerError`.
+        """
+
     def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
         """Answer and stream the text to `write`; Ctrl-C (`interrupts`) ends the answer early.
 

@@ -6,6 +6,7 @@ import secrets
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nano_inference.catalog import find_builtin, find_wheel
 from nano_inference.cli import chat
@@ -85,6 +86,10 @@ class LocalBackend:
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
         """Return the number of tokens of the conversation's prompt."""
         return len(encode(self.session, list(turns), system=system)) if turns else 0
+
+    def switch(self, model: str) -> Mapping[str, Any]:
+        """Raise `BadRequest`: one model is loaded."""
+        raise BadRequest("/model NAME chooses among the models of a server: start the chat with --server")
 
     def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
         """Answer; the oldest turns are dropped if the context is too short."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
+from urllib.parse import quote
 
 from nano_inference.chat_defaults import CHAT_FIELDS, CHAT_MAX_TOKENS
 from nano_inference.cli import chat
@@ -58,21 +59,32 @@ def run(options: chat.Options, where: ChatOptions, model: str, sampling: Samplin
 
 
 def open_server(address: Address, wanted: str | None) -> RemoteBackend:
-    """Return the server's model `wanted`, or its only model. Raises `BadRequest`, `ServerError`."""
+    """Return the server's model `wanted`, or its only or default model. Raises `BadRequest`, `ServerError`."""
     cards = _cards(address, is_needed=wanted is None)
     names = [one_line(str(card.get("id", ""))) for card in cards]
+    own = [card for card in cards if not card.get("parent")]  # cards with a parent are aliases
     if wanted is None:
-        own = [i for i, card in enumerate(cards) if not card.get("parent")]  # cards with a parent are aliases
-        if len(own) != 1:
+        if len(own) != 1 and not (own and all(map(_is_ours, own))):  # the first one of this package's server
             raise BadRequest(f"--model must name one of the server's models: {', '.join(names) or 'it lists none'}")
-        wanted = str(cards[own[0]].get("id", ""))
-    card = next((card for card in cards if card.get("id") == wanted), {})
+        wanted = str(own[0].get("id", ""))
+    card: Mapping[str, Any] = next((card for card in cards if card.get("id") == wanted), {})
+    if _mapping(card.get("status")).get("value", "loaded") != "loaded":
+        note(f"[the server loads {one_line(wanted)}]")
+        card = _mapping(get_json(address, f"/models/{quote(wanted, safe='')}?load=true"))
     length = card.get("max_model_len")
-    is_ours = card.get("owned_by") == _OWNER
-    calculates = is_ours and card.get("calculator") is True
-    defaults = _defaults(card.get("chat_defaults")) if is_ours else {"max_tokens": CHAT_MAX_TOKENS}
-    context = length if isinstance(length, int) else None
-    return RemoteBackend(address, wanted, defaults, context, is_ours, calculates)
+    return RemoteBackend(
+        address=address,
+        model=wanted,
+        defaults=_defaults(card.get("chat_defaults")) if _is_ours(card) else {"max_tokens": CHAT_MAX_TOKENS},
+        context=length if isinstance(length, int) else None,
+        is_ours=_is_ours(card),
+        calculator=_is_ours(card) and card.get("calculator") is True,
+        choices=tuple(one_line(str(card.get("id", ""))) for card in own),
+    )
+
+
+def _is_ours(card: Mapping[str, Any]) -> bool:
+    return card.get("owned_by") == _OWNER
 
 
 def _defaults(sent: Any) -> Mapping[str, Any]:
@@ -112,6 +124,8 @@ class RemoteBackend:
     """True for this package's server, which returns masks and weight versions."""
     calculator: bool = False
     """True to request the model's calculator."""
+    choices: tuple[str, ...] = ()
+    """The server's models."""
     num_tokens: int | None = None
     """Length of the conversation after the last answer."""
     tokens_per_char: float = 0.0
@@ -121,7 +135,18 @@ class RemoteBackend:
     def facts(self) -> Mapping[str, str]:
         """Facts that /model prints."""
         context = "unknown" if self.context is None else f"{self.context} tokens"
-        return {"model": one_line(self.model), "context": context, "backend": f"server {self.address.url}"}
+        facts = {"model": one_line(self.model), "context": context, "backend": f"server {self.address.url}"}
+        return {**facts, "models": ", ".join(self.choices)} if len(self.choices) > 1 else facts
+
+    def switch(self, model: str) -> Mapping[str, Any]:
+        """Use another model of the server, which may have to load it; return its default sampling fields."""
+        if self.choices and model not in self.choices:
+            raise BadRequest(f"/model must be followed by one of the server's models: {', '.join(self.choices)}")
+        other = open_server(self.address, model)
+        self.model, self.defaults, self.context = other.model, other.defaults, other.context
+        self.is_ours, self.calculator, self.choices = other.is_ours, other.calculator, other.choices
+        self.num_tokens, self.tokens_per_char = None, 0.0
+        return self.defaults if self.is_ours else {}
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
         """Return the token count that the server reported with the last answer."""

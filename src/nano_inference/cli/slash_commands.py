@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nano_inference.cli import saved
-from nano_inference.cli.conversation import Conversation, Sampling, plain_value, sampling_fields
+from nano_inference.cli.conversation import Conversation, Sampling, plain_value, sampling_fields, with_defaults
 from nano_inference.cli.printable import one_line
 from nano_inference.cli.terminal import note
 from nano_inference.cli.token_view import show_tokens, table
@@ -121,6 +121,11 @@ def _value(name: str, text: str) -> Any:
 
 
 def _model(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
+    if rest:
+        defaults = chat.backend.switch(rest)
+        first = with_defaults(conversation.first_sampling, defaults)
+        sampling = with_defaults(conversation.sampling, defaults)
+        conversation = replace(conversation, first_sampling=first, sampling=sampling, last=None)
     _print_rows(chat.backend.facts)
     return conversation
 
@@ -214,7 +219,7 @@ def _files(text: str) -> list[str]:
 
 _TABLE: Mapping[str, Command] = {
     "/help": Command(_help, "", "Show this list."),
-    "/model": Command(_model, "", "Show the model and its backend."),
+    "/model": Command(_model, "[NAME]", "Show the model and its backend, or choose another one of the server."),
     "/system": Command(_system, "TEXT", "Set the system message and start a new conversation."),
     "/set": Command(_set, "[NAME VALUE]", "List the sampling fields, or change one: /set top_k 40.", _field_names),
     "/show": Command(_show, "", "Show the conversation's length and your settings."),

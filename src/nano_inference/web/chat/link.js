@@ -11,15 +11,22 @@ function pauseFor(milliseconds) {
 }
 
 /**
- * Wait until the server accepts requests; return the answer of /info. `onWaiting(text)` receives the reason to wait.
- * Throws `ServerError` 401 if a key is needed.
+ * Wait until the server accepts requests; return the answer of /info about `model`, which the server then loads. If it
+ * has no such model, or `model` is null, about the model that the server chooses. `onWaiting(text)` receives the reason
+ * to wait. Throws `ServerError` 401 if a key is needed, and `AbortError` after an abort.
  */
-export async function reachServer(onWaiting) {
+export async function reachServer(onWaiting, model, signal) {
   for (;;) {
     try {
-      await ask("/ready");
-      return await (await ask("/info")).json();
+      await ask("/ready", { signal });
+      const path = model === null ? "/info" : `/info?model=${encodeURIComponent(model)}`;
+      return await (await ask(path, { signal })).json();
     } catch (error) {
+      if (signal.aborted) throw error;
+      if (error.code === "model_not_found") {
+        model = null;
+        continue;
+      }
       if (error instanceof ServerError && FINAL.includes(error.status)) throw error;
       onWaiting(waitingText(error));
       await pauseFor(RETRY_MS);
@@ -27,9 +34,10 @@ export async function reachServer(onWaiting) {
   }
 }
 
-function waitingText({ status, message }) {
+function waitingText({ status, message, code }) {
   if ([undefined, 0, 502, 504].includes(status)) return "The server does not answer. Trying again…";
   if (message === "loading") return "The model is being loaded…";
   if (message === "dead") return "The engine has failed; restart the server.";
+  if (code === "model_not_loaded") return `${message}. Choose another one, or wait: it is tried again.`;
   return `The server is ${message}. Trying again…`;
 }

@@ -13,6 +13,7 @@ import { drawIcons } from "./icons.js";
 import { reachServer } from "./link.js";
 import { MessageList, figures } from "./messages.js";
 import { ContextMeter } from "./meter.js";
+import { ModelPicker } from "./models.js";
 import { listenToPresets } from "./presets.js";
 import { Settings, readSettings, resetSettings, showSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -26,6 +27,7 @@ const OPEN_KEY = "nano-inference.open";
 const NEAR_END = 60;
 const KEY_FORM = /^[\x21-\x7e]+$/;
 const NO_TEMPLATE = "This model has no chat template: it continues texts and cannot chat.";
+const LOADING = "The model is being loaded…";
 const NEEDS_KEY = "This server needs a key. It is stored for this tab only.";
 /** Matches touch screens; `hover` does not, because some phones report a pointer that can hover. */
 const TOUCH = matchMedia("(pointer: coarse)");
@@ -40,6 +42,8 @@ class ChatPage {
     this.list = new MessageList(byId("messages"), this.#messageActions());
     this.text = new TextPane(this.#textActions());
     this.attachments = new Attachments(() => { this.#countDraft(); this.#follow(); }, this.text);
+    this.picker = new ModelPicker(byId("models"), () => this.#switchModel());
+    this.connecting = null;
     this.failures = [];
     this.isReady = false;
     this.isFollowing = true;
@@ -118,9 +122,14 @@ class ChatPage {
     this.isReady = false;
     this.#showBusy(this.chat.isBusy);
     let hasWaited = false;
+    this.connecting?.abort(); // the user may have chosen another model while one was being loaded
+    this.connecting = new AbortController();
+    const { signal } = this.connecting;
+    const onWaiting = (text) => { hasWaited = true; this.#showBanner(text); };
     try {
-      this.chat.info = await reachServer((text) => { hasWaited = true; this.#showBanner(text); });
+      this.chat.info = await reachServer(onWaiting, this.picker.wanted, signal);
     } catch (error) {
+      if (signal.aborted) return;
       if (error.status === 401) this.#askForKey(error);
       else this.#showBanner(error.message);
       return;
@@ -128,10 +137,18 @@ class ChatPage {
     this.isReady = true;
     byId("enter-key").hidden = true;
     byId("model").textContent = this.chat.info.model;
+    this.picker.show(this.chat.info);
     if (hasWaited) this.#closeFailures();
     this.#showText(this.text.isShown || !this.chat.info.chats);
     this.#showPath();
     this.#showBusy(this.chat.isBusy);
+  }
+
+  /** Load the chosen model. Until then nothing is sent: a request about the former model would load that one again. */
+  #switchModel() {
+    this.chat.info = null;
+    this.#showBanner(LOADING);
+    this.connect();
   }
 
   #askForKey(error) {
@@ -196,6 +213,7 @@ class ChatPage {
     this.text.update();
     byId("stop").hidden = !isBusy;
     byId("send").hidden = isBusy;
+    byId("models").disabled = isBusy;
     byId("send").disabled = !this.isReady || this.chat.info?.chats === false;
   }
 
