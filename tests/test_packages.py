@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "minijinja": "generate hello --model {tiny}",
         "prometheus-client": "serve --model {tiny}",
         "prompt-toolkit": "chat --model {tiny}",
+        "psutil": "serve --model {tiny} --further-model two={tiny}",
         "pydantic": "serve --model {tiny}",
         "rich": "generate hello --model {tiny}",
         "starlette": "serve --model {tiny}",

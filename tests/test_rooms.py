@@ -292,7 +292,7 @@ def test_nothing_outside_its_room_names_nanochat(trees: dict[str, ast.Module]) -
     assert len(pages) > 10 and not [path for path in pages if "nanochat" in path.read_text().lower()]
 
 
-SERVER_WIRING = {"wiring", "run", "replicas"}
+SERVER_WIRING = {"wiring", "run", "replicas", "several"}
 """Modules that join the core to the dialects and to the trainers' routes, and start the whole."""
 
 

@@ -21,6 +21,7 @@ PACKAGES: Mapping[str, str] = {
     "minijinja": "minijinja",
     "prometheus_client": "prometheus-client",
     "prompt_toolkit": "prompt-toolkit",
+    "psutil": "psutil",
     "pydantic": "pydantic",
     "pydantic_core": "pydantic",
     "rich": "rich",

@@ -26,6 +26,7 @@ COMPANIONS = {
     **dict.fromkeys(("--weights-dir", "--admin-key", "--admin-key-file"), RL),
     "--attention": {"KERNELS": "off"},
     "--pooling": {"MAX_TOKENS": "0"},
+    **dict.fromkeys(("--models-memory", "--max-loaded-models"), {"FURTHER_MODEL": "two"}),
 }
 """Options that require another one."""
 

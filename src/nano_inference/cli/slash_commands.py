@@ -219,7 +219,7 @@ def _files(text: str) -> list[str]:
 
 _TABLE: Mapping[str, Command] = {
     "/help": Command(_help, "", "Show this list."),
-    "/model": Command(_model, "[NAME]", "Show the model and its backend, or choose another one of the server."),
+    "/model": Command(_model, "[NAME]", "Show the model, or choose another one of the server."),
     "/system": Command(_system, "TEXT", "Set the system message and start a new conversation."),
     "/set": Command(_set, "[NAME VALUE]", "List the sampling fields, or change one: /set top_k 40.", _field_names),
     "/show": Command(_show, "", "Show the conversation's length and your settings."),
