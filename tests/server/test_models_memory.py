@@ -166,6 +166,25 @@ def test_a_model_in_use_is_unloaded_only_after_its_requests() -> None:
     run(work, "ab", MemoryLimits(1 << 40, max_loaded=1))
 
 
+def test_a_model_that_waits_for_memory_is_not_delayed_by_new_requests_for_another() -> None:
+    """b waits while a is loaded for its first request; as soon as a answers, it takes no further one."""
+
+    async def work(world: World) -> None:
+        holding, began, end = world.hold("a")
+        await until(lambda: len(world.started) == 1)
+        waiting = asyncio.create_task(world.use("b"))
+        await until(lambda: world["b"].state == "loading")
+        world.started[0].may_load.set()
+        await began.wait()
+        await until(lambda: world["a"].state == "unloading")
+        end.set()
+        await until(lambda: len(world.started) == 2)
+        world.started[1].may_load.set()
+        await asyncio.gather(holding, waiting)
+
+    run(work, "ab", MemoryLimits(1 << 40, max_loaded=1), loads_at_once=False)
+
+
 def test_a_failed_load_is_reported_to_all_who_wait_and_tried_again_later() -> None:
     async def work(world: World) -> None:
         await world.models.open()
