@@ -24,7 +24,7 @@ from nano_inference.server.rl.vllm import VLLM_COMMANDS
 
 REFUSED_COMMANDS = frozenset(
     {
-        *("/update_weights_from_tensor", "/update_weights_from_ipc", "/begin_weight_update", "/end_weight_update"),
+        *("/update_weights_from_ipc", "/begin_weight_update", "/end_weight_update"),
         *("/get_weights_by_name", "/collective_rpc", "/release_kv_cache_memory"),
         *("/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }

@@ -267,6 +267,21 @@ class FromGroupBody(Body):
     abort_all_requests: bool | None = None
 
 
+class FromTensorBody(Body):
+    """POST /update_weights_from_tensor; weights that are not named keep their values."""
+
+    serialized_named_tensors: Annotated[list[str], Field(min_length=1, max_length=1024)]
+    """A pickle in base64 for each tensor-parallel rank."""
+    load_format: Annotated[str, Field(max_length=256)] | None = None
+    weight_version: Label | None = None
+    checksum: Checksum | None = None
+    abort_all_requests: bool | None = None
+    flush_cache: bool | None = None
+    torch_empty_cache: bool | None = None
+    disable_draft_model: bool | None = None
+    """All three are ignored: cached prefixes are never reused with other weights, and there is no draft model."""
+
+
 class DestroyGroupBody(Body):
     """POST /destroy_weights_update_group."""
 

@@ -27,6 +27,7 @@ from nano_inference.server.rl.schema import (
     PostProcessBody,
     WeightsCheckerBody,
 )
+from nano_inference.server.rl.tensors import update_from_tensor
 from nano_inference.types import PauseMode
 
 _MODES: Mapping[str, tuple[PauseMode, bool]] = {
@@ -189,6 +190,7 @@ SGLANG_COMMANDS: Mapping[str, Command] = {
     "/update_weights_from_disk": _update_from_disk,
     "/init_weights_update_group": _init_group,
     "/update_weights_from_distributed": _update_from_group,
+    "/update_weights_from_tensor": update_from_tensor,
     "/destroy_weights_update_group": _destroy_group,
     "/post_process_weights": _post_process,
     "/weights_checker": _check_weights,

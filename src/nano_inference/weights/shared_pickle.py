@@ -1,0 +1,282 @@
+"""Weights as handles of memory that a trainer on the same machine shares, in the pickles of SGLang's trainers.
+
+SGLang's MultiprocessingSerializer (sglang/srt/utils/common.py) is `ForkingPickler` and base64. It pickles a list of
+(name, tensor), whose tensors may be `LocalSerializedTensor`s, each with a pickled tensor per rank
+(sglang/srt/weight_sync/utils.py); or, as `flattened_bucket`, a dict of one tensor and the `FlattenedTensorMetadata` of
+its parts (sglang/srt/weight_sync/tensor_bucket.py). A tensor is a call of a function of torch/multiprocessing/
+reductions.py (2.13): on the CPU `rebuild_tensor(class, storage, (offset, size, stride, requires_grad))`, on CUDA
+`rebuild_cuda_tensor` with 15 arguments, for which SGLang puts a wrapper of its own, with the device's UUID in place of
+its number (sglang/srt/utils/patch_torch.py).
+
+The pickles are read as data: nothing here opens memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from nano_inference.loader.pickle_data import Call, Instance, Named, PickleError, read_pickle
+from nano_inference.loader.pieces import DTYPES
+
+_REDUCTIONS = "torch.multiprocessing.reductions"
+_TENSOR = f"{_REDUCTIONS} rebuild_tensor"
+_TYPED = f"{_REDUCTIONS} rebuild_typed_storage"
+_FILE, _FD, _EMPTY = (f"{_REDUCTIONS} rebuild_storage_{kind}" for kind in ("filename", "fd", "empty"))
+_CUDA = frozenset(
+    {
+        f"{_REDUCTIONS} rebuild_cuda_tensor",
+        "sglang.srt.utils.patch_torch _rebuild_cuda_tensor_modified",
+        "sglang.srt.patch_torch _rebuild_cuda_tensor_modified",
+    }
+)
+_SIZE = "torch Size"
+_UNTYPED = "torch.storage UntypedStorage"
+_CLASSES = frozenset({"torch Tensor", "torch.nn.parameter Parameter"})
+_RUNNER = "sglang.srt.model_executor.model_runner"
+_METADATA = frozenset(
+    f"{module} FlattenedTensorMetadata" for module in ("sglang.srt.weight_sync.tensor_bucket", _RUNNER)
+)
+_LOCAL = frozenset(f"{module} LocalSerializedTensor" for module in (_RUNNER, f"{_RUNNER}_components.weight_updater"))
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {f"torch {name}": dtype for name, dtype in DTYPES.items()} | {"torch uint8": torch.uint8}
+)
+_NAMES = frozenset(
+    {_TENSOR, _TYPED, _FILE, _FD, _EMPTY, _SIZE, _UNTYPED, "torch.storage TypedStorage"}
+    | {"multiprocessing.resource_sharer DupFd"}
+    | {*_CUDA, *_CLASSES, *_METADATA, *_LOCAL, *_DTYPES}
+)
+"""All that a pickle may name."""
+_MAX_DIMS, _MAX_NAME = 8, 512
+_MAX_HANDLE = 4096
+"""Most bytes of a CUDA handle; those of memory that can grow have many parts."""
+_HANDLE = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,10}_[0-9]{1,10}")
+_MANAGER = re.compile(rb"/[^\0]{1,200}/torch-shm-dir-[A-Za-z0-9]{6}/manager\.sock")
+_CUDA_KINDS = (
+    *(Named, object, object, int, Named, Named, int | str, bytes, int, int, bool),
+    *(bytes, int, bytes, bool),
+)
+"""Types of the arguments of `rebuild_cuda_tensor`: class, size, stride, offset, storage class, dtype, device, handle,
+bytes and offset of the storage, requires_grad, handle and offset of its reference counter, event, whether to wait for
+it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedFile:
+    """A storage in a file of shared memory."""
+
+    manager: bytes
+    """Socket of the process that deletes the file when its users have died."""
+    handle: bytes
+    num_bytes: int
+    call: Call
+    """Its call in the pickle: tensors may share it, and torch counts users of a file by calls."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaMemory:
+    """A storage in the CUDA memory of another process."""
+
+    device: int | str
+    """Number or UUID."""
+    handle: bytes
+    num_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedTensor:
+    """A tensor in shared memory; `storage` is None if it has no values."""
+
+    storage: SharedFile | CudaMemory | None
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPart:
+    """A tensor in a flattened bucket: `start` to `end` are bytes if the bucket's dtype is uint8, else elements."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_bucket(text: str) -> tuple[SharedTensor, list[BucketPart]]:
+    """Return the tensor of a flattened bucket and its parts, from a pickle in base64. Raises `PickleError`."""
+    tree = _unpickled(_decoded(text))
+    if not isinstance(tree, dict) or set(tree) != {"flattened_tensor", "metadata"}:
+        raise PickleError("load_format flattened_bucket needs a dict of flattened_tensor and metadata")
+    if not isinstance(tree["metadata"], list):
+        raise PickleError("metadata must be a list")
+    return _tensor(tree["flattened_tensor"]), [_bucket_part(one) for one in tree["metadata"]]
+
+
+def read_tensors(text: str) -> list[tuple[str, SharedTensor]]:
+    """Return the names and tensors of a pickle in base64. Raises `PickleError`."""
+    tree = _unpickled(_decoded(text))
+    if not isinstance(tree, list):
+        raise PickleError("it must be a list of (name, tensor), or a bucket with load_format flattened_bucket")
+    found = []
+    for item in tree:
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise PickleError("an entry is not a pair of a name and a tensor")
+        name, value = item
+        found.append((_name(name), _tensor(_local(value) if isinstance(value, Instance) else value)))
+    return found
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise PickleError("it is not base64") from None
+
+
+def _unpickled(data: bytes) -> Any:
+    return read_pickle(data, _NAMES)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME:
+        raise PickleError(f"a tensor's name must be text of 1 to {_MAX_NAME} characters")
+    return value
+
+
+def _local(value: Instance) -> Any:
+    """Return what the pickle inside a `LocalSerializedTensor` has, which must be for one rank."""
+    values = value.state.get("values") if value.cls.text in _LOCAL and isinstance(value.state, dict) else None
+    if not isinstance(values, list) or not all(isinstance(one, bytes) for one in values):
+        raise PickleError("a value is neither a tensor nor a LocalSerializedTensor")
+    if len(values) != 1:
+        raise PickleError(f"a LocalSerializedTensor has {len(values)} values; this server is one rank")
+    return _unpickled(values[0])
+
+
+def _tensor(value: Any) -> SharedTensor:
+    """Return the tensor that a call would rebuild."""
+    if not isinstance(value, Call):
+        raise PickleError("a value is not a tensor in shared memory")
+    if value.function.text in _CUDA:
+        return _cuda_tensor(value.arguments)
+    if value.function.text != _TENSOR or len(value.arguments) != 3:
+        raise PickleError(f"{value.function.text} does not rebuild a tensor")
+    kind, typed, metadata = value.arguments
+    if not isinstance(kind, Named) or kind.text not in _CLASSES:
+        raise PickleError("a tensor is of another class than Tensor and Parameter")
+    storage, dtype = _typed_storage(typed)
+    if not isinstance(metadata, tuple) or len(metadata) != 4:
+        raise PickleError("a tensor does not have an offset, a size, strides and requires_grad")
+    return _checked(SharedTensor(storage, dtype, _count(metadata[0]), _shape(metadata[1]), _counts(metadata[2])))
+
+
+def _typed_storage(value: Any) -> tuple[SharedFile | None, torch.dtype]:
+    is_call = isinstance(value, Call) and value.function.text == _TYPED and len(value.arguments) == 2
+    if not is_call or not isinstance(value.arguments[0], Call):
+        raise PickleError("a tensor has no storage")
+    storage, dtype = value.arguments
+    return _storage(storage), _dtype(dtype)
+
+
+def _storage(call: Call) -> SharedFile | None:
+    function, arguments = call.function.text, call.arguments
+    if not arguments or not isinstance(arguments[0], Named) or arguments[0].text != _UNTYPED:
+        raise PickleError("a storage is of another class than UntypedStorage")
+    if function == _FD:
+        raise PickleError(
+            "a tensor is shared by a file descriptor, which cannot reach an unrelated process: call "
+            "torch.multiprocessing.set_sharing_strategy('file_system') in the trainer"
+        )
+    if function == _EMPTY and len(arguments) == 1:
+        return None
+    if function != _FILE or len(arguments) != 4:
+        raise PickleError(f"{function} does not rebuild a storage")
+    manager, handle, num_bytes = arguments[1], arguments[2], _count(arguments[3])
+    if not isinstance(handle, bytes) or not _HANDLE.fullmatch(handle):
+        raise PickleError("the name of a shared file is not one that torch gives")
+    if not isinstance(manager, bytes) or not _MANAGER.fullmatch(manager) or b"/../" in manager:
+        raise PickleError("the socket of a shared file's manager is not one that torch makes")
+    return SharedFile(manager, handle, num_bytes, call)
+
+
+def _cuda_tensor(arguments: tuple[Any, ...]) -> SharedTensor:
+    is_known = len(arguments) == len(_CUDA_KINDS) and all(map(isinstance, arguments, _CUDA_KINDS))
+    if not is_known or arguments[0].text not in _CLASSES:
+        raise PickleError("the arguments of rebuild_cuda_tensor are not those of torch")
+    _, shape, stride, offset, _, dtype, device, handle, num_bytes, start, _, counter, counter_offset, event, waits = (
+        arguments
+    )
+    if max(len(handle), len(event)) > _MAX_HANDLE or not _HANDLE.fullmatch(counter):
+        raise PickleError("a CUDA handle is too long, or its reference counter is not one that torch makes")
+    memory = CudaMemory(
+        device=device,
+        handle=handle,
+        num_bytes=_count(num_bytes),
+        offset=_count(start),
+        counter=counter,
+        counter_offset=_count(counter_offset),
+        event=event,
+        waits=waits,
+    )
+    return _checked(SharedTensor(memory, _dtype(dtype), _count(offset), _shape(shape), _counts(stride)))
+
+
+def _checked(tensor: SharedTensor) -> SharedTensor:
+    """Return a tensor whose elements are all in its storage."""
+    if len(tensor.shape) != len(tensor.stride):
+        raise PickleError("a tensor's size and strides differ in length")
+    if math.prod(tensor.shape):
+        steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
+        end = (tensor.offset + steps + 1) * tensor.dtype.itemsize
+        if end > (tensor.storage.num_bytes if tensor.storage else 0):
+            raise PickleError("a tensor is larger than its storage")
+    return tensor
+
+
+def _bucket_part(value: Any) -> BucketPart:
+    state = value.state if isinstance(value, Instance) and value.cls.text in _METADATA else None
+    if not isinstance(state, dict) or not {"name", "shape", "dtype", "start_idx", "end_idx"} <= set(state):
+        raise PickleError("an entry of metadata is not a FlattenedTensorMetadata")
+    start, end = _count(state["start_idx"]), _count(state["end_idx"])
+    return BucketPart(_name(state["name"]), _dtype(state["dtype"]), _shape(state["shape"]), start, end)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if not isinstance(value, Named) or value.text not in _DTYPES:
+        raise PickleError("a dtype is not one of float64, float32, float16, bfloat16 and uint8")
+    return _DTYPES[value.text]
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise PickleError("a size or an offset is not a number of at least 0")
+    return value
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or len(value) > _MAX_DIMS:
+        raise PickleError(f"a size or strides are not at most {_MAX_DIMS} numbers")
+    return tuple(_count(one) for one in value)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return the sizes of a `torch.Size`, which pickles as a call with a tuple, or of a plain sequence."""
+    if isinstance(value, Call) and value.function.text == _SIZE and len(value.arguments) == 1:
+        return _counts(value.arguments[0])
+    return _counts(value)

@@ -1,0 +1,156 @@
+"""A trainer process that shares tensors as SGLang's trainers do: ForkingPickler and base64, in a process of its own."""
+
+from __future__ import annotations
+
+import base64
+import io
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BUCKETS = "sglang.srt.weight_sync.tensor_bucket"
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    """The fields of SGLang's class, under whose name it is pickled."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+@dataclass
+class LocalSerializedTensor:
+    """The field of SGLang's class, under whose name it is pickled."""
+
+    values: list[bytes]
+
+
+def rename(kind: type, module: str) -> None:
+    """Make a class importable, and hence picklable, under another module's name."""
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(parts[count - 1]))
+    setattr(sys.modules[module], kind.__name__, kind)
+    kind.__module__ = module
+
+
+def pickled(value: Any) -> bytes:
+    """Return what SGLang's MultiprocessingSerializer returns."""
+    file = io.BytesIO()
+    ForkingPickler(file).dump(value)
+    return file.getvalue()
+
+
+def bucket(named: Sequence[tuple[str, torch.Tensor]], *, in_bytes: bool) -> dict[str, Any]:
+    """Return a flattened bucket: of bytes, as current versions make it, or of values of one dtype."""
+    found, start, pieces = [], 0, []
+    for name, tensor in named:
+        piece = tensor.flatten().view(torch.uint8) if in_bytes else tensor.flatten()
+        end = start + piece.numel()
+        found.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, piece.numel()))
+        pieces.append(piece)
+        start = end
+    return {"flattened_tensor": torch.cat(pieces), "metadata": found}
+
+
+def value_of(form: str, pairs: list[tuple[str, torch.Tensor]]) -> Any:
+    """Return what a trainer serializes."""
+    if form == "parameters":
+        return [(name, torch.nn.Parameter(tensor)) for name, tensor in pairs]
+    if form == "tied":
+        ((name, tensor),) = pairs
+        return [(name, tensor), (f"{name}.tied", tensor)]
+    if form in ("local", "two-ranks"):
+        count = 1 if form == "local" else 2
+        return [(name, LocalSerializedTensor([pickled(tensor)] * count)) for name, tensor in pairs]
+    return bucket(pairs, in_bytes=form == "bytes") if form in ("bytes", "values") else pairs
+
+
+def main() -> None:
+    """Load tensors; answer each line of a form and names with what they serialize to; `drop` frees what was sent."""
+    rename(FlattenedTensorMetadata, BUCKETS)
+    rename(LocalSerializedTensor, UPDATER)
+    path, strategy = sys.argv[1:]
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    named = torch.load(path)
+    kept: list[Any] = []
+    for line in sys.stdin:
+        form, *names = line.split()
+        if form == "drop":
+            kept.clear()
+            print("dropped", flush=True)
+            continue
+        kept.append([(name, named[name].clone()) for name in names or named])
+        kept.append(value_of(form, kept[-1]))
+        print(base64.b64encode(pickled(kept[-1])).decode(), flush=True)
+
+
+class SharedTrainer:
+    """Controls the process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def serialize(self, form: str, *names: str) -> str:
+        """Return the named tensors, or all, in base64."""
+        return self._ask(" ".join([form, *names]))
+
+    def files(self) -> set[str]:
+        """Return the names of its shared files that exist."""
+        return {one.name for one in Path("/dev/shm").glob(f"torch_{self._process.pid}_*")}
+
+    def drop(self) -> None:
+        """Free all tensors that were serialized."""
+        assert self._ask("drop") == "dropped"
+
+    def stop(self) -> None:
+        """End the process and wait until torch's manager has deleted its files."""
+        self._process.kill()
+        self._process.wait(30)
+        deadline = time.monotonic() + 30
+        while self.files():
+            assert time.monotonic() < deadline, "the trainer's files were not deleted"
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().strip()
+        assert answer, "the trainer died"
+        return answer
+
+
+@contextmanager
+def shared_trainer(
+    named: dict[str, torch.Tensor], folder: Path, strategy: str = "file_system"
+) -> Iterator[SharedTrainer]:
+    """Run a trainer with these tensors during the block."""
+    path = folder / f"shared-{strategy}.pt"
+    torch.save(named, path)
+    command = [sys.executable, "-m", "tests.weights.shared_trainer", str(path), strategy]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield SharedTrainer(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(30)
+
+
+if __name__ == "__main__":
+    main()
