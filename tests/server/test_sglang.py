@@ -454,6 +454,16 @@ def test_unsupported_or_invalid_field_is_named(server: Running, params: Any, fie
     assert param.rpartition(".")[2] in error["message"] or "context of 512" in error["message"]
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/chat/completions"])
+def test_sessions_are_refused_with_the_reason(server: Running, path: str) -> None:
+    bodies = {PATH: {"input_ids": [1]}, "/v1/completions": {"prompt": "a"}}
+    body = bodies.get(path, {"messages": [{"role": "user", "content": "a"}]})
+    reply = server.post(path, {"model": "tiny", **body, "session_params": {"id": "a", "rid": None, "offset": -1}})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "session_params")
+    assert "no sessions are kept; send the whole conversation as input_ids" in error["message"]
+
+
 def test_call_names_are_the_rids(model: ServedModel) -> None:
     def names(**fields: Any) -> set[str]:
         return set(sglang_call(SglangBody(**fields), model, ServerConfig(), "").names)

@@ -21,7 +21,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.structured import Structure
-from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported
+from nano_inference.server.unsupported import HINTS, is_one_of, reason_of, refuse_unsupported
 
 _WORD = re.compile(r"^[a-z]+(?=[ :.\[])|[a-z]+(?:_[a-z]+)+")
 """A possible field name in a message: its first word, or a name with an underscore anywhere."""
@@ -97,7 +97,8 @@ def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], wh
 
 def unsupported_field(param: str, message: str | None = None) -> ApiError:
     """Return the error for a field that this server does not support."""
-    return ApiError(400, message or f"{param} is not supported by this server", param=param, code="unsupported_field")
+    text = message or f"{param} is not supported by this server{reason_of(param)}"
+    return ApiError(400, text, param=param, code="unsupported_field")
 
 
 def refuse_foreign(body: Body, neutral: Mapping[str, tuple[Any, ...]]) -> None:

@@ -84,12 +84,23 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields on which no token of an answer depends -> neutral values."""
 
+REASONS: Mapping[str, str] = {
+    "session_params": "no sessions are kept; send the whole conversation as input_ids, whose prefix is cached",
+}
+"""Field -> why it is refused and what to do, if its name does not say."""
+
+
+def reason_of(name: str) -> str:
+    """Return the end of a refusal: a colon and the reason, or nothing."""
+    return f": {REASONS[name]}" if name in REASONS else ""
+
 
 def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
     """Raise `ApiError` naming the first field of `NEUTRAL` whose value is not neutral."""
     for name, value in fields.items():
         if name in NEUTRAL and not is_one_of(value, NEUTRAL[name]):
-            raise ApiError(400, f"{where}{name} is not supported here", param=name, code="unsupported_field")
+            text = f"{where}{name} is not supported here{reason_of(name)}"
+            raise ApiError(400, text, param=name, code="unsupported_field")
 
 
 def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
