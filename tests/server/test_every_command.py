@@ -176,7 +176,7 @@ def groups(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tu
     """Record calls of weight groups; every group exists and gives one tensor. Ends an open update."""
     seen: list[tuple[Any, ...]] = []
 
-    async def join(self: Groups, *where: Any, rank: int, world_size: int, backend: str, bucket_bytes: Any) -> None:
+    async def join(self: Groups, *where: Any, rank: int, world_size: int, backend: str, **_: Any) -> None:
         seen.append((*where, rank, world_size, backend))
 
     def receive(self: Groups, name: str, names: Any, dtypes: Any, shapes: Any, field: str, packed: Any = None) -> Any:

@@ -139,9 +139,7 @@ def test_a_tensor_that_is_refused_leaves_the_old_weights(
     assert checksum(server) == before
 
 
-def test_file_descriptors_are_refused_by_name(
-    server: Running, named: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_file_descriptors_are_refused_by_name(server: Running, named: dict[str, torch.Tensor], tmp_path: Path) -> None:
     before = checksum(server)
     with shared_trainer(named, tmp_path, "file_descriptor") as other:
         text = other.serialize("list", "model.norm.weight")

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from tests.weights.broadcast_forms import dict_arrays
+
 Named = dict[str, torch.Tensor]
 PATIENCE = timedelta(seconds=60)
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -49,6 +51,9 @@ def run_trainer(orders: Connection, path: Path) -> None:
             names, limit = words
             for bucket in packed([named[name] for name in names], limit):
                 dist.broadcast(bucket, src=0, group=group)
+        elif order == "dicts":
+            for one in dict_arrays({name: named[name] for name in words[0]}):
+                dist.broadcast(one, src=0, group=group)
         elif order == "end":
             return
         orders.send(order)
@@ -93,6 +98,10 @@ class Trainer:
     def pack(self, names: Sequence[str], limit: int) -> None:
         """Broadcast tensors in buckets; does not wait."""
         self.begin("pack", list(names), limit)
+
+    def send_dicts(self, names: Sequence[str]) -> None:
+        """Broadcast tensors as prime-rl does; does not wait."""
+        self.begin("dicts", list(names))
 
     def die(self) -> None:
         """Kill the process."""

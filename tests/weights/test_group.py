@@ -87,7 +87,7 @@ def exit_during_send(group: WeightGroup, named: Named) -> None:
     def dying() -> Iterator[tuple[str, torch.Tensor]]:
         yield from named.items()
 
-    original, count = group._broadcast, 0
+    original, count = group.broadcast, 0
 
     def broadcast(data: torch.Tensor) -> torch.Tensor:
         nonlocal count
@@ -96,12 +96,12 @@ def exit_during_send(group: WeightGroup, named: Named) -> None:
             raise SystemExit
         return original(data)
 
-    group._broadcast = broadcast  # type: ignore[method-assign]
+    group.broadcast = broadcast  # type: ignore[method-assign]
     group.send(dict(dying()), bucket_bytes=5_000)
 
 
 def hang_during_send(group: WeightGroup, named: Named) -> None:
-    original, count = group._broadcast, 0
+    original, count = group.broadcast, 0
 
     def broadcast(data: torch.Tensor) -> torch.Tensor:
         nonlocal count
@@ -110,7 +110,7 @@ def hang_during_send(group: WeightGroup, named: Named) -> None:
             multiprocessing.Event().wait(60)
         return original(data)
 
-    group._broadcast = broadcast  # type: ignore[method-assign]
+    group.broadcast = broadcast  # type: ignore[method-assign]
     group.send(named, bucket_bytes=5_000)
 
 

@@ -278,7 +278,8 @@ class ChatBody(Sampling, RenderingFields):
 
     messages: Messages
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
+    logprobs: bool | Literal[0, 1] | None = None
+    """PipelineRL sends 1."""
     top_logprobs: AlternativesOrAll | None = None
     echo: bool | None = None
     timings_per_token: bool | None = None

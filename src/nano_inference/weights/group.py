@@ -81,13 +81,13 @@ class WeightGroup(Member):
         tensors = dict(named)
         specs = [TensorSpec(name, _dtype(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
         header = json.dumps([bucket_bytes, *specs]).encode()
-        self._broadcast(torch.tensor(list(len(header).to_bytes(8, "little")), dtype=torch.uint8))
-        self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self.broadcast(torch.tensor(list(len(header).to_bytes(8, "little")), dtype=torch.uint8))
+        self.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         for bucket in plan_buckets(specs, bucket_bytes):
             packed = torch.empty(sum(spec.num_bytes for spec in bucket), dtype=torch.uint8, device=self._device)
             for spec, target in _parts(bucket, packed):
                 target.copy_(tensors[spec.name].detach())
-            self._broadcast(packed)
+            self.broadcast(packed)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of one update; a tensor is valid until the next is requested.
@@ -126,17 +126,17 @@ class WeightGroup(Member):
 
     def _receive_plan(self) -> list[list[TensorSpec]]:
         """Receive the header; return the tensors of each bucket."""
-        length = int.from_bytes(bytes(self._broadcast(torch.zeros(8, dtype=torch.uint8)).tolist()), "little")
+        length = int.from_bytes(bytes(self.broadcast(torch.zeros(8, dtype=torch.uint8)).tolist()), "little")
         if length > _MAX_HEADER_BYTES:
             self._is_broken = True
             raise WeightError(f"the sender announces a header of {length} bytes; the limit is {_MAX_HEADER_BYTES}")
-        header = self._broadcast(torch.zeros(length, dtype=torch.uint8))
+        header = self.broadcast(torch.zeros(length, dtype=torch.uint8))
         bucket_bytes, *entries = json.loads(bytes(header.numpy().data))
         return plan_buckets([TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in entries], bucket_bytes)
 
     def _receive_bucket(self, bucket: Sequence[TensorSpec]) -> Tensor:
         num_bytes = sum(spec.num_bytes for spec in bucket)
-        return self._broadcast(huge_empty((num_bytes,), torch.uint8, self._device))
+        return self.broadcast(huge_empty((num_bytes,), torch.uint8, self._device))
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:

@@ -45,13 +45,14 @@ class Member:
         `given_up` to cancel waiting for rank 0 to listen. Ranks with the same non-empty `greeting` detect each other
         (`_greeted`). Raises `ValueError` naming the field, `WeightError` if the group is not complete in time.
         """
-        _check_group(address, port, rank, world_size, backend, timeout)
+        check_place(address, port, rank, world_size, timeout)
+        _check_backend(backend)
         self._timeout = timedelta(seconds=timeout)
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._is_broken = False
         try:
             if given_up is not None and rank:
-                _await_host(address, port, timeout, given_up)
+                await_host(address, port, timeout, given_up)
             store = _meet(address, port, world_size, prefix, is_host=rank == 0, timeout=self._timeout)
             if greeting:
                 store.set(f"{greeting}{rank}", "")
@@ -61,7 +62,12 @@ class Member:
             self._greeted = frozenset(one for one in others if store.check([f"{greeting}{one}"]))
             """Ranks with the same greeting, this one included."""
         except (RuntimeError, ValueError) as error:
-            raise WeightError(f"no weight group of {world_size} at {address}:{port}: {_first_line(error)}") from error
+            raise WeightError(f"no weight group of {world_size} at {address}:{port}: {first_line(error)}") from error
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of tensors that need not be copied for a broadcast."""
+        return self._device
 
     def close(self) -> None:
         """Leave the group. Can be called again."""
@@ -69,7 +75,7 @@ class Member:
             self._group.shutdown()
         self._is_broken = True
 
-    def _broadcast(self, data: Tensor) -> Tensor:
+    def broadcast(self, data: Tensor) -> Tensor:
         """Send `data` (rank 0) or receive into it; return the tensor. A failure closes the group permanently."""
         if self._is_broken:
             raise WeightError("the weight group is closed or has failed; join a new one")
@@ -79,10 +85,10 @@ class Member:
             return on_device if data.device == self._device else on_device.cpu()
         except RuntimeError as error:
             self._is_broken = True
-            raise WeightError(f"the broadcast failed, the group is closed: {_first_line(error)}") from error
+            raise WeightError(f"the broadcast failed, the group is closed: {first_line(error)}") from error
 
 
-def _await_host(address: str, port: int, timeout: float, given_up: Event) -> None:
+def await_host(address: str, port: int, timeout: float, given_up: Event) -> None:
     """Wait until rank 0 accepts connections. Raises `WeightError` after `timeout` seconds or if `given_up` is set.
 
     torch's own wait cannot be cancelled: an abandoned member would later join in place of its replacement.
@@ -114,18 +120,23 @@ def _make_group(backend: str, store: Any, rank: int, world_size: int, timeout: t
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
-def _check_group(address: object, port: object, rank: object, world_size: int, backend: object, timeout: float) -> None:
+def check_place(address: object, port: object, rank: object, world_size: int, timeout: float) -> None:
+    """Raise `ValueError` naming a field that cannot belong to a group."""
     if not isinstance(address, str) or not address:
         raise ValueError(f"address must be a host name or an IP address, got {address!r}")
     check_int("port", port, 1, 65535)
     check_int("world_size", world_size, 2)
     check_int("rank", rank, 0, world_size - 1)
     check_number("timeout", timeout, 0, 86400, open_low=True)
+
+
+def _check_backend(backend: object) -> None:
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend must be gloo or nccl, got {backend!r}")
     if not dist.is_available() or (backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available())):
         raise ValueError(f"backend: {backend} is not available in this build of torch or on this machine")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type's name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

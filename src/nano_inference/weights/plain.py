@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -41,6 +41,8 @@ _GREETING = "nano-inference-room/"
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Names and shapes of a model's weights."""
+Receiver = Callable[[], list[tuple[str, Tensor]]]
+"""Receives one broadcast and returns its tensors."""
 
 
 class PlainSpec(NamedTuple):
@@ -116,16 +118,9 @@ class PlainGroup(Member):
         if self.is_receiving:
             raise WeightError("the weight group still receives an earlier update")
         self.is_receiving = True
-        left = iter(self._receivers(specs, own, bucket_bytes))
         try:
-            for receive in left:
-                yield from receive()
-        except (GeneratorExit, _OtherSizeError) as error:
-            if isinstance(error, _OtherSizeError):
-                _log.warning("an update will be refused after its remaining tensors are received: %s", error)
-            for receive in left:
-                with suppress(_OtherSizeError):
-                    receive()
+            yield from in_order(self._receivers(specs, own, bucket_bytes))
+        except (GeneratorExit, _OtherSizeError):
             raise
         except BaseException:
             self._is_broken = True  # a broadcast may be half received: the next would receive its remainder
@@ -140,9 +135,7 @@ class PlainGroup(Member):
             self._is_broken = True
         super().close()
 
-    def _receivers(
-        self, specs: Sequence[PlainSpec], own: Shapes, bucket_bytes: int | None
-    ) -> list[Callable[[], list[tuple[str, Tensor]]]]:
+    def _receivers(self, specs: Sequence[PlainSpec], own: Shapes, bucket_bytes: int | None) -> list[Receiver]:
         """Return a function for each broadcast of an update, which receives it and returns its tensors."""
         if bucket_bytes is None:
             return [partial(self._receive_alone, spec, own) for spec in specs]
@@ -154,7 +147,7 @@ class PlainGroup(Member):
     def _receive_alone(self, spec: PlainSpec, own: Shapes) -> list[tuple[str, Tensor]]:
         """Return a tensor that is broadcast by itself."""
         if not self._is_oversized:
-            return [(spec.name, self._broadcast(huge_empty(spec.shape, DTYPES[spec.dtype], self._device)))]
+            return [(spec.name, self.broadcast(huge_empty(spec.shape, DTYPES[spec.dtype], self._device)))]
         guesses = possible_specs(spec, own if self._is_last else {})
         num_bytes = max(math.prod(spec.shape) * _WIDEST, *(one.num_bytes for one in guesses)) + _SPARE_BYTES
         buffer = self._oversized(num_bytes, [one.num_bytes for one in guesses])
@@ -177,14 +170,8 @@ class PlainGroup(Member):
                     f"announced {size} bytes; is packed_buffer_size_bytes the trainer's? Join the group again"
                 )
         else:
-            buffer = self._broadcast(huge_empty((size,), torch.uint8, self._device))
-        found, end = [], 0
-        for spec in specs:
-            start, end = end, end + spec.num_bytes
-            dtype = DTYPES[spec.dtype]
-            values = buffer[start:end].clone() if start % dtype.itemsize else buffer[start:end]
-            found.append((spec.name, values.view(dtype).view(spec.shape)))
-        return found
+            buffer = self.broadcast(huge_empty((size,), torch.uint8, self._device))
+        return unpacked(buffer, specs)
 
     def _oversized(self, num_bytes: int, ends: Sequence[int]) -> Tensor:
         """Return a buffer of bytes with a broadcast, and marks around its possible ends."""
@@ -193,12 +180,42 @@ class PlainGroup(Member):
         buffer = self._buffer[:num_bytes]
         for end in ends:
             mark(buffer, end)
-        self._broadcast(buffer)
+        self.broadcast(buffer)
         return buffer
 
 
 class _OtherSizeError(WeightError):
     """A broadcast had another size than announced; it was received completely."""
+
+
+def in_order(receivers: Iterable[Receiver]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of all broadcasts.
+
+    If it is closed early, or a broadcast has another size than announced, the remaining ones are received and dropped:
+    the trainer sends them all.
+    """
+    left = iter(receivers)
+    try:
+        for receive in left:
+            yield from receive()
+    except (GeneratorExit, _OtherSizeError) as error:
+        if isinstance(error, _OtherSizeError):
+            _log.warning("an update will be refused after its remaining tensors are received: %s", error)
+        for receive in left:
+            with suppress(_OtherSizeError):
+                receive()
+        raise
+
+
+def unpacked(buffer: Tensor, specs: Sequence[PlainSpec]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a bucket of bytes; copies where they are not aligned in it."""
+    found, end = [], 0
+    for spec in specs:
+        start, end = end, end + spec.num_bytes
+        dtype = DTYPES[spec.dtype]
+        values = buffer[start:end].clone() if start % dtype.itemsize else buffer[start:end]
+        found.append((spec.name, values.view(dtype).view(spec.shape)))
+    return found
 
 
 def buckets(specs: Sequence[PlainSpec], limit: int) -> list[list[PlainSpec]]:

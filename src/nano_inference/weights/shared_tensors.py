@@ -20,6 +20,7 @@ from torch.multiprocessing import reductions
 from nano_inference.loader.fields import shown
 from nano_inference.loader.pickle_data import PickleError
 from nano_inference.types import WeightError
+from nano_inference.weights.member import first_line
 from nano_inference.weights.shared_pickle import (
     BucketPart,
     CudaMemory,
@@ -68,7 +69,7 @@ def _opened(named: Sequence[tuple[str, SharedTensor]]) -> list[tuple[str, Tensor
         try:
             found.append((name, _open(tensor, files)))
         except (RuntimeError, ValueError) as error:
-            raise WeightError(f"{name}: {_first_line(error)}") from None
+            raise WeightError(f"{name}: {first_line(error)}") from None
     return found
 
 
@@ -162,7 +163,3 @@ def _cut(bucket: Tensor, parts: Sequence[BucketPart]) -> Iterator[tuple[str, Ten
         if piece.numel() != math.prod(part.shape):
             raise WeightError(f"{part.name}: {piece.numel()} values in the bucket, the shape {list(part.shape)}")
         yield part.name, piece.to(part.dtype).view(part.shape)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -139,6 +139,7 @@ class RLContext:
             world_size=info.world_size,
             backend=info.backend or self.backend,
             bucket_bytes=bucket_bytes,
+            is_vllm=isinstance(info, InitInfo),
         )
 
     async def weights_in(self, path: str, field: str) -> Source:

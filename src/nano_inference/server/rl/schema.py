@@ -186,6 +186,39 @@ class CheckBody(Body):
     """Expected checksum, for the action `compare`."""
 
 
+class InitBroadcasterBody(Body):
+    """POST /init_broadcaster, of prime-rl; `backend` is an extension."""
+
+    host: Address
+    port: Port
+    rank_offset: Count
+    inference_world_size: Annotated[int, Field(ge=1, le=2**31 - 2)]
+    timeout: Count | None = None
+    """Ignored: the server has its own limit."""
+    quantize_in_weight_transfer: bool | None = None
+    session_id: Annotated[str, Field(max_length=256)] | None = None
+    backend: Literal["gloo", "nccl"] | None = None
+
+
+class ParameterInfo(Body):
+    """A tensor that PipelineRL's trainer broadcasts."""
+
+    name: Name
+    shape: Shape
+    dtype: Annotated[str, Field(max_length=64)]
+
+
+class ReceiveUpdateBody(Body):
+    """POST /receive_weight_update, of PipelineRL; `group_name` is an extension."""
+
+    version: Label
+    parameters_info: Annotated[list[ParameterInfo], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
+    kind: Literal["weight_update_request"] | None = None
+    timestamp: float | None = None
+    """Ignored."""
+    group_name: GroupName = GROUP
+
+
 # ---- SGLang ---------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from nano_inference.server.rl.body_stream import BodyStream, weights_in_body
 from nano_inference.server.rl.context import Command, RLContext
 from nano_inference.server.rl.feed import Source
 from nano_inference.server.rl.groups import Packed
+from nano_inference.server.rl.prime_rl import BROADCASTER, PRIME_RL_COMMANDS, install_broadcast
 from nano_inference.server.rl.schema import (
     GROUP,
     UPDATE_FORMS,
@@ -106,7 +107,9 @@ async def _update_weights(context: RLContext, request: Request) -> JSON:
     if body.hold:
         return await _hold(context, body, directory, field)
     _require_hold(body)
-    if directory is not None and not is_part:
+    if body.update_info is None and not is_part and context.groups.has(BROADCASTER):
+        info = await install_broadcast(context, _label_of(body), body.checksum)  # `weight_dir` has markers only
+    elif directory is not None and not is_part:
         label, weights = _label_of(body), await context.weights_in(directory, field)
         info = await context.updates.install(weights, label=label, checksum=body.checksum)
     else:
@@ -261,6 +264,7 @@ async def _check_weights(context: RLContext, request: Request) -> JSON:
 
 
 VLLM_COMMANDS: Mapping[str, Command] = {
+    **PRIME_RL_COMMANDS,
     "/pause": _pause,
     "/resume": _resume,
     "/abort_requests": _abort_requests,

@@ -1,0 +1,145 @@
+"""NCCL through ctypes, for groups whose other ranks do not use torch's process groups.
+
+Names, types and numbers are those of nccl.h (2.x).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.types import WeightError
+
+UNIQUE_ID_BYTES = 128
+_SUM = 0
+_DTYPES: Mapping[torch.dtype, int] = MappingProxyType(
+    {
+        torch.int8: 0,
+        torch.uint8: 1,
+        torch.int32: 2,
+        torch.int64: 4,
+        torch.float16: 6,
+        torch.float32: 7,
+        torch.float64: 8,
+        torch.bfloat16: 9,
+    }
+)
+"""Values of ncclDataType_t."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * UNIQUE_ID_BYTES)]
+
+
+_POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_FUNCTIONS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "ncclCommInitRank": (ctypes.POINTER(_POINTER), _INT, _UniqueId, _INT),
+        "ncclBroadcast": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+        "ncclAllReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+        "ncclCommAbort": (_POINTER,),
+    }
+)
+"""Arguments of the functions that return ncclResult_t."""
+
+
+def find_library() -> str:
+    """Return the file of libnccl that torch's CUDA wheels depend on, or else the name for the system's search."""
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        found = None
+    places = [] if found is None else list(found.submodule_search_locations or [])
+    files = (Path(place) / "lib" / "libnccl.so.2" for place in places)
+    return next((str(file) for file in files if file.is_file()), "libnccl.so.2")
+
+
+class Communicator:
+    """Owns one rank of an NCCL communicator, and the CUDA stream of its operations."""
+
+    def __init__(
+        self, unique_id: bytes, *, rank: int, world_size: int, device: torch.device, library: str | None = None
+    ) -> None:
+        """Join the communicator; return when all ranks have. Then add up one zero, as vLLM's ranks do.
+
+        `library` is the file of libnccl. Raises `WeightError` if it cannot be loaded, or NCCL reports an error. NCCL
+        waits without a limit for ranks that do not come.
+        """
+        self._library = _load(library or find_library())
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        """A stream of its own: a broadcast whose sender died must not block the engine's."""
+        self._communicator = _POINTER()
+        shared = _UniqueId.from_buffer_copy(unique_id)
+        with self._on_device():
+            self._call("ncclCommInitRank", ctypes.byref(self._communicator), world_size, shared, rank)
+        zero = torch.zeros(1, dtype=torch.float32, device=device)
+        with self._on_stream() as stream:
+            kind = _DTYPES[zero.dtype]
+            self._call("ncclAllReduce", zero.data_ptr(), zero.data_ptr(), 1, kind, _SUM, self._communicator, stream)
+
+    def broadcast(self, data: Tensor) -> None:
+        """Receive rank 0's array into a contiguous tensor on the communicator's device; wait for its end.
+
+        Sizes are not compared: an array of another size blocks, or leaves random values. Raises `WeightError`.
+        """
+        kind = _DTYPES.get(data.dtype)
+        if kind is None or not data.is_contiguous() or data.device.type != self._device.type:
+            raise WeightError(f"no NCCL broadcast of a {data.dtype} tensor on {data.device}")
+        with self._on_stream() as stream:
+            place = data.data_ptr()
+            self._call("ncclBroadcast", place, place, data.numel(), kind, 0, self._communicator, stream)
+
+    def close(self) -> None:
+        """Leave the communicator, also while another thread waits for a broadcast. Can be called again.
+
+        ncclCommDestroy waits for the other ranks of a machine, which trainers let end by themselves.
+        """
+        communicator, self._communicator = self._communicator, _POINTER()
+        if communicator:
+            self._library["ncclCommAbort"](communicator)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if result := self._library[name](*arguments):
+            text = self._library["ncclGetErrorString"](result)
+            raise WeightError(f"{name}: {(text or b'unknown error').decode('utf-8', 'replace')} (NCCL error {result})")
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[int | None]:
+        """Yield the stream's address, after earlier work on the caller's stream; wait for its work at the end."""
+        if self._stream is None:
+            yield None
+            return
+        with self._on_device():
+            self._stream.wait_stream(torch.cuda.current_stream())
+            yield self._stream.cuda_stream
+            self._stream.synchronize()
+
+
+def _load(path: str) -> Mapping[str, Any]:
+    """Return the functions of libnccl. Raises `WeightError` if it cannot be loaded."""
+    try:
+        library = ctypes.CDLL(path)
+        functions: dict[str, Any] = {name: getattr(library, name) for name in (*_FUNCTIONS, "ncclGetErrorString")}
+    except (OSError, AttributeError) as error:
+        raise WeightError(f"NCCL cannot be loaded from {path}: {error}") from None
+    for name, arguments in _FUNCTIONS.items():
+        functions[name].argtypes, functions[name].restype = arguments, _INT
+    functions["ncclGetErrorString"].argtypes, functions["ncclGetErrorString"].restype = (_INT,), ctypes.c_char_p
+    return functions

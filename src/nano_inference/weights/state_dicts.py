@@ -1,0 +1,121 @@
+"""Weight updates of prime-rl's trainers: state dicts that a group's rank 0 broadcasts with their own description.
+
+Format (prime_rl/transports/weights/nccl.py at 559b447): the number of state dicts, as one int64; then for each the
+number of bytes of its description, as one int64, the description, and one array for each dtype. The description is a
+pickled dict from dtypes to lists of (name, size, number of values), in the order of the arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nano_inference.loader.pickle_data import MAX_BYTES, Call, Named, PickleError, read_pickle
+from nano_inference.loader.pieces import DTYPES
+from nano_inference.memory import huge_empty
+from nano_inference.types import WeightError
+from nano_inference.weights.plain import PlainSpec, Receiver, Shapes, in_order, unpacked
+
+_SIZE = "torch Size"
+_DTYPES = {f"torch {name}": name for name in DTYPES}
+_NAMES = frozenset({_SIZE, *_DTYPES})
+_MAX_DICTS = 1 << 16
+_MAX_SURPLUS = 4
+"""Most values of an update, as a multiple of the model's."""
+
+
+class Broadcaster(Protocol):
+    """A group as `state_dicts` uses it: `PlainGroup` or `StatelessGroup`."""
+
+    is_receiving: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def broadcast(self, data: Tensor) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+def state_dicts(group: Broadcaster, own: Shapes) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of one update. `own` are the model's shapes, which bound the memory.
+
+    If it is closed early, the remaining broadcasts are received and dropped. Raises `WeightError`, and then closes the
+    group, if a description is not valid: it is unknown what the trainer sends next.
+    """
+    if group.is_receiving:
+        raise WeightError("the weight group still receives an earlier update")
+    group.is_receiving = True
+    try:
+        yield from in_order(_receivers(group, own))
+    except GeneratorExit:
+        raise
+    except BaseException:
+        group.close()
+        raise
+    finally:
+        group.is_receiving = False
+
+
+def _receivers(group: Broadcaster, own: Shapes) -> Iterator[Receiver]:
+    """Yield a function for each array of values, which must be called before the next is requested."""
+    left = _MAX_SURPLUS * sum(math.prod(shape) for shape in own.values())
+    for _ in range(_number(group, "state dicts", _MAX_DICTS)):
+        size = _number(group, "bytes of a description", MAX_BYTES)
+        description = bytes(group.broadcast(torch.zeros(size, dtype=torch.uint8)).numpy().data)
+        try:
+            arrays = read_description(description)
+        except PickleError as error:
+            raise WeightError(f"the trainer's description of a state dict: {error}; the group is closed") from None
+        for specs in arrays:
+            left -= sum(math.prod(spec.shape) for spec in specs)
+            if left < 0:
+                raise WeightError(f"the trainer announces more than {_MAX_SURPLUS} times the model's values")
+            yield partial(_receive, group, specs)
+
+
+def _receive(group: Broadcaster, specs: list[PlainSpec]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of one array."""
+    dtype = DTYPES[specs[0].dtype]
+    array = huge_empty((sum(math.prod(spec.shape) for spec in specs),), dtype, group.device)
+    return unpacked(group.broadcast(array).view(torch.uint8), specs)
+
+
+def _number(group: Broadcaster, what: str, most: int) -> int:
+    found = int(group.broadcast(torch.zeros(1, dtype=torch.int64)).item())
+    if not 0 <= found <= most:
+        raise WeightError(f"the trainer announces {found} {what} (limit {most})")
+    return found
+
+
+def read_description(data: bytes) -> list[list[PlainSpec]]:
+    """Return the tensors of each array of a state dict. Raises `PickleError`."""
+    tree = read_pickle(data, _NAMES)
+    if not isinstance(tree, dict):
+        raise PickleError("it is not a dict of dtypes")
+    return [_specs(dtype, entries) for dtype, entries in tree.items()]
+
+
+def _specs(dtype: Any, entries: Any) -> list[PlainSpec]:
+    if not isinstance(dtype, Named) or dtype.text not in _DTYPES:
+        raise PickleError(f"a dtype is not one of {', '.join(DTYPES)}")
+    if not isinstance(entries, list) or not entries:
+        raise PickleError("the entry of a dtype is not a list of tensors")
+    return [_spec(_DTYPES[dtype.text], entry) for entry in entries]
+
+
+def _spec(dtype: str, entry: Any) -> PlainSpec:
+    if not isinstance(entry, tuple) or len(entry) != 3:
+        raise PickleError("a tensor is not described by its name, size and number of values")
+    name, size, count = entry
+    is_size = isinstance(size, Call) and size.function.text == _SIZE and len(size.arguments) == 1
+    shape: Any = size.arguments[0] if is_size else None
+    is_valid = isinstance(shape, tuple) and all(type(one) is int and one >= 0 for one in shape)
+    if not isinstance(name, str) or not is_valid or type(count) is not int or math.prod(shape) != count:
+        raise PickleError("a tensor has no name, or its size is not the number of its values")
+    return PlainSpec(name, dtype, shape)

@@ -1,0 +1,287 @@
+"""`StatelessGroup`: vLLM's rendezvous and NCCL, with a library for host memory in place of libnccl."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import WeightError
+from nano_inference.loader.pickle_data import PickleError
+from nano_inference.server.errors import ApiError
+from nano_inference.server.rl.groups import Groups
+from nano_inference.weights.nccl import Communicator, find_library
+from nano_inference.weights.plain import PlainSpec, plain_specs
+from nano_inference.weights.state_dicts import read_description, state_dicts
+from nano_inference.weights.stateless import StatelessGroup, read_unique_id
+from tests.weights.pairs import OpenEngine, Pair
+from tests.weights.plain_trainer import dtypes_and_shapes
+from tests.weights.test_group import free_port
+from tests.weights.test_plain_group import collect
+from tests.weights.vllm_trainer import VllmTrainer, compile_stub, pickled_id, vllm_trainer
+
+CPU = torch.device("cpu")
+MIXED = {
+    "a": torch.arange(3).to(torch.bfloat16),
+    "b": torch.arange(4, dtype=torch.float32),
+    "c": torch.ones((), dtype=torch.float16),
+    "d": torch.arange(6, dtype=torch.float64).view(2, 3),
+}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return compile_stub(tmp_path_factory.mktemp("nccl"))
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, library: str) -> Iterator[VllmTrainer]:
+    with vllm_trainer(MIXED, tmp_path, library) as one:
+        yield one
+
+
+def join(trainer: VllmTrainer, library: str, timeout: float = 60) -> StatelessGroup:
+    port = free_port()
+    trainer.host(port)
+    group = StatelessGroup("127.0.0.1", port, rank=1, world_size=2, timeout=timeout, device=CPU, library=library)
+    trainer.wait()
+    return group
+
+
+def specs_of(named: dict[str, torch.Tensor]) -> tuple[PlainSpec, ...]:
+    return plain_specs(list(named), *dtypes_and_shapes(named, list(named)))
+
+
+def assert_same(received: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
+    assert list(received) == list(sent)
+    assert all(received[name].dtype == one.dtype and torch.equal(received[name], one) for name, one in sent.items())
+
+
+def test_engine_updates_as_trl_sends_its_weights(
+    untied: Pair, tmp_path: Path, library: str, open_engine: OpenEngine
+) -> None:
+    engine, other = open_engine(untied), open_engine(untied)
+    sent = untied.named()
+    other.update_weights(sent, blocking=True)
+    with vllm_trainer(sent, tmp_path, library) as trainer:
+        group = join(trainer, library)
+        for version, limit in ((1, 20_000), (2, 1 << 30)):
+            trainer.pack(list(sent), limit)
+            assert engine.update_weights(group.receive(specs_of(sent), bucket_bytes=limit), blocking=True) == version
+            trainer.wait()
+            assert engine.weights_checksum() == other.weights_checksum()
+        group.close()
+        group.close()
+
+
+@pytest.mark.parametrize("limit", [None, 1, 7, 1 << 20])
+def test_tensors_arrive_alone_and_packed(mixed: VllmTrainer, library: str, limit: int | None) -> None:
+    group = join(mixed, library)
+    for _ in range(2):
+        if limit is None:
+            mixed.send(list(MIXED))
+        else:
+            mixed.pack(list(MIXED), limit)
+        assert_same(collect(group.receive(specs_of(MIXED), bucket_bytes=limit)), MIXED)
+        mixed.wait()
+
+
+def test_a_rejected_update_leaves_the_ranks_in_step(
+    untied: Pair, tmp_path: Path, library: str, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(untied)
+    before = engine.weights_checksum()
+    sent = {"unknown": torch.zeros(4), **untied.named()}
+    with vllm_trainer(sent, tmp_path, library) as trainer:
+        group = join(trainer, library)
+        trainer.send(list(sent))
+        with pytest.raises(WeightError, match="unknown: the model has no such tensor"):
+            engine.update_weights(group.receive(specs_of(sent)), blocking=True)
+        trainer.wait()
+        assert engine.weights_checksum() == before
+        good = untied.named()
+        trainer.send(list(good))
+        assert engine.update_weights(group.receive(specs_of(good)), blocking=True) == 1
+
+
+# ---- prime-rl's state dicts -----------------------------------------------------------------------------------------
+
+
+def test_engine_updates_from_state_dicts(untied: Pair, tmp_path: Path, library: str, open_engine: OpenEngine) -> None:
+    engine, other = open_engine(untied), open_engine(untied)
+    sent = untied.named()
+    norm = "model.norm.weight"
+    sent[norm] = sent[norm].bfloat16()  # two dtypes in a state dict
+    other.update_weights(sent, blocking=True)
+    shapes = {name: tuple(one.shape) for name, one in sent.items()}
+    with vllm_trainer({"unknown": torch.zeros(2), **sent}, tmp_path, library) as trainer:
+        group = join(trainer, library)
+        trainer.send_dicts(["unknown", *sent])
+        with pytest.raises(WeightError, match="unknown: the model has no such tensor"):
+            engine.update_weights(state_dicts(group, shapes), blocking=True)
+        trainer.wait()
+        trainer.send_dicts(list(sent))
+        assert engine.update_weights(state_dicts(group, shapes), blocking=True) == 1
+        trainer.wait()
+    assert engine.weights_checksum() == other.weights_checksum()
+
+
+HUGE = {torch.float32: [("a", torch.Size([1 << 40]), 1 << 40)]}
+BAD_DESCRIPTIONS = [
+    (pickle.dumps({torch.int8: [("a", torch.Size([1]), 1)]}), "names 'torch int8'"),
+    (pickle.dumps({torch.float32: [("a", torch.Size([2]), 1)]}), "its size is not the number"),
+    (pickle.dumps({torch.float32: [("a", [1], 1)]}), "its size is not the number"),
+    (pickle.dumps({torch.float32: [("a", 1)]}), "not described by"),
+    (pickle.dumps({torch.float32: []}), "not a list of tensors"),
+    (pickle.dumps([1]), "not a dict of dtypes"),
+    (pickle.dumps({"a": [1]}), "a dtype is not one of"),
+    (pickle.dumps(print), "names 'builtins print'"),
+    (b"\x80\x04", "ends too early"),
+]
+
+
+@pytest.mark.parametrize(("data", "part"), BAD_DESCRIPTIONS)
+def test_a_bad_description_is_named(data: bytes, part: str) -> None:
+    with pytest.raises(PickleError, match=part):
+        read_description(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "part"), [BAD_DESCRIPTIONS[1], (pickle.dumps(HUGE), "more than 4 times the model's values")]
+)
+def test_a_bad_description_closes_the_group(mixed: VllmTrainer, library: str, data: bytes, part: str) -> None:
+    group = join(mixed, library)
+    mixed.begin("describe", data)
+    with pytest.raises(WeightError, match=part):
+        collect(state_dicts(group, {"a": (2,)}))
+    with pytest.raises(WeightError, match="is closed"):
+        collect(state_dicts(group, {"a": (2,)}))
+
+
+# ---- the rendezvous -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["vllm.distributed.device_communicators.pynccl_wrapper", "sglang.srt.distributed"])
+def test_unique_id_is_read_as_data(module: str) -> None:
+    data = bytes(range(128))
+    if module.startswith("vllm"):
+        assert read_unique_id(pickled_id(data, module)) == data
+    else:
+        with pytest.raises(PickleError, match=r"it names 'sglang\.srt\.distributed ncclUniqueId'"):
+            read_unique_id(pickled_id(data, module))
+
+
+@pytest.mark.parametrize("value", [pickle.dumps(print), pickle.dumps(bytes(128)), b"", pickled_id(bytes(128))[:-9]])
+def test_another_value_in_place_of_the_unique_id_is_refused(mixed: VllmTrainer, library: str, value: bytes) -> None:
+    port = free_port()
+    mixed.host(port, 2, value)
+    with pytest.raises(WeightError, match="sent no unique id of NCCL"):
+        StatelessGroup("127.0.0.1", port, rank=1, world_size=2, timeout=60, device=CPU, library=library)
+
+
+def test_a_trainer_that_is_not_there_is_waited_for(library: str) -> None:
+    with pytest.raises(WeightError, match="no connection to rank 0"):
+        StatelessGroup("127.0.0.1", free_port(), rank=1, world_size=2, timeout=0.2, device=CPU, library=library)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_a_machine_without_cuda_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend: nccl needs a CUDA device"):
+        StatelessGroup("127.0.0.1", free_port(), rank=1, world_size=2)
+
+
+def test_a_missing_library_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "libnccl.so.2"
+    with pytest.raises(WeightError, match=f"NCCL cannot be loaded from {place}"):
+        Communicator(bytes(128), rank=1, world_size=2, device=CPU, library=str(place))
+    assert find_library().endswith("libnccl.so.2")
+
+
+def test_an_error_of_nccl_is_named(library: str) -> None:
+    with pytest.raises(WeightError, match=r"ncclCommInitRank: invalid argument \(NCCL error 4\)"):
+        Communicator(bytes([1]) * 128, rank=1, world_size=2, device=CPU, library=library)
+
+
+@pytest.mark.parametrize("data", [torch.zeros(2, dtype=torch.complex64), torch.zeros(4, 4).t()])
+def test_an_array_that_nccl_cannot_send_is_refused(mixed: VllmTrainer, library: str, data: torch.Tensor) -> None:
+    group = join(mixed, library)
+    with pytest.raises(WeightError, match="no NCCL broadcast"):
+        group.broadcast(data)
+
+
+def test_closing_ends_a_broadcast_that_does_not_come(mixed: VllmTrainer, library: str) -> None:
+    group = join(mixed, library)
+    started = threading.Event()
+
+    def receive() -> None:
+        pairs = group.receive(specs_of(MIXED))
+        started.set()
+        next(pairs)
+
+    with ThreadPoolExecutor() as pool:
+        receiving = pool.submit(receive)
+        assert started.wait(60)
+        group.close()
+        with pytest.raises(WeightError, match=r"aborted|is closed"):
+            receiving.result(60)
+    with pytest.raises(WeightError, match="is closed"):
+        collect(group.receive(specs_of(MIXED)))
+
+
+# ---- the server's groups --------------------------------------------------------------------------------------------
+
+
+def test_server_joins_a_trainer_of_vllm(mixed: VllmTrainer, library: str) -> None:
+    async def run() -> Any:
+        shapes = {name: tuple(one.shape) for name, one in MIXED.items()}
+        groups = Groups(60, lambda: shapes, nccl_device="cpu", nccl_library=library)
+        port = free_port()
+        mixed.host(port)
+        place = {"rank": 1, "world_size": 2, "backend": "nccl", "bucket_bytes": 7, "is_vllm": True}
+        await groups.join("g", "127.0.0.1", port, **place)
+        mixed.wait()
+        mixed.pack(list(MIXED), 7)
+        source = groups.receive("g", list(MIXED), *dtypes_and_shapes(MIXED, list(MIXED)), "dtypes")
+        received = await asyncio.to_thread(collect, source)
+        mixed.wait()
+        mixed.send_dicts(list(MIXED))
+        again = await asyncio.to_thread(collect, groups.receive_state_dicts("g"))
+        assert groups.has("g") and groups.leave("g") and not groups.has("g")
+        return received, again
+
+    received, again = asyncio.run(run())
+    assert_same(received, MIXED)
+    assert {name: one.tolist() for name, one in again.items()} == {name: one.tolist() for name, one in MIXED.items()}
+
+
+def test_server_gives_up_a_rank_that_nccl_waits_for(mixed: VllmTrainer, library: str) -> None:
+    async def run() -> None:
+        groups = Groups(1, dict, nccl_device="cpu", nccl_library=library)
+        port = free_port()
+        mixed.host(port, 3)
+        with ThreadPoolExecutor() as pool:
+            third = pool.submit(StoreOnly, port)
+            with pytest.raises(ApiError, match=r"did not join the group within 1 seconds|no weight group of 3"):
+                await groups.join("g", "127.0.0.1", port, rank=1, world_size=3, backend="nccl", is_vllm=True)
+            third.result(60)
+        assert not groups.has("g")
+
+    asyncio.run(run())
+
+
+class StoreOnly:
+    """A rank that comes to the store, but not to NCCL."""
+
+    def __init__(self, port: int) -> None:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        self.store = dist.TCPStore("127.0.0.1", port, 3, is_master=False, timeout=timedelta(seconds=60))

@@ -1,0 +1,132 @@
+"""A trainer process with vLLM's rendezvous and NCCL by ctypes, for host memory with the library of `nccl_stub.c`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nano_inference.kernels.compile import find_compiler
+from tests.weights.broadcast_forms import described_by, dict_arrays
+from tests.weights.plain_trainer import PROCESSES, Named, Trainer, packed
+
+CODES = {torch.uint8: 1, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
+WRAPPER = "vllm.distributed.device_communicators.pynccl_wrapper"
+
+
+class ncclUniqueId(ctypes.Structure):
+    """NCCL's unique id, under whose name in vLLM it is pickled."""
+
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+def compile_stub(folder: Path) -> str:
+    """Return the library compiled from `nccl_stub.c`."""
+    target = folder / "libnccl-stub.so"
+    source = Path(__file__).with_name("nccl_stub.c")
+    command = [find_compiler(os.environ), "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", target, source]
+    subprocess.run(command, check=True)
+    return str(target)
+
+
+def pickled_id(data: bytes, module: str = WRAPPER) -> bytes:
+    """Return a unique id pickled as vLLM does."""
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(parts[count - 1]))
+    sys.modules[module].ncclUniqueId = ncclUniqueId  # type: ignore[attr-defined]
+    ncclUniqueId.__module__ = module
+    return pickle.dumps(ncclUniqueId.from_buffer_copy(data))
+
+
+class Rank0:
+    """The trainer's side of a group: a store without a prefix, a unique id in it, and NCCL's communicator."""
+
+    def __init__(self, library: str, port: int, world_size: int, value: bytes | None = None) -> None:
+        """Host the store; with `value` only put that in place of the unique id."""
+        self._nccl = ctypes.CDLL(library)
+        self.store = dist.TCPStore(
+            "127.0.0.1", port, world_size, is_master=True, timeout=timedelta(seconds=60), use_libuv=False
+        )
+        shared = ncclUniqueId()
+        assert self._nccl.ncclGetUniqueId(ctypes.byref(shared)) == 0
+        self.store.set("broadcast_from/0/0", pickled_id(bytes(shared)) if value is None else value)
+        if value is not None:
+            return
+        self._communicator = ctypes.c_void_p()
+        assert self._nccl.ncclCommInitRank(ctypes.byref(self._communicator), world_size, shared, 0) == 0
+        zero = torch.zeros(1)
+        place = ctypes.c_void_p(zero.data_ptr())
+        assert self._nccl.ncclAllReduce(place, place, ctypes.c_size_t(1), 7, 0, self._communicator, None) == 0
+        assert zero.item() == 0
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        data = data.contiguous()
+        place, count = ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel())
+        assert self._nccl.ncclBroadcast(place, place, count, CODES[data.dtype], 0, self._communicator, None) == 0
+
+
+def run_trainer(orders: Connection, path: Path, library: str, folder: str) -> None:
+    """Run the trainer process: execute commands in order and acknowledge each."""
+    os.environ["NCCL_STUB_FOLDER"] = folder
+    torch.set_num_threads(1)
+    named: Named = torch.load(path)
+    orders.send("up")
+    group: Any = None
+    while True:
+        order, *words = orders.recv()
+        if order == "join":
+            group = Rank0(library, *words)
+        elif order == "send":
+            for name in words[0]:
+                group.broadcast(named[name])
+        elif order == "pack":
+            names, limit = words
+            for one in packed([named[name] for name in names], limit):
+                group.broadcast(one)
+        elif order == "dicts":
+            for one in dict_arrays({name: named[name] for name in words[0]}):
+                group.broadcast(one)
+        elif order == "describe":
+            for one in (torch.tensor([1]), *described_by(words[0])):
+                group.broadcast(one)
+        orders.send(order)
+
+
+class VllmTrainer(Trainer):
+    """Controls the process."""
+
+    def host(self, port: int, world_size: int = 2, value: bytes | None = None) -> None:
+        """Create the group; does not wait. With `value` only put that in place of the unique id."""
+        self.begin("join", port, world_size, value)
+
+
+@contextmanager
+def vllm_trainer(named: Named, folder: Path, library: str) -> Iterator[VllmTrainer]:
+    """Run a trainer with these tensors during the block."""
+    path = folder / "trainers.pt"
+    torch.save(named, path)
+    ours, theirs = Pipe()
+    process = PROCESSES.Process(target=run_trainer, args=(theirs, path, library, str(folder)), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        trainer = VllmTrainer(ours, process)
+        trainer.wait()
+        yield trainer
+    finally:
+        process.kill()
+        process.join()
