@@ -15,7 +15,16 @@ from nano_inference.server.rl.groups import Groups
 from nano_inference.server.rl.routes import REFUSED_COMMANDS
 from nano_inference.server.rl.schema import UPDATE_FORMS
 from nano_inference.server.schema import Body
-from tests.server import test_rl_control, test_rl_group, test_rl_weights, test_slime, test_weight_body
+from tests.server import (
+    test_pipeline_rl,
+    test_prime_rl,
+    test_rl_control,
+    test_rl_group,
+    test_rl_weights,
+    test_slime,
+    test_weight_body,
+    test_weights_from_tensor,
+)
 from tests.server.tiny import Running
 from tests.server.trainer import SHORT, Stream, make_weights, ok, refused, serving
 
@@ -38,6 +47,11 @@ HELD = "test_update_with_checksum_is_verified"
 TAKEN = "test_field_without_effect_is_accepted"
 TAKEN_TOO = "test_ignored_group_fields_change_nothing"
 UPDATES = "test_ignored_update_fields_change_nothing"
+SHARED = "test_weights_of_a_trainer_beside_the_server_are_installed"
+WITHOUT_EFFECT = "test_fields_without_effect_are_accepted"
+BROADCASTER = "test_weights_from_the_broadcaster"
+NO_BROADCASTER = "test_invalid_broadcaster_is_refused_by_name"
+PIPELINE = "test_trainer_updates_while_requests_run"
 SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "EmptyBody": {},
@@ -140,6 +154,34 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "partial": "test_a_part_of_the_weights_needs_partial",
             "abort_all_requests": "test_running_requests_may_be_aborted",
         },
+        "FromTensorBody": {
+            "serialized_named_tensors": SHARED,
+            "load_format": SHARED,
+            "weight_version": SHARED,
+            "checksum": "test_each_bucket_is_an_update",
+            "abort_all_requests": "test_running_requests_may_be_aborted",
+            "flush_cache": WITHOUT_EFFECT,
+            "torch_empty_cache": WITHOUT_EFFECT,
+            "disable_draft_model": WITHOUT_EFFECT,
+        },
+        "InitBroadcasterBody": {
+            "host": BROADCASTER,
+            "port": BROADCASTER,
+            "rank_offset": "test_servers_have_the_ranks_after_the_trainer",
+            "inference_world_size": "test_servers_have_the_ranks_after_the_trainer",
+            "timeout": BROADCASTER,
+            "quantize_in_weight_transfer": NO_BROADCASTER,
+            "session_id": NO_BROADCASTER,
+            "backend": "test_nccl_without_cuda_is_refused_at_once",
+        },
+        "ParameterInfo": {"name": PIPELINE, "shape": PIPELINE, "dtype": PIPELINE},
+        "ReceiveUpdateBody": {
+            "version": PIPELINE,
+            "parameters_info": PIPELINE,
+            "kind": "test_invalid_update_is_refused_by_name",
+            "timestamp": PIPELINE,
+            "group_name": "test_invalid_update_is_refused_by_name",
+        },
         "PostProcessBody": {"restore_weights_before_load": CHECKER, "post_process_quantization": CHECKER},
         "WeightsCheckerBody": {
             "action": CHECKER,
@@ -196,7 +238,10 @@ def test_every_field_has_a_test() -> None:
     kinds = [one for one in vars(schema).values() if isinstance(one, type) and one.__module__ == schema.__name__]
     declared = {one.__name__: set(one.model_fields) for one in kinds if issubclass(one, Body)}
     assert {name: set(fields) for name, fields in SHOWN.items()} == declared
-    modules = (test_rl_control, test_rl_group, test_rl_weights, test_slime, test_weight_body)
+    modules = (
+        *(test_rl_control, test_rl_group, test_rl_weights, test_slime, test_weight_body),
+        *(test_weights_from_tensor, test_prime_rl, test_pipeline_rl),
+    )
     tests = {*globals(), *(name for module in modules for name in vars(module))}
     assert {test for fields in SHOWN.values() for test in fields.values()} <= tests
 

@@ -129,6 +129,28 @@ def test_a_broadcast_that_does_not_fit_leaves_the_old_weights(
         assert ok(updating.result(60))["version"] == 1
 
 
+def test_servers_have_the_ranks_after_the_trainer(
+    server: Running, tiny_directory: Path, named: dict[str, torch.Tensor], trainer: Trainer
+) -> None:
+    port = free_port()
+    with serving(tiny_directory, weight_timeout=60) as second, ThreadPoolExecutor() as pool:
+        servers = (server, second)
+        body = {"host": "127.0.0.1", "port": port, "inference_world_size": 2, "backend": "gloo"}
+        joined = [
+            pool.submit(one.post, "/init_broadcaster", {**body, "rank_offset": offset})
+            for offset, one in enumerate(servers)
+        ]
+        trainer.join(port, "prime-rl", 3)
+        trainer.wait()
+        assert [ok(one.result(60))["status"] for one in joined] == ["ok", "ok"]
+        updating = [pool.submit(update, one, None) for one in servers]
+        trainer.send_dicts(good_names(named))
+        trainer.wait()
+        assert [ok(one.result(60))["version"] for one in updating] == [1, 1]
+        digests = {ok(one.post("/weight_checker", {"action": "checksum"}))["checksum"] for one in servers}
+        assert len(digests) == 1
+
+
 INIT = {"host": "127.0.0.1", "port": 29501, "rank_offset": 0, "inference_world_size": 1, "timeout": 60}
 
 

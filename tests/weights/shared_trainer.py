@@ -41,7 +41,7 @@ class LocalSerializedTensor:
 
 
 def rename(kind: type, module: str) -> None:
-    """Make a class importable, and hence picklable, under another module's name."""
+    """Make a class importable, so that it can be pickled, under another module's name."""
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(parts[count - 1]))
@@ -85,7 +85,7 @@ def main() -> None:
     """Load tensors; answer each line of a form and names with what they serialize to; `drop` frees what was sent."""
     rename(FlattenedTensorMetadata, BUCKETS)
     rename(LocalSerializedTensor, UPDATER)
-    path, strategy = sys.argv[1:]
+    path, strategy, device = sys.argv[1:]
     torch.multiprocessing.set_sharing_strategy(strategy)
     named = torch.load(path)
     kept: list[Any] = []
@@ -95,7 +95,7 @@ def main() -> None:
             kept.clear()
             print("dropped", flush=True)
             continue
-        kept.append([(name, named[name].clone()) for name in names or named])
+        kept.append([(name, named[name].to(device, copy=True)) for name in names or named])
         kept.append(value_of(form, kept[-1]))
         print(base64.b64encode(pickled(kept[-1])).decode(), flush=True)
 
@@ -137,12 +137,12 @@ class SharedTrainer:
 
 @contextmanager
 def shared_trainer(
-    named: dict[str, torch.Tensor], folder: Path, strategy: str = "file_system"
+    named: dict[str, torch.Tensor], folder: Path, strategy: str = "file_system", device: str = "cpu"
 ) -> Iterator[SharedTrainer]:
     """Run a trainer with these tensors during the block."""
     path = folder / f"shared-{strategy}.pt"
     torch.save(named, path)
-    command = [sys.executable, "-m", "tests.weights.shared_trainer", str(path), strategy]
+    command = [sys.executable, "-m", "tests.weights.shared_trainer", str(path), strategy, device]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield SharedTrainer(process)

@@ -55,8 +55,13 @@ def pickled_id(data: bytes, module: str = WRAPPER) -> bytes:
 class Rank0:
     """The trainer's side of a group: a store without a prefix, a unique id in it, and NCCL's communicator."""
 
-    def __init__(self, library: str, port: int, world_size: int, value: bytes | None = None) -> None:
+    def __init__(
+        self, library: str, port: int, world_size: int, value: bytes | None = None, device: str = "cpu"
+    ) -> None:
         """Host the store; with `value` only put that in place of the unique id."""
+        self._device = torch.device(device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         self._nccl = ctypes.CDLL(library)
         self.store = dist.TCPStore(
             "127.0.0.1", port, world_size, is_master=True, timeout=timedelta(seconds=60), use_libuv=False
@@ -68,15 +73,17 @@ class Rank0:
             return
         self._communicator = ctypes.c_void_p()
         assert self._nccl.ncclCommInitRank(ctypes.byref(self._communicator), world_size, shared, 0) == 0
-        zero = torch.zeros(1)
+        zero = torch.zeros(1, device=self._device)
         place = ctypes.c_void_p(zero.data_ptr())
         assert self._nccl.ncclAllReduce(place, place, ctypes.c_size_t(1), 7, 0, self._communicator, None) == 0
         assert zero.item() == 0
 
     def broadcast(self, data: torch.Tensor) -> None:
-        data = data.contiguous()
+        data = data.contiguous().to(self._device)
         place, count = ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel())
         assert self._nccl.ncclBroadcast(place, place, count, CODES[data.dtype], 0, self._communicator, None) == 0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def run_trainer(orders: Connection, path: Path, library: str, folder: str) -> None:
@@ -109,9 +116,9 @@ def run_trainer(orders: Connection, path: Path, library: str, folder: str) -> No
 class VllmTrainer(Trainer):
     """Controls the process."""
 
-    def host(self, port: int, world_size: int = 2, value: bytes | None = None) -> None:
+    def host(self, port: int, world_size: int = 2, value: bytes | None = None, device: str = "cpu") -> None:
         """Create the group; does not wait. With `value` only put that in place of the unique id."""
-        self.begin("join", port, world_size, value)
+        self.begin("join", port, world_size, value, device)
 
 
 @contextmanager
