@@ -1,0 +1,139 @@
+"""Pickles read as data: plain values as CPython writes them; names, calls and instances as records; nothing is run."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.loader import pickle_data
+from nano_inference.loader.pickle_data import Call, Instance, Named, PickleError, read_pickle
+
+NOTHING = frozenset[str]()
+SHARED = ("a", b"b", [1])
+PLAIN: Any = {
+    "none": [None, True, False],
+    "integers": [0, 255, 256, 65536, -1, -(2**31), 2**31, 2**62, -(2**63)],
+    "texts": ["", "é", "x" * 300, "y" * 70_000],
+    "bytes": [b"", b"\0\xff", b"z" * 300],
+    "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
+    "batches": [list(range(2500)), {str(i): i for i in range(2500)}],
+    "shared": [SHARED, SHARED, {"again": SHARED}],
+}
+
+
+class Runs:
+    """Unpickles as a call of a function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+class Plain:
+    """An instance with a dict."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+@pytest.mark.parametrize("pickler", ["c", "python", "optimized"])
+def test_plain_values_are_read(protocol: int, pickler: str) -> None:
+    data = (pickle._dumps if pickler == "python" else pickle.dumps)(PLAIN, protocol=protocol)
+    assert read_pickle(pickletools.optimize(data) if pickler == "optimized" else data, NOTHING) == PLAIN
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_calls_and_instances_are_records(tmp_path: Path, protocol: int) -> None:
+    marker = tmp_path / "marker"
+    here = f"{__name__} Plain"
+    value = read_pickle(
+        pickle.dumps([Runs(open, str(marker), "w"), Plain(7), Plain], protocol), frozenset({"io open", here})
+    )
+    call, instance, named = value
+    assert isinstance(call, Call) and (call.function, call.arguments) == (Named("io open"), (str(marker), "w"))
+    assert isinstance(instance, Instance) and (instance.cls, instance.state) == (Named(here), {"value": 7})
+    assert named == Named(here) and not marker.exists()
+
+
+@pytest.mark.parametrize("value", [open, Plain, Plain(1), Runs(eval, "1"), {1}, 1.5, 1 << 80, bytearray(1)])
+def test_what_is_not_listed_is_refused(value: Any) -> None:
+    with pytest.raises(PickleError):
+        read_pickle(pickle.dumps([value]), NOTHING)
+
+
+def test_a_value_may_contain_itself() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    found = read_pickle(pickle.dumps(loop), NOTHING)
+    assert found[0] is found
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"h\0", "gets a value that was not memoized"),
+        (b"q\0", "memoizes a value that is not there"),
+        (b"0", "opcode b'0' at byte 2"),
+        (b"]K\1", "does not end with exactly one value"),
+        (b"(", "pops from an empty stack"),
+        (b"e", "ends a batch without a mark"),
+        (b"(" * 17, "nested too deep"),
+        (b"K\1K\1a", "appends to something other than a list"),
+        (b"](K\1u", "adds pairs to something other than a dict"),
+        (b"}(K\1u", "adds pairs to something other than a dict"),
+        (b"}K\1K\1s", "a key of a dict is a duplicate, or neither text nor a name"),
+        (b"}(\x8c\1aK\1\x8c\1aK\2u", "a key of a dict is a duplicate"),
+        (b"K\1)R", "calls something that is not a named function"),
+        (b"ca\nb\nK\1R", "calls something that is not a named function"),
+        (b"K\1)\x81", "creates an instance of something that is not a named class"),
+        (b"ca\nb\nK\1\x85\x81", "creates an instance of something that is not a named class"),
+        (b"]K\1b", "sets the state of something other than a new instance"),
+        (b"ca\nb\n)\x81}b}b", "sets the state of something other than a new instance"),
+        (b"K\1K\1\x93", "the name of a class or function is not text"),
+        (b"c" + b"a" * 300, "does not end"),
+        (b"cos\nsystem\n", "it names 'os system'"),
+        (b"\x8c\1\xff", "not UTF-8"),
+        (b"\x8a\xff" + b"\1" * 255, "an integer of 255 bytes"),
+        (b"\x8e" + b"\xff" * 8, "ends too early"),
+    ],
+)
+def test_invalid_opcodes_are_named(body: bytes, message: str) -> None:
+    with pytest.raises(PickleError, match=message):
+        read_pickle(b"\x80\x04" + body + b".", frozenset({"a b"}))
+
+
+def test_sizes_are_limited() -> None:
+    with pytest.raises(PickleError, match=f"limit {pickle_data.MAX_BYTES}"):
+        read_pickle(bytes(pickle_data.MAX_BYTES + 1), NOTHING)
+    with pytest.raises(PickleError, match=f"more than {pickle_data.MAX_VALUES} values"):
+        read_pickle(b"\x80\x04](" + b"N" * pickle_data.MAX_VALUES + b"e.", NOTHING)
+
+
+def test_damaged_pickles_raise_nothing_else() -> None:
+    rng = random.Random(3)
+    good = pickle.dumps({name: value for name, value in PLAIN.items() if name != "batches"})
+    codes = [info.code.encode("latin-1") for info in pickletools.opcodes]
+    num_refused = 0
+    for round_ in range(2000):
+        data = bytearray(good)
+        if round_ % 2:
+            body = b"".join(rng.choice(codes) + rng.randbytes(rng.choice([0, 0, 1, 4])) for _ in range(40))
+            data = bytearray(b"\x80\x04" + body + b".")
+        elif round_ % 4:
+            data = data[: rng.randrange(len(data))]
+        for _ in range(rng.choice([0, 1, 8]) if data else 0):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            read_pickle(bytes(data), NOTHING)
+        except PickleError as error:
+            assert "\n" not in str(error) and len(str(error)) < 200
+            num_refused += 1
+    assert num_refused > 1000
