@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -216,21 +218,31 @@ def test_an_array_that_nccl_cannot_send_is_refused(mixed: VllmTrainer, library: 
         group.broadcast(data)
 
 
+def until_in_call(thread: threading.Thread) -> None:
+    """Wait until a thread is about to call NCCL, or does."""
+    deadline = time.monotonic() + 60
+    frame = None
+    while frame is None or frame.f_code.co_name != "_call":
+        assert time.monotonic() < deadline
+        frame = sys._current_frames().get(thread.ident or 0)
+
+
 def test_closing_ends_a_broadcast_that_does_not_come(mixed: VllmTrainer, library: str) -> None:
     group = join(mixed, library)
-    started = threading.Event()
+    failures: list[WeightError] = []
 
     def receive() -> None:
-        pairs = group.receive(specs_of(MIXED))
-        started.set()
-        next(pairs)
+        try:
+            collect(group.receive(specs_of(MIXED)))
+        except WeightError as error:
+            failures.append(error)
 
-    with ThreadPoolExecutor() as pool:
-        receiving = pool.submit(receive)
-        assert started.wait(60)
-        group.close()
-        with pytest.raises(WeightError, match=r"aborted|is closed"):
-            receiving.result(60)
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    until_in_call(thread)
+    group.close()
+    thread.join(60)
+    assert [str(one) for one in failures] == ["ncclBroadcast: aborted (NCCL error 3)"]
     with pytest.raises(WeightError, match="is closed"):
         collect(group.receive(specs_of(MIXED)))
 
