@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nano_inference.loader import pickle_data
-from nano_inference.loader.pickle_data import Call, Instance, Named, PickleError, read_pickle
+from nano_inference.loader.pickle_data import Call, Instance, Named, PickleError, read_data
 
 NOTHING = frozenset[str]()
 SHARED = ("a", b"b", [1])
@@ -47,14 +47,14 @@ class Plain:
 @pytest.mark.parametrize("pickler", ["c", "python", "optimized"])
 def test_plain_values_are_read(protocol: int, pickler: str) -> None:
     data = (pickle._dumps if pickler == "python" else pickle.dumps)(PLAIN, protocol=protocol)
-    assert read_pickle(pickletools.optimize(data) if pickler == "optimized" else data, NOTHING) == PLAIN
+    assert read_data(pickletools.optimize(data) if pickler == "optimized" else data, NOTHING) == PLAIN
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_calls_and_instances_are_records(tmp_path: Path, protocol: int) -> None:
     marker = tmp_path / "marker"
     here = f"{__name__} Plain"
-    value = read_pickle(
+    value = read_data(
         pickle.dumps([Runs(open, str(marker), "w"), Plain(7), Plain], protocol), frozenset({"io open", here})
     )
     call, instance, named = value
@@ -66,13 +66,13 @@ def test_calls_and_instances_are_records(tmp_path: Path, protocol: int) -> None:
 @pytest.mark.parametrize("value", [open, Plain, Plain(1), Runs(eval, "1"), {1}, 1.5, 1 << 80, bytearray(1)])
 def test_what_is_not_listed_is_refused(value: Any) -> None:
     with pytest.raises(PickleError):
-        read_pickle(pickle.dumps([value]), NOTHING)
+        read_data(pickle.dumps([value]), NOTHING)
 
 
 def test_a_value_may_contain_itself() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    found = read_pickle(pickle.dumps(loop), NOTHING)
+    found = read_data(pickle.dumps(loop), NOTHING)
     assert found[0] is found
 
 
@@ -107,14 +107,14 @@ def test_a_value_may_contain_itself() -> None:
 )
 def test_invalid_opcodes_are_named(body: bytes, message: str) -> None:
     with pytest.raises(PickleError, match=message):
-        read_pickle(b"\x80\x04" + body + b".", frozenset({"a b"}))
+        read_data(b"\x80\x04" + body + b".", frozenset({"a b"}))
 
 
 def test_sizes_are_limited() -> None:
     with pytest.raises(PickleError, match=f"limit {pickle_data.MAX_BYTES}"):
-        read_pickle(bytes(pickle_data.MAX_BYTES + 1), NOTHING)
+        read_data(bytes(pickle_data.MAX_BYTES + 1), NOTHING)
     with pytest.raises(PickleError, match=f"more than {pickle_data.MAX_VALUES} values"):
-        read_pickle(b"\x80\x04](" + b"N" * pickle_data.MAX_VALUES + b"e.", NOTHING)
+        read_data(b"\x80\x04](" + b"N" * pickle_data.MAX_VALUES + b"e.", NOTHING)
 
 
 def test_damaged_pickles_raise_nothing_else() -> None:
@@ -132,7 +132,7 @@ def test_damaged_pickles_raise_nothing_else() -> None:
         for _ in range(rng.choice([0, 1, 8]) if data else 0):
             data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            read_pickle(bytes(data), NOTHING)
+            read_data(bytes(data), NOTHING)
         except PickleError as error:
             assert "\n" not in str(error) and len(str(error)) < 200
             num_refused += 1

@@ -35,6 +35,7 @@ Finding = tuple[str, str]
 """A file and what it does."""
 
 PICKLES = {
+    "loader/pickle_data.py",  # the numbers of the opcodes, which it walks
     "nanochat/pickled.py",  # the numbers of the opcodes, which it walks
     "nanochat/pt_file.py",  # the name of an error, and pickletools
     "nanochat/export.py",  # writes one
@@ -178,7 +179,7 @@ def test_nothing_is_unpickled(trees: dict[str, ast.Module]) -> None:
 def test_nothing_is_evaluated_and_one_room_starts_programs(trees: dict[str, ast.Module]) -> None:
     assert run_uses(trees) == {("children.py", "subprocess.Popen"), ("children.py", "subprocess.run")}
     assert importers(trees, STARTERS) == {"children.py"}
-    assert importers(trees, {"ctypes"}) == {"kernels/library.py", "kernels/native.py"}
+    assert importers(trees, {"ctypes"}) == {"kernels/library.py", "kernels/native.py", "weights/nccl.py"}
     callers = {path for path, tree in trees.items() if "nano_inference.children" in set(imports(tree))}
     starting = {"wheels.py", "kernels/compile.py", "text/template_process.py"}
     assert callers == starting | {"parallel/processes.py", "server/replicas/child.py"}

@@ -146,7 +146,7 @@ CHAT_RANGES: dict[str, list[Any]] = {
         HELLO * 2049,
     ],
     "max_completion_tokens": [-1, "5", 2**31],
-    "logprobs": [1, "true"],
+    "logprobs": [2, -1, "true"],
     "top_logprobs": [-2, True, 1_000_001],
     "continue_final_message": [1],
     "sample_index": [-1, "1", 1.5],

@@ -52,7 +52,7 @@ class Instance:
     """What `__setstate__` or the instance's dict would get."""
 
 
-def read_pickle(data: bytes, names: frozenset[str]) -> Any:
+def read_data(data: bytes, names: frozenset[str]) -> Any:
     """Return the value of a pickle: None, bool, int, str, bytes, list, dict, tuple, `Named`, `Call` or `Instance`.
 
     `names` are the classes and functions that it may name. Values may contain themselves, and may be nested deeper than

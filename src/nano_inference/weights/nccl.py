@@ -97,6 +97,8 @@ class Communicator:
         with self._on_stream() as stream:
             place = data.data_ptr()
             self._call("ncclBroadcast", place, place, data.numel(), kind, 0, self._communicator, stream)
+        if not self._communicator:
+            raise WeightError("the group was left during a broadcast")  # which may have ended early, without an error
 
     def close(self) -> None:
         """Leave the communicator, also while another thread waits for a broadcast. Can be called again.

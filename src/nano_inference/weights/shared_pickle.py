@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from nano_inference.loader.pickle_data import Call, Instance, Named, PickleError, read_pickle
+from nano_inference.loader.pickle_data import Call, Instance, Named, PickleError, read_data
 from nano_inference.loader.pieces import DTYPES
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
@@ -150,7 +150,7 @@ def _decoded(text: str) -> bytes:
 
 
 def _unpickled(data: bytes) -> Any:
-    return read_pickle(data, _NAMES)
+    return read_data(data, _NAMES)
 
 
 def _name(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nano_inference.loader.pickle_data import MAX_BYTES, Call, Named, PickleError, read_pickle
+from nano_inference.loader.pickle_data import MAX_BYTES, Call, Named, PickleError, read_data
 from nano_inference.loader.pieces import DTYPES
 from nano_inference.memory import huge_empty
 from nano_inference.types import WeightError
@@ -95,7 +95,7 @@ def _number(group: Broadcaster, what: str, most: int) -> int:
 
 def read_description(data: bytes) -> list[list[PlainSpec]]:
     """Return the tensors of each array of a state dict. Raises `PickleError`."""
-    tree = read_pickle(data, _NAMES)
+    tree = read_data(data, _NAMES)
     if not isinstance(tree, dict):
         raise PickleError("it is not a dict of dtypes")
     return [_specs(dtype, entries) for dtype, entries in tree.items()]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nano_inference.loader.pickle_data import Call, Named, PickleError, read_pickle
+from nano_inference.loader.pickle_data import Call, Named, PickleError, read_data
 from nano_inference.loader.pieces import DTYPES
 from nano_inference.memory import huge_empty
 from nano_inference.types import WeightError
@@ -139,7 +139,7 @@ def read_unique_id(data: bytes) -> bytes:
 
     Raises `PickleError`.
     """
-    value = read_pickle(data, _CLASSES | {_REBUILD})
+    value = read_data(data, _CLASSES | {_REBUILD})
     if isinstance(value, Call) and value.function.text == _REBUILD and len(value.arguments) == 2:
         kind, state = value.arguments
         if isinstance(kind, Named) and kind.text in _CLASSES and isinstance(state, tuple) and len(state) == 2:
