@@ -40,8 +40,8 @@ class LocalSerializedTensor:
     values: list[bytes]
 
 
-def rename(kind: type, module: str) -> None:
-    """Make a class importable, so that it can be pickled, under another module's name."""
+def rename(kind: Any, module: str) -> None:
+    """Make a class or function importable, so that it can be pickled, under another module's name."""
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(parts[count - 1]))

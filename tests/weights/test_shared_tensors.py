@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import pickle
 import pickletools
 import random
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from nano_inference import WeightError
 from nano_inference.weights.shared_tensors import shared_weights
-from tests.weights.shared_trainer import pickled, shared_trainer
+from tests.weights.shared_trainer import pickled, rename, shared_trainer
 
 SENT = {
     "a": torch.arange(3).to(torch.bfloat16),
@@ -77,6 +79,56 @@ def test_every_number_that_grows_is_checked(tmp_path: Path) -> None:
                 assert any(part in str(error) for part in ("larger than its storage", "were announced"))
             else:
                 raise AssertionError(f"number {index}, {value}, became {value + 100}: {found}")
+
+
+class Runs:
+    """Unpickles as a call of a function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def _rebuild_cuda_tensor_modified(*arguments: Any) -> None:
+    """SGLang's function, under whose name it is pickled; it is never called."""
+
+
+def cuda_arguments(**changes: Any) -> list[Any]:
+    """Return the arguments that torch gives for two float32 values in CUDA memory, some of them changed."""
+    counter = b"/torch_7_8_9"
+    fields = {
+        **{"class": torch.Tensor, "size": torch.Size([2]), "stride": (1,), "offset": 0},
+        **{"storage": torch.storage.TypedStorage, "dtype": torch.float32, "device": 0, "handle": bytes(66)},
+        **{"num_bytes": 8, "start": 512, "grad": False, "counter": counter, "counter_offset": 0},
+        **{"event": bytes(64), "waits": True},
+    }
+    return list({**fields, **changes}.values())
+
+
+CUDA: list[tuple[dict[str, Any], str]] = [
+    ({}, "in CUDA memory, but this server has no CUDA device"),
+    ({"device": "GPU-8a7a2d0e"}, "in CUDA memory, but this server has no CUDA device"),
+    ({"handle": bytes(5000)}, "a CUDA handle is too long"),
+    ({"counter": b"/etc/passwd"}, "its reference counter is not one that torch makes"),
+    ({"num_bytes": 4}, "larger than its storage"),
+    ({"start": -1}, "at least 0"),
+    ({"event": "a"}, "not those of torch"),
+    ({"class": torch.Size}, "not those of torch"),
+    ({"more": 1}, "not those of torch"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize(("changes", "part"), CUDA)
+def test_cuda_handles_are_checked_before_they_are_opened(changes: dict[str, Any], part: str, patched: bool) -> None:
+    rename(_rebuild_cuda_tensor_modified, "sglang.srt.utils.patch_torch")
+    function = _rebuild_cuda_tensor_modified if patched else reductions.rebuild_cuda_tensor
+    data = pickle.dumps([("a", Runs(function, *cuda_arguments(**changes)))])
+    with pytest.raises(WeightError, match=f"^f: .*{part}"):
+        list(shared_weights(base64.b64encode(data).decode(), is_bucket=False, field="f"))
 
 
 FILES: list[tuple[Any, str]] = [
