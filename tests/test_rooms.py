@@ -42,7 +42,7 @@ LEVELS = (
     "assemble",
     "engine rank",
     "spmd",
-    "workloads rollout reference engine_thread",
+    "workloads rollout reference engine_thread first_names",
     "async_engine",
     "pool integrations",
     "server",
@@ -68,6 +68,7 @@ TORCH_FREE = (
     *("calls.py", "control.py", "requests.py", "weights/updates.py"),
     *("speculation.py", "appending.py", "parallel/shard.py", "parallel/messages.py", "parallel/processes.py"),
     "runner.py",
+    "first_names/__init__.py",
     "pool/routing.py",
     *("rollout.py", "ngram_drafter.py"),
     *(

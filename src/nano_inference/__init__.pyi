@@ -4,7 +4,6 @@ from nano_inference.async_engine import AsyncEngine as AsyncEngine
 from nano_inference.config import EngineConfig as EngineConfig
 from nano_inference.config import SchedulerConfig as SchedulerConfig
 from nano_inference.engine import InferenceEngine as InferenceEngine
-from nano_inference.executors.forward import model_forward as model_forward
 from nano_inference.executors.step_input import ForwardInput as ForwardInput
 from nano_inference.executors.step_input import Span as Span
 from nano_inference.executors.torch.attention import FlexAttentionBackend as FlexAttentionBackend
@@ -13,11 +12,17 @@ from nano_inference.executors.torch.attention import (
     create_sliding_window_causal_mask as create_sliding_window_causal_mask,
 )
 from nano_inference.executors.torch.store import KVStore as KVStore
+from nano_inference.first_names import Block as Block
+from nano_inference.first_names import KVCacheManager as KVCacheManager
+from nano_inference.first_names import RadixAttention as RadixAttention
+from nano_inference.first_names import Sequence as Sequence
+from nano_inference.first_names import SequenceStatus as SequenceStatus
+from nano_inference.first_names import compute_block_hash as compute_block_hash
+from nano_inference.first_names import schedule as schedule
+from nano_inference.first_names.forward import model_forward as model_forward
 from nano_inference.kv import CacheAllocation as CacheAllocation
-from nano_inference.kv import KVCacheManager as KVCacheManager
 from nano_inference.kv import PagedKVCache as PagedKVCache
 from nano_inference.kv import RadixKVCache as RadixKVCache
-from nano_inference.kv import compute_block_hash as compute_block_hash
 from nano_inference.pool.local import LocalFleet as LocalFleet
 from nano_inference.pool.pool import RolloutPool as RolloutPool
 from nano_inference.pool.ray_workers import RayFleet as RayFleet
@@ -30,7 +35,6 @@ from nano_inference.rollout import run_rollouts as run_rollouts
 from nano_inference.sampling import sample_with_logprobs as sample_with_logprobs
 from nano_inference.scheduling import SchedulerOutput as SchedulerOutput
 from nano_inference.scheduling import SeqView as SeqView
-from nano_inference.scheduling import schedule as schedule
 from nano_inference.spmd import SpmdEngine as SpmdEngine
 from nano_inference.types import BadRequest as BadRequest
 from nano_inference.types import CacheFull as CacheFull

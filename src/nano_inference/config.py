@@ -6,7 +6,7 @@ Derived values (number of blocks, clamped lengths) are never written back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from nano_inference.checks import SEEDS, Check, check_fields, check_text, checked, from_known, integer, number
@@ -49,7 +49,10 @@ def check_lineage(name: str, value: object) -> None:
 class EngineConfig:
     """Configuration of an engine. Raises `ValueError` naming an invalid field."""
 
-    model_path: str = helped(MISSING, "model: a directory, a .gguf file, a hub id or a known name", check_text)
+    model_path: str = field(
+        kw_only=False,
+        metadata={"help": "model: a directory, a .gguf file, a hub id or a known name", "check": check_text},
+    )
     cache_type: CacheType = helped("radix", "prefix cache: radix (matches tokens) or paged (matches whole blocks)")
     block_size: int = helped(16, "tokens in a KV block", integer(1, 4096))
     max_batch_size: int = helped(256, "most sequences that run at the same time", integer(1, 65536))
