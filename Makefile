@@ -83,7 +83,8 @@ docs: .venv/ready
 		|| echo "WARNING: Triton could not be installed: THE CUDA KERNELS ARE NOT TESTED"
 
 # Versions that are known to go together: without them pip searches for long. litellm needs an older openai than the
-# other clients and instructor an older jiter, so each has an environment inside the environment.
+# other clients, instructor an older jiter and verl an older Transformers, so each has an environment inside the
+# environment. verl imports two packages that it does not list.
 .venv-clients/torch:
 	@$(INSTALL_TORCH) .venv-clients
 	echo '*' > .venv-clients/.gitignore
@@ -99,6 +100,8 @@ docs: .venv/ready
 	.venv-clients/litellm/bin/python -m pip install litellm==1.106.2
 	$(PYTHON) -m venv .venv-clients/instructor
 	.venv-clients/instructor/bin/python -m pip install 'instructor[anthropic]==1.17.0'
+	@$(INSTALL_TORCH) .venv-clients/verl && .venv-clients/verl/bin/python -m pip install -e . verl==0.9.1 fastapi cachetools \
+		|| echo "WARNING: verl could not be installed: IT IS NOT TESTED (needs Python 3.12 or older)"
 	@npm install --prefix .venv-clients/node --no-audit --no-fund @openai/codex@0.169.0 \
 		|| echo "WARNING: the Codex CLI could not be installed: IT IS NOT TESTED (needs npm)"
 	touch $@

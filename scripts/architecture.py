@@ -27,8 +27,8 @@ BANDS = {
     "speculation appending recovery core state",
     "Executors and weights": "executors weights parallel",
     "Engine": "calls requests control assemble engine rank spmd",
-    "Faces of the engine": "engine_thread async_engine rollout reference workloads first_names pool integrations",
-    "Wings": "server cli nanochat",
+    "Faces of the engine": "engine_thread async_engine rollout reference workloads first_names pool",
+    "Wings": "server integrations cli nanochat",
 }
 WIDTH, BOX, BAND, LEFT = 1180, 30, 104, 185
 MOST_IN_A_ROW = 9

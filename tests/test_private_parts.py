@@ -16,9 +16,10 @@ KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "weights/member.py": frozenset({"_timeout"}),
         "parallel/links.py": frozenset({"_timeout", "_Options", "_devices"}),
+        "integrations/verl/__init__.py": frozenset({"_ROLLOUT_REGISTRY"}),
     }
 )
-"""torch has no other names for the options of a process group: NCCL's timeout, without which its watchdog ends an
+"""verl has no other way to name a class for `rollout.name`. torch has no other names for the options of a process group: NCCL's timeout, without which its watchdog ends an
 operation after 10 minutes, and Gloo's network interface, without which it listens on more than the loopback one."""
 PUBLIC = frozenset({"_replace", "_asdict", "_fields", "_make"})
 """Names of named tuples, which are documented."""

@@ -1,1 +1,1 @@
-"""Adapters for programs of others that generate with an engine in their own process."""
+"""Adapters for programs of others that generate with an engine."""
