@@ -82,9 +82,9 @@ docs: .venv/ready
 	@$(BIN)/python -m pip install -e '.[aot]' && touch $@ \
 		|| echo "WARNING: Triton could not be installed: THE CUDA KERNELS ARE NOT TESTED"
 
-# Versions that are known to go together: without them pip searches for long. litellm needs an older openai than the
-# other clients, instructor an older jiter and verl an older Transformers, so each has an environment inside the
-# environment. verl imports two packages that it does not list.
+# Versions that are known to go together: without them pip searches for long. litellm and verifiers need an older openai
+# than the other clients, instructor an older jiter and verl an older Transformers, so each has an environment inside
+# the environment. verl imports two packages that it does not list.
 .venv-clients/torch:
 	@$(INSTALL_TORCH) .venv-clients
 	echo '*' > .venv-clients/.gitignore
@@ -100,6 +100,8 @@ docs: .venv/ready
 	.venv-clients/litellm/bin/python -m pip install litellm==1.106.2
 	$(PYTHON) -m venv .venv-clients/instructor
 	.venv-clients/instructor/bin/python -m pip install 'instructor[anthropic]==1.17.0'
+	$(PYTHON) -m venv .venv-clients/verifiers
+	.venv-clients/verifiers/bin/python -m pip install verifiers==0.4.0
 	@$(INSTALL_TORCH) .venv-clients/verl && .venv-clients/verl/bin/python -m pip install -e . verl==0.9.1 fastapi cachetools \
 		|| echo "WARNING: verl could not be installed: IT IS NOT TESTED (needs Python 3.12 or older)"
 	@npm install --prefix .venv-clients/node --no-audit --no-fund @openai/codex@0.169.0 \
