@@ -63,7 +63,7 @@ def assert_is(output: dict[str, Any], wanted: TrainingSample) -> None:
 
 
 def test_verl_finds_the_backend_by_its_entry_point(found: dict[str, Any]) -> None:
-    assert found["is_replica"] and found["is_rollout"] and found["rank"] == [0, True]
+    assert found["is_replica"] and found["missing"] == [] and found["rank"] == [0, True]
 
 
 def test_a_standalone_server_generates_what_the_engine_does(found: dict[str, Any], models: tuple[Path, Path]) -> None:

@@ -49,7 +49,7 @@ async def main(model: str, weights: str) -> dict[str, Any]:
     client = manager.get_client()
     found: dict[str, Any] = {
         "is_replica": isinstance(replica, RolloutReplica),
-        "is_rollout": issubclass(get_rollout_class("nano_inference"), BaseRollout),
+        "missing": sorted(BaseRollout.__abstractmethods__ - set(dir(get_rollout_class("nano_inference")))),
     }
 
     async def ask(**params: Any) -> Any:
@@ -142,7 +142,7 @@ if __name__ == "__main__":
         ray.init(
             address="local",
             num_cpus=4,
-            num_gpus=1,  # what verl reserves; the engine is told to use the CPU
+            num_gpus=1,  # what verl reserves; the engine uses the CPU
             include_dashboard=False,
             object_store_memory=200 << 20,
             _node_ip_address="127.0.0.1",

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nano_inference.config import EngineConfig
+from nano_inference.integrations.verl import NAME
 from nano_inference.types import BadRequest, SamplingParams
 
-NAME = "nano_inference"
-"""Of the backend, in `rollout.name`, `rollout.engine_kwargs` and the names of actors."""
 RolloutMode = Literal["hybrid", "colocated", "standalone"]
 _LONGEST = 1 << 20
 """`max_model_len` without a limit of the configuration; the engine clamps it to the model's."""

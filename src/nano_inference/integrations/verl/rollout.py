@@ -1,4 +1,4 @@
-"""`EngineRollout`: sends a trainer's weights to the server of its replica; verl's `BaseRollout`."""
+"""`EngineRollout`: sends a trainer's weights to the server of its replica; has the methods of verl's `BaseRollout`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from nano_inference.integrations.verl.options import NAME
+from nano_inference.integrations.verl import NAME
 from nano_inference.pool.ray_workers import SharedTensor, require_ray, to_shared
 
 _MEGABYTE = 1 << 20

@@ -167,7 +167,7 @@ class RolloutServer:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """Free the memory of cache and weights; a standalone server, which shares its devices with nobody, stays.
+        """Free the memory of cache and weights; a standalone server, whose devices are its own, keeps it.
 
         A hybrid server's weights are dropped, because the trainer sends all of them before it wakes.
         """
