@@ -84,7 +84,8 @@ docs: .venv/ready
 
 # Versions that are known to go together: without them pip searches for long. litellm and verifiers need an older openai
 # than the other clients, instructor an older jiter and verl an older Transformers, so each has an environment inside
-# the environment. verl imports two packages that it does not list.
+# the environment. verl imports two packages that it does not list; with
+# ours in the same command pip searches for long.
 .venv-clients/torch:
 	@$(INSTALL_TORCH) .venv-clients
 	echo '*' > .venv-clients/.gitignore
@@ -102,7 +103,8 @@ docs: .venv/ready
 	.venv-clients/instructor/bin/python -m pip install 'instructor[anthropic]==1.17.0'
 	$(PYTHON) -m venv .venv-clients/verifiers
 	.venv-clients/verifiers/bin/python -m pip install verifiers==0.4.0
-	@$(INSTALL_TORCH) .venv-clients/verl && .venv-clients/verl/bin/python -m pip install -e . verl==0.9.1 fastapi cachetools \
+	@$(INSTALL_TORCH) .venv-clients/verl && .venv-clients/verl/bin/python -m pip install verl==0.9.1 fastapi cachetools \
+		&& .venv-clients/verl/bin/python -m pip install -e . \
 		|| echo "WARNING: verl could not be installed: IT IS NOT TESTED (needs Python 3.12 or older)"
 	@npm install --prefix .venv-clients/node --no-audit --no-fund @openai/codex@0.169.0 \
 		|| echo "WARNING: the Codex CLI could not be installed: IT IS NOT TESTED (needs npm)"
