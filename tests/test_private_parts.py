@@ -19,8 +19,9 @@ KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
         "integrations/verl/__init__.py": frozenset({"_ROLLOUT_REGISTRY"}),
     }
 )
-"""verl has no other way to name a class for `rollout.name`. torch has no other names for the options of a process group: NCCL's timeout, without which its watchdog ends an
-operation after 10 minutes, and Gloo's network interface, without which it listens on more than the loopback one."""
+"""torch has no other names for the options of a process group: NCCL's timeout, without which its watchdog ends an
+operation after 10 minutes, and Gloo's network interface, without which it listens on more than the loopback one. verl
+has no other way to name a class for `rollout.name`."""
 PUBLIC = frozenset({"_replace", "_asdict", "_fields", "_make"})
 """Names of named tuples, which are documented."""
 
