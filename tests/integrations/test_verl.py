@@ -164,7 +164,8 @@ def test_prompt_logprobs_are_in_the_rows_of_distillation(directory: Path, count:
         scores = engine.score(PROMPT)
 
     async def work(server: RolloutServer) -> None:
-        output = await server.generate(PROMPT, {"prompt_logprobs": count, "max_tokens": 1}, "a")
+        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": count, "detokenize": False}
+        output = await server.generate(PROMPT, params, "a")
         ids, logprobs = output.extra_fields["prompt_ids"], output.extra_fields["prompt_logprobs"]
         assert [len(row) for row in ids] == [len(row) for row in logprobs] == [max(count, 1)] * len(PROMPT)
         if not count:

@@ -15,6 +15,8 @@ RolloutMode = Literal["hybrid", "colocated", "standalone"]
 _LONGEST = 1 << 20
 """`max_model_len` without a limit of the configuration; the engine clamps it to the model's."""
 _LOGPROBS_MODES = {None: "processed", "processed_logprobs": "processed", "raw_logprobs": "raw"}
+_TEXT_FIELDS = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
+"""Parameters of text, which is not returned."""
 _MEDIA = ("image_data", "video_data", "audio_data", "mm_processor_kwargs")
 
 
@@ -100,7 +102,7 @@ def sampling_params(
     Without a limit, a response has `response_length` tokens, or what the prompt leaves of both lengths; no limit
     exceeds the context. Raises `ValueError` naming an unknown parameter.
     """
-    fields = dict(given)
+    fields = {name: value for name, value in given.items() if name not in _TEXT_FIELDS}
     wants_logprobs = bool(fields.pop("logprobs", False))
     limits = [fields.pop(name) for name in ("max_tokens", "max_new_tokens") if name in fields]
     rest = options.prompt_length + options.response_length - num_prompt
