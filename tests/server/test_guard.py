@@ -505,13 +505,23 @@ BAD_KINDS += ["text/plain; application/json", "application/jsonp", "application/
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
-@pytest.mark.parametrize("kind", [None, *BAD_KINDS])
-def test_content_types_without_preflight_are_refused(method: str, kind: str | None) -> None:
-    headers = [] if kind is None else [("content-type", kind)]
-    answer = ask(failing(AssertionError("reached")), policy_of(), *headers, method=method)
+@pytest.mark.parametrize("kind", BAD_KINDS)
+def test_content_types_without_preflight_are_refused(method: str, kind: str) -> None:
+    answer = ask(failing(AssertionError("reached")), policy_of(), ("content-type", kind), method=method)
     check_refused(answer, 415)
     assert "application/json" in answer.error["message"]
     assert ask(served, policy_of(), JSON, ("content-type", "text/plain"), method=method).status == 415
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
+def test_missing_content_type_means_json_except_from_pages(method: str) -> None:
+    body = {"type": "http.request", "body": b"{}", "more_body": False}
+    answer = ask(served, policy_of(), ("content-length", "2"), method=method, messages=[body])
+    assert (answer.status, json.loads(answer.body)["bytes"]) == (200, 2)
+    for header in (("origin", PAGE), ("origin", "null"), ("sec-fetch-site", "cross-site")):
+        check_refused(ask(failing(AssertionError("reached")), policy_of(), header, method=method), 415)
+    large = ask(served, policy_of(), ("content-length", "1" + "0" * 18), method=method)
+    check_refused(large, 413)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "identity, gzip", ""])
@@ -572,7 +582,7 @@ def test_unread_body_is_dropped_for_limited_time(monkeypatch: pytest.MonkeyPatch
     async def send(message: Message) -> None:
         sent.append(message)
 
-    raw = [(b"host", b"localhost"), (b"content-length", b"5")]
+    raw = [(b"host", b"localhost"), (b"content-length", b"5"), (b"content-type", b"text/plain")]
     scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": raw}
     asyncio.run(asyncio.wait_for(Guard(served, policy_of())(scope, receive, send), 10))
     assert [message.get("more_body", False) for message in sent] == [False, True, False]
@@ -670,7 +680,7 @@ def test_on_response_is_called_once_per_request() -> None:
     assert reported_of(served, BEARER) == (200, None)
     assert reported_of(served) == (401, ApiError)
     assert reported_of(served, host=[]) == (400, ApiError)
-    assert reported_of(served, BEARER, method="POST") == (415, ApiError)
+    assert reported_of(served, BEARER, ("content-type", "text/plain"), method="POST") == (415, ApiError)
     assert reported_of(failing(ApiError(503, "no")), BEARER) == (503, ApiError)
     assert reported_of(failing(KeyError("no")), BEARER) == (500, KeyError)
     assert reported_of(sending(STARTED, PART, LAST), BEARER) == (200, None)

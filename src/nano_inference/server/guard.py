@@ -376,7 +376,7 @@ def client_of(scope: Scope, policy: GuardPolicy) -> Client:
 def check_admin(scope: Scope, admins: KeyRing) -> None:
     """Refuse a command of a web page, and one without an admin key if there are admin keys."""
     headers = scope["headers"]
-    if values(headers, b"origin") or values(headers, b"sec-fetch-site"):
+    if is_from_page(headers):
         raise ApiError(403, "commands from web pages are not accepted", code="not_from_pages")
     if admins.is_empty or admins.identify(presented_key(headers)) is not None:
         return
@@ -393,6 +393,11 @@ def is_bare_command(scope: Scope, policy: GuardPolicy) -> bool:
     return is_bare and scope["path"] in policy.admin_paths
 
 
+def is_from_page(headers: Headers) -> bool:
+    """Return True for a request that a web page caused: browsers add one of these headers, and pages cannot remove it."""
+    return bool(values(headers, b"origin") or values(headers, b"sec-fetch-site"))
+
+
 def presented_key(headers: Headers) -> str | None:
     """Return the key in `Authorization: Bearer` (OpenAI's clients) or `x-api-key` (Anthropic's)."""
     scheme, _, key = (single(headers, b"authorization") or "").partition(" ")
@@ -400,9 +405,13 @@ def presented_key(headers: Headers) -> str | None:
 
 
 def check_content(headers: Headers, max_body_bytes: int, wanted: str = JSON_TYPE) -> None:
-    """Refuse a body of another type (web pages may send some without a preflight), or that is declared too large."""
+    """Refuse a body of another type (web pages may send some without a preflight), or that is declared too large.
+
+    JSON needs no type, as some of Ollama's clients send it, unless a web page sends it: a page can omit the type.
+    """
     kind = (single(headers, b"content-type") or "").partition(";")[0].strip().lower()
-    if kind != wanted:
+    is_bare = wanted == JSON_TYPE and not values(headers, b"content-type") and not is_from_page(headers)
+    if kind != wanted and not is_bare:
         form = "as JSON" if wanted == JSON_TYPE else "as bytes"
         raise ApiError(415, f"send the body {form}, with the header Content-Type: {wanted}")
     if any(value.strip().lower() != "identity" for value in values(headers, b"content-encoding")):
