@@ -58,6 +58,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dynatemp_range": (None, 0, 0.0),
     "dry_multiplier": (None, 0, 0.0),
     "xtc_probability": (None, 0, 0.0),
+    "repeat_penalty": (None, 1, 1.0),
+    # Ollama, which Open WebUI sends to every kind of server
+    "tfs_z": (None, 1, 1.0),
+    "format": EMPTY,
+    "think": (None,),
 }
 """Field -> values with which it changes nothing."""
 
