@@ -8,7 +8,7 @@ BIN := .venv/bin
 # Two processes; files go out in their order, because the longest have few tests and would otherwise come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check browser test-clients lint fast aot bench docs clean
+.PHONY: demo test check browser test-clients test-open-webui lint fast aot bench docs clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -31,6 +31,10 @@ browser:
 # Other people's programs against a served model.
 test-clients: .venv-clients/ready
 	.venv-clients/bin/python -m pytest tests/clients
+
+# Open WebUI alone takes 3 GB: its test is skipped in `test-clients` until this target has installed it.
+test-open-webui: .venv-clients/open-webui/ready
+	.venv-clients/bin/python -m pytest tests/clients/test_open_webui.py
 
 lint: .venv/ready-dev
 	$(BIN)/ruff format --check .
@@ -83,9 +87,8 @@ docs: .venv/ready
 		|| echo "WARNING: Triton could not be installed: THE CUDA KERNELS ARE NOT TESTED"
 
 # Versions that are known to go together: without them pip searches for long. litellm and verifiers need an older openai
-# than the other clients, instructor an older jiter and verl an older Transformers, so each has an environment inside
-# the environment. verl imports two packages that it does not list; with
-# ours in the same command pip searches for long.
+# than the other clients, instructor an older jiter and verl an older Transformers; aider and Open WebUI pin all that they
+# need. Each has an environment inside the environment. verl imports two packages that it does not list.
 .venv-clients/torch:
 	@$(INSTALL_TORCH) .venv-clients
 	echo '*' > .venv-clients/.gitignore
@@ -106,8 +109,17 @@ docs: .venv/ready
 	@$(INSTALL_TORCH) .venv-clients/verl && .venv-clients/verl/bin/python -m pip install verl==0.9.1 fastapi cachetools \
 		&& .venv-clients/verl/bin/python -m pip install -e . \
 		|| echo "WARNING: verl could not be installed: IT IS NOT TESTED (needs Python 3.12 or older)"
-	@npm install --prefix .venv-clients/node --no-audit --no-fund @openai/codex@0.169.0 \
-		|| echo "WARNING: the Codex CLI could not be installed: IT IS NOT TESTED (needs npm)"
+	$(PYTHON) -m venv .venv-clients/aider
+	.venv-clients/aider/bin/python -m pip install aider-chat==0.86.2 \
+		|| echo "WARNING: aider could not be installed: IT IS NOT TESTED (needs Python 3.12 or older)"
+	@npm install --prefix .venv-clients/node --no-audit --no-fund @openai/codex@0.169.0 @continuedev/cli@1.5.47 \
+		|| echo "WARNING: the Codex CLI and Continue's could not be installed: THEY ARE NOT TESTED (needs npm)"
+	touch $@
+
+.venv-clients/open-webui/ready: .venv-clients/ready
+	@echo "downloading Open WebUI, with 3 GB of packages"
+	@$(INSTALL_TORCH) .venv-clients/open-webui
+	.venv-clients/open-webui/bin/python -m pip install open-webui==0.12.4
 	touch $@
 
 clean:
