@@ -21,7 +21,10 @@ import httpx2
 PATIENCE = 300.0
 """Timeout in seconds."""
 NEEDED = "not installed; `make test-clients` creates an environment with the clients"
-_REDIRECTS = ("OPENAI_", "CODEX_", "LLM_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "GUIDELLM_", "NANO_INFERENCE_PORT")
+_REDIRECTS = (
+    *("OPENAI_", "OLLAMA_", "CODEX_", "AIDER_", "CONTINUE_", "LLM_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_"),
+    *("GUIDELLM_", "NANO_INFERENCE_PORT"),
+)
 """Prefixes of environment variables that redirect a client."""
 
 

@@ -72,5 +72,5 @@ def test_load_has_no_errors_and_finite_metrics(
 
 
 def num_output_tokens(benchmark: Any) -> list[int]:
-    """Return the number of tokens of each answer, from the server's usage."""
+    """Return the number of tokens of each answer: the server's usage, or guidellm's own count where there is none."""
     return [one["output_metrics"]["text_tokens"] for one in benchmark["requests"]["successful"]]

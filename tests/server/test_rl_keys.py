@@ -88,7 +88,7 @@ def test_command_without_body_is_accepted_and_form_is_refused(server: Running) -
         headers = {**bearer(ADMIN), "content-type": kind}
         refused(server.client.post("/resume", headers=headers), 415)
         refused(server.client.post("/pause", headers=headers, content=b"{}"), 415)
-    refused(server.client.post("/v1/completions", headers=bearer(KEY)), 415)
+    refused(server.client.post("/v1/completions", headers=bearer(KEY)), 400)
     refused(
         server.client.post("/pause", headers={**bearer(ADMIN), "content-type": "application/json"}, content=b"x"), 400
     )
