@@ -394,7 +394,7 @@ def is_bare_command(scope: Scope, policy: GuardPolicy) -> bool:
 
 
 def is_from_page(headers: Headers) -> bool:
-    """Return True for a request that a web page caused: browsers add one of these headers, and pages cannot remove it."""
+    """Return True for a request that a web page caused: browsers add one of these headers, and pages cannot drop it."""
     return bool(values(headers, b"origin") or values(headers, b"sec-fetch-site"))
 
 
