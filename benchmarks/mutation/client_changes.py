@@ -1,0 +1,88 @@
+"""Changes of the server that break what a client relies on, for `client_mutants.py`: at least one per test file.
+
+A change is a route under another name, or a field of a reply or a check of a request that some client needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Change:
+    """One replacement in the sources."""
+
+    client: str
+    """The file tests/clients/test_CLIENT.py must notice it."""
+    breaks: str
+    """What no longer works, for the table."""
+    path: str
+    """Source file below src/nano_inference/server."""
+    old: str
+    """Text that is in the file once."""
+    new: str
+
+
+def route(client: str, path: str, file: str) -> Change:
+    """Return the change that serves a route under another path."""
+    return Change(client, f"`{path}` has another name", f"dialects/{file}.py", f'path="{path}"', f'path="{path}-gone"')
+
+
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_RESPONSES = ("dialects/responses.py", '"/v1/responses", "/responses")', '"/responses",)')
+_CALLS = ("replies.py", 'choice["message"]["tool_calls"]', 'choice["message"]["calls"]')
+_STREAMED_CALLS = ("tools.py", '"function": {"arguments": event.text}', '"function": {"text": event.text}')
+_STREAMED_TEXT = ("tools.py", 'deltas.append({"content": event.text})', 'deltas.append({"text": event.text})')
+_CALL_ID = ("dialects/responses_stream.py", ', "call_id": self.call_id}', "}")
+_MESSAGE_END = ("dialects/messages_reply.py", '{"type": "message_delta", "delta"', '{"type": "message_end", "delta"')
+_PARTIAL_JSON = ("dialects/messages_reply.py", '"partial_json": one.text}', '"json": one.text}')
+
+CHANGES: Sequence[Change] = (
+    route("aider", _CHAT, "openai"),
+    Change("aider", "a body needs a Content-Type", "guard.py", "kind != wanted and not is_bare", "kind != wanted"),
+    route("anthropic", "/v1/messages", "messages"),
+    Change("anthropic", "streams of messages have no `message_delta`", *_MESSAGE_END),
+    Change("codex", "`/v1/responses` has another name", *_RESPONSES),
+    Change("codex", "function calls of responses have no `call_id`", *_CALL_ID),
+    route("continue", "/v1/messages", "messages"),
+    Change("continue", "streamed calls of a chat have no arguments", *_STREAMED_CALLS),
+    route("guidellm", _CHAT, "openai"),
+    route("guidellm", _COMPLETIONS, "openai"),
+    route("instructor", _CHAT, "openai"),
+    Change("instructor", "chats have no `tool_calls`", *_CALLS),
+    Change(
+        *("langchain", "`/v1/embeddings` has another name", "dialects/embeddings.py"),
+        *('("/v1/embeddings", "/embeddings")', '("/embeddings",)'),
+    ),
+    Change("langchain", "chats have no `tool_calls`", *_CALLS),
+    route("litellm", _COMPLETIONS, "openai"),
+    Change("litellm", "streams of chats have no `content`", *_STREAMED_TEXT),
+    route("llm", _CHAT, "openai"),
+    Change("llm", "streams of chats have no `content`", *_STREAMED_TEXT),
+    route("lm_eval", _COMPLETIONS, "openai"),
+    route("lm_eval", "/tokenizer_info", "tokens"),
+    route("ollama", "/api/show", "ollama"),
+    Change(
+        *("ollama", "calls are left out of answers", "dialects/ollama_reply.py"),
+        *('({"tool_calls": calls} if calls else {})', '({"calls": calls} if calls else {})'),
+    ),
+    route("open_responses", "/v1/responses/compact", "responses"),
+    Change(
+        *("open_responses", "responses have no `completed_at`", "dialects/responses_stream.py"),
+        *('{"completed_at": None, "error"', '{"error"'),
+    ),
+    route("open_webui", "/api/tags", "ollama"),
+    Change("open_webui", "streams of chats have no `content`", *_STREAMED_TEXT),
+    Change("openai_agents", "`/v1/responses` has another name", *_RESPONSES),
+    Change("openai_agents", "chats have no `tool_calls`", *_CALLS),
+    route("pydantic_ai", "/v1/messages", "messages"),
+    Change("pydantic_ai", "streamed calls of messages have no JSON", *_PARTIAL_JSON),
+    route("renderers", "/inference/v1/generate", "generate"),
+    Change(
+        *("renderers", "a listed model has no `max_model_len`", "model.py"),
+        *('"max_model_len": self', '"max_len": self'),
+    ),
+    route("smolagents", _CHAT, "openai"),
+    Change("smolagents", "chats have no `tool_calls`", *_CALLS),
+)
