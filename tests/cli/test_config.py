@@ -21,12 +21,13 @@ from nano_inference.cli.origins import CHAT_DEFAULT, UNLESS_MODEL
 Capture = pytest.CaptureFixture[str]
 NEEDED = {"models pull": ("x",), "models rm": ("x",), "models export": ("x", "y")}
 NANOCHAT, RL = {"NANOCHAT": "1"}, {"ENABLE_RL": "1"}
+SEVERAL = {"FURTHER_MODEL": "two"}
 COMPANIONS = {
     **dict.fromkeys(("--source", "--model-tag", "--step", "--device-type"), NANOCHAT),
     **dict.fromkeys(("--weights-dir", "--admin-key", "--admin-key-file"), RL),
     "--attention": {"KERNELS": "off"},
     "--pooling": {"MAX_TOKENS": "0"},
-    **dict.fromkeys(("--models-memory", "--max-loaded-models"), {"FURTHER_MODEL": "two"}),
+    **dict.fromkeys(("--models-memory", "--max-loaded-models"), SEVERAL),
 }
 """Options that require another one."""
 
