@@ -1004,7 +1004,7 @@ def test_health_load_version_and_metrics(server: Running) -> None:
     assert info["special_tokens"]["256"] == "<|im_start|>"
     assert "add_generation_prompt" in info["chat_template"]
     assert server.client.get("/version").json() == {"version": nano_inference.__version__}
-    for page in ("/", "/dashboard"):
+    for page in ("/", "/dashboard", "/docs"):
         assert server.client.get(page).headers["content-type"] == "text/html; charset=utf-8"
     assert server.client.get("/ready").json() == {"status": "ready"}
     for path in ("/health", "/ping", "/liveness"):
@@ -1307,7 +1307,6 @@ def test_every_route_and_method_needs_key(tiny_directory: Path) -> None:
         paths = {route.path.replace("{model:path}", "tiny") for route in server.app.routes} | {
             "/none",
             "/v1",
-            "/docs",
         }
         assert len(paths) > 15
         for path, method in product(sorted(paths), ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")):
@@ -1327,3 +1326,4 @@ def test_every_route_and_method_needs_key(tiny_directory: Path) -> None:
             assert (status == 200) if is_open else (status == 401), (method, path, status)
         key = {"authorization": "Bearer a-key-of-some-length"}
         assert server.client.get("/v1/models", headers=key).status_code == 200
+                "/docs",

@@ -361,7 +361,7 @@ def test_open_paths_allow_only_get_and_head(path: str) -> None:
         "GET",
         "HEAD",
     }
-    assert {"/health", "/ready", "/ping", "/liveness", "/", "/dashboard", "/formulas.js"} == OPEN_PATHS
+    assert {"/health", "/ready", "/ping", "/liveness", "/", "/dashboard", "/docs", "/formulas.js"} == OPEN_PATHS
 
 
 GOOD_KEYS = [("authorization", f"{scheme} {KEY}") for scheme in ("Bearer", "bearer", "BEARER", "Bearer ")]

@@ -160,7 +160,7 @@ def test_security_scheme_is_described_if_key_is_needed() -> None:
         for operation in operations.values()
         if operation.get("security") == []
     }
-    assert is_open == {"/health", "/ready", "/ping", "/liveness", "/", "/dashboard", "/formulas.js"}
+    assert is_open == {"/health", "/ready", "/ping", "/liveness", "/", "/dashboard", "/docs", "/formulas.js"}
 
 
 def operations_of(server: Running) -> list[APIOperation[Any, Any, Any, Any, Any]]:

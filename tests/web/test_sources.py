@@ -37,7 +37,7 @@ def test_module_conventions(path: Path) -> None:
         assert sink not in text, "only DOMPurify may create elements from text"
 
 
-@pytest.mark.parametrize("page", ["chat", "dashboard", "formulas"])
+@pytest.mark.parametrize("page", ["chat", "dashboard", "docs", "formulas"])
 def test_bundled_modules_have_unique_names(page: str) -> None:
     sources = [(WEB / path).read_text() for path in module_paths(f"{page}/main.js")]
     counts = Counter(name for text in sources for name in NAME.findall(text))

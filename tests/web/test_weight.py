@@ -16,7 +16,7 @@ MAX_PACKED = 80_000
 
 
 def test_pages_are_small_and_self_contained() -> None:
-    for name in ("chat", "dashboard"):
+    for name in ("chat", "dashboard", "docs"):
         page = load_page(name)
         assert len(page.packed) <= MAX_PACKED and gzip.decompress(page.packed) == page.body
         html = page.body.decode()

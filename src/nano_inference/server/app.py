@@ -150,6 +150,7 @@ class App:
             "/openapi.json": self.document,
             "/info": self.info,
             "/": self.page("chat"),
+            "/docs": self.page("docs"),
             "/dashboard": self.page("dashboard"),
             **{f"/{name}": self.page(name) for name in LATER},
         }

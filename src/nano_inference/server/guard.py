@@ -33,7 +33,7 @@ from nano_inference.server.keys import KeyRing, load_admin_keys
 OnResponse = Callable[[Scope, int | None, float, Exception | None], None]
 """Called once per request with (scope, status, seconds, error); the status is None if the client disconnected."""
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/liveness", "/", "/dashboard", "/formulas.js"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/liveness", "/", "/dashboard", "/docs", "/formulas.js"})
 """Paths readable without a key: the server's health, and pages that ask their user for a key.
 
 All other paths need one, including paths that do not exist.

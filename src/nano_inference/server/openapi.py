@@ -26,6 +26,7 @@ _GETS: tuple[tuple[str, str, bool], ...] = (
     ("/info", "Describe the model, its limits and its defaults.", False),
     ("/", "The chat page.", True),
     ("/dashboard", "The metrics page.", True),
+    ("/docs", "The page of this document.", True),
     ("/formulas.js", "The chat page's formula renderer.", True),
 )
 _REFUSALS: Mapping[str, str] = {

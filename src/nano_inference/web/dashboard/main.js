@@ -5,7 +5,7 @@ import { address } from "../shared/server.js";
 import { startTheme, toggleTheme } from "../shared/theme.js";
 import { Chart } from "./chart.js";
 import { clockText, joined } from "./format.js";
-import { askForKey, startKeyDialog } from "./key.js";
+import { askForKey, startKeyDialog } from "../shared/key.js";
 import { readFacts, readServer } from "./server_state.js";
 import { CHARTS, factsOf, TILES } from "./panels.js";
 import { Poller } from "./poller.js";

@@ -15,7 +15,7 @@ export class ServerError extends Error {
 
 /** Return the address of a server's path, including a proxy's path prefix. */
 export function address(path) {
-  return location.pathname.replace(/\/(dashboard\/?)?$/, "") + path;
+  return location.pathname.replace(/\/((dashboard|docs)\/?)?$/, "") + path;
 }
 
 /** Return the API key of this tab, null if there is none. */

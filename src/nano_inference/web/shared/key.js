@@ -1,5 +1,5 @@
-import { byId } from "../shared/dom.js";
-import { apiKey, setApiKey } from "../shared/server.js";
+import { byId } from "./dom.js";
+import { apiKey, setApiKey } from "./server.js";
 
 /** The dialog for the API key, which is stored for this tab only. */
 
