@@ -26,12 +26,23 @@ END_TOKEN = 257
 BYTES = tuple(BYTE_OF_CHAR[char] for char in sorted(BYTE_OF_CHAR))
 """Bytes of the tiny model's first 256 tokens."""
 ALIASES: Mapping[str, str] = MappingProxyType(
-    {"/completions": "/completion", "/embeddings": "/v1/embeddings", "/responses": "/v1/responses"}
+    {
+        "/completions": "/completion",
+        "/embeddings": "/v1/embeddings",
+        "/responses": "/v1/responses",
+        "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
+    }
 )
 """Path -> another path with the same body and the same replies."""
+NANOCHATS: Generating = replace(
+    next(one for one in installed_dialects()["nanochat"].generating if one.path == "/chat/completions"), choose=None
+)
+"""The route of nanochat's web chat, also for models that are not nanochat's."""
 _ROUTES = tuple(one for row in installed_dialects().values() for one in row.generating)
-GENERATING: tuple[Generating, ...] = tuple(one for one in _ROUTES if one.path not in ALIASES)
-CONVERTING: tuple[Converting, ...] = tuple(one for row in installed_dialects().values() for one in row.converting)
+GENERATING: tuple[Generating, ...] = tuple(one for one in _ROUTES if one.path not in (*ALIASES, "/invocations"))
+CONVERTING: tuple[Converting, ...] = tuple(
+    one for row in installed_dialects().values() for one in row.converting if one.path not in ALIASES
+)
 
 
 def ids(text: str) -> list[int]:

@@ -39,6 +39,7 @@ from nano_inference.types import (
 from tests.server.tiny import Running, opened, running
 
 COMPLETE = "/v1/completions"
+CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = dict[str, Any]
@@ -864,16 +865,91 @@ def test_wrong_paths_and_methods(server: Running) -> None:
     assert server.client.get("/" + "x" * 5000).json()["error"]["message"] == "no such path: /" + "x" * 199
 
 
-def test_chats_without_v1_are_openais_if_they_name_a_model(server: Running) -> None:
-    """The path is also that of nanochat's web chat, whose page names no model."""
-    body = {"model": "tiny", "messages": HELLO, "seed": 1, "max_tokens": 4}
-    short, long = (server.post(path, body).json() for path in ("/chat/completions", CHAT))
-    assert short["choices"] == long["choices"] and short["object"] == "chat.completion"
-    chunks = server.events("/chat/completions", {**body, "stream": True})
-    assert chunks[-1] == "[DONE]" and chunks[0]["object"] == "chat.completion.chunk"
-    refused = server.post("/chat/completions", {**body, "model": "absent"})
+def test_chats_without_v1_are_openais(server: Running) -> None:
+    """The path is also that of nanochat's web chat, which models of nanochat have."""
+    for body in ({"model": "tiny", "messages": HELLO}, {"messages": [{"role": "system", "content": "b"}, *HELLO]}):
+        body |= {"seed": 1, "max_tokens": 4}
+        short, long = (server.post(path, body).json() for path in ("/chat/completions", CHAT))
+        assert short["choices"] == long["choices"] and short["object"] == "chat.completion"
+        chunks = server.events("/chat/completions", {**body, "stream": True})
+        assert chunks[-1] == "[DONE]" and chunks[0]["object"] == "chat.completion.chunk"
+    refused = server.post("/chat/completions", {"messages": HELLO, "model": "absent"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-    assert server.events("/chat/completions", {"messages": HELLO, "max_tokens": 4})[-1]["done"] is True
+    refused = server.post("/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}).json()["error"]
+    assert refused["param"] == "messages.0.role" and "'developer'" in refused["message"]
+    refused = server.post("/chat/completions", {"messages": [{"role": "user", "content": "x" * 600}]}).json()["error"]
+    assert (refused["type"], refused["n_ctx"]) == ("exceed_context_size_error", 512)
+
+
+def test_chats_without_v1_and_a_model_are_nanochats_if_it_is_served() -> None:
+    path, body = "/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    with running(CALCULATOR) as server:
+        assert server.events(path, body)[-1]["done"] is True
+        assert server.post(path, {**body, "model": "tiny"}).json()["object"] == "chat.completion"
+        refused = server.post(path, {"messages": [{"role": "system", "content": "x"}]}).json()
+        assert refused["error"]["message"].startswith("messages.0.role: input should be 'user' or 'assistant'")
+
+
+def test_invocations_are_answered_by_the_fields_of_the_body(server: Running) -> None:
+    """SageMaker's path for all requests."""
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": HELLO, "seed": 1, "max_tokens": 4},
+        "/v1/completions": {"prompt": "a", "seed": 1, "max_tokens": 4},
+    }
+    for path, body in bodies.items():
+        assert server.post("/invocations", body).json()["choices"] == server.post(path, body).json()["choices"]
+        assert server.events("/invocations", {**body, "stream": True})[-1] == "[DONE]"
+    texts = {"input": ["a", "b"]}
+    assert server.post("/invocations", texts).json() == server.post("/v1/embeddings", texts).json()
+    for body, found in (({"max_tokens": 1}, "none"), ({"prompt": "a", "input": "a"}, "prompt, input")):
+        refused = server.post("/invocations", body)
+        expected = f"the body must have exactly one of messages, prompt, input; it has {found}"
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, expected)
+
+
+def test_the_tokens_of_a_chat_are_counted(server: Running) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "return_token_ids": True}
+    expected = len(server.post(CHAT, body).json()["prompt_token_ids"])
+    for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"):
+        assert server.post(path, body).json() == {"object": "response.input_tokens", "input_tokens": expected}
+        assert server.post(path, {"messages": []}).json()["error"]["param"] == "messages"
+
+
+def test_fingerprint_is_that_of_program_and_model(server: Running, tiny_directory: Path) -> None:
+    body = {"messages": HELLO, "max_tokens": 1}
+    first = server.post(CHAT, body).json()["system_fingerprint"]
+    assert first.startswith(f"b{nano_inference.__version__}-")
+    assert {one["system_fingerprint"] for one in server.events(CHAT, {**body, "stream": True})[:-1]} == {first}
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).json()["system_fingerprint"] == first
+    with running(tiny_directory, ServerConfig(port=0, served_model_name=("other",))) as other:
+        assert other.post(CHAT, body).json()["system_fingerprint"] != first
+
+
+def test_metrics_of_a_request_are_in_its_reply(tiny_directory: Path, server: Running) -> None:
+    body = {"messages": HELLO, "max_tokens": 4, "ignore_eos": True}
+    assert "metrics" not in server.post(CHAT, body).json()
+    names = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}
+    config = ServerConfig(port=0, log_requests=False, enable_per_request_metrics=True)
+    with running(tiny_directory, config) as measured:
+        for path, asked in ((CHAT, body), ("/v1/completions", {"prompt": "a", "max_tokens": 4, "ignore_eos": True})):
+            metrics = measured.post(path, asked).json()["metrics"]
+            assert metrics.keys() == names and all(value >= 0 for value in metrics.values())
+            decoded = metrics["mean_itl_ms"] * 3
+            assert decoded == pytest.approx(metrics["generation_time_ms"])
+            whole = metrics["time_to_first_token_ms"] + decoded
+            assert metrics["tokens_per_second"] == pytest.approx(4e3 / whole)
+        one = {**body, "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last, _ = measured.events(CHAT, one)
+        assert last["metrics"].keys() == names - {"mean_itl_ms"}
+        assert not [chunk for chunk in chunks if "metrics" in chunk]
+        assert "metrics" not in measured.post(CHAT, {**body, "n": 2}).json()
+
+
+def test_facts_of_a_prompt_are_null_unless_requested(server: Running) -> None:
+    chat = server.post(CHAT, {"messages": HELLO, "max_tokens": 1}).json()
+    (choice,) = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).json()["choices"]
+    for reply in (chat, choice):
+        assert reply["prompt_logprobs"] is None and reply["prompt_token_ids"] is None
 
 
 def test_wrong_content_types(server: Running) -> None:

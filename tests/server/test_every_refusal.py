@@ -15,9 +15,9 @@ from nano_inference.server.dialects import generate, llamacpp_body, messages, ol
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.unsupported import NEUTRAL
 from tests.server import test_generate, test_llamacpp, test_messages, test_responses, test_sglang, test_unsupported
-from tests.server.mounted import CONVERTING, GENERATING, ids
+from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
 from tests.server.test_unsupported import DECLARED, asking
-from tests.server.tiny import FIM_TOKENS, Running, make_tiny, running
+from tests.server.tiny import FIM_TOKENS, Running, make_tiny
 
 JSON = dict[str, Any]
 Values = Mapping[str, tuple[Any, ...]]
@@ -34,6 +34,7 @@ BODIES: Mapping[str, JSON] = MappingProxyType(
         INPUT_TOKENS: {"input": "a"},
         MESSAGES: {"messages": HELLO, "max_tokens": 1},
         COUNT: {"messages": HELLO},
+        "/v1/chat/completions/input_tokens": {"messages": HELLO},
         GENERATE: {"token_ids": ids("a"), "sampling_params": {"max_tokens": 1}},
         SGLANG: {"text": "a", "sampling_params": {"max_new_tokens": 1}},
         LLAMA: {"prompt": "a", "n_predict": 1},
@@ -87,7 +88,7 @@ FOREIGN: Mapping[str, frozenset[str]] = MappingProxyType(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A model with tokens for infilling."""
-    with running(make_tiny(tmp_path_factory.mktemp("fim"), special=FIM_TOKENS)) as one:
+    with mounted(make_tiny(tmp_path_factory.mktemp("fim"), special=FIM_TOKENS), NANOCHATS) as one:
         yield one
 
 

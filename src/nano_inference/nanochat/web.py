@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -68,8 +68,14 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
 
 
 def error_body(error: ApiError) -> JSON:
-    """Return an error in FastAPI's form (nanochat's) and in OpenAI's, for clients with a wrong base URL."""
-    return {"detail": shortened(error.message), **error.to_dict()}
+    """Return an error in FastAPI's form (nanochat's) and in OpenAI's, for clients with a base URL without /v1.
+
+    llama.cpp's server has the path, too: a prompt that is too long has its type of error.
+    """
+    body = error.to_dict()
+    if error.code == "context_length_exceeded":
+        body["error"]["type"] = "exceed_context_size_error"
+    return {"detail": shortened(error.message), **body}
 
 
 def stats(running: int, capacity: int, device: str = "cpu") -> JSON:
@@ -134,7 +140,14 @@ _OPENAI = Generating(
     summary="Answer messages, as /v1/chat/completions does.",
     renders=True,
 )
-"""Answers bodies that name a model: OpenAI's clients with a base URL without /v1 do, nanochat's page does not."""
+
+
+def choose(body: Mapping[str, Any], model: ServedModel) -> Generating | None:
+    """Return OpenAI's route unless the model is nanochat's and the body names no model, as its page sends it."""
+    is_nanochats = "nanochat" in str(model.facts.get("architecture", "")).lower()
+    return None if is_nanochats and body.get("model") is None else _OPENAI
+
+
 DIALECT = Dialect(
     generating=(
         Generating(
@@ -143,7 +156,7 @@ DIALECT = Dialect(
             to_call=web_call,
             summary="Answer messages with the events of nanochat's web chat.",
             renders=True,
-            by_field=("model", _OPENAI),
+            choose=choose,
         ),
     ),
     describing=(

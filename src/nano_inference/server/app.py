@@ -42,7 +42,7 @@ from nano_inference.server.guard import Guard, GuardPolicy, read_body
 from nano_inference.server.ignored import IgnoredFields
 from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
-from nano_inference.server.model import info
+from nano_inference.server.model import ServedModel, info
 from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.queue_limits import QueueLimits
@@ -203,7 +203,7 @@ class App:
         data = await self._read(request)
 
         def to_call() -> tuple[Body, Call]:
-            route = chosen_route(named, data)
+            route = chosen_route(named, data, serving.model)
             body = parse(data, route.body)
             index, asked = request.scope["state"].get("key_index"), getattr(body, "cache_salt", None)
             salt = self._policy.keys.cache_salt(index, asked)
@@ -406,12 +406,9 @@ class App:
         )
 
 
-def chosen_route(route: Generating, data: bytes) -> Generating:
-    """Return the route that answers a body: that of `by_field` if the body has the field. Raises `ApiError` 400."""
-    if route.by_field is None:
-        return route
-    name, other = route.by_field
-    return route if read_json(data).get(name) is None else other
+def chosen_route(route: Generating, data: bytes, model: ServedModel) -> Generating:
+    """Return the route that answers a body: the one that `choose` returns, or else `route`. Raises `ApiError`."""
+    return route if route.choose is None else route.choose(read_json(data), model) or route
 
 
 def check_routes(owned: Sequence[tuple[str, Route]]) -> None:

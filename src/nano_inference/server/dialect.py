@@ -70,8 +70,8 @@ class Generating:
     """True if messages are rendered with the chat template, which may take seconds and has a separate thread pool."""
     to_stored_call: ToStoredCall | None = None
     """Used instead of `to_call` if given."""
-    by_field: tuple[str, Generating] | None = None
-    """A field, and the route that answers bodies which have it: two interfaces share the path."""
+    choose: Callable[[Mapping[str, Any], ServedModel], Generating | None] | None = None
+    """Returns another route that answers a body, or None; several interfaces share the path. Raises `ApiError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from nano_inference.server.dialects import (
     ollama,
     openai,
     responses,
+    sagemaker,
     sglang,
     tokens,
 )
@@ -38,6 +39,7 @@ OWN_DIALECTS: Mapping[str, Dialect] = {
     "ollama": ollama.DIALECT,
     "embeddings": embeddings.DIALECT,
     "tokens": tokens.DIALECT,
+    "sagemaker": sagemaker.DIALECT,
 }
 """The dialects of this package."""
 
