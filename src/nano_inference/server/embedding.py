@@ -23,7 +23,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import kept_tokens
+from nano_inference.server.prompts import kept_tokens, too_long
 from nano_inference.server.refusals import api_errors
 from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Samples, TokenIds
 from nano_inference.server.shape import ReplyShape
@@ -153,27 +153,17 @@ def _prompt(text: Any, field: str, body: EmbeddingBody, model: ServedModel, para
     if isinstance(text, str):
         fewest = len(text) // model.longest_token  # encoding megabytes only to reject them takes seconds
         if keep is None and fewest > limit:
-            raise _too_long(fewest, f"at least {fewest} tokens", field, limit)
+            raise too_long(fewest, f"at least {fewest} tokens", field, model, answered=False)
         with api_errors(field):
             ids = model.tokenizer.encode(text, add_special=body.add_special_tokens is not False)
     if keep is not None:
         ids = kept_tokens(ids, keep if keep > 0 else limit, body.truncation_side)
     if len(ids) > limit:
-        raise _too_long(len(ids), f"{len(ids)} tokens", field, limit)
+        raise too_long(len(ids), f"{len(ids)} tokens", field, model, answered=False)
     try:
         return tuple(checked(EngineRequest(prompt=ids, params=params), limits)[0].prompt)
     except BadRequest as error:  # its message begins with "prompt"
         raise ApiError(400, f"{field}{str(error).removeprefix('prompt')}", param=field) from None
-
-
-def _too_long(num_tokens: int, found: str, field: str, limit: int) -> ApiError:
-    return ApiError(
-        400,
-        f"{field} has {found}, which is longer than the context of {limit}; shorten it or set truncate_prompt_tokens",
-        param=field,
-        code="context_length_exceeded",
-        extra={"n_prompt_tokens": num_tokens, "n_ctx": limit},
-    )
 
 
 def _vector(body: EmbeddingBody, index: int, sample: TrainingSample) -> Sequence[float]:

@@ -216,7 +216,7 @@ def check_text_length(texts: Iterable[str], field: str, model: ServedModel) -> N
     """
     fewest = sum(map(len, texts)) // model.longest_token
     if fewest > model.limits.max_model_len:
-        raise _too_long(fewest, f"at least {fewest} tokens", field, model)
+        raise too_long(fewest, f"at least {fewest} tokens", field, model)
 
 
 def fit_to_context(prompt: Sequence[int], body: Sampling, model: ServedModel, max_tokens: int | None) -> Sequence[int]:
@@ -231,7 +231,7 @@ def fit_to_context(prompt: Sequence[int], body: Sampling, model: ServedModel, ma
             prompt, keep if keep > 0 else room if 0 < room < longest else longest, body.truncation_side
         )
     if len(prompt) > longest:
-        raise _too_long(len(prompt), f"{len(prompt)} tokens", _prompt_field(body), model)
+        raise too_long(len(prompt), f"{len(prompt)} tokens", _prompt_field(body), model)
     return prompt
 
 
@@ -244,13 +244,18 @@ def _prompt_field(body: Sampling) -> str:
     return "messages" if isinstance(body, ChatBody) else "prompt"
 
 
-def _too_long(num_tokens: int, shown: str, field: str, model: ServedModel) -> ApiError:
-    longest = model.limits.max_model_len
-    way_out = " or start the server with a larger --max-model-len" if longest < model.max_positions else ""
+def too_long(num_tokens: int, shown: str, field: str, model: ServedModel, *, answered: bool = True) -> ApiError:
+    """Return the error of a text with more tokens than the context has room for; `answered`: with an answer."""
+    limits = model.limits
+    context = limits.max_model_len if answered else min(limits.max_model_len, limits.num_blocks * limits.block_size)
+    found = f"the prompt has {shown}, which with an answer is" if answered else f"{field} has {shown}, which is"
+    way_out = "" if answered else " or set truncate_prompt_tokens"
+    if context == limits.max_model_len < model.max_positions:
+        way_out += " or start the server with a larger --max-model-len"
     return ApiError(
         400,
-        f"the prompt has {shown}, which with an answer is longer than the context of {longest}; shorten it{way_out}",
+        f"{found} longer than the context of {context}; shorten it{way_out}",
         param=field,
         code="context_length_exceeded",
-        extra={"n_prompt_tokens": num_tokens, "n_ctx": model.limits.max_model_len},
+        extra={"n_prompt_tokens": num_tokens, "n_ctx": context},
     )
