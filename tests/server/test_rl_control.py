@@ -13,6 +13,7 @@ import pytest
 
 import nano_inference
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.rl.facts import DESCRIPTIONS
 from nano_inference.server.rl.routes import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS, STREAM_PATHS
 from tests.server.tiny import Running
 from tests.server.trainer import LONG, PROMPT, SHORT, Hold, Stream, held, ok, refused, serving, until
@@ -410,10 +411,22 @@ def test_every_path_exists_and_rejects_other_methods(server: Running, path: str)
     assert server.client.request(right, path, **body).status_code in (200, 400, 501)
 
 
-@pytest.mark.parametrize("path", sorted(ADMIN_PATHS | QUESTIONS))
+@pytest.mark.parametrize("path", sorted((ADMIN_PATHS | QUESTIONS) - DESCRIPTIONS))
 def test_path_without_enable_rl_names_the_option(tiny_directory: Path, closed: Running, path: str) -> None:
     for response in (closed.client.get(path), closed.post(path, {})):
         refused(response, 404, path, "--enable-rl")
+
+
+def test_model_and_load_are_described_without_enable_rl(closed: Running, server: Running) -> None:
+    for path in sorted(DESCRIPTIONS):
+        reply = closed.client.get(path)
+        assert reply.status_code == 200, path
+        described = server.client.get(path).json()
+        assert isinstance(described, list) or reply.json().keys() == described.keys()
+        assert closed.post(path, {}).status_code == 405
+    info = closed.client.get("/get_model_info").json()
+    assert (info["model_path"], info["max_model_len"], info["is_generation"]) == ("tiny", 512, True)
+    assert closed.client.get("/get_server_info").json()["context_length"] == 512
 
 
 @pytest.fixture(scope="module")

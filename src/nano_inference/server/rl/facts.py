@@ -126,3 +126,10 @@ QUERIES: Mapping[str, Command] = {
     "/server_info": _server_info,
     "/get_server_info": _server_info,
 }
+DESCRIPTIONS = frozenset(
+    {
+        *("/v1/loads", "/get_load", "/get_weight_version", "/weight_version"),
+        *("/get_model_info", "/model_info", "/server_info", "/get_server_info"),
+    }
+)
+"""SGLang's routes about the model and the load, which its clients and routers use without a trainer."""

@@ -1,4 +1,5 @@
-"""The trainer routes; without `--enable-rl` their paths return an error that names the option.
+"""The trainer routes. Without `--enable-rl`, those that describe the model and the load are open, and the paths of the
+others return an error that names the option.
 
 Commands, which change state, need an admin key. vLLM's names:
 vllm/entrypoints/serve/{rlhf,sleep,cache,instrumentator}/api_router.py. SGLang's names:
@@ -18,7 +19,7 @@ from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.rl.context import endpoint_of, make_context
-from nano_inference.server.rl.facts import QUERIES
+from nano_inference.server.rl.facts import DESCRIPTIONS, QUERIES
 from nano_inference.server.rl.sglang import SGLANG_COMMANDS, sglang_endpoint_of, unsupported
 from nano_inference.server.rl.vllm import VLLM_COMMANDS
 
@@ -49,9 +50,11 @@ def rl_routes(
     `opened` returns the loaded model, or raises `ApiError` while it is loading. Raises `ValueError` if
     `config.weights_dir` is not a directory.
     """
-    if not config.enable_rl:
-        return [_hint(path) for path in sorted(ADMIN_PATHS | QUESTIONS)]
     context = make_context(link, config, policy, opened)
+    questions = [Route(path, endpoint_of(command, context), methods=["GET"]) for path, command in QUERIES.items()]
+    if not config.enable_rl:
+        described = [route for route in questions if route.path in DESCRIPTIONS]
+        return [*(_hint(path) for path in sorted((ADMIN_PATHS | QUESTIONS) - DESCRIPTIONS)), *described]
     endpoints = {path: endpoint_of(command, context) for path, command in VLLM_COMMANDS.items()}
     endpoints |= {path: sglang_endpoint_of(command, context) for path, command in SGLANG_COMMANDS.items()}
     endpoints |= {path: sglang_endpoint_of(unsupported(path), context) for path in sorted(REFUSED_COMMANDS)}
@@ -60,7 +63,7 @@ def rl_routes(
             Route(path, endpoint, methods=["POST", "GET"] if path in _ALSO_GET else ["POST"])
             for path, endpoint in endpoints.items()
         ),
-        *(Route(path, endpoint_of(command, context), methods=["GET"]) for path, command in QUERIES.items()),
+        *questions,
     ]
 
 
