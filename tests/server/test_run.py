@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import stat
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,56 @@ def test_port_in_use_is_refused() -> None:
             SettingError, match=rf"^port {port}: another program listens on 127\.0\.0\.1:{port}; set port"
         ):
             bind(ServerConfig(port=port))
+
+
+def test_server_answers_on_a_unix_socket(tiny_directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    config = ServerConfig(uds=str(path), log_requests=False)
+
+    async def main() -> None:
+        ready = asyncio.Event()
+        with bind(config) as listening:
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            hooks: Any = {"on_listening": lambda: None, "on_ready": lambda _: ready.set()}
+            model = partial(opened, tiny_directory, config)
+            serving = asyncio.create_task(serve(config, listening, model, max_running=4, **hooks))
+            await ready.wait()
+            transport = httpx2.AsyncHTTPTransport(uds=str(path))
+            async with httpx2.AsyncClient(transport=transport, base_url="http://server.sock", timeout=60) as client:
+                body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+                reply = await client.post("/v1/completions", json=body)
+                assert reply.json()["usage"]["completion_tokens"] == 3
+                client.headers["host"] = "rebound.example"  # no web page reaches the socket
+                assert (await client.get("/v1/models")).status_code == 200
+            signal.raise_signal(signal.SIGTERM)
+            assert await serving == 0
+        assert not path.exists()
+
+    asyncio.run(main())
+
+
+def test_unix_socket_of_a_running_server_is_refused_and_of_an_ended_one_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    config = ServerConfig(uds=str(path))
+    with bind(config), pytest.raises(SettingError, match=r"server\.sock: another program listens on it") as refused:
+        bind(config)
+    assert refused.value.fields == ("uds",) and path.exists()
+    bind(config).close()
+    path.unlink()
+    path.write_text("mine")
+    with pytest.raises(SettingError, match=r"cannot listen on it: Address already in use"):
+        bind(config)
+    assert path.read_text() == "mine"
+    for unusable in (tmp_path / "absent" / "s", tmp_path / ("x" * 200)):
+        with pytest.raises(SettingError, match=r"^uds .*: cannot listen on it: "):
+            bind(ServerConfig(uds=str(unusable)))
+
+
+def test_unix_socket_takes_the_place_of_an_address() -> None:
+    with pytest.raises(ValueError, match="uds takes the place of host"):
+        ServerConfig(uds="s", host="0.0.0.0")
+    with pytest.raises(ValueError, match="uds serves one engine: set it without workers"):
+        ServerConfig(uds="s", workers=("http://127.0.0.1:1",))
 
 
 def test_nagle_algorithm_is_disabled() -> None:

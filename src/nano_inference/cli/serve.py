@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -60,7 +61,7 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
             return load(engine, config, name=served_name(engine.model_path, path), path=path)
 
     def on_listening() -> None:
-        note(f"listening on {url}, loading {engine.model_path}", common.quiet)
+        note(f"listening on {config.uds or url}, loading {engine.model_path}", common.quiet)
 
     def on_ready(opened: LoadedModel) -> None:
         facts, _, command = banner(opened, config, url, wanted).rpartition("\n")
@@ -112,7 +113,9 @@ def warn(config: ServerConfig) -> None:
 
 
 def url_of(config: ServerConfig, listening: socket.socket) -> str:
-    """Return the server's URL."""
+    """Return the server's URL; for a Unix socket, that of requests over it."""
+    if config.uds is not None:
+        return f"http://localhost{config.root_path}"
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"http://{host}:{listening.getsockname()[1]}{config.root_path}"
 
@@ -168,12 +171,15 @@ def banner(opened: LoadedModel, config: ServerConfig, url: str, wanted_context: 
     origin = (
         "the model's generation_config.json" if model.generation else f"--generation-config {config.generation_config}"
     )
+    curl = "-N" if config.uds is None else f"--unix-socket {shlex.quote(config.uds)} -N"
     path = "chat/completions" if model.dialogue is not None else "completions"
     body = talk if model.dialogue is not None else '"prompt": "Once upon a time", "stream": true'
     return "\n".join(
         [
             f"ready: {', '.join(model.names)}",
-            f"  chat page {url}/, dashboard {url}/dashboard",
+            f"  chat page {url}/, dashboard {url}/dashboard, API {url}/docs"
+            if config.uds is None
+            else f"  Unix socket {config.uds}",
             f"  context {context_of(opened, wanted_context)}, KV cache {num_slots} tokens, "
             + ("API key required" if has_key else "no API key"),
             f"  default sampling of requests: {differing(model.generation) or 'temperature 1.0'} ({origin})",
@@ -181,6 +187,6 @@ def banner(opened: LoadedModel, config: ServerConfig, url: str, wanted_context: 
             *cache_limit_lines(opened),
             *tool_lines(opened),
             *rl_lines(config),
-            f"  curl -N {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",
+            f"  curl {curl} {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",
         ]
     )

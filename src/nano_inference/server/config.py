@@ -25,6 +25,7 @@ class SettingError(ValueError):
 
 
 DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
+_HOST = "127.0.0.1"
     {
         "logprobs_mode": ("raw", "processed"),
         "generation_config": ("auto", "none"),
@@ -54,9 +55,12 @@ def resolved(name: str, text: str, check: Check | None = None) -> Any:
 class ServerConfig:
     """Configuration of the server. Raises `ValueError` naming an invalid field."""
 
-    host: str = helped("127.0.0.1", "address to listen on; anything but loopback needs an API key, or --insecure")
+    host: str = helped(_HOST, "address to listen on; anything but loopback needs an API key, or --insecure")
     port: int = helped(8000, "port to listen on; 0 takes a free one", integer(0, 65535))
     root_path: str = helped("", "path below which a proxy serves this server, such as /llm")
+    uds: str | None = helped(
+        None, "Unix socket to listen on in place of host and port; only its owner may connect", check_text
+    )
     served_model_name: tuple[str, ...] = helped((), "name of the model for clients; may be repeated for aliases")
     any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
     strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
@@ -198,6 +202,8 @@ class ServerConfig:
             "trusted_proxy",
         ):
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
+        if self.uds is not None and self.host != _HOST:
+            raise ValueError("uds takes the place of host: set one of them")
         object.__setattr__(self, "workers", worker_urls(checked_texts("workers", self.workers)))
         self._check_template()
         self._check_rl()
@@ -251,6 +257,8 @@ class ServerConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ServerConfig:
+            if getattr(self, name) and self.uds is not None:
+                raise ValueError(f"uds serves one engine: set it without {name}")
         """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
         return from_known(cls, data)
 

@@ -108,7 +108,7 @@ def policy_of(
         admins=admins,
         admin_paths=admin_paths if config.enable_rl else frozenset(),
         stream_paths=stream_paths if config.enable_rl else frozenset(),
-        is_loopback=is_loopback,
+        is_loopback=is_loopback and config.uds is None,  # web pages reach no Unix socket, whatever name it has
         allowed_hosts=hosts_to_allow(config),
         cors_origins=frozenset(config.cors_origin),
         max_body_bytes=config.max_body_bytes,

@@ -25,6 +25,7 @@ from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
+from nano_inference.server.unix_socket import bind_unix, remove_socket
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
 Open = Callable[[], LoadedModel]
@@ -97,6 +98,8 @@ class Shutdown:
 
 def bind(config: ServerConfig) -> socket.socket:
     """Return the listening socket. Raises `SettingError` if the address cannot be used."""
+    if config.uds is not None:
+        return bind_unix(config.uds)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     # asyncio disables Nagle's algorithm, which delays the end of a response by 40 ms, only if the protocol is given.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -167,6 +170,8 @@ async def serve(
             await link.stop(timeout=10.0 if is_orderly else 0.5)
             app.close()
             watchdog.close()
+            if config.uds is not None:
+                remove_socket(config.uds)
     return 1 if link.state == "dead" else 0
 
 
