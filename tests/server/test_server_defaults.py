@@ -68,6 +68,29 @@ def test_chat_template_is_bounded_as_a_models_is(tiny_directory: Path) -> None:
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
 
 
+def test_default_variables_of_the_template_yield_to_a_requests(tmp_path: Path) -> None:
+    template = (
+        "{{ mood }}{% if enable_thinking %}<think>{% endif %}{% for one in messages %}{{ one.content }}{% endfor %}"
+    )
+    with running(make_tiny(tmp_path, template=template), config(chat_template_kwargs='{"mood": "sad"}')) as server:
+        assert prompt_of(server) == "sadhello"
+        reply = server.post("/apply-template", {"messages": HELLO, "chat_template_kwargs": {"mood": "glad"}})
+        assert reply.json()["prompt"] == "gladhello"
+        asked = {"messages": HELLO, "reasoning_effort": "high", "max_tokens": 1, "return_token_ids": True}
+        assert server.post(CHAT, asked).json()["prompt_token_ids"] == ids("sad<think>hello")
+
+
+@pytest.mark.parametrize("text", ['["a"]', "{", "1"])
+def test_variables_of_the_template_are_a_json_object(text: str) -> None:
+    with pytest.raises(ValueError, match="chat_template_kwargs must be a JSON object"):
+        ServerConfig(chat_template_kwargs=text)
+
+
+def test_reserved_variables_of_the_template_end_the_start(tiny_directory: Path) -> None:
+    with pytest.raises(ModelError, match=r"^--chat-template-kwargs.tools is reserved"):
+        opened(tiny_directory, config(chat_template_kwargs='{"tools": 1}'))
+
+
 def test_only_one_chat_template_can_be_set() -> None:
     with pytest.raises(ValueError, match="chat_template and chat_template_file exclude each other"):
         ServerConfig(chat_template="chatml", chat_template_file="a")

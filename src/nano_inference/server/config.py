@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,8 +25,8 @@ class SettingError(ValueError):
         self.fields = fields
 
 
-DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
 _HOST = "127.0.0.1"
+DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
     {
         "logprobs_mode": ("raw", "processed"),
         "generation_config": ("auto", "none"),
@@ -57,10 +58,10 @@ class ServerConfig:
 
     host: str = helped(_HOST, "address to listen on; anything but loopback needs an API key, or --insecure")
     port: int = helped(8000, "port to listen on; 0 takes a free one", integer(0, 65535))
-    root_path: str = helped("", "path below which a proxy serves this server, such as /llm")
     uds: str | None = helped(
         None, "Unix socket to listen on in place of host and port; only its owner may connect", check_text
     )
+    root_path: str = helped("", "path below which a proxy serves this server, such as /llm")
     served_model_name: tuple[str, ...] = helped((), "name of the model for clients; may be repeated for aliases")
     any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
     strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
@@ -74,9 +75,12 @@ class ServerConfig:
         None, "chat template in place of the model's: its text in Jinja, or chatml", check_text
     )
     chat_template_file: str | None = helped(None, "file with a chat template in place of the model's", check_text)
+    chat_template_kwargs: str | None = helped(
+        None, "variables of the chat template, a JSON object, for requests that set no other value", check_text
+    )
     temp: float | None = helped(None, "temperature of requests that name none", number(0, 2))
     n_predict: int | None = helped(
-        None, "most tokens of an answer, whatever a request asks for (default: to the end of the context)", integer(1)
+        None, "most tokens of an answer to requests that set no limit (default: to the end of the context)", integer(1)
     )
     enable_rl: bool = helped(False, "open the routes of RL trainers: pause, abort, weights, versions")
 
@@ -179,6 +183,9 @@ class ServerConfig:
     max_loaded_models: int | None = helped(
         None, "most models loaded at the same time (default: as many as the memory allows)", integer(1)
     )
+    enable_per_request_metrics: bool = helped(
+        False, "return the times of a request in its reply, as vLLM does: `metrics`"
+    )
 
     log_requests: bool = helped(True, "JSON on stderr: a line for every finished request, and for every warning")
 
@@ -186,6 +193,8 @@ class ServerConfig:
         for name in ("host", "root_path"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
+        if self.uds is not None and self.host != _HOST:
+            raise ValueError("uds takes the place of host: set one of them")
         if not self.host:
             raise ValueError("host must not be empty; 0.0.0.0 listens everywhere")
         for name, (default, with_rl) in DEFAULTS.items():
@@ -214,6 +223,8 @@ class ServerConfig:
 
     def _check_template(self) -> None:
         given = self.chat_template
+        if self.chat_template_kwargs is not None:
+            _check_object("chat_template_kwargs", self.chat_template_kwargs)
         if given is not None and self.chat_template_file is not None:
             raise ValueError("chat_template and chat_template_file exclude each other: set one of them")
         if given is not None and given != "chatml" and _NAME.fullmatch(given):  # llama.cpp knows more by name
@@ -234,6 +245,8 @@ class ServerConfig:
         if self.replicas is not None and self.workers:
             raise ValueError("replicas starts engines, workers names running ones: set one of them")
         for name in ("replicas", "workers"):
+            if getattr(self, name) and self.uds is not None:
+                raise ValueError(f"uds serves one engine: set it without {name}")
             if getattr(self, name) and self.enable_rl:
                 raise ValueError(f"{name}: routes for trainers need one engine; a RolloutPool updates several")
 
@@ -257,10 +270,18 @@ class ServerConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ServerConfig:
-            if getattr(self, name) and self.uds is not None:
-                raise ValueError(f"uds serves one engine: set it without {name}")
         """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
         return from_known(cls, data)
+
+
+def _check_object(name: str, text: str) -> None:
+    """Raise `ValueError` naming `name` unless the text is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a JSON object, got {text[:80]!r}")
 
 
 def worker_urls(texts: tuple[str, ...]) -> tuple[str, ...]:

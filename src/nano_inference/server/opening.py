@@ -23,6 +23,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
+from nano_inference.server.template_variables import default_variables
 from nano_inference.text.chat import given_template
 from nano_inference.text.dialogue import Dialogue, TemplateDialogue, load_dialogue
 from nano_inference.text.grammar import Grammars
@@ -90,10 +91,16 @@ def served_dialogue(
     config: ServerConfig, source: TokenizerSource, tokenizer: Tokenizer, kinds: Mapping[str, TokenizerKind]
 ) -> Dialogue | None:
     """Return the dialogue of the configured chat template, or else the model's. Raises `ModelError`."""
-    if config.chat_template is None and config.chat_template_file is None:
-        return load_dialogue(source, tokenizer, kinds)
-    template = given_template(config.chat_template, config.chat_template_file, tokenizer)
-    return TemplateDialogue(template, tokenizer)
+    variables = default_variables(config)
+    if config.chat_template is not None or config.chat_template_file is not None:
+        template = given_template(config.chat_template, config.chat_template_file, tokenizer)
+        return TemplateDialogue(template, tokenizer, variables=variables)
+    dialogue = load_dialogue(source, tokenizer, kinds)
+    if not variables:
+        return dialogue
+    if not isinstance(dialogue, TemplateDialogue):
+        raise ModelError("--chat-template-kwargs: the model has no chat template")
+    return replace(dialogue, variables=variables)
 
 
 def served_chat_defaults(config: ServerConfig, found: ChatDefaults) -> ChatDefaults:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,21 +10,14 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import api_errors
 from nano_inference.server.schema import ChatBody, CompletionBody, Message, RenderingFields, Sampling, TextPart
+from nano_inference.server.template_variables import check_variables
 from nano_inference.server.tools import ToolUse
-from nano_inference.text.chat import RESERVED
 from nano_inference.text.dialogue import Dialogue, Rendering
 from nano_inference.text.tool_format import speaks_of_tools
 from nano_inference.text.tool_prompt import with_tools
 
-_MAX_TEMPLATE_KWARGS = 4096
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _CALCULATOR_PARTS = frozenset({"python", "python_output"})
-_RESERVED_KWARGS = frozenset(
-    {"tokenize", "return_dict", "return_tensors", "conversation", "chat_template", "padding", "truncation"}
-    | {"max_length", "continue_final_message", "return_assistant_tokens_mask", "tokenizer_kwargs"}
-    | RESERVED
-)
-"""Names that template variables must not have: arguments of Transformers' `apply_chat_template`, built-in variables."""
 
 
 class Prompt(NamedTuple):
@@ -49,12 +41,27 @@ def chat_prompt(
     """Return the prompt of a chat; `echo` is the text of the last message. Raises `ApiError`."""
     dialogue = require_dialogue(model)
     messages, rendering = read_messages(body, dialogue, use, extra)
+    given = _transferred(body)
+    if given is not None:
+        check_known(given, model, "kv_transfer_params.prompt_token_ids")
+        return Prompt(fit_to_context(given, body, model, max_tokens), str(messages[-1].get("content") or ""))
     if body.truncate_prompt_tokens is None:
         texts = (text for message in messages for text in _texts_of(message.get("content")))
         check_text_length(texts, "messages", model)
     with api_errors("messages"):
         ids = dialogue.encode(messages, rendering)
     return Prompt(fit_to_context(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
+
+
+def _transferred(body: ChatBody) -> Sequence[int] | None:
+    """Return the tokens of a prompt that another server tokenized, if any. Raises `ApiError` for other fields."""
+    if body.kv_transfer_params is None:
+        return None
+    for name, value in (body.kv_transfer_params.model_extra or {}).items():
+        if value not in (None, False, [], {}):
+            where = f"kv_transfer_params.{name[:64]}"
+            raise ApiError(400, f"{where} is not supported here", param=where, code="unsupported_field")
+    return body.kv_transfer_params.prompt_token_ids
 
 
 def read_messages(
@@ -91,7 +98,10 @@ def require_dialogue(model: ServedModel) -> Dialogue:
 def rendering_of(body: RenderingFields, dialogue: Dialogue, extra: Mapping[str, Any]) -> Rendering:
     """Return the rendering options: vLLM's four fields, and `reasoning_effort` as the template can use it."""
     variables = dict(body.chat_template_kwargs or {})
-    _check_variables(variables)
+    try:
+        check_variables(variables)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="chat_template_kwargs") from None
     variables = _effort_variables(extra.get("reasoning_effort"), dialogue) | variables
     continues = bool(body.continue_final_message)
     add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
@@ -167,21 +177,6 @@ def _answer_parts(parts: Any, where: str, kinds: Collection[str]) -> list[dict[s
     ):
         raise ApiError(400, f"{where}: must be a list of {{type, text}} with a type in {sorted(known)}", param=where)
     return [{"type": one["type"], "text": one["text"]} for one in objects]
-
-
-def _check_variables(variables: Mapping[str, Any]) -> None:
-    """Raise `ApiError` for template variables that are too large, nested or reserved."""
-    if len(json.dumps(variables)) > _MAX_TEMPLATE_KWARGS:
-        message = f"chat_template_kwargs must be at most {_MAX_TEMPLATE_KWARGS} bytes"
-        raise ApiError(400, message, param="chat_template_kwargs")
-    for name, value in variables.items():
-        where = f"chat_template_kwargs.{name[:64]}"
-        if name in _RESERVED_KWARGS:
-            raise ApiError(400, f"{where} is reserved", param="chat_template_kwargs")
-        items = value if isinstance(value, list) else [value]
-        if any(isinstance(item, dict | list) for item in items):
-            message = f"{where} must be a number, a string, a boolean or a list of those"
-            raise ApiError(400, message, param="chat_template_kwargs")
 
 
 def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max_tokens: int) -> Prompt:

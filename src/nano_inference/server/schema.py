@@ -273,6 +273,13 @@ class RenderingFields(ToolFields):
         return effort_hints((self.model_extra or {}).get("reasoning_effort"), "reasoning_effort", knows)
 
 
+class TransferFields(Body):
+    """vLLM's fields of disaggregated serving, of which only the tokens of the prompt are supported."""
+
+    prompt_token_ids: TokenIds | None = None
+    """Tokens of the prompt, used in place of the rendered messages."""
+
+
 class ChatBody(Sampling, RenderingFields):
     """POST /v1/chat/completions."""
 
@@ -284,6 +291,7 @@ class ChatBody(Sampling, RenderingFields):
     echo: bool | None = None
     timings_per_token: bool | None = None
     """See `CompletionBody.timings_per_token`."""
+    kv_transfer_params: TransferFields | None = None
     answer_token_ids: TokenIds | None = None
     """Specific to this server: ids that start the answer; the reply has the rest (with `echo`: all of it)."""
     sample_index: Count | None = None
@@ -302,6 +310,13 @@ class TokenizeBody(RenderingFields):
     add_special: bool | None = None
     return_token_strs: bool | None = None
     with_pieces: bool | None = None
+
+
+class CountBody(RenderingFields):
+    """POST /chat/completions/input_tokens: a chat whose tokens are counted."""
+
+    model: str | None = None
+    messages: Messages
 
 
 class DetokenizeBody(Body):

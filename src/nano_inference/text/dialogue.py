@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template, render
 from nano_inference.text.kinds import ANSWER as ANSWER
@@ -48,6 +49,8 @@ class TemplateDialogue:
     template: ChatTemplate
     tokenizer: Tokenizer
     tool: Tool | None = None
+    variables: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """The template's variables where a rendering names no other value."""
 
     @property
     def tool_template(self) -> str | None:
@@ -63,12 +66,12 @@ class TemplateDialogue:
             add_generation_prompt=rendering.add_generation_prompt,
             continue_final=rendering.continue_final,
             tools=rendering.tools,
-            extra=rendering.extra,
+            extra={**self.variables, **rendering.extra},
         )
 
     def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
         """Return the rendered messages as text."""
-        return render(self.template, messages, rendering)
+        return render(self.template, messages, replace(rendering, extra={**self.variables, **rendering.extra}))
 
     def knows(self, name: str) -> bool:
         """Return True if the template mentions a variable of that name."""
