@@ -21,7 +21,6 @@ from nano_inference.registry import PluginError
 from nano_inference.server.answering import Timing
 from nano_inference.server.body import parse, read_json
 from nano_inference.server.call import Call
-from nano_inference.server.calls import limited
 from nano_inference.server.compiling import Compilers
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import (
@@ -150,8 +149,8 @@ class App:
             "/openapi.json": self.document,
             "/info": self.info,
             "/": self.page("chat"),
-            "/docs": self.page("docs"),
             "/dashboard": self.page("dashboard"),
+            "/docs": self.page("docs"),
             **{f"/{name}": self.page(name) for name in LATER},
         }
         owned = [
@@ -211,7 +210,7 @@ class App:
                 call = route.to_stored_call(body, serving.model, self.config, salt, self._replies_of(request))
             else:
                 call = route.to_call(body, serving.model, self.config, salt)
-            return body, call if self.config.n_predict is None else limited(call, self.config.n_predict)
+            return body, call
 
         seconds = self.config.request_timeout
         body, call = await self.workers.run(len(data), to_call, renders=named.renders, seconds=seconds)

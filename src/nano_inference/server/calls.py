@@ -51,7 +51,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     """Return the call of POST /v1/completions. Raises `ApiError` naming the invalid field."""
     extra = body.model_extra or {}
     refuse_unsupported(extra)
-    _check_counts(body, config, body.logprobs, "logprobs")
+    _check_counts(body, model, config, body.logprobs, "logprobs")
     if extra.get("reasoning_effort") is not None:
         raise ApiError(400, "reasoning_effort is a field of chat completions only", param="reasoning_effort")
     name = model.name_for(body.model)
@@ -60,7 +60,8 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     if body.echo and body.logprobs is not None and body.stream:
         raise ApiError(400, "echo with logprobs needs stream=false", param="echo")
     _check_lineage(body.lineage, model)
-    max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    default = _DEFAULT_COMPLETION_TOKENS if config.n_predict is None else config.n_predict
+    max_tokens = default if body.max_tokens is None else body.max_tokens
     prompts = completion_prompts(body, model, max_tokens)
     echo = tuple(prompt.echo for prompt in prompts) if body.echo else ()
     echoes_logprobs = bool(body.echo) and body.logprobs is not None
@@ -76,7 +77,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     """Return the call of POST /v1/chat/completions. Raises `ApiError` naming the invalid field."""
     extra = body.model_extra or {}
     refuse_unsupported(extra)
-    _check_counts(body, config, body.top_logprobs, "top_logprobs")
+    _check_counts(body, model, config, body.top_logprobs, "top_logprobs")
     name = model.name_for(body.model)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -88,6 +89,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         )
     _check_lineage(body.lineage, model)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = config.n_predict if max_tokens is None else max_tokens
     if max_tokens == 0:
         raise ApiError(400, "max_tokens must be at least 1 in a chat", param="max_tokens")
     use = requested_tools(body, require_dialogue(model).tool_template)
@@ -116,22 +118,6 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         structure = _structure(structure, use, special)
     beginning = Beginning(min(len(shape.prefix_ids), len(prompts[0].ids)), body.sample_index or 0)
     return _call(body, model, "chat", name, prompts, params, shape, structure, salt, program, beginning)
-
-
-def limited(call: Call, most: int) -> Call:
-    """Return a call whose samples have at most `most` tokens. Raises `ApiError` if one must have more."""
-    requests = tuple(replace(request, params=_shortened(request.params, most)) for request in call.requests)
-    num_tokens = sum(len(one.prompt) + one.num_samples * most for one in requests)
-    reduced = call.reduced_max_tokens
-    if any((one.params.max_tokens or 0) > most for one in call.requests):
-        reduced = most if reduced is None else min(reduced, most)
-    return replace(call, requests=requests, num_tokens=min(call.num_tokens, num_tokens), reduced_max_tokens=reduced)
-
-
-def _shortened(params: SamplingParams, most: int) -> SamplingParams:
-    if params.min_tokens > most:
-        raise ApiError(400, f"min_tokens must be at most {most}, the server's --n-predict", param="min_tokens")
-    return replace(params, max_tokens=most if params.max_tokens is None else min(params.max_tokens, most))
 
 
 def _check_lineage(lineage: str | None, model: ServedModel) -> None:
@@ -227,12 +213,14 @@ def _calculator(is_wanted: bool, model: ServedModel, *, has_others: bool) -> Too
     return tool
 
 
-def _check_counts(body: Sampling, config: ServerConfig, num_top: int | None, top_field: str) -> None:
+def _check_counts(
+    body: Sampling, model: ServedModel, config: ServerConfig, num_top: int | None, top_field: str
+) -> None:
     """Raise `ApiError` for counts above the limits and for fields that streams do not support, before tokenizing."""
     if (body.n or 1) > config.max_n:
         raise ApiError(400, f"n must be at most {config.max_n}, got {body.n}", param="n")
     for name, value in ((top_field, num_top), ("prompt_logprobs", body.prompt_logprobs)):
-        if value is not None and config.max_logprobs >= 0 and not 0 <= value <= config.max_logprobs:
+        if value is not None and 0 <= config.max_logprobs < (_counted(value, model) or 0):
             hint = ", which needs --max-logprobs -1" if value < 0 else ""
             raise ApiError(400, f"{name} must be at most {config.max_logprobs}, got {value}{hint}", param=name)
     if body.prompt_logprobs is not None and body.stream:
@@ -277,6 +265,7 @@ def _shape(
         tool=tool,
         raw_logprobs=bool(body.return_raw_logprobs),
         sampling_masks=bool(body.return_sampling_mask),
+        metrics=config.enable_per_request_metrics,
     )
 
 
@@ -317,6 +306,7 @@ def _call(
         kind=kind,
         id=f"{prefix}-{body.request_id or uuid.uuid4().hex}",
         model=name,
+        fingerprint=model.fingerprint,
         requests=requests,
         num_samples=num_samples,
         num_tokens=sum(len(one.prompt) + num_samples * room for one, room in zip(requests, rooms, strict=True)),

@@ -131,9 +131,10 @@ def translated_completion(
 ) -> Call:
     """Return the call of a completion with these fields; its errors, also later ones, have a dialect's names.
 
-    `names`: field of `CompletionBody` -> the dialect's. With `max_tokens` None, an output may fill the context.
+    `names`: field of `CompletionBody` -> the dialect's. With `max_tokens` None and no default of the server, an output
+    may fill the context.
     """
-    is_unlimited = fields["max_tokens"] is None
+    is_unlimited = fields["max_tokens"] is None and config.n_predict is None
     if is_unlimited:
         fields = {**fields, "max_tokens": max(1, fields.get("min_tokens") or 0)}  # passes validation
     with renamed_errors(names):
