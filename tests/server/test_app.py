@@ -1389,6 +1389,7 @@ def test_every_route_and_method_needs_key(tiny_directory: Path) -> None:
             is_open = path in (
                 "/",
                 "/dashboard",
+                "/docs",
                 "/formulas.js",
                 "/health",
                 "/ready",
@@ -1402,4 +1403,3 @@ def test_every_route_and_method_needs_key(tiny_directory: Path) -> None:
             assert (status == 200) if is_open else (status == 401), (method, path, status)
         key = {"authorization": "Bearer a-key-of-some-length"}
         assert server.client.get("/v1/models", headers=key).status_code == 200
-                "/docs",

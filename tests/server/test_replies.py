@@ -92,6 +92,8 @@ def test_completion_body() -> None:
                 "finish_reason": "stop",
                 "stop_reason": None,
                 "matched_stop": END,
+                "prompt_logprobs": None,
+                "prompt_token_ids": None,
             }
         ],
         "usage": {

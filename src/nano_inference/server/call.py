@@ -157,6 +157,8 @@ class Call:
     kind: Kind
     id: str
     model: str
+    fingerprint: str | None = None
+    """OpenAI's `system_fingerprint`: changes with the program and the model."""
     requests: tuple[PromptRequest, ...]
     num_samples: int
     """Samples per prompt."""

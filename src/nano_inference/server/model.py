@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
 
@@ -53,6 +54,15 @@ class ServedModel:
     def name(self) -> str:
         """The default name."""
         return self.names[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: the program's version and a digest of the model's facts.
+
+        Its form is llama.cpp's, whose clients expect a `b` and a build number.
+        """
+        facts = f"{self.name} {sorted(self.facts.items())}"
+        return f"b{nano_inference.__version__}-{sha256(facts.encode()).hexdigest()[:8]}"
 
     @property
     def calculates(self) -> bool:

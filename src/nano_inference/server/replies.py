@@ -18,7 +18,7 @@ from nano_inference.server.detokenizer import (
 )
 from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.timings import timings_of
+from nano_inference.server.timings import metrics_of, timings_of
 from nano_inference.server.tools import call_deltas, message_content
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
@@ -46,14 +46,11 @@ class OpenAIReply(Reply):
             "model": call.model,
             "choices": [make(transcript) for transcript in transcripts],
             "usage": usage(call, transcripts),
-            "system_fingerprint": None,
+            "system_fingerprint": call.fingerprint,
             **self._timings(transcripts[0]),
+            **self._metrics(transcripts),
         }
-        if self._is_chat and self._shape.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = _prompt_logprobs(transcripts[0].sample, self._shape, self._tokenizer)
-        if self._is_chat and self._shape.token_ids:
-            reply["prompt_token_ids"] = list(call.requests[0].prompt)
-        return reply
+        return reply | self._prompt_facts(transcripts[0]) if self._is_chat else reply
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the chunks with roles and echoed text."""
@@ -109,13 +106,27 @@ class OpenAIReply(Reply):
     def usage_chunk(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the usage chunk at the end of a stream."""
         sums = {"choices": [], "usage": usage(self._call, transcripts)}
-        return {**self._chunk_head(), **sums, **self._timings(transcripts[0])}
+        return {**self._chunk_head(), **sums, **self._timings(transcripts[0]), **self._metrics(transcripts)}
 
     def _timings(self, transcript: Transcript) -> JSON:
         """Return llama.cpp's `timings` of a sample if they are requested."""
         if not self._shape.timings:
             return {}
         return {"timings": timings_of(self._call, transcript, len(transcript.token_ids))}
+
+    def _metrics(self, transcripts: Sequence[Transcript]) -> JSON:
+        """Return vLLM's `metrics` of a reply with one sample if the server reports them."""
+        if not self._shape.metrics or len(transcripts) > 1:
+            return {}
+        return {"metrics": metrics_of(transcripts[0], len(transcripts[0].token_ids))}
+
+    def _prompt_facts(self, transcript: Transcript) -> JSON:
+        """Return the fields about a prompt, as in vLLM null unless they are requested."""
+        shape, prompt = self._shape, self._call.requests[transcript.prompt_index].prompt
+        scores = None
+        if shape.prompt_logprobs is not None:
+            scores = _prompt_logprobs(transcript.sample, shape, self._tokenizer)
+        return {"prompt_logprobs": scores, "prompt_token_ids": list(prompt) if shape.token_ids else None}
 
     def _events(self, chunks: Sequence[JSON], transcripts: Sequence[Transcript]) -> bytes:
         if self._call.continuous_usage and chunks:
@@ -126,7 +137,7 @@ class OpenAIReply(Reply):
     def _chunk_head(self) -> JSON:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = {"id": self._call.id, "object": kind, "created": self._created, "model": self._call.model}
-        return {**head, "system_fingerprint": None}
+        return {**head, "system_fingerprint": self._call.fingerprint}
 
     def _chunk(self, index: int, content: Any, extras: Mapping[str, Any] = _NO_EXTRAS) -> JSON:
         choice: JSON = {"index": index, "delta" if self._is_chat else "text": content}
@@ -171,11 +182,7 @@ class OpenAIReply(Reply):
             "stop_reason": transcript.stop_reason,
             "matched_stop": matched_stop(transcript),
         }
-        if shape.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = _prompt_logprobs(sample, shape, self._tokenizer)
-        if shape.token_ids:
-            choice["prompt_token_ids"] = list(prompt)
-        return choice | sample_facts(transcript, shape)
+        return choice | self._prompt_facts(transcript) | sample_facts(transcript, shape)
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> JSON:
         if self._is_chat:

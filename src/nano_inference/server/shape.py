@@ -43,3 +43,5 @@ class ReplyShape:
     sampling_masks: bool = False
     timings: bool = False
     """Return the times of each sample."""
+    metrics: bool = False
+    """Return vLLM's metrics of the request."""

@@ -1,4 +1,4 @@
-"""llama.cpp's `timings` of an answer, from the times of its sample."""
+"""llama.cpp's `timings` and vLLM's `metrics` of an answer, from the times of its sample."""
 
 from __future__ import annotations
 
@@ -19,6 +19,26 @@ def timings_of(call: Call, transcript: Transcript, num_tokens: int) -> JSON:
         **speeds("prompt", prefilled, _seconds(started, first)),
         **speeds("predicted", num_tokens, _seconds(first, last)),
     }
+
+
+def metrics_of(transcript: Transcript, num_tokens: int) -> JSON:
+    """Return vLLM's `metrics` of an answer of `num_tokens` tokens, without the values that are unknown.
+
+    Fields and their meaning: `PerRequestMetrics` in vllm/entrypoints/generate/base/serving.py. The time to the first
+    token starts when the sample leaves the queue; the speed is that of prompt and answer together.
+    """
+    times = transcript.times
+    if times is None:
+        return {}
+    decoding, whole = _seconds(times.first_token, times.last_token), _seconds(times.started, times.last_token)
+    seconds = {
+        "time_to_first_token_ms": _seconds(times.started, times.first_token),
+        "generation_time_ms": decoding,
+        "queue_time_ms": _seconds(times.arrived, times.started),
+        "mean_itl_ms": decoding / (num_tokens - 1) if decoding is not None and num_tokens > 1 else None,
+    }
+    metrics = {name: value * 1e3 for name, value in seconds.items() if value is not None}
+    return {**metrics, "tokens_per_second": num_tokens / whole} if whole else metrics
 
 
 def speeds(name: str, count: int | None, seconds: float | None) -> JSON:
