@@ -26,7 +26,7 @@ from nano_inference.server.dialects.responses import LOGPROBS
 from nano_inference.server.dialects.responses_body import InputTokensBody
 from nano_inference.server.dialects.responses_summary import encoded
 from nano_inference.server.schema import Body
-from tests.server.mounted import CONVERTING, GENERATING, ids
+from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
 from tests.server.tiny import FIM_TOKENS, Running, make_tiny, running
 
 JSON = dict[str, Any]
@@ -35,6 +35,7 @@ GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completi
 INFILL = "/infill"
 EMBED, COUNT = "/v1/embeddings", "/v1/messages/count_tokens"
 COMPACT, INPUT_TOKENS = "/v1/responses/compact", "/v1/responses/input_tokens"
+COUNT_CHAT = "/v1/chat/completions/input_tokens"
 OLLAMA, OLLAMA_CHAT, OLLAMA_EMBED = "/api/generate", "/api/chat", "/api/embed"
 OLLAMA_VECTOR, SHOW = "/api/embeddings", "/api/show"
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
@@ -429,6 +430,7 @@ BASES: Mapping[str, JSON] = MappingProxyType(
         WEB: {"messages": user("abc"), "max_tokens": 12, "temperature": 0.0, "top_k": 0},
         EMBED: {"input": "abc"},
         COUNT: {"messages": user("abc")},
+        COUNT_CHAT: {"messages": user("abc")},
         OLLAMA: {"prompt": "abc", "stream": False, "options": {"num_predict": 6, "seed": 1}},
         OLLAMA_CHAT: {"messages": user("abc"), "stream": False, "options": {"num_predict": 6, "seed": 1}},
         OLLAMA_EMBED: {"input": "abc"},
@@ -464,6 +466,8 @@ CHAT_TABLE: Table = {
     **READING,
     **CALLING,
     "answer_token_ids": turn("prompt", [84, 85], [84, 86, 87]),
+    "kv_transfer_params": turn("prompt", {"prompt_token_ids": ids("xy")}),
+    "kv_transfer_params.prompt_token_ids": turn("prompt", ids("xy"), ids("xz")),
     "sample_index": turn("text", 0, 1, temperature=1.0, seed=1, max_tokens=8),
     "lineage": turn("error", "another"),
     "max_completion_tokens": turn("tokens", 2, 3),
@@ -897,6 +901,11 @@ DETOKENIZE_TABLE: Table = {
     "tokens": turn("prompt", ids("abc"), ids("abd")),
 }
 TEMPLATE_TABLE: Table = {**READING, **RENDERED_TOOL_FIELDS, "model": turn("error", "other", "tiny")}
+COUNT_CHAT_TABLE: Table = {
+    **seen_as("reply", {**READING, **RENDERED_TOOL_FIELDS}),
+    "messages.role": turn("error", "robot", "user"),
+    "model": turn("error", "other", "tiny"),
+}
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         COMPLETE: COMPLETE_TABLE,
@@ -907,11 +916,12 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         MESSAGES: MESSAGES_TABLE,
         GENERATE: GENERATE_TABLE,
         SGLANG: SGLANG_TABLE,
-        LLAMA: LLAMA_TABLE,
+        LLAMA: {**LLAMA_TABLE, "prompt.prompt_string": turn("prompt", "abc", "abd", prompt={"prompt_string": "a"})},
         INFILL: INFILL_TABLE,
         WEB: WEB_TABLE,
         EMBED: EMBED_TABLE,
         COUNT: COUNT_TABLE,
+        COUNT_CHAT: COUNT_CHAT_TABLE,
         OLLAMA: OLLAMA_TABLE,
         OLLAMA_CHAT: OLLAMA_CHAT_TABLE,
         OLLAMA_EMBED: OLLAMA_EMBED_TABLE,
@@ -935,7 +945,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, R
     core.post_processor = tokenizers.processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 258)])
     core.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TALK)
-    with running(directory) as tiny, running(CALCULATOR) as calculator:
+    with mounted(directory, NANOCHATS) as tiny, running(CALCULATOR) as calculator:
         yield {"tiny": tiny, "calculator": calculator}
 
 
@@ -1030,6 +1040,7 @@ INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
         OLLAMA_CHAT: frozenset({"tools.function.strict"}),
         TOKENIZE: SPOKEN | {"parallel_tool_calls"},
         TEMPLATE: SPOKEN | {"parallel_tool_calls"},
+        COUNT_CHAT: SPOKEN | {"parallel_tool_calls"},
     }
 )
 """Fields without effect."""

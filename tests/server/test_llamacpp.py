@@ -356,7 +356,6 @@ REFUSED: list[tuple[JSON, str]] = [
     ({"preserved_tokens": [1]}, "preserved_tokens"),
     ({"grammar_triggers": [1]}, "grammar_triggers"),
     ({"grammar_lazy": True}, "grammar_lazy"),
-    ({"backend_sampling": True}, "backend_sampling"),
     ({"reasoning_format": "deepseek"}, "reasoning_format"),
     ({"reasoning_budget_tokens": 5}, "reasoning_budget_tokens"),
     ({"repeat_last_n": 64}, "repeat_last_n"),
@@ -377,7 +376,6 @@ REFUSED: list[tuple[JSON, str]] = [
     ({"prompt": []}, "prompt"),
     ({"prompt": [260]}, "prompt"),
     ({"prompt": ["a", -1]}, "prompt"),
-    ({"prompt": {"prompt_string": "a"}}, "prompt"),
     ({"prompt": None}, "prompt"),
 ]
 
@@ -409,7 +407,8 @@ def test_unknown_model_is_refused(server: Running) -> None:
 
 
 def test_paths_without_v1_are_aliases() -> None:
-    routes = {route.path: route for dialect in installed_dialects().values() for route in dialect.generating}
+    rows = [(*dialect.generating, *dialect.converting) for dialect in installed_dialects().values()]
+    routes = {route.path: route for row in rows for route in row}
     for alias, path in ALIASES.items():
         assert replace(routes[alias], path=path) == routes[path]
 
@@ -519,3 +518,18 @@ def test_props(server: Running) -> None:
     call = llama_call(LlamaBody(prompt="a"), server.opened.model, ServerConfig(), "")
     params = call.requests[0].params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
+
+
+def test_prompts_may_be_objects_with_a_text(server: Running) -> None:
+    text = {"prompt_string": "hello"}
+    plain = complete(server, prompt="hello", **GREEDY)["content"]
+    assert complete(server, prompt=text, **GREEDY)["content"] == plain
+    answers = complete(server, prompt=[text, ids("hello"), "hello"], **GREEDY)
+    assert [one["content"] for one in answers] == [plain] * 3
+    for prompt, field in (
+        ({**text, "multimodal_data": ["aa"]}, "prompt.multimodal_data"),
+        ([{**text, "multimodal_data": "aa"}], "prompt.0.multimodal_data"),
+    ):
+        refused = server.post(PATH, {"prompt": prompt})
+        assert (refused.status_code, refused.json()["error"]["message"].split()[0]) == (400, field)
+    assert server.post(PATH, {"prompt": {"multimodal_data": []}}).status_code == 400

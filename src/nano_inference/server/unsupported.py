@@ -86,6 +86,7 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     "n_keep": (None, 0),
     "id_slot": (None, -1),
     "cache_prompt": (None, True),
+    "backend_sampling": OFF,
 }
 """Fields on which no token of an answer depends -> neutral values."""
 

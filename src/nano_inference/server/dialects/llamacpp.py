@@ -17,7 +17,13 @@ import nano_inference
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
-from nano_inference.server.dialects.llamacpp_body import UNSUPPORTED, InfillBody, LlamaBody, LlamaFields
+from nano_inference.server.dialects.llamacpp_body import (
+    UNSUPPORTED,
+    InfillBody,
+    LlamaBody,
+    LlamaFields,
+    PromptText,
+)
 from nano_inference.server.dialects.llamacpp_infill import infill_prompt
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body
 from nano_inference.server.errors import ApiError
@@ -137,13 +143,24 @@ def _limit(body: LlamaFields) -> int | None:
 
 def _prompts(prompt: Any, model: ServedModel) -> Any:
     """Return the `prompt` of a `CompletionBody`: all texts, or all lists of ids."""
-    if isinstance(prompt, str):
-        return prompt
+    if isinstance(prompt, str | PromptText):
+        return _text(prompt, "prompt")
+    prompt = [_text(one, f"prompt.{index}") for index, one in enumerate(prompt)]
     if any(isinstance(one, int) for one in prompt):
         return _tokenize_pieces(prompt, model)
     if all(isinstance(one, str) for one in prompt):
         return prompt
     return [_tokenize_pieces([one] if isinstance(one, str) else one, model) for one in prompt]
+
+
+def _text(prompt: Any, where: str) -> Any:
+    """Return the text of a `PromptText`, and another prompt as it is. Raises `ApiError` for media."""
+    if not isinstance(prompt, PromptText):
+        return prompt
+    media = (prompt.model_extra or {}).get("multimodal_data")
+    if media not in (None, "", []):
+        raise unsupported_field(f"{where}.multimodal_data")
+    return prompt.prompt_string
 
 
 def _tokenize_pieces(pieces: Sequence[int | str], model: ServedModel) -> list[int]:

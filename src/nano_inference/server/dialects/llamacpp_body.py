@@ -30,7 +30,7 @@ _MAX_PIECES = 1 << 20
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("samplers", "dry_sequence_breakers", "lora", "image_data", "multimodal_data"), EMPTY),
     **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
-    **dict.fromkeys(("grammar_lazy", "backend_sampling"), OFF),
+    "grammar_lazy": OFF,
     **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
     **dict.fromkeys(("n_keep", "n_indent", "min_keep", "n_discard", "t_max_predict_ms"), (None, 0)),
     "typical_p": (None, 1, 1.0),
@@ -91,10 +91,22 @@ class LlamaFields(Body):
     """Paths of the reply's fields to send, such as `generation_settings/n_predict`; empty: all fields."""
 
 
+class PromptText(Body):
+    """llama.cpp's other form of a text prompt; the media that may go with it are not supported."""
+
+    prompt_string: str
+
+
 class LlamaBody(LlamaFields):
     """POST /completion."""
 
-    prompt: str | TokenIds | Pieces | Annotated[list[str | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
+    prompt: (
+        str
+        | PromptText
+        | TokenIds
+        | Pieces
+        | Annotated[list[str | PromptText | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
+    )
     """A text, a list of ids or a list of both; or a list of such prompts. A list of texts is several prompts."""
 
 

@@ -13,8 +13,8 @@ from nano_inference.server.dialect import Converting, Describing, Dialect, Occup
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import read_messages, require_dialogue
-from nano_inference.server.refusals import to_api_error
-from nano_inference.server.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
+from nano_inference.server.refusals import api_errors, to_api_error
+from nano_inference.server.schema import ApplyTemplateBody, CountBody, DetokenizeBody, RenderingFields, TokenizeBody
 from nano_inference.server.tools import requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.dialogue import TemplateDialogue
@@ -38,6 +38,13 @@ def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
     if body.return_token_strs:
         reply["token_strs"] = [model.tokenizer.token_text(token) for token in ids]
     return reply
+
+
+def count_chat(body: CountBody, model: ServedModel) -> JSON:
+    """Return llama.cpp's {object, input_tokens}: the number of tokens of a chat's prompt."""
+    refuse_unsupported(body.model_extra or {})
+    model.name_for(body.model)
+    return {"object": "response.input_tokens", "input_tokens": len(_rendered(body, model))}
 
 
 def detokenize(body: DetokenizeBody, model: ServedModel) -> JSON:
@@ -82,14 +89,20 @@ def tokenizer_info(model: ServedModel, occupancy: Occupancy) -> JSON:
 def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
     try:
         if body.messages is not None:
-            dialogue = require_dialogue(model)
-            use = requested_tools(body, dialogue.tool_template)
-            return dialogue.encode(*read_messages(body, dialogue, use, body.model_extra or {}))
+            return _rendered(body, model)
         text = body.prompt if body.prompt is not None else body.content
         add_special = body.add_special_tokens if body.prompt is not None else bool(body.add_special)
         return model.tokenizer.encode(text or "", add_special=add_special is not False)
     except ValueError as error:
         raise to_api_error(error) from None
+
+
+def _rendered(body: RenderingFields, model: ServedModel) -> list[int]:
+    """Return the tokens of rendered messages. Raises `ApiError`."""
+    dialogue = require_dialogue(model)
+    use = requested_tools(body, dialogue.tool_template)
+    with api_errors("messages"):
+        return dialogue.encode(*read_messages(body, dialogue, use, body.model_extra or {}))
 
 
 DIALECT = Dialect(
@@ -100,6 +113,16 @@ DIALECT = Dialect(
             work=tokenize,
             summary="Encode a text or messages as token ids.",
             renders=True,
+        ),
+        *(
+            Converting(
+                path=f"{prefix}/chat/completions/input_tokens",
+                body=CountBody,
+                work=count_chat,
+                summary="Count the tokens of a chat's prompt; the interface of llama.cpp's server.",
+                renders=True,
+            )
+            for prefix in ("/v1", "")
         ),
         Converting(path="/detokenize", body=DetokenizeBody, work=detokenize, summary="Decode token ids to text."),
         Converting(
