@@ -272,7 +272,7 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 def token_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON]:
     """Return one object per token, with its bytes and `top_logprobs`."""
-    count = shape.logprobs or 0
+    count = None if shape.named else shape.logprobs or 0  # beside named tokens, as in vLLM, the sampled one
     name = _namer(shape, tokenizer)
     data = cache(lambda token: list(token_bytes_of(token, tokenizer)))
     return [
