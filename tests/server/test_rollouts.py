@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from nano_inference.server.config import ServerConfig
+from tests.server.mounted import NANOCHATS, mounted
 from tests.server.tiny import Running, running
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -31,7 +32,7 @@ ASK: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def rollouts(tiny_directory: Path) -> Iterator[Running]:
     """A server with --enable-rl."""
-    with running(tiny_directory, ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
+    with mounted(tiny_directory, NANOCHATS, config=ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
         yield one
 
 
