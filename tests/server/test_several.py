@@ -210,6 +210,21 @@ def test_the_terminal_chat_chooses_a_model_with_a_command(server: tuple[Process,
     assert len(asked) >= 2
 
 
+def test_a_unix_socket_serves_several_models(directories: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    further = ["--further-model", f"two={directories['two']}", "--uds", str(path)]
+    process = Process(["--model", str(directories["one"]), *further, *OPTIONS[2:]], {})
+    try:
+        process.wait_for(f"^listening on {re.escape(str(path))}, loading one")
+        process.wait_for("^ready: one")
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), timeout=PATIENCE) as http:
+            body = {"model": "two", "prompt": "x", "max_tokens": 1}
+            assert http.post("http://localhost/v1/completions", json=body).json()["model"] == "two"
+    finally:
+        assert process.end() == 0
+    assert not path.exists()
+
+
 def refused(arguments: list[str]) -> str:
     """Run `serve` with these arguments; return its last line on stderr."""
     ended = subprocess.run(
@@ -233,6 +248,7 @@ def refused(arguments: list[str]) -> str:
         (["--further-model", "two=ONE", "--enable-rl"], "--further-model: routes for trainers need a server of one"),
         (["--further-model", "two=ONE", "--workers", "http://127.0.0.1:1"], "--further-model cannot be used with"),
         (["--further-model", "two=ONE", "--chat-template", "chatml"], "--chat-template belongs to one model"),
+        (["--further-model", "two=ONE", "--chat-template-kwargs", "{}"], "--chat-template-kwargs belongs to one model"),
         (["--further-model", "two=ONE", "--override", "rope_theta=1"], "--override"),
         (["--further-model", "two=ONE", "--models-memory", "1KiB"], "one: its files have [0-9]+ bytes, more than"),
     ],

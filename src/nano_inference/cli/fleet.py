@@ -58,7 +58,7 @@ def _serve(
         config,
         listening,
         start,
-        on_listening=lambda: note(f"listening on {url} for {size} {what}", common.quiet),
+        on_listening=lambda: note(f"listening on {config.uds or url} for {size} {what}", common.quiet),
         on_ready=lambda: note(f"ready: {size} {what.partition(',')[0]} behind {url}", common.quiet),
     )
     try:

@@ -256,7 +256,7 @@ class ServerConfig:
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for several models: it needs further_model")
             return
-        for name in ("chat_template", "chat_template_file"):
+        for name in ("chat_template", "chat_template_file", "chat_template_kwargs"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} belongs to one model: it cannot be set with further_model")
         if self.replicas is not None or self.workers:

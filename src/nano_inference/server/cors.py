@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import Scope
 
-from nano_inference.server.headers import Headers, single
+from nano_inference.server.headers import Headers, single, values
 
 PREFLIGHT_SECONDS = 600
 PREFLIGHT = (
@@ -41,3 +41,8 @@ def cors_headers(scope: Scope, origins: frozenset[str]) -> list[tuple[bytes, byt
         return [vary]
     exposed = (b"access-control-expose-headers", b"x-request-id, x-max-tokens, retry-after")
     return [vary, (b"access-control-allow-origin", origin.encode("latin-1")), exposed]
+
+
+def is_from_page(headers: Headers) -> bool:
+    """Return True for a request that a web page caused: browsers add one of these headers, and pages cannot drop it."""
+    return bool(values(headers, b"origin") or values(headers, b"sec-fetch-site"))

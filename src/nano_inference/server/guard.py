@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.server.clients import Client, Network, address_of, networks
 from nano_inference.server.config import DEFAULT_SHARE, ServerConfig, SettingError
-from nano_inference.server.cors import PREFLIGHT, cors_headers, is_preflight
+from nano_inference.server.cors import PREFLIGHT, cors_headers, is_from_page, is_preflight
 from nano_inference.server.errors import ApiError, ErrorBody, internal_error
 from nano_inference.server.headers import Headers, single, values
 from nano_inference.server.hosts import Host, hosts_to_allow, is_loopback_name, parse_host
@@ -391,11 +391,6 @@ def is_bare_command(scope: Scope, policy: GuardPolicy) -> bool:
     headers = scope["headers"]
     is_bare = not announces_body(headers) and not values(headers, b"content-type")
     return is_bare and scope["path"] in policy.admin_paths
-
-
-def is_from_page(headers: Headers) -> bool:
-    """Return True for a request that a web page caused: browsers add one of these headers, and pages cannot drop it."""
-    return bool(values(headers, b"origin") or values(headers, b"sec-fetch-site"))
 
 
 def presented_key(headers: Headers) -> str | None:

@@ -22,6 +22,7 @@ from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, Shutdown, close_listener
+from nano_inference.server.unix_socket import remove_socket
 from nano_inference.server.wiring import installed_dialects
 
 _POLL_S = 0.02
@@ -74,6 +75,8 @@ async def serve_front(
         await close_listener(listener, serving)
         await front.close()
         watchdog.close()
+        if config.uds is not None:
+            remove_socket(config.uds)
     return 0
 
 

@@ -38,6 +38,7 @@ def replica_setup(engine: EngineConfig, config: ServerConfig, *, name: str, cach
         config,
         host="127.0.0.1",
         port=0,
+        uds=None,
         root_path="",
         replicas=None,
         api_key=load_keys(config),

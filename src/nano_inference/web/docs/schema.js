@@ -14,7 +14,7 @@ export function fieldsOf(schema, document) {
   }));
 }
 
-/** Return the objects that a schema's fields contain, each once: [[name, schema]]; the schema itself is not among them. */
+/** Return the objects that a schema's fields contain, each once, without the schema itself: [[name, schema]]. */
 export function partsOf(schema, document) {
   const found = new Map();
   const visit = (one) => {
