@@ -92,13 +92,10 @@ class Columns:
             normaliser = normalise(logits_SV, [1.0] * len(rows))
             return token_S1[:, 0], normaliser.logprobs(at(logits_SV, token_S1[:, 0]))[:, 0]
         p_SK, ids_SK = candidates(logits_SV, self.temperature, self.top_k, self.top_p)
-        q_SK = torch.empty_like(p_SK)
-        for column in dict.fromkeys(columns):
-            places = [place for place, other in enumerate(columns) if other == column]
-            q_SK[places] = self._column(column, p_SK)[[rows[place] for place in places]]
-        choice_S1 = (p_SK / q_SK).argmax(dim=-1, keepdim=True)
+        choice_S1 = (p_SK / self._numbers_of(rows, columns, p_SK)).argmax(dim=-1, keepdim=True)
         logit_SK = logits_SV if ids_SK is None else logits_SV.gather(-1, ids_SK)
-        logit_SK = logit_SK.masked_fill(p_SK == 0, -torch.inf)  # outside top-p, or of probability 0
+        if self.top_p is not None and self.top_p < 1:
+            logit_SK = logit_SK.masked_fill(p_SK == 0, -torch.inf)  # outside top-p
         normaliser = normalise(logit_SK, [self.temperature] * len(rows))
         logprob_S = normaliser.logprobs(logit_SK.gather(-1, choice_S1))[:, 0]
         token_S1 = choice_S1 if ids_SK is None else ids_SK.gather(-1, choice_S1)
@@ -110,6 +107,16 @@ class Columns:
     def end(self, row: int) -> None:
         """Record that a row has ended and needs no more columns."""
         self._next[row] = -1
+
+    def _numbers_of(self, rows: Sequence[int], columns: Sequence[int], like_SK: Tensor) -> Tensor:
+        """Return the random numbers [S, K] of `rows`, each at its column."""
+        if len(rows) == len(self._next) and len(set(columns)) == 1 and list(rows) == list(range(len(rows))):
+            return self._column(columns[0], like_SK)  # the usual case, without a copy
+        q_SK = torch.empty_like(like_SK)
+        for column in dict.fromkeys(columns):
+            places = [place for place, other in enumerate(columns) if other == column]
+            q_SK[places] = self._column(column, like_SK)[[rows[place] for place in places]]
+        return q_SK
 
     def _column(self, column: int, like_SK: Tensor) -> Tensor:
         """Return a column's random numbers [B, K], in dtype and device of `like_SK`; draw earlier ones first."""
@@ -157,6 +164,8 @@ class ColumnSampler:
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         """Sample one token per row; implements `executors.step.Sampler`."""
+        if len({row.request_id for row in rows}) == 1:
+            return self._draw(logits_BV, rows)  # the usual case, without a copy of the logits
         found: dict[int, RowResult] = {}
         for request_id in dict.fromkeys(row.request_id for row in rows):
             places = [i for i, row in enumerate(rows) if row.request_id == request_id]

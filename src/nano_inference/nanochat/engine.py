@@ -332,11 +332,14 @@ def _columns_of(deltas: Iterator[Delta], num_rows: int, columns: Columns) -> Ite
     ended = [False] * num_rows
     last = [0] * num_rows
     while True:
-        while not all(queue or is_over for queue, is_over in zip(waiting, ended, strict=True)):
+        missing = {row for row, queue in enumerate(waiting) if not (queue or ended[row])}
+        while missing:
             row, is_over = _take(next(deltas), waiting)
             ended[row] = is_over
             if is_over:
                 columns.end(row)
+            if waiting[row] or is_over:
+                missing.discard(row)
         if not any(waiting):
             return
         taken = [queue.popleft() if queue else (last[row], 0) for row, queue in enumerate(waiting)]
