@@ -1,0 +1,78 @@
+"""Runs the cases with this package, and compares the results with upstream's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.nanochat_parity import cases
+from nano_inference.config import EngineConfig, KernelsName
+from nano_inference.nanochat import GPT, Engine
+
+TOLERANCE = 2e-5
+"""Of float32 logits, whose size is up to 15."""
+
+
+class Finding(NamedTuple):
+    """Results of one kind of case: rows that are equal, of all rows that upstream's commit can run."""
+
+    equal: int = 0
+    total: int = 0
+
+    def plus(self, equal: int, total: int) -> Finding:
+        """Return the sum."""
+        return Finding(self.equal + equal, self.total + total)
+
+    def __str__(self) -> str:
+        return f"{self.equal}/{self.total}" if self.total else "–"
+
+
+class Comparison(NamedTuple):
+    """This package beside one commit of upstream."""
+
+    logits: float
+    """Largest difference."""
+    found: Mapping[str, Finding]
+    """Kind of case -> rows with equal tokens and masks; `batch`: equal results of `generate_batch`."""
+    calls: int
+    """Results that upstream's calculator inserted."""
+    forced: int
+    """Tokens of these results."""
+
+    @property
+    def is_equal(self) -> bool:
+        """True if everything agrees."""
+        return self.logits <= TOLERANCE and all(one.equal == one.total for one in self.found.values())
+
+
+def compare(recorded: Mapping[str, Any], overrides: Sequence[str], *, kernels: KernelsName = "auto") -> Comparison:
+    """Run the cases on the weights of a recording (`upstream.py`), and return what is equal."""
+    shapes = recorded["shapes"]
+    windows = {"window_pattern": cases.WINDOWS} if "resid_lambdas" in shapes else {}
+    model = GPT.from_state_dict(cases.weights(shapes), {**cases.CONFIG, **windows}, overrides=overrides)
+    config = EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, num_threads=1, kernels=kernels)
+    logits_TV = model.forward(torch.tensor([cases.scored()]))[0, -cases.LAST :].double()
+    expected_TV = torch.tensor(recorded["logits"], dtype=torch.float64)
+    kinds = list(dict.fromkeys(one["kind"] for one in recorded["cases"]))
+    own = cases.results(model, Engine(model, cases.Tokenizer(), config=config), kinds)
+    found: dict[str, Finding] = {}
+    for ours, theirs in zip(own, recorded["cases"], strict=True):
+        rows = [[*map(list, row)] for row in ours["rows"]]
+        pairs = list(zip(rows, theirs["rows"], strict=True))
+        found[ours["kind"]] = found.get(ours["kind"], Finding()).plus(sum(a == b for a, b in pairs), len(pairs))
+        if "batch" in theirs:
+            found["batch"] = found.get("batch", Finding()).plus(ours["batch"] == theirs["batch"], 1)
+    masks = [mask for one in recorded["cases"] for _, mask in one["rows"]]
+    return Comparison(
+        logits=float((logits_TV - expected_TV).abs().max()),
+        found=found,
+        calls=sum(map(forced_runs, masks)),
+        forced=sum(mask.count(0) for mask in masks),
+    )
+
+
+def forced_runs(mask: Sequence[int]) -> int:
+    """Return the number of runs of zeros."""
+    return sum(one == 0 and before == 1 for before, one in zip([1, *mask], mask, strict=False))

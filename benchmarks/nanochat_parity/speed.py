@@ -1,0 +1,129 @@
+"""Time this package's nanochat `Engine` beside upstream's own, on the same random weights, in one run.
+
+Both use one thread; seconds are CPU time of the process, so other programs disturb little. Each pair of runs has the
+same prompt and seed; the ratio is that of the medians. `equal` is the share of equal tokens up to the first difference
+of a row: a rounding error can exchange two candidates of almost the same probability.
+
+Legend: d6 is a model of 6 layers and size 384; n = samples; ratio = upstream's seconds / ours; above 1 ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.nanochat_parity.cases import SPECIALS
+from benchmarks.nanochat_parity.upstream import imported
+from nano_inference.config import EngineConfig
+from nano_inference.nanochat import GPT, Engine
+
+VOCAB, HEAD, LENGTH = 32768, 64, 1024
+
+
+class Ids:
+    """A tokenizer of which only the special tokens matter."""
+
+    def encode_special(self, text: str) -> int:
+        return VOCAB - len(SPECIALS) + SPECIALS.index(text)
+
+    def get_bos_token_id(self) -> int:
+        return self.encode_special("<|bos|>")
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(one) % 100 for one in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def engines(checkout: Path, depth: int) -> dict[str, Any]:
+    """Return upstream's engine and ours on the same random model of `depth` layers."""
+    gpt, engine = imported(checkout)
+    size = HEAD * depth
+    heads = size // HEAD
+    config = gpt.GPTConfig(
+        sequence_len=LENGTH, vocab_size=VOCAB, n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=size
+    )
+    torch.manual_seed(0)
+    theirs = gpt.GPT(config)
+    theirs.init_weights()
+    for weight in (*theirs.transformer.h.parameters(), theirs.lm_head.weight):
+        if weight.dim() == 2:  # upstream starts with products of zeros and almost equal logits
+            torch.nn.init.normal_(weight, std=2 * size**-0.5)
+    theirs.eval()
+    own = EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, num_threads=1)
+    ours = GPT.from_state_dict(dict(theirs.state_dict()), asdict(config))
+    return {"upstream": engine.Engine(theirs, Ids()), "ours": Engine(ours, Ids(), config=own)}
+
+
+def run(engine: Any, prompt: list[int], **arguments: Any) -> tuple[float, list[list[int]]]:
+    """Return the CPU seconds of a call, and its columns."""
+    gc.collect()
+    start = time.process_time()
+    columns = [column for column, _ in engine.generate(list(prompt), **arguments)]
+    return time.process_time() - start, columns
+
+
+def equal_share(a: list[list[int]], b: list[list[int]]) -> float:
+    """Return the share of tokens before each row's first difference."""
+    equal = total = 0
+    for one, other in zip(zip(*a, strict=True), zip(*b, strict=True), strict=False):
+        differs = [x != y for x, y in zip(one, other, strict=False)]
+        equal += differs.index(True) if True in differs else len(differs)
+        total += len(differs)
+    return equal / total
+
+
+def compared(sides: dict[str, Any], samples: int, top_k: int, wish: argparse.Namespace) -> dict[str, Any]:
+    """Return the medians of `wish.repeat` pairs after one that is not counted."""
+    random = torch.Generator().manual_seed(samples)
+    prompt = torch.randint(0, VOCAB - 100, (wish.prompt,), generator=random).tolist()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    shares = []
+    for seed in range(wish.repeat + 1):
+        arguments = {"num_samples": samples, "max_tokens": wish.tokens, "top_k": top_k or None, "seed": seed}
+        found = {name: run(engine, prompt, **arguments) for name, engine in sides.items()}
+        for name, (took, _) in found.items():
+            seconds[name] += [took] if seed else []
+        shares.append(equal_share(found["upstream"][1], found["ours"][1]))
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    return {**middle, "ratio": middle["upstream"] / middle["ours"], "equal": statistics.mean(shares)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkout", type=Path, required=True, help="a working tree of karpathy/nanochat")
+    parser.add_argument("--depths", type=int, nargs="*", default=[4, 6, 12])
+    parser.add_argument("--samples", type=int, nargs="*", default=[1, 16, 64, 256])
+    parser.add_argument("--top-k", type=int, nargs="*", default=[50, 0], help="0: the whole vocabulary")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeat", type=int, default=5)
+    wish = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'model':>6}{'n':>5}{'top-k':>7}{'upstream s':>12}{'ours s':>9}{'ratio':>8}{'equal':>8}")
+    rows = []
+    for depth in wish.depths:
+        sides = engines(wish.checkout, depth)
+        for top_k in wish.top_k:
+            for samples in wish.samples:
+                row = {"depth": depth, "samples": samples, "top_k": top_k, **compared(sides, samples, top_k, wish)}
+                rows.append(row)
+                head = f"{f'd{depth}':>6}{samples:>5}{top_k or '–':>7}"
+                figures = f"{row['upstream']:>12.3f}{row['ours']:>9.3f}{row['ratio']:>7.2f}x{row['equal']:>8.1%}"
+                print(head + figures, flush=True)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
