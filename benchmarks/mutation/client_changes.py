@@ -85,4 +85,10 @@ CHANGES: Sequence[Change] = (
     ),
     route("smolagents", _CHAT, "openai"),
     Change("smolagents", "chats have no `tool_calls`", *_CALLS),
+    route("verifiers", _CHAT, "openai"),
+    route("verifiers", "/inference/v1/generate", "generate"),
+    Change(
+        *("verl", "ended samples are reported as complete", "../integrations/verl/server.py"),
+        *('"aborted" if sample.finish_reason == "abort" else "completed"', '"completed"'),
+    ),
 )
