@@ -37,6 +37,10 @@ __all__ = [
 
 _ROWS = 64
 """Rows of the trained length for which a GPU's cache is sized."""
+_UNIFORM = 1e30
+"""Temperature at which all candidates are equally likely in float32; replaces larger ones, for which logits are NaN."""
+_HOTTEST = 100.0
+"""Largest temperature of `SamplingParams`; only `exact=False` samples with it, `Columns` has the call's."""
 Batch = tuple[list[list[int]], list[list[int]]]
 """The tokens of each row, and masks of the same lengths: 1 where a token was sampled."""
 
@@ -210,7 +214,7 @@ class Engine:
             tokens=[index(token) for token in tokens],
             num_samples=index(num_samples),
             limit=index(max_tokens),
-            temperature=float(temperature),
+            temperature=min(float(temperature), _UNIFORM),
             top_k=None if top_k is None else index(top_k),
             seed=index(seed),
             top_p=None if top_p is None else float(top_p),
@@ -244,11 +248,11 @@ class Engine:
     def _ask(self, model: GPT, specials: Specials, call: Call) -> tuple[int, Columns]:
         """Queue a call on the core engine; return its request id and its random numbers."""
         params = SamplingParams(
-            temperature=call.temperature,
+            temperature=min(call.temperature, _HOTTEST),
             max_tokens=call.limit,
             stop_token_ids=specials.terminals,
             ignore_eos=True,
-            top_k=call.top_k or 0,
+            top_k=max(call.top_k or 0, 0),
             top_p=1.0 if call.top_p is None else call.top_p,
             seed=call.seed,
         )

@@ -31,10 +31,11 @@ from nano_inference.loader.opened import Checkpoint
 from nano_inference.loader.sources import TensorSource, check_names, load_into
 from nano_inference.models.config import LayerConfig, ModelConfig
 from nano_inference.nanochat.cache import KVCache
-from nano_inference.nanochat.columns import sample_next_token
 from nano_inference.nanochat.configs import model_config_of
+from nano_inference.nanochat.costs import Costs, costs_of
 from nano_inference.nanochat.format import FORMAT
 from nano_inference.nanochat.kinds import FAMILY
+from nano_inference.nanochat.naive import sample_over_vocabulary
 from nano_inference.nanochat.opening import named_sources, open_tensors
 from nano_inference.nanochat.program import program
 from nano_inference.nanochat.terms import NanochatTerms, terms_of
@@ -172,31 +173,29 @@ class GPT:
         """Return `forward`'s logits."""
         return self.forward(ids_BT, targets, kv_cache)
 
-    def estimate_decode_flops(self, ctx: int) -> int:
-        """Return the operations of one token after `ctx` others: 2 per weight, 4·D·H per visible key."""
-        config = self.model.config
-        seen = sum(min(ctx + 1, layer.window or ctx + 1) for layer in config.layers)
-        return 2 * self._num_streamed() + 4 * config.head_dim * config.num_heads * seen
+    def num_matmul_params(self) -> int:
+        """Return the number of weights in matrix products, without embedding tables and scalars."""
+        tables = ("wte", "value_embeds", "bigram_embed")
+        return sum(w.numel() for name, w in self.weights.items() if w.dim() == 2 and not any(t in name for t in tables))
 
-    def estimate_prefill_flops(self, n: int) -> int:
-        """Return the operations of a prompt of `n` tokens, with logits of the last one only."""
-        head = 2 * self.config.vocab_size * self.config.n_embd
-        return sum(self.estimate_decode_flops(ctx) for ctx in range(n)) - (n - 1) * head
+    def estimate_decode_flops(self, context_len: int) -> int:
+        """Return the operations of one token with `context_len` tokens of context, as upstream counts."""
+        return self._costs().decode_flops(context_len)
+
+    def estimate_prefill_flops(self, num_tokens: int) -> int:
+        """Return the operations of a prompt with logits of every token, as upstream counts."""
+        return self._costs().prefill_flops(num_tokens)
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes of one token's keys and values in all layers."""
-        return self.model.config.kv_bytes_per_token(self.weights["transformer.wte.weight"].itemsize)
+        return self._costs().kv_layer_bytes * self.config.n_layer
 
-    def kv_read_bytes(self, ctx: int) -> int:
-        """Return the bytes of keys and values read by one token after `ctx` others."""
-        layers = self.model.config.layers
-        seen = sum(min(ctx + 1, layer.window or ctx + 1) for layer in layers)
-        return seen * self.kv_bytes_per_token() // len(layers)
+    def kv_read_bytes(self, context_len: int) -> int:
+        """Return the bytes of keys and values read by one token with `context_len` tokens of context."""
+        return self._costs().kv_read_bytes(context_len)
 
-    def _num_streamed(self) -> int:
-        """Return the number of weights in matrix products, without embedding tables."""
-        tables = ("wte", "value_embeds", "bigram_embed")
-        return sum(w.numel() for name, w in self.weights.items() if w.dim() == 2 and not any(t in name for t in tables))
+    def _costs(self) -> Costs:
+        return costs_of(self.model.config, self.num_matmul_params(), self.model.dtype.itemsize)
 
     @torch.inference_mode()
     def forward(self, ids_BT: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
@@ -241,6 +240,7 @@ class GPT:
     ) -> Iterator[int]:
         """Yield tokens, recomputing the whole sequence for each: no cache, no tools.
 
+        A seed gives the tokens of upstream's naive loop, which differ from the engine's (`sample_over_vocabulary`).
         Stops after `max_tokens` tokens or after `stop_token`.
         """
         assert isinstance(tokens, list), "expecting list of ints"
@@ -248,7 +248,7 @@ class GPT:
         rng = torch.Generator(device=device).manual_seed(seed)
         ids_1T = torch.tensor([tokens], dtype=torch.long, device=device)
         for _ in range(max_tokens):
-            token_11 = sample_next_token(self.forward(ids_1T)[:, -1], rng, temperature, top_k, top_p)
+            token_11 = sample_over_vocabulary(self.forward(ids_1T)[:, -1], rng, temperature, top_k, top_p)
             ids_1T = torch.cat((ids_1T, token_11), dim=1)
             token = int(token_11)
             yield token
