@@ -15,7 +15,7 @@ from nanochat_samples import PATTERN, RANKS, SPECIAL, encoding
 ESCAPE = "(g for g in 'a').gi_frame.f_back.f_builtins.get('chr')(65).count('A')"
 EXPRESSIONS = (
     *("'a'.zfill(500000000).count('0')", "'a'.center(1000000000).count(' ')", "'a'.ljust(999999999).count(' ')"),
-    *("'a'.rjust(999999999).count(' ')", "'a'.expandtabs(999999999).count(' ')", "'a'.replace('a' 'b').count('b')"),
+    *("'a'.rjust(999999999).count(' ')", "'a\t'.expandtabs(999999999).count(' ')", "'a'.replace('a' 'b').count('b')"),
     *(ESCAPE, "(x for x in ()).gi_frame.f_globals.count('x')", "().__class__.count('a')", "''.join.count('a')"),
     *("'a'.format_map.count('a')", "'{0.a}'.format(1).count('a')", "'a'.encode().count('a')", "lambda.count('a')"),
     *("9" * 4000 + "*" + "9" * 4000, "9" * 5000, "(" * 300 + "1" + ")" * 300, "(" * 150 + "1" + ")" * 150),
@@ -26,12 +26,11 @@ EXPRESSIONS = (
         "{}.count(1)",
         "f'{1}'.count('1')",
         "b'a'.count('a')",
-        "'a'.count('a' 'b' or c)",
         "\x00",
         "\ud800",
     ),
-    *("'a'.count(*'a')", "'a'.count(x='a')", "'a'.count('a') if 1 else 2", "await.count('a')", "yield.count('a')"),
-    *("(" * 200, "[" * 200, "{" * 200, "'" * 255, '"""' * 80, "not " * 60, "-" * 255, "." * 255, "1." * 120),
+    *("'a'.count(*'a')", "'a'.count(x='a')", "await.count('a')", "yield.count('a')"),
+    *("(" * 200, "[" * 200, "{" * 200, "'" * 255, "not " * 60, "-" * 255, "." * 255, "1." * 120),
     *("'a'.split('').count('a')", "open('x').count('y')", "o" + "or " * 80, "1if 1else 2", "0xfor 1", "\\", "#.count("),
 )
 """Expressions that a model may write in a python block; none has an answer."""

@@ -1,4 +1,4 @@
-"""nanochat's calculator without `eval`: arithmetic and a few string methods, evaluated on the syntax tree.
+"""nanochat's calculator without `eval`: arithmetic and methods of texts, evaluated on the syntax tree.
 
 Accepts the expressions of nanochat's `use_calculator` and gives the same results. The text is matched against known
 tokens before it is parsed, the tree is evaluated without recursion, and the size of every value is bounded. So no code
@@ -10,11 +10,13 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from types import EllipsisType
 from typing import Any
+
+from nano_inference.nanochat.calculator_methods import COMPARISONS, Refused, attribute, call
 
 MAX_EXPRESSION = 256
 """Most characters of an expression."""
@@ -26,7 +28,7 @@ MAX_BITS = 4096
 MAX_RESULT = 256
 """Most characters of a result's text."""
 
-Value = int | float | str | bool | EllipsisType | tuple[()] | list[str]
+Value = int | float | str | bool | EllipsisType | tuple[int | str, ...] | list[str]
 """The value of an expression; nanochat inserts its `str` into the model's context."""
 
 _ARITHMETIC = frozenset("0123456789*+-/.() ")
@@ -35,33 +37,34 @@ _DENIED = (
     *("__", "import", "exec", "eval", "compile", "open", "file", "input", "raw_input", "globals", "locals", "vars"),
     *("dir", "getattr", "setattr", "delattr", "hasattr"),
 )
-_METHODS: Mapping[type, frozenset[str]] = {
-    str: frozenset(
-        {"count", "upper", "lower", "strip", "lstrip", "rstrip", "title", "capitalize", "swapcase", "split"}
-    ),
-    list: frozenset({"count"}),
-    int: frozenset({"bit_length"}),
-    bool: frozenset({"bit_length"}),
-}
-_WORDS = "|".join({"and", "or", "not", "True", "False", "None"}.union(*_METHODS.values()))
+
+
+def _quoted(q: str) -> str:
+    """Return the pattern of string literals in one kind of quotes, single or triple; without braces after an f."""
+    kinds = (("[uUrR]?", ""), ("[fF]", "{}"))
+    return " | ".join(
+        rf"{prefix}{q}{q}{q}(?:[^{q}\\\n{excluded}] | {q}{{1,2}}+(?!{q}))*+{q}{q}{q} |"
+        rf"{prefix}{q}(?!{q}{q})[^{q}\\\n{excluded}]*+{q}"
+        for prefix, excluded in kinds
+    )
+
+
 # Possessive quantifiers make matching linear, and keep "1or" from being split, for which Python's parser warns.
 _TOKENS = re.compile(
     rf"""(?: [ \t\n]
     | (?>[0-9][0-9_]*+\.?+[0-9_]*+(?:[eE][+-]?+[0-9]++)?+)(?!\w)
-    | (?:{_WORDS})(?!\w)
-    | [uUrR]?'(?!'')[^'\\\n]*+' | [uUrR]?"(?!"")[^"\\\n]*+"
+    | 0(?>[xX][0-9A-Fa-f_]++ | [oO][0-7_]++ | [bB][01_]++)(?!\w)
+    | {_quoted("'")} | {_quoted('"')}
+    | (?>[A-Za-z_][A-Za-z0-9_]*+)(?!['"\w])
     | [-+*/().]
     )*+""",
     re.VERBOSE,
 )
 _FAILED = object()
-"""The value of a subexpression for which Python raises; it propagates unless `and` or `or` skips it."""
+"""The value of a subexpression that Python or a bound refuses; it propagates unless its value is not needed."""
 
 _Operation = Callable[[list[Any]], Any]
-
-
-class _Refused(Exception):
-    """The expression is not supported."""
+_Constants = dict[tuple[type, Any], Any]
 
 
 def calculate(expression: str) -> Value | None:
@@ -75,15 +78,15 @@ def calculate(expression: str) -> Value | None:
 def evaluate(expression: str) -> Value | None:
     """Return the value of a supported expression within the limits, else None. Never raises.
 
-    Supported: numbers, strings, True, False, None, `()` and `...`; + - * / // and signs; and, or, not; the methods
-    count, upper, lower, strip, lstrip, rstrip, title, capitalize, swapcase, split (and count on its list) and int's
-    bit_length, with at most one argument. The expression "None" also returns None.
+    Supported: numbers, strings, True, False, None, `()` and `...`; + - * / // and signs; and, or, not, if, is, in; the
+    methods of texts, lists and numbers in `calculator_methods`, with at most one argument. The expression "None" also
+    returns None.
     """
     if len(expression) > MAX_EXPRESSION or not _TOKENS.fullmatch(expression) or _depth(expression) > MAX_DEPTH:
         return None
     try:
         value = _walk(ast.parse(expression.lstrip(" \t"), mode="eval").body)
-    except (_Refused, SyntaxError, ValueError, MemoryError, RecursionError):
+    except (Refused, SyntaxError, ValueError, MemoryError, RecursionError):
         return None
     return None if result_text(value) is None else value
 
@@ -112,11 +115,12 @@ def _is_allowed(text: str) -> bool:
 
 
 def _walk(root: ast.expr) -> Any:
-    """Return the value of a tree. Raises `_Refused` if it is not supported or if Python raises."""
+    """Return the value of a tree. Raises `Refused` if it is not supported or if Python raises."""
     waiting: list[ast.expr] = [root]
     steps: list[tuple[int, _Operation]] = []
+    constants: _Constants = {}
     while waiting:
-        operands, operation = _plan(waiting.pop())
+        operands, operation = _plan(waiting.pop(), constants)
         steps.append((len(operands), operation))
         waiting += operands
     values: list[Any] = []
@@ -124,26 +128,44 @@ def _walk(root: ast.expr) -> Any:
         first = len(values) - count
         values[first:] = [operation(values[first:])]
     if values[0] is _FAILED:
-        raise _Refused
+        raise Refused
     return values[0]
 
 
-def _plan(node: ast.expr) -> tuple[list[ast.expr], _Operation]:
-    """Return a node's operands and the operation on their values."""
+def _plan(node: ast.expr, constants: _Constants) -> tuple[Sequence[ast.expr], _Operation]:
+    """Return a node's operands and the operation on their values. Raises `Refused` for unsupported nodes."""
     match node:
         case ast.Constant(value=value) if value is None or isinstance(value, int | float | str | EllipsisType):
-            return [], lambda _: value
+            return [], partial(_constant, constants, value)
+        case ast.JoinedStr(values=parts) if all(isinstance(part, ast.Constant) for part in parts):
+            texts = (part.value for part in parts if isinstance(part, ast.Constant))
+            return [], partial(_constant, constants, "".join(map(str, texts)))
         case ast.Tuple(elts=[]):
             return [], lambda _: ()
+        case ast.Name():
+            return [], lambda _: _FAILED  # there are no names; the value may not be needed
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
             return [operand], _strict(_UNARY[type(op)])
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return [left, right], _strict(partial(_arithmetic, _BINARY[type(op)]))
         case ast.BoolOp(op=op, values=operands):
             return operands, partial(_choice, isinstance(op, ast.Or))
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            return [test, body, orelse], _either
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op).__name__ in COMPARISONS for op in ops):
+            return [left, *others], partial(_compared, [COMPARISONS[type(op).__name__] for op in ops])
+        case ast.Attribute(value=subject, attr=name):
+            return [subject], _strict(partial(attribute, name))
         case ast.Call(func=ast.Attribute(value=subject, attr=name), args=arguments, keywords=[]) if len(arguments) < 2:
-            return [subject, *arguments], _strict(partial(_call, name))
-    raise _Refused
+            return [subject, *arguments], _strict(partial(call, name))
+        case ast.Call(func=function, args=arguments, keywords=[]):
+            return [function, *arguments], lambda _: _FAILED  # no other value can be called
+    raise Refused
+
+
+def _constant(constants: _Constants, value: Any, _: list[Any]) -> Any:
+    """Return a constant, the same object for equal ones, as Python's compiler does: `is` compares objects."""
+    return constants.setdefault((type(value), value), value)
 
 
 def _strict(function: Callable[..., Any]) -> _Operation:
@@ -154,7 +176,7 @@ def _strict(function: Callable[..., Any]) -> _Operation:
             return _FAILED
         try:
             return function(*values)
-        except (ArithmeticError, TypeError, ValueError):
+        except (ArithmeticError, LookupError, TypeError, ValueError, Refused):
             return _FAILED
 
     return run
@@ -166,26 +188,37 @@ def _choice(wanted: bool, values: list[Any]) -> Any:
     return next(found, values[-1])
 
 
+def _either(values: list[Any]) -> Any:
+    """Return the second value if the first is true, else the third."""
+    test, body, orelse = values
+    if test is _FAILED:
+        return _FAILED
+    return body if test else orelse
+
+
+def _compared(functions: Sequence[Callable[[Any, Any], bool]], values: list[Any]) -> Any:
+    """Return whether each value compares true with the next; values after a false comparison are not needed."""
+    for function, left, right in zip(functions, values, values[1:], strict=False):
+        found = _strict(function)([left, right])
+        if found is not True:
+            return found
+    return True
+
+
 def _arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> int | float | tuple[()]:
     """Compute with numbers, and with `()`, which can be repeated and added."""
     if not all(isinstance(value, int | float) or value == () for value in (left, right)):
-        raise _Refused
+        raise Refused
     value: int | float | tuple[()] = function(left, right)
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise _Refused
+        raise Refused
     return value
 
 
 def _product(left: int | float, right: int | float) -> int | float:
     if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS + 1:
-        raise _Refused
+        raise Refused
     return left * right
-
-
-def _call(name: str, subject: Any, *arguments: Any) -> Any:
-    if name not in _METHODS.get(type(subject), frozenset()):
-        raise _Refused
-    return operator.methodcaller(name, *arguments)(subject)
 
 
 _UNARY: Mapping[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Not: operator.not_}
