@@ -582,10 +582,10 @@ def test_kv_cache_grows_when_full() -> None:
             k, v = cache.get_layer_cache(layer)
             k[:, position], v[:, position] = position, -position
         cache.advance(1)
-    assert cache.max_seq_len == 1024
+    assert cache.max_seq_len == 2048
     assert cache.k_cache[:, 0, :5, 0, 0].tolist() == [[0, 1, 2, 3, 4]] * 2
     with pytest.raises(ValueError, match="exceed"):
-        cache.advance(1024)
+        cache.advance(2048)
 
 
 def test_kv_cache_supports_insert_kv() -> None:
@@ -597,6 +597,6 @@ def test_kv_cache_supports_insert_kv() -> None:
             expected = torch.cat([keys[p, layer] for p in range(position + 1)], dim=2)
             assert torch.equal(k, expected) and torch.equal(v, -expected)
         assert cache.get_pos() == position + 1
-    assert cache.max_seq_len == 1024
-    k, _ = cache.insert_kv(0, torch.zeros(2, 3, 1030, 5, dtype=torch.bfloat16), torch.zeros(2, 3, 1030, 5))
-    assert k.shape == (2, 3, 1037, 5) and cache.max_seq_len == 2048
+    assert cache.max_seq_len == 2048
+    k, _ = cache.insert_kv(0, torch.zeros(2, 3, 2050, 5, dtype=torch.bfloat16), torch.zeros(2, 3, 2050, 5))
+    assert k.shape == (2, 3, 2057, 5) and cache.max_seq_len == 4096

@@ -1,7 +1,8 @@
 """`KVCache`: the dense cache of nanochat's loop, for models with their own forward pass.
 
-It has both of upstream's interfaces: today's `get_layer_cache`/`advance` on (B, T, H, D), and `insert_kv` of 2025 on
-(B, H, T, D). It grows where upstream's drops a token that does not fit.
+It has both interfaces of upstream: `k_cache`, `get_layer_cache` and `advance` of today on (B, T, H, D), and `kv_cache`,
+`kv_shape`, `pos` and `insert_kv` of 2025 on (B, H, T, D), all of the same memory. It grows where upstream now drops a
+token that does not fit, by as much as upstream did in 2025.
 
 Shapes: L layers, B rows, T positions, H kv heads, D head size, E embedding size.
 """
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 GROWTH = 1024
-"""Positions by which the cache grows, or a multiple."""
+"""Positions beyond those needed when the cache grows; its size is then rounded up to a multiple."""
 
 
 class KVCache:
@@ -34,14 +35,43 @@ class KVCache:
         self.n_layers = num_layers
         self.n_heads = num_heads
         self.head_dim = head_dim
-        shape = (num_layers, batch_size, seq_len, num_heads, head_dim)
-        self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
-        self.v_cache = torch.zeros(shape, device=device, dtype=dtype)
+        shape = (num_layers, 2, batch_size, seq_len, num_heads, head_dim)
+        self._data = torch.zeros(shape, device=device, dtype=dtype)
+        self._is_used = False
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.prev_embedding: Tensor | None = None
         """The last token's embedding (B, 1, E), for models with a smear gate."""
         self.prev_token: Tensor | None = None
         """The last token's id (B, 1), for `GPT.forward`."""
+
+    @property
+    def k_cache(self) -> Tensor:
+        """The keys of all layers, (L, B, T, H, D)."""
+        return self._data[:, 0]
+
+    @property
+    def v_cache(self) -> Tensor:
+        """The values of all layers, (L, B, T, H, D)."""
+        return self._data[:, 1]
+
+    @property
+    def kv_cache(self) -> Tensor | None:
+        """Keys and values, (L, 2, B, H, T, D); None before the first ones. The interface of 2025."""
+        return self._data.transpose(3, 4) if self._is_used else None
+
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        """The shape of `kv_cache`."""
+        return tuple(self._data.transpose(3, 4).shape)
+
+    @property
+    def pos(self) -> int:
+        """The number of filled positions; can be set. The interface of 2025."""
+        return self.get_pos()
+
+    @pos.setter
+    def pos(self, position: int) -> None:
+        self.cache_seqlens.fill_(position)
 
     def reset(self) -> None:
         """Set the position to 0; stored keys and values are overwritten later."""
@@ -59,6 +89,7 @@ class KVCache:
         if pos + num_tokens > self.max_seq_len:
             raise ValueError(f"KV cache: {num_tokens} tokens at position {pos} exceed its {self.max_seq_len} positions")
         self.cache_seqlens += num_tokens
+        self._is_used = True
 
     def get_layer_cache(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return writable views (B, T, H, D) of a layer's keys and values; grow first if the cache is full."""
@@ -67,22 +98,19 @@ class KVCache:
         return self.k_cache[layer], self.v_cache[layer]
 
     def grow(self, num_tokens: int) -> None:
-        """Allocate room for `num_tokens` more tokens, rounded up to a multiple of 1024 positions."""
+        """Allocate room for `num_tokens` more tokens and 1024 others, rounded up to a multiple of 1024 positions."""
         wanted = self.get_pos() + num_tokens
         if wanted <= self.max_seq_len:
             return
-        self.max_seq_len = -(-wanted // GROWTH) * GROWTH
-        for name in ("k_cache", "v_cache"):
-            old: Tensor = getattr(self, name)
-            shape = (*old.shape[:2], self.max_seq_len, *old.shape[3:])
-            new = torch.zeros(shape, device=old.device, dtype=old.dtype)
-            new[:, :, : old.size(2)] = old
-            setattr(self, name, new)
+        old = self._data
+        self.max_seq_len = -(-(wanted + GROWTH) // GROWTH) * GROWTH
+        self._data = old.new_zeros(*old.shape[:3], self.max_seq_len, *old.shape[4:])
+        self._data[:, :, :, : old.size(3)] = old
 
     def take_dtype(self, dtype: torch.dtype) -> None:
         """Set the precision if the cache is empty; otherwise later keys are converted to the present one."""
-        if self.get_pos() == 0 and dtype != self.k_cache.dtype:
-            self.k_cache, self.v_cache = self.k_cache.to(dtype), self.v_cache.to(dtype)
+        if self.get_pos() == 0:
+            self._data = self._data.to(dtype)
 
     def insert_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, H, T, D) of one layer; return all of that layer in the same layout.
@@ -92,6 +120,7 @@ class KVCache:
         num_tokens, pos = k.size(2), self.get_pos()
         self.take_dtype(k.dtype)
         self.grow(num_tokens)
+        self._is_used = True
         end = pos + num_tokens
         for cache, new in ((self.k_cache, k), (self.v_cache, v)):
             cache[layer, :, pos:end] = new.transpose(1, 2)
@@ -117,9 +146,10 @@ class KVCache:
         assert self.max_seq_len >= other.max_seq_len, (
             f"KV cache: {self.max_seq_len} positions are fewer than the other cache's {other.max_seq_len}"
         )
-        self.k_cache, self.v_cache = (cache.to(other.k_cache.dtype) for cache in (self.k_cache, self.v_cache))
+        self._data = self._data.to(other.k_cache.dtype)
         self.k_cache[:, :, :pos] = other.k_cache[:, :, :pos]
         self.v_cache[:, :, :pos] = other.v_cache[:, :, :pos]
+        self._is_used = True
         self.cache_seqlens.fill_(pos)
         self.prev_embedding = _spread(other.prev_embedding, self.batch_size)
         self.prev_token = _spread(other.prev_token, self.batch_size)
