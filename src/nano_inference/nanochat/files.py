@@ -53,7 +53,7 @@ class NanochatFiles:
     source: str | None
     """One of `SOURCES`, None if the layout does not name it."""
     git_commit: str | None
-    """nanochat's commit in training, recorded by the experiments layout."""
+    """nanochat's commit in training, recorded by the experiments layout or in the checkpoint's meta file."""
 
 
 def nanochat_home(environ: Mapping[str, str]) -> Path:
@@ -115,27 +115,29 @@ def _files(source: str | None, weights: Path) -> NanochatFiles:
         step=int(digits),
         tokenizer=_tokenizer(directory),
         source=source,
-        git_commit=_git_commit(directory),
+        git_commit=_git_commit(directory, meta),
     )
 
 
 def _tokenizer(directory: Path) -> Path | None:
-    """Return the tokenizer's directory: that of the weights, else `tokenizer/` there or up to three levels above."""
+    """Return the tokenizer's directory: that of the weights, else `tokenizer/` there or up to three levels above.
+
+    Raises `ModelError` naming a tokenizer file that is a directory or a FIFO.
+    """
     whole = _whole(directory)
     for place in (whole, *(parent / "tokenizer" for parent in (whole, *whole.parents[:3]))):
-        if any(_is_file(place / name) for name in TOKENIZER_FILES):
+        if any(is_present(place / name) for name in TOKENIZER_FILES):
             return place
     return None
 
 
-def _git_commit(directory: Path) -> str | None:
-    """Return the commit in an experiment's meta.json, None if there is none."""
+def _git_commit(directory: Path, meta: Path) -> str | None:
+    """Return the commit in an experiment's meta.json, else in the checkpoint's meta file; None if there is none."""
     whole = _whole(directory)
-    meta = whole.parent.parent / "meta.json"
-    if not _in_experiment(whole) or not _is_file(meta):
-        return None
-    commit = read_json(meta).text("git_commit", "")
-    return commit if _COMMIT.fullmatch(commit) else None
+    experiment = whole.parent.parent / "meta.json"
+    places = (experiment, meta) if _in_experiment(whole) and _is_file(experiment) else (meta,)
+    commits = (read_json(place).get("git_commit") for place in places)
+    return next((one for one in commits if isinstance(one, str) and _COMMIT.fullmatch(one)), None)
 
 
 def _whole(directory: Path) -> Path:

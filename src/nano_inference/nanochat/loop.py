@@ -21,6 +21,7 @@ from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import sample_next_token
 from nano_inference.nanochat.names import ASSISTANT_END
 from nano_inference.nanochat.tool import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
+from nano_inference.types import ModelError
 
 Column = tuple[list[int], list[int]]
 """One token per row, and its mask: 1 if sampled, 0 if forced."""
@@ -78,14 +79,21 @@ class RowState:
 
 
 def find_specials(tokenizer: ChatTokenizer) -> Specials:
-    """Return the tokenizer's special tokens and its calculator."""
-    ids = [tokenizer.encode_special(text) for text in (PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END)]
+    """Return the tokenizer's special tokens and its calculator. Raises `ModelError` naming a token it does not have."""
+    ids = [_special(tokenizer, text) for text in (PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END)]
 
     def decode(tokens: Sequence[int]) -> str:
         return tokenizer.decode(list(tokens))
 
     tool = PythonTool(ids[0], ids[1], ids[2], ids[3], decode, tokenizer.encode)
-    return Specials(tool, frozenset((tokenizer.encode_special(ASSISTANT_END), tokenizer.get_bos_token_id())))
+    return Specials(tool, frozenset((_special(tokenizer, ASSISTANT_END), tokenizer.get_bos_token_id())))
+
+
+def _special(tokenizer: ChatTokenizer, text: str) -> int:
+    try:
+        return tokenizer.encode_special(text)
+    except KeyError:
+        raise ModelError(f"tokenizer: has no special token {text}, which nanochat's engine needs") from None
 
 
 def take_token(state: RowState, sampled: int, specials: Specials) -> tuple[int, int]:

@@ -54,6 +54,7 @@ def open_nanochat(files: NanochatFiles, overrides: Iterable[str] = ()) -> Checkp
         TokenizerSource(str(files.tokenizer or files.weights.parent)),
         user_config=meta.mapping("user_config") if is_base else {},
         overrides=parse_overrides(overrides),
+        commit=files.git_commit,
     )
 
 
@@ -124,6 +125,7 @@ def _open(
     *,
     user_config: Mapping[str, Any],
     overrides: Mapping[str, str],
+    commit: str | None = None,
 ) -> Checkpoint:
     """Infer the generation and return the checkpoint."""
     origin = str(path)
@@ -135,6 +137,7 @@ def _open(
         user_config=user_config,
         is_zero=lambda name: _is_zero(sources[name]),
         overrides=overrides,
+        commit=commit,
     )
     inferred = _fill_lambdas(sources, config, inferred)
     model = nanochat_config(origin, shapes, config, inferred.constants)

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from nano_inference.loader.fields import Fields, shown
 from nano_inference.loader.inferred import Constant
 from nano_inference.models.config import ROPE_DTYPES, RopeDtype
+from nano_inference.nanochat.commits import constants_at
 from nano_inference.types import BadRequest, ModelError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -31,6 +32,8 @@ _MANY_TOKENS = 41_943_040
 """`eval_tokens` of base runs since 2026-03-04."""
 _SHOWN = 5
 _SMEAR_SHAPE = (1, 24)
+_CONFIG_KEYS = frozenset({"sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern"})
+"""Fields of `model_config` in all generations of master."""
 _BY_HAND = "set by hand"
 _ROPE_REASONS: Mapping[RopeDtype, str] = {
     "bfloat16": "rounded by upstream until 2026-03-04",
@@ -140,22 +143,27 @@ def infer(
     user_config: Mapping[str, Any] = MappingProxyType({}),
     is_zero: Callable[[str], bool] = lambda name: False,
     overrides: Mapping[str, str] = MappingProxyType({}),
+    commit: str | None = None,
 ) -> Inferred:
     """Return the generation of a checkpoint and its constants.
 
-    `config` is meta's `model_config`; `user_config` that of the base run (it determines the soft cap); `is_zero` says
-    whether all values of a small weight are zero; `overrides` are the user's. Raises `ModelError` naming `origin` for
-    weights of no known generation, `BadRequest` for an invalid override.
+    `config` is meta's `model_config`; `user_config` that of the base run, and `commit` nanochat's commit in training
+    (both determine the soft cap); `is_zero` says whether all values of a small weight are zero; `overrides` are the
+    user's. Raises `ModelError` naming `origin` for weights of no known generation, and `BadRequest` for an invalid
+    override.
     """
     refuse_unknown(origin, shapes)
-    warnings: list[str] = []
+    warnings = _unknown_keys(config)
     _refuse_halves(origin, shapes)
     columns = _gate_columns(origin, shapes)
     by_hand = override_values(overrides)
+    recorded = constants_at(commit) if columns == {32} and "bigram_embed.embed.weight" not in shapes else {}
     generation, why = by_hand.get("generation"), _BY_HAND
+    if generation is None and recorded:
+        generation, why = recorded["generation"], f"git_commit {commit}"
     if generation is None:
         generation, why = _generation(origin, shapes, columns, user_config, is_zero, warnings)
-    if generation == "G2" and not {"generation", "softcap"} & set(overrides):
+    if generation == "G2" and not recorded and not {"generation", "softcap"} & set(overrides):
         warnings.append(_SOFTCAP_WARNING)
     sequence_len = by_hand.get("sequence_len") or config.integer("sequence_len")
     pattern, pattern_why = by_hand.get("window_pattern"), _BY_HAND
@@ -163,10 +171,24 @@ def infer(
         pattern, pattern_why = _window_pattern(origin, shapes, config, warnings)
     constants = _hard_coded(generation, sequence_len, pattern)
     reasons = _reasons(generation, has_short="S" in pattern, has_gates=bool(columns))
-    reasons |= {"generation": why, "window_pattern": pattern_why} | dict.fromkeys(by_hand, _BY_HAND)
+    reasons |= {"generation": why, "window_pattern": pattern_why}
+    if "generation" not in by_hand and "rope_dtype" in recorded:
+        constants = replace(constants, **override_values({"rope_dtype": recorded["rope_dtype"]}))
+        reasons["rope_dtype"] = f"git_commit {commit}"
+    reasons |= dict.fromkeys(by_hand, _BY_HAND)
     return Inferred(
         constants=replace(constants, **by_hand), reasons=MappingProxyType(reasons), warnings=tuple(warnings)
     )
+
+
+def _unknown_keys(config: Fields) -> list[str]:
+    """Return a warning that names fields of `model_config` that no generation has, if there are any."""
+    unknown = [shown(name) for name in sorted(config.values, key=str) if name not in _CONFIG_KEYS]
+    if not unknown:
+        return []
+    rest = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+    names = ", ".join(unknown[:_SHOWN])
+    return [f"model_config has fields of no known generation, which are not used: {names}{rest}"]
 
 
 def _hard_coded(generation: str, sequence_len: int, pattern: str) -> Constants:
