@@ -98,10 +98,6 @@ LIMITS: list[tuple[JSON, str]] = [
     ({"messages": [{"role": "user", "content": "a" * 8000}] * 4 + HELLO}, "messages must have at most 32000"),
     ({"messages": [{"role": "system", "content": "a"}]}, "messages.0.role"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages.0.content"),
-    ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    ({"messages": "hello"}, "messages"),
-    ({}, "messages"),
     ({"messages": HELLO, "temperature": -0.1}, "temperature"),
     ({"messages": HELLO, "temperature": 2.1}, "temperature"),
     ({"messages": HELLO, "top_k": -1}, "top_k"),
@@ -110,6 +106,12 @@ LIMITS: list[tuple[JSON, str]] = [
     ({"messages": HELLO, "max_tokens": 4097}, "max_tokens"),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "context of 512"),
 ]
+MALFORMED: list[tuple[JSON, str]] = [
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages.0.content"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": "hello"}, "messages"),
+    ({}, "messages"),
+]
 
 
 @pytest.mark.parametrize(("body", "reported"), LIMITS)
@@ -117,6 +119,13 @@ def test_limits_equal_nanochat(server: Running, body: JSON, reported: str) -> No
     reply = server.post(PATH, body)
     assert reply.status_code == 400 and set(reply.json()) == {"detail", "error"}
     assert reported in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(("body", "place"), MALFORMED)
+def test_malformed_body_is_422_with_its_place(server: Running, body: JSON, place: str) -> None:
+    reply = server.post(PATH, body)
+    assert reply.status_code == 422 and set(reply.json()) == {"detail", "error"}
+    assert ".".join(map(str, reply.json()["detail"][0]["loc"])) == f"body.{place}"
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 2}, {"top_k": 200}, {"max_tokens": 4096}, {"top_k": 0}])

@@ -11,6 +11,7 @@ from nano_inference.nanochat.rendering import (
     answer_message,
     render_conversation,
     render_for_completion,
+    render_turns,
 )
 from nano_inference.nanochat.tool import PythonTool, python_tool
 from nano_inference.text.kinds import ANSWER, Message, Rendering, Tokenizer
@@ -26,6 +27,8 @@ class NanochatDialogue:
 
     tokenizer: Tokenizer
     tool: PythonTool | None
+    any_order: bool = False
+    """Accept user and assistant messages in any order, as nanochat's web server does."""
 
     @property
     def tool_template(self) -> str | None:
@@ -33,9 +36,14 @@ class NanochatDialogue:
         return None
 
     def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
-        """Return the ids of alternating messages, not truncated. Raises `BadRequest` for wrong messages or options."""
+        """Return the ids of messages, not truncated. Raises `BadRequest` for wrong messages or options.
+
+        Messages must alternate unless `any_order`, which prompts for an answer and has no other options.
+        """
         if rendering.tools or rendering.extra:
             raise BadRequest("nanochat's layout has no tools and no chat template variables")
+        if self.any_order:
+            return render_turns(self.tokenizer, messages)
         if rendering.add_generation_prompt:
             if rendering.continue_final:
                 raise BadRequest("continue_final_message and add_generation_prompt exclude each other")

@@ -89,6 +89,26 @@ def render_for_completion(tokenizer: Tokenizer, conversation: Conversation, max_
     return [*ids, _special(special_tokens(tokenizer), ASSISTANT_START)]
 
 
+def render_turns(tokenizer: Tokenizer, messages: Iterable[Message]) -> list[int]:
+    """Return the prompt of user and assistant messages in any order, as nanochat's web server: nothing is truncated.
+
+    Messages without content are left out: an answer that failed is not an example of an empty answer. Raises
+    `BadRequest` naming the wrong message.
+    """
+    special = special_tokens(tokenizer)
+    ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    for index, message in enumerate(messages):
+        content, role = message.get("content"), message.get("role")
+        if role not in ("user", "assistant"):
+            raise BadRequest(f"messages[{index}].role must be user or assistant, got {role!r:.80}")
+        if not isinstance(content, str):
+            raise BadRequest(f"messages[{index}].content must be a string, not {type(content).__name__}")
+        if content:
+            text = tokenizer.encode(content, add_special=False, parse_special=False)
+            ids += [_special(special, f"<|{role}_start|>"), *text, _special(special, f"<|{role}_end|>")]
+    return [*ids, _special(special, ASSISTANT_START)]
+
+
 def answer_message(tokenizer: Tokenizer, tokens: Iterable[int]) -> Message:
     """Return the assistant's message in generated tokens, up to its end token.
 

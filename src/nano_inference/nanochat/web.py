@@ -1,8 +1,9 @@
-"""The HTTP API of nanochat's web chat (scripts/chat_web.py): POST /chat/completions, GET /stats, /health.
+"""The HTTP API of nanochat's web chat (scripts/chat_web.py): POST /chat/completions, GET /stats, /health, /logo.svg.
 
 Follows upstream's last version, in the parent of da32e1d. The client sends the whole conversation each time and reads
-one event per piece of text. Errors have status 400 and {"detail": …}. A stream that fails ends with the event
-{"error": …}; nanochat's stops without one.
+one event per piece of text. User and assistant messages can have any order, and numbers can be text. Values beyond
+limits have status 400 and {"detail": text}; a body that is no JSON or has a wrong type has 422 and {"detail": [error]}.
+A stream that fails ends with the event {"error": …}; nanochat's stops without one.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, WithJsonSchema
 
+from nano_inference.nanochat.dialogue import NanochatDialogue
+from nano_inference.nanochat.logo import LOGO
 from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.calls import chat_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
+from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy, Showing
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import version_facts
-from nano_inference.server.schema import Body, ChatBody, Temperature
+from nano_inference.server.schema import Body, ChatBody
 from nano_inference.server.translating import as_body, given_fields
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.tokenizer import Tokenizer
@@ -33,38 +36,59 @@ MAX_CHARS = 8000
 MAX_TOTAL_CHARS = 32000
 
 
-class WebMessage(Body):
-    """One message."""
+def _lax(kind: str, low: float, high: float) -> WithJsonSchema:
+    """Return the schema of a number that can be text, a boolean or null."""
+    number = {"type": kind, "minimum": low, "maximum": high}
+    others = ({"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"}, {"type": "boolean"}, {"type": "null"})
+    return WithJsonSchema({"anyOf": [number, *others]})
 
-    role: Literal["user", "assistant"]
-    content: Annotated[str, Field(min_length=1, max_length=MAX_CHARS)]
+
+class WebMessage(Body):
+    """One message. An assistant's content can be empty: that of an answer that failed."""
+
+    role: Annotated[str, Field(pattern="^(user|assistant)$")]
+    content: Annotated[str, Field(max_length=MAX_CHARS)]
 
 
 class WebBody(Body):
-    """Body of POST /chat/completions, with nanochat's defaults. The reply is always a stream."""
+    """Body of POST /chat/completions, with nanochat's defaults. Numbers can be text. The reply is always a stream."""
+
+    model_config = ConfigDict(strict=False)
+    malformed_status: ClassVar[int] = 422
 
     messages: Annotated[list[WebMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    temperature: Temperature | None = 0.8
-    max_tokens: Annotated[int, Field(ge=1, le=4096)] | None = 512
-    top_k: Annotated[int, Field(ge=0, le=200)] | None = 50
+    temperature: Annotated[Annotated[float, Field(ge=0, le=2)] | None, _lax("number", 0, 2)] = 0.8
+    max_tokens: Annotated[Annotated[int, Field(ge=1, le=4096)] | None, _lax("integer", 1, 4096)] = 512
+    top_k: Annotated[Annotated[int, Field(ge=0, le=200)] | None, _lax("integer", 0, 200)] = 50
     """0 is off."""
 
 
 def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a body. Raises `ApiError` naming the wrong field."""
     refuse_unsupported(body.model_extra or {})
-    num_chars = sum(len(message.content) for message in body.messages)
-    if num_chars > MAX_TOTAL_CHARS:
-        message = f"messages must have at most {MAX_TOTAL_CHARS} characters together, got {num_chars}"
-        raise ApiError(400, message, param="messages")
+    _check_contents(body.messages)
     fields = given_fields(body)
     fields["messages"] = [{"role": one.role, "content": one.content} for one in body.messages]
     fields["stream"] = True
     if model.calculates:
         fields["calculator"] = True
+    if isinstance(model.dialogue, NanochatDialogue):
+        model = replace(model, dialogue=replace(model.dialogue, any_order=True))
     call = chat_call(as_body(fields, ChatBody), model, config, salt)
     name = f"web-{uuid.uuid4().hex}"
     return replace(call, id=name, names=frozenset({name}), make_reply=WebReply)
+
+
+def _check_contents(messages: Sequence[WebMessage]) -> None:
+    """Raise `ApiError` for a user's message without content, and for too many characters together."""
+    for index, message in enumerate(messages):
+        if message.role == "user" and not message.content:
+            place = f"messages.{index}.content"
+            raise ApiError(400, f"{place}: must not be empty", param=place)
+    num_chars = sum(len(message.content) for message in messages)
+    if num_chars > MAX_TOTAL_CHARS:
+        text = f"messages must have at most {MAX_TOTAL_CHARS} characters together, got {num_chars}"
+        raise ApiError(400, text, param="messages")
 
 
 def error_body(error: ApiError) -> JSON:
@@ -72,10 +96,14 @@ def error_body(error: ApiError) -> JSON:
 
     llama.cpp's server has the path, too: a prompt that is too long has its type of error.
     """
-    body = error.to_dict()
+    body, text = error.to_dict(), shortened(error.message)
     if error.code == "context_length_exceeded":
         body["error"]["type"] = "exceed_context_size_error"
-    return {"detail": shortened(error.message), **body}
+    if error.status != 422:
+        return {"detail": text, **body}
+    place = [int(part) if part.isdigit() else part for part in (error.param or "").split(".") if part]
+    kind = "json_invalid" if error.code == "invalid_json" else "value_error"
+    return {"detail": [{"type": kind, "loc": ["body", *place], "msg": text}], **body}
 
 
 def stats(running: int, capacity: int, device: str = "cpu") -> JSON:
@@ -165,6 +193,9 @@ DIALECT = Dialect(
             describe=_stats,
             summary="Count running answers, in the form of nanochat's web chat.",
         ),
+    ),
+    showing=(
+        Showing(path="/logo.svg", body=LOGO, media_type="image/svg+xml", summary="An icon, for nanochat's page."),
     ),
     health=_health,
     error_body=error_body,

@@ -15,26 +15,40 @@ MAX_DEPTH = 64
 MAX_NAME = 200
 """Characters of a field's path in an error."""
 
+_LIMITS = frozenset(
+    {
+        *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_long", "too_short"),
+        *("string_too_long", "string_too_short", "string_pattern_mismatch", "literal_error"),
+    }
+)
+"""pydantic's errors for values of the right type."""
+
 _Body = TypeVar("_Body", bound=Body)
 
 
 def parse(data: bytes, model: type[_Body]) -> _Body:
-    """Return the body. Raises `ApiError` 400 if it is not a JSON object or does not match the schema."""
-    value = read_json(data)
+    """Return the body. Raises `ApiError` if it is not a JSON object or does not match the schema.
+
+    Its status is 400, or the model's `malformed_status` for what is wrong besides limits.
+    """
+    value = read_json(data, model.malformed_status)
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _schema_error(error, value) from None
+        raise _schema_error(error, value, model.malformed_status) from None
 
 
-def read_json(data: bytes) -> dict[str, Any]:
-    """Return a JSON object: no NaN, no infinity, no lone surrogate, `MAX_DEPTH` levels at most."""
+def read_json(data: bytes, status: int = 400) -> dict[str, Any]:
+    """Return a JSON object: no NaN, no infinity, no lone surrogate, `MAX_DEPTH` levels at most.
+
+    Raises `ApiError` with the status.
+    """
     try:
         value = from_json(data, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise ApiError(status, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
+        raise ApiError(status, f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
     _check_depth(value)
     return value
 
@@ -53,20 +67,24 @@ def _check_depth(value: Any) -> None:
     raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
 
 
-def _schema_error(error: ValidationError, value: dict[str, Any]) -> ApiError:
-    """Return the client's error for one of pydantic's.
+def _schema_error(error: ValidationError, value: dict[str, Any], malformed_status: int) -> ApiError:
+    """Return the client's error for one of pydantic's; those besides limits come first if they have another status.
 
     For a value that matches no member of a union, that is the error with the longest path, or else one of a member
     whose type the value has.
     """
     found = error.errors(include_url=False, include_context=False, include_input=True)
+    status = 400
+    malformed = [one for one in found if one["type"] not in _LIMITS]
+    if malformed and malformed_status != 400:
+        found, status = malformed, malformed_status
     chosen = max(found, key=lambda one: (len(_path(one, value)), not one["type"].endswith("_type")))
     name = ".".join(str(part)[:64] for part in _path(chosen, value))[:MAX_NAME]
     is_object = chosen["type"] in ("model_type", "model_attributes_type", "dict_type")
     text = (chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
     message = "input should be an object" if is_object else text
     got = "" if chosen["type"] == "missing" else f", got {_shown(chosen['input'])}"
-    return ApiError(400, f"{name}: {message}{got}", param=name or None)
+    return ApiError(status, f"{name}: {message}{got}", param=name or None)
 
 
 def _path(error: ErrorDetails, value: Any) -> list[int | str]:

@@ -52,6 +52,8 @@ def openapi(dialects: Mapping[str, Dialect], *, needs_key: bool) -> JSON:
     paths: dict[str, JSON] = {path: {"get": _get(text, is_open)} for path, text, is_open in _GETS}
     for get in gets(dialects):
         paths.setdefault(get.path, {})["get"] = _get(get.summary, False)
+    for showing in (route for dialect in dialects.values() for route in dialect.showing):
+        paths.setdefault(showing.path, {})["get"] = _get(showing.summary, False)
     for recalling in (route for dialect in dialects.values() for route in dialect.recalling):
         operation = _get(recalling.summary, False) | _path_parameter("id")
         paths.setdefault(recalling.path, {})[recalling.method.lower()] = operation
@@ -85,10 +87,13 @@ def _post(body: JSON, post: Generating | Converting, *, has_own_errors: bool) ->
     content: JSON = {"application/json": {"schema": {"type": ["object", "array"]}}}
     if isinstance(post, Generating) and post.streams:
         content[post.form.media_type.partition(";")[0]] = {}
+    refusals = _refusals(has_own_errors)
+    if post.body.malformed_status != 400:
+        refusals[str(post.body.malformed_status)] = refusals["400"]
     return {
         "summary": post.summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {"200": {"description": "OK", "content": content}} | _refusals(has_own_errors),
+        "responses": {"200": {"description": "OK", "content": content}} | refusals,
     }
 
 

@@ -74,6 +74,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=(), frozen=True)
 
+    malformed_status: ClassVar[int] = 400
+    """Status of the error for a body that is no JSON object or has a value of a wrong type; beyond limits it is 400."""
     neutral_names: ClassVar[frozenset[str]] = frozenset()
     """Known fields outside the model, which are not reported as unknown."""
     reported_parts: ClassVar[tuple[str, ...]] = ("stream_options", "options")
