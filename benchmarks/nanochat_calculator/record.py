@@ -1,13 +1,7 @@
-"""Record the answers of upstream's calculator, with the differences of this package's: writes answers.json.
-
-python -m benchmarks.nanochat_calculator.record path/to/nanochat [--commit 92d63d4]   # karpathy/nanochat
-
-Upstream evaluates Python code: run this only on the expressions of this package, in a process of its own.
-"""
+"""Records the answers of upstream's calculator in answers.json, with the differences of this package's."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import platform
@@ -25,13 +19,8 @@ _ABSENT = ("rustbpe", "tiktoken", "wandb", "filelock")
 """Packages that the calculator does not need; replaced by empty modules if not installed."""
 
 
-def main() -> int:
-    """Record and return 0, or 1 if a difference is not explained by a documented bound."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("checkout", type=Path)
-    parser.add_argument("--commit", help="its commit, if it is not a repository")
-    wish = parser.parse_args()
-    checkout: Path = wish.checkout
+def record(checkout: Path, commit: str | None) -> int:
+    """Record; return 1 if a difference is not explained by a documented bound. Limits this process's memory."""
     use_calculator = _upstreams(checkout)
     expressions = texts()
     answers = [answer_of(use_calculator(one)) for one in expressions]
@@ -45,16 +34,16 @@ def main() -> int:
     for row in unexplained:
         print("unexplained:", *(repr(one)[:200] for one in row))
     pairs = list(zip(expressions, answers, strict=True))
-    record = {
-        "commit": wish.commit or _commit(checkout),
+    recorded = {
+        "commit": commit or _commit(checkout),
         "python": platform.python_version(),
         "expressions": len(expressions),
         "answered": sum(answer is not None for answer in answers),
         "blocks": [block_digest(pairs[start : start + BLOCK]) for start in range(0, len(pairs), BLOCK)],
         "differing": {text: list(found) for text, found in differing.items()},
     }
-    ANSWERS.write_text(json.dumps(record, indent=0) + "\n", encoding="utf-8")
-    print(f"{len(expressions)} expressions, {record['answered']} answered, {len(differing)} differ")
+    ANSWERS.write_text(json.dumps(recorded, indent=0) + "\n", encoding="utf-8")
+    print(f"{len(expressions)} expressions, {recorded['answered']} answered, {len(differing)} differ")
     return 1 if unexplained else 0
 
 
@@ -77,7 +66,3 @@ def _commit(checkout: Path) -> str:
         ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
     return found.stdout.strip() or "unknown"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,23 +1,38 @@
-"""Upstream's `nanochat.checkpoint_manager`: find a checkpoint by source, tag and step, and load it."""
+"""Upstream's `nanochat.checkpoint_manager`: find a checkpoint by source, tag and step, load it, and save one."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from nano_inference.config import Dtype
 from nano_inference.loader.fields import read_json
 from nano_inference.loader.opened import Checkpoint
 from nano_inference.nanochat.common import base_path
-from nano_inference.nanochat.files import NanochatFiles, find_files
+from nano_inference.nanochat.files import NanochatFiles, find_files, largest_tag, last_step
 from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.opening import open_nanochat
+from nano_inference.nanochat.pt_file import read_pt
 from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from nano_inference.types import ModelError
+
+__all__ = [
+    "build_model",
+    "find_largest_model",
+    "find_last_step",
+    "load_checkpoint",
+    "load_model",
+    "load_model_from_dir",
+    "save_checkpoint",
+]
+Loaded = tuple[GPT, RustBPETokenizer, dict[str, Any]]
+"""Model, tokenizer, contents of the meta file."""
 
 
 def load_model(
@@ -30,16 +45,101 @@ def load_model(
     base_dir: str | Path | None = None,
     dtype: Dtype = "auto",
     overrides: Iterable[str] = (),
-) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
+) -> Loaded:
     """Return (model, tokenizer, meta) of a checkpoint: `source` is base, mid, sft or rl.
 
     Without a tag: the largest model; without a step: the last. `phase` must be "eval": this model does not train.
     `base_dir` is any directory with checkpoints; `overrides` set constants that the file does not contain. Prints the
     inferred constants to stderr. Raises `ModelError` for files that cannot be used.
     """
+    return _load(base_path(base_dir), device, phase, source, model_tag, step, dtype, overrides)
+
+
+def load_model_from_dir(
+    checkpoints_dir: str | Path,
+    device: torch.device | str,
+    phase: str,
+    model_tag: str | None = None,
+    step: int | None = None,
+) -> Loaded:
+    """Return what `load_model` does, from a directory of tags or of one checkpoint. Raises as `load_model`."""
+    return _load(Path(checkpoints_dir), device, phase, None, model_tag, step)
+
+
+def build_model(checkpoint_dir: str | Path, step: int, device: torch.device | str, phase: str) -> Loaded:
+    """Return what `load_model` does, from the directory of a checkpoint. Raises as `load_model`."""
+    return _load(Path(checkpoint_dir), device, phase, None, None, step)
+
+
+def load_checkpoint(
+    checkpoint_dir: str | Path, step: int, device: torch.device | str, load_optimizer: bool = False, rank: int = 0
+) -> tuple[dict[str, Tensor], Any, dict[str, Any]]:
+    """Return (weights, state of the optimizer or None, contents of the meta file); no file can run code.
+
+    Raises `ModelError` naming a damaged file, and `OSError` for a missing state of the optimizer.
+    """
+    directory = Path(checkpoint_dir)
+    weights = {name: tensor.to(device) for name, tensor in read_pt(directory / f"model_{step:06d}.pt").items()}
+    state = None
+    if load_optimizer:
+        state = torch.load(directory / _optimizer_name(step, rank), map_location=device, weights_only=True)
+    return weights, state, dict(read_json(directory / f"meta_{step:06d}.json").values)
+
+
+def save_checkpoint(
+    checkpoint_dir: str | Path,
+    step: int,
+    model_data: Mapping[str, Tensor],
+    optimizer_data: object,
+    meta_data: Mapping[str, Any],
+    rank: int = 0,
+) -> None:
+    """Write weights and meta file (rank 0 only) and this rank's state of the optimizer, if it is not None.
+
+    Each file is complete or absent, also after an interruption. The meta file is written after the weights.
+    """
+    directory = Path(checkpoint_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        weights = {name: _alone(tensor) for name, tensor in model_data.items()}
+        _write(directory / f"model_{step:06d}.pt", lambda file: torch.save(weights, file))
+        text = json.dumps(dict(meta_data), indent=2).encode()
+        _write(directory / f"meta_{step:06d}.json", lambda file: file.write(text))
+    if optimizer_data is not None:
+        _write(directory / _optimizer_name(step, rank), lambda file: torch.save(optimizer_data, file))
+
+
+def find_largest_model(checkpoints_dir: str | Path) -> str:
+    """Return the tag with the largest number, else the one modified last. Raises `FileNotFoundError`.
+
+    Ignores directories without a checkpoint.
+    """
+    tag = largest_tag(Path(checkpoints_dir))
+    if tag is None:
+        raise FileNotFoundError(f"{checkpoints_dir}: contains no nanochat checkpoints")
+    return tag
+
+
+def find_last_step(checkpoint_dir: str | Path) -> int:
+    """Return the highest step among a directory's model files. Raises `FileNotFoundError`."""
+    step = last_step(Path(checkpoint_dir))
+    if step is None:
+        raise FileNotFoundError(f"{checkpoint_dir}: contains no model_*.pt")
+    return step
+
+
+def _load(
+    root: Path,
+    device: torch.device | str,
+    phase: str,
+    source: str | None,
+    model_tag: str | None,
+    step: int | None,
+    dtype: Dtype = "auto",
+    overrides: Iterable[str] = (),
+) -> Loaded:
     if phase != "eval":
         raise ValueError(f'phase must be "eval", got {phase!r}: this model does not train')
-    root = base_path(base_dir)
     files = find_files(root, source=source, model_tag=model_tag, step=step)
     if files is None:
         raise ModelError(f"{root}: contains no nanochat checkpoints")
@@ -48,6 +148,27 @@ def load_model(
         print(line, file=sys.stderr)
     model = GPT.of(checkpoint, device=str(device), dtype=dtype)
     return model, get_tokenizer(checkpoint.tokenizer.path), dict(read_json(files.meta).values)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a tensor that shares no storage: `torch.save` writes whole storages, and projections are fused in one."""
+    is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor.detach() if is_whole else tensor.detach().clone()
+
+
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file under another name, and rename it when it is complete."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _optimizer_name(step: int, rank: int) -> str:
+    return f"optim_{step:06d}_rank{rank:d}.pt"
 
 
 def describe(checkpoint: Checkpoint, files: NanochatFiles | None = None) -> list[str]:

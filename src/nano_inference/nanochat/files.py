@@ -82,6 +82,17 @@ def find_files(
     return _files(found, _choose_step(directory, step))
 
 
+def largest_tag(directory: Path) -> str | None:
+    """Return the tag that `find_files` selects among a directory's, None if none has a checkpoint."""
+    tags = {child.name: child for child in _directories(directory) if _steps(child)}
+    return _choose_tag(directory, tags, None) if tags else None
+
+
+def last_step(directory: Path) -> int | None:
+    """Return the highest step among the model files of a directory, None if it has none."""
+    return max(_steps(directory), default=None)
+
+
 def _check_names(path: Path, source: str | None, model_tag: str | None) -> None:
     if source is not None and source not in SOURCES:
         raise ModelError(f"{path}: the source must be one of {', '.join(SOURCES)}, got {shown(source)}")

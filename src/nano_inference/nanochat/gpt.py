@@ -45,7 +45,7 @@ STRETCH = 10
 """Rotary positions reach this many times the trained length, as upstream's tables."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: upstream's scripts save config.__dict__
 class GPTConfig:
     """Sizes of a model, with nanochat's names."""
 

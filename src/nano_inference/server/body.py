@@ -29,7 +29,7 @@ _Body = TypeVar("_Body", bound=Body)
 def parse(data: bytes, model: type[_Body]) -> _Body:
     """Return the body. Raises `ApiError` if it is not a JSON object or does not match the schema.
 
-    Its status is 400, or the model's `malformed_status` for what is wrong besides limits.
+    Its status is 400, or the model's `malformed_status` unless a value is only beyond a limit.
     """
     value = read_json(data, model.malformed_status)
     try:
@@ -68,7 +68,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _schema_error(error: ValidationError, value: dict[str, Any], malformed_status: int) -> ApiError:
-    """Return the client's error for one of pydantic's; those besides limits come first if they have another status.
+    """Return the client's error for one of pydantic's; others than of limits come first if they have another status.
 
     For a value that matches no member of a union, that is the error with the longest path, or else one of a member
     whose type the value has.
