@@ -337,7 +337,7 @@ class Core:
             if row.num_drafts:
                 num_accepted += seq.num_computed - row.start - len(row.tokens) + row.num_drafts
                 self._release_unused(seq)
-            if num_added or seq.finish_reason:
+            if num_added or seq.finish_reason or (seq.request.reports_prefill and not seq.num_new):
                 deltas.append(to_delta(seq, num_added, self.version, self.labels))
             if seq.finish_reason:
                 self._leave(seq)

@@ -191,6 +191,15 @@ def read_spans(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> list[Vers
     return found
 
 
+class Prefill(NamedTuple):
+    """How much of a prompt is computed before the first token."""
+
+    num_cached: int
+    """Tokens whose K/V was cached when the sample started."""
+    num_computed: int
+    """Tokens with K/V after the step, the cached ones included; lower than before if the sample was preempted."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """The tokens that one step added to one sample; the last delta of a sample contains the whole sample."""
@@ -207,6 +216,8 @@ class Delta:
     sampling_masks: tuple[SamplingMask, ...] | None = None
     sample: TrainingSample | None = None
     """Set in the sample's last delta."""
+    prefill: Prefill | None = None
+    """Set up to the first tokens if the request has `reports_prefill`."""
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -17,6 +17,7 @@ from nano_inference.types import (
     FinishReason,
     LogprobsMode,
     Matcher,
+    Prefill,
     SamplingMask,
     StopReason,
     TokenLogprob,
@@ -313,7 +314,12 @@ def to_delta(seq: Sequence, num_added: int, version: int, labels: Mapping[int, W
         raw_logprobs=tuple(seq.raw_logprobs[start:]) if params.raw_logprobs else None,
         sampling_masks=tuple(seq.sampling_masks[start:]) if params.sampling_mask else None,
         sample=to_sample(seq, version, labels) if seq.finish_reason else None,
+        prefill=_prefill(seq) if seq.request.reports_prefill and not start else None,
     )
+
+
+def _prefill(seq: Sequence) -> Prefill:
+    return Prefill(seq.num_cached or 0, min(seq.num_computed, seq.num_prompt))
 
 
 def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = NO_LABELS) -> TrainingSample:

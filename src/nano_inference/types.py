@@ -24,6 +24,7 @@ from nano_inference.frozen import FrozenDict
 from nano_inference.samples import Delta as Delta
 from nano_inference.samples import FinishReason as FinishReason
 from nano_inference.samples import LogprobsMode as LogprobsMode
+from nano_inference.samples import Prefill as Prefill
 from nano_inference.samples import SamplingMask as SamplingMask
 from nano_inference.samples import StopReason as StopReason
 from nano_inference.samples import TokenLogprob as TokenLogprob
@@ -239,6 +240,8 @@ class EngineRequest:
     """First position with a prompt log-probability, if `params.prompt_logprobs` is given."""
     is_streamed: bool = False
     """A client reads the tokens as they come, so a step samples only a few of a row (`scheduling.STREAM_LOOKAHEAD`)."""
+    reports_prefill: bool = False
+    """Each step that computes tokens of the prompt returns a delta with `Delta.prefill`, also if it samples none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ class _Merged:
         for values in self.columns.values():
             del values[:most]
         sample = None if self.columns["token_ids"] else self.sample
-        return Delta(request_id=self.request_id, sample_index=sample_index, sample=sample, **columns)
+        return Delta(request_id=self.request_id, sample_index=sample_index, sample=sample, prefill=None, **columns)
 
 
 class Backlog:
