@@ -104,6 +104,61 @@ def test_input_forms(model: ServedModel, given: Any, prompts: list[Any]) -> None
         )
 
 
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ([1, 2, "hi", 3], [[1, 2, "hi", 3]]),
+        (["hi", 2], [["hi", 2]]),
+        (["hi", [1, 2]], ["hi", [1, 2]]),
+        ([[1, 2], [3, "hi"]], [[1, 2], [3, "hi"]]),
+        ({"prompt_string": "hi"}, ["hi"]),
+        ({"content": [{"type": "text", "text": "hi "}, {"type": "text", "text": "there"}]}, ["hi there"]),
+        (["hi", {"prompt_string": "a"}, {"content": [{"type": "text", "text": "b"}]}], ["hi", "a", "b"]),
+    ],
+)
+def test_llamacpps_input_forms(model: ServedModel, given: Any, prompts: list[Any]) -> None:
+    def encoded(one: Any) -> tuple[int, ...]:
+        pieces = [one] if isinstance(one, str) else one
+        ids = [[piece] if isinstance(piece, int) else model.tokenizer.encode(piece) for piece in pieces]
+        return tuple(token for piece in ids for token in piece)
+
+    assert [request.prompt for request in requests_of(model, input=given)] == [encoded(one) for one in prompts]
+
+
+def test_only_a_text_at_the_beginning_gets_special_tokens(model: ServedModel) -> None:
+    class Beginning:
+        vocab_size = 260
+
+        def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+            return [BOS] * add_special + list(text.encode())
+
+    tokenizer: Any = Beginning()
+    begins = replace(model, tokenizer=tokenizer)
+    prompts = [request.prompt for request in requests_of(begins, input=[["a", 1, "b"], [1, "a"]])]
+    assert prompts == [(BOS, 97, 1, 98), (1, 97)]
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "message"),
+    [
+        ({}, "input", "must have prompt_string or content"),
+        ({"prompt_string": "a", "multimodal_data": ["x"]}, "input", "and nothing else"),
+        ({"content": "a"}, "input", "must be a list of parts of type text"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, "input", "parts of type text"),
+        ({"content": [{"type": "text", "text": 1}]}, "input", "parts of type text"),
+        (["a", {"content": [{"type": "unknown"}]}], "input", "parts of type text"),
+        ([1, "hi", 2.5], "input", "entry 2 of an input of ids and texts"),
+        ([1, "hi", [2]], "input", "entry 2 of an input of ids and texts"),
+        (["hi", 1, True], "input", "entry 2 of an input of ids and texts"),
+        ([1, ""], "input.1", "at least 1 character"),
+        ([1, "hi", 260], "input", "token id 260 at position 3 is outside the vocabulary of 260"),
+    ],
+)
+def test_refused_llamacpp_inputs(model: ServedModel, given: Any, param: str, message: str) -> None:
+    error = refusal(model, input=given)
+    assert error.param == param and message in error.message
+
+
 def test_pooling_and_truncation_fields(model: ServedModel) -> None:
     assert requests_of(model, pooling="last")[0].params.pooling == "last"
     ids = list(range(100)) * 6

@@ -13,42 +13,24 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from nano_inference.admission import checked
 from nano_inference.checks import unit_vector
 from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
+from nano_inference.server.embedding_inputs import Inputs, ids_of, inputs_by_field
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import kept_tokens, too_long
 from nano_inference.server.refusals import api_errors
-from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Samples, TokenIds
+from nano_inference.server.schema import Body, CountOrOff, Salt, Samples
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TrainingSample
-
-
-def _check_num_texts(value: Any) -> Any:
-    """Reject too many texts; the union below would report a mismatch of each of its members instead."""
-    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
-        raise PydanticCustomError("too_long", "must have at most {limit} entries", {"limit": MAX_PROMPTS})
-    return value
-
-
-Text = Annotated[str, Field(min_length=1)]
-Inputs = Annotated[
-    Text
-    | TokenIds
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
-    BeforeValidator(_check_num_texts),
-]
-"""One text or several, each a string or token ids."""
 
 
 class EmbeddingBody(Body):
@@ -83,7 +65,7 @@ def embedding_requests(
     params = SamplingParams(max_tokens=0, pooling=body.pooling or "mean", logprobs_mode=config.logprobs_mode)
     return tuple(
         PromptRequest(prompt=_prompt(text, field, body, model, params), params=params, salt=salt)
-        for field, text in _inputs_by_field(body)
+        for field, text in inputs_by_field(body.input)
     )
 
 
@@ -137,25 +119,16 @@ def embedding_reply(body: EmbeddingBody, model_name: str, samples: Sequence[Trai
     }
 
 
-def _inputs_by_field(body: EmbeddingBody) -> list[tuple[str, Any]]:
-    """Return (field name for errors, text or ids) of each text."""
-    given: Any = body.input
-    if isinstance(given, str) or isinstance(given[0], int):
-        return [("input", given)]
-    return [(f"input.{index}", one) for index, one in enumerate(given)]
-
-
 def _prompt(text: Any, field: str, body: EmbeddingBody, model: ServedModel, params: SamplingParams) -> tuple[int, ...]:
-    """Return the token ids of one text, truncated if requested and checked against the engine's limits."""
+    """Return the token ids of one input, truncated if requested and checked against the engine's limits."""
     limits, keep = model.limits, body.truncate_prompt_tokens
     limit = min(limits.max_model_len, limits.num_blocks * limits.block_size)
-    ids: Sequence[int] = text
-    if isinstance(text, str):
-        fewest = len(text) // model.longest_token  # encoding megabytes only to reject them takes seconds
-        if keep is None and fewest > limit:
-            raise too_long(fewest, f"at least {fewest} tokens", field, model, answered=False)
-        with api_errors(field):
-            ids = model.tokenizer.encode(text, add_special=body.add_special_tokens is not False)
+    pieces = [text] if isinstance(text, str) else [piece for piece in text if isinstance(piece, str)]
+    fewest = sum(map(len, pieces)) // model.longest_token  # encoding megabytes only to reject them takes seconds
+    if keep is None and fewest > limit:
+        raise too_long(fewest, f"at least {fewest} tokens", field, model, answered=False)
+    with api_errors(field):
+        ids = ids_of(text, model.tokenizer, add_special=body.add_special_tokens is not False)
     if keep is not None:
         ids = kept_tokens(ids, keep if keep > 0 else limit, body.truncation_side)
     if len(ids) > limit:
