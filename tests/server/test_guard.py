@@ -470,11 +470,32 @@ def test_star_allows_any_origin() -> None:
     assert "access-control-allow-origin" not in ask(served, policy, BEARER).headers
 
 
+LOCAL = ("http://localhost", "http://localhost:8080", "https://127.0.0.1", "http://[::1]:3000")
+STRANGE = (
+    "http://localhost.evil.com",
+    "http://notlocalhost",
+    "http://127.0.0.1.evil.com:80",
+    "ftp://localhost",
+    "null",
+)
+
+
+@pytest.mark.parametrize("origin", [*LOCAL, *STRANGE, "http://localhost/", "http://localhost:", "http://127.0.0.2"])
+def test_localhost_allows_pages_of_this_machine(origin: str) -> None:
+    policy = policy_of(KEY, cors_origin=("localhost", PAGE))
+    preflight = ask(served, policy, ("origin", origin), ASKS, method="OPTIONS")
+    answer = ask(served, policy, BEARER, ("origin", origin))
+    granted = [one.headers.get("access-control-allow-origin") for one in (preflight, answer)]
+    assert granted == ([origin, origin] if origin in LOCAL else [None, None])
+    assert preflight.status == (200 if origin in LOCAL else 401)
+    assert ask(served, policy, BEARER, ("origin", PAGE)).headers["access-control-allow-origin"] == PAGE
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/nowhere"])
 def test_only_preflight_of_allowed_origin_needs_no_key(path: str) -> None:
     policy = policy_of(KEY, cors_origin=(PAGE,))
     answer = ask(failing(AssertionError("reached")), policy, ("origin", PAGE), ASKS, method="OPTIONS", path=path)
-    assert (answer.status, answer.body, answer.is_whole) == (204, b"", True)
+    assert (answer.status, answer.body, answer.is_whole) == (200, b"", True)
     assert answer.headers["access-control-allow-origin"] == PAGE and answer.headers["vary"] == "origin"
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert "authorization" in answer.headers["access-control-allow-headers"]

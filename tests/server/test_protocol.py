@@ -422,7 +422,7 @@ def test_keys_and_preflights_over_the_wire(keyed: Running) -> None:
     assert request(keyed, get("/v1/models", b"X-API-Key: first-key-1")).status == 200
     assert request(keyed, get("/health")).status == 200
     requests = (b"Access-Control-Request-Method: POST", b"Origin: https://page.example")
-    assert request(keyed, get("/v1/models", *requests).replace(b"GET", b"OPTIONS", 1)).status == 204
+    assert request(keyed, get("/v1/models", *requests).replace(b"GET", b"OPTIONS", 1)).status == 200
     evil = (b"Access-Control-Request-Method: POST", b"Origin: https://evil.example")
     reply = request(keyed, get("/v1/models", *evil).replace(b"GET", b"OPTIONS", 1))
     assert reply.status == 401 and "access-control-allow-origin" not in reply.headers

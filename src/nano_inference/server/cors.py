@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from starlette.types import Scope
 
 from nano_inference.server.headers import Headers, single, values
@@ -16,12 +18,20 @@ PREFLIGHT = (
 """Headers of the reply to a preflight."""
 
 
+LOCALHOST = "localhost"
+"""Stands in a list of origins for those of this machine: any port of a loopback name, with http or https."""
+_LOOPBACK = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?")
+
+
 def granted_origin(headers: Headers, origins: frozenset[str]) -> str | None:
     """Return the value of access-control-allow-origin: the page's origin, * for any page, None to send no header."""
     origin = single(headers, b"origin")
-    if origin is not None and "*" in origins:
+    if origin is None:
+        return None
+    if "*" in origins:
         return "*"
-    return origin if origin in origins else None
+    is_local = LOCALHOST in origins and _LOOPBACK.fullmatch(origin) is not None
+    return origin if is_local or origin in origins else None
 
 
 def is_preflight(scope: Scope, origins: frozenset[str]) -> bool:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.server.clients import Client, Network, address_of, networks
 from nano_inference.server.config import DEFAULT_SHARE, ServerConfig, SettingError
-from nano_inference.server.cors import PREFLIGHT, cors_headers, is_from_page, is_preflight
+from nano_inference.server.cors import LOCALHOST, PREFLIGHT, cors_headers, is_from_page, is_preflight
 from nano_inference.server.errors import ApiError, ErrorBody, internal_error
 from nano_inference.server.headers import Headers, single, values
 from nano_inference.server.hosts import Host, hosts_to_allow, is_loopback_name, parse_host
@@ -99,10 +99,9 @@ def policy_of(
         text = f"enable_rl: host {config.host} can be reached from other machines: set admin_key_file or admin_key"
         raise SettingError(f"{text}, or insecure", "host", "insecure")
     for origin in config.cors_origin:
-        if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise ValueError(
-                f"cors_origin must be * or an origin such as https://example.org, without a path, got {origin!r}"
-            )
+        if origin not in ("*", LOCALHOST) and not _ORIGIN.fullmatch(origin):
+            form = "an origin such as https://example.org, without a path"
+            raise ValueError(f"cors_origin must be *, localhost or {form}, got {origin!r}")
     return GuardPolicy(
         keys=keys.with_admins(admins),
         admins=admins,
@@ -170,7 +169,7 @@ class Guard:
         """Pass the request to the application or refuse it; return the error, if any."""
         try:
             if check_admission(exchange.scope, self.policy) == "preflight":
-                await exchange.respond(204, PREFLIGHT)
+                await exchange.respond(200, PREFLIGHT)
             else:
                 await self.app(exchange.scope, exchange.receive, exchange.send)
             if exchange.status is None and not exchange.is_gone:
