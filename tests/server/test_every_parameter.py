@@ -443,12 +443,18 @@ BASES: Mapping[str, JSON] = MappingProxyType(
 )  # fmt: skip
 SUM: JSON = {"temperature": 0.0, "max_tokens": 24, "seed": ABSENT, "ignore_eos": False}
 
+LLAMA_EXTRAS: Table = {
+    "n_predict": turn("tokens", 2, 3),
+    "timings_per_token": turn("form", True, False),
+    "return_progress": turn("form", True, False, stream=True),
+    "verbose": turn("form", True, False),
+}
 COMPLETE_TABLE: Table = {
     **SAMPLING,
     **INFORMING,
     "prompt": turn("prompt", "abc", "abd"),
     "echo": turn("text", True, False),
-    "timings_per_token": turn("form", True, False),
+    **LLAMA_EXTRAS,
     "logprobs": turn("logprobs", 1, 2),
     "logprob_token_ids": turn("logprobs", [A], [B], logprobs=1),
     "truncation_side": turn("prompt", "left", "right", truncate_prompt_tokens=2, return_token_ids=True),
@@ -471,7 +477,7 @@ CHAT_TABLE: Table = {
     "sample_index": turn("text", 0, 1, temperature=1.0, seed=1, max_tokens=8),
     "lineage": turn("error", "another"),
     "max_completion_tokens": turn("tokens", 2, 3),
-    "timings_per_token": turn("form", True, False, stream=True),
+    **LLAMA_EXTRAS,
     "logprobs": turn("form", True, False),
     "top_logprobs": turn("logprobs", 1, 2, logprobs=True),
     "logprob_token_ids": turn("logprobs", [A], [B], logprobs=True),
@@ -785,6 +791,7 @@ LLAMA_TABLE: Table = {
     "cache_prompt": turn("cached", True, False, prompt=f"llama.cpp reads {LONG}"),
     "return_tokens": turn("tokens", True, False),
     "timings_per_token": turn("form", True, False, stream=True),
+    "return_progress": turn("form", True, False, stream=True),
     "response_fields": turn("form", ["content"], ["stop"]),
 }
 EXTRA: JSON = {"filename": "a", "text": "b"}

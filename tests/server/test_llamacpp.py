@@ -262,7 +262,7 @@ SAMPLING: list[tuple[JSON, JSON]] = [
     ({"logit_bias": {"ab": 50}}, {"logit_bias": {ids("a")[0]: 50.0, ids("b")[0]: 50.0}}),
     ({"logit_bias": [[191, False], [191, 1.5]]}, {"logit_bias": {191: -98.5}}),
     ({"logit_bias": False}, {}),
-    ({"ignore_eos": True, "n_predict": 60}, {"ignore_eos": True, "max_tokens": 60}),
+    ({"ignore_eos": True, "n_predict": 60}, {"ignore_eos": True, "max_tokens": 60, "logit_bias": {END_TOKEN: -100.0}}),
 ]
 
 

@@ -24,7 +24,7 @@ from nano_inference.server.prompts import (
 )
 from nano_inference.server.refusals import api_errors, to_api_error
 from nano_inference.server.replies import OpenAIReply
-from nano_inference.server.schema import ChatBody, CompletionBody, Sampling
+from nano_inference.server.schema import ChatBody, CompletionBody, LlamaExtras, Sampling
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.structured import FIELDS, Structure, structure_of
 from nano_inference.server.ticket import PromptRequest
@@ -61,14 +61,14 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
         raise ApiError(400, "echo with logprobs needs stream=false", param="echo")
     _check_lineage(body.lineage, model)
     default = _DEFAULT_COMPLETION_TOKENS if config.n_predict is None else config.n_predict
-    max_tokens = default if body.max_tokens is None else body.max_tokens
+    max_tokens = _limit(body, default if body.max_tokens is None else body.max_tokens)
     prompts = completion_prompts(body, model, max_tokens)
     echo = tuple(prompt.echo for prompt in prompts) if body.echo else ()
     echoes_logprobs = bool(body.echo) and body.logprobs is not None
     asked = _requested_structure(body)
     tool = _calculator(bool(body.calculator), model, has_others=asked is not None)
     shape = _shape(body, config, model, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
-    shape = replace(shape, timings=bool(body.timings_per_token))
+    shape = _with_extras(shape, body, config)
     params = _sampling_params(body, model, config, shape, max_tokens)
     return _call(body, model, "completion", name, prompts, params, shape, asked, salt, shape.tool)
 
@@ -89,9 +89,10 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         )
     _check_lineage(body.lineage, model)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    max_tokens = config.n_predict if max_tokens is None else max_tokens
+    max_tokens = _limit(body, config.n_predict if max_tokens is None else max_tokens)
     if max_tokens == 0:
-        raise ApiError(400, "max_tokens must be at least 1 in a chat", param="max_tokens")
+        field = "max_tokens" if body.n_predict is None else "n_predict"
+        raise ApiError(400, f"{field} must be at least 1 in a chat", param=field)
     use = requested_tools(body, require_dialogue(model).tool_template)
     prompts = [chat_prompt(body, model, extra, max_tokens, use)]
     structure = _requested_structure(body)
@@ -105,7 +106,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         tool=_calculator(bool(body.calculator or (use and use.calculator)), model, has_others=has_others),
         drop_space=model.tokenizer.drops_space and not body.continue_final_message,
     )
-    shape = replace(shape, timings=bool(body.timings_per_token))
+    shape = _with_extras(shape, body, config)
     program: TokenProgram | None = shape.tool
     if body.answer_token_ids:
         prefilled = _prefilled(body, model, shape, prompts[0], max_tokens, has_others=has_others)
@@ -118,6 +119,24 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         structure = _structure(structure, use, special)
     beginning = Beginning(min(len(shape.prefix_ids), len(prompts[0].ids)), body.sample_index or 0)
     return _call(body, model, "chat", name, prompts, params, shape, structure, salt, program, beginning)
+
+
+def _limit(body: LlamaExtras, max_tokens: int | None) -> int | None:
+    """Return the most tokens of an answer, None for the whole context: `n_predict`, or else `max_tokens`."""
+    if body.n_predict is None:
+        return max_tokens
+    return None if body.n_predict < 0 else body.n_predict
+
+
+def _with_extras(shape: ReplyShape, body: CompletionBody | ChatBody, config: ServerConfig) -> ReplyShape:
+    """Return the shape with what llama.cpp's fields request, and the server's options about replies."""
+    return replace(
+        shape,
+        forces_usage=config.enable_force_include_usage and bool(body.stream),
+        timings=bool(body.timings_per_token),
+        progress=bool(body.return_progress and body.stream),
+        verbose=config.verbose_replies if body.verbose is None else body.verbose,
+    )
 
 
 def _check_lineage(lineage: str | None, model: ServedModel) -> None:
@@ -229,6 +248,10 @@ def _check_counts(
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
 
 
+def _given(value: bool | None, default: bool) -> bool:
+    return default if value is None else value
+
+
 def _counted(count: int | None, model: ServedModel) -> int | None:
     """Return a number of alternatives, of which -1 is the whole vocabulary."""
     return model.limits.vocab_size if count == -1 else count
@@ -260,7 +283,7 @@ def _shape(
         echo=echo,
         echo_logprobs=echo_logprobs,
         token_ids=bool(body.return_token_ids),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        tokens_as_ids=_given(body.return_tokens_as_token_ids, config.return_tokens_as_token_ids),
         versions=config.enable_rl,
         tool=tool,
         raw_logprobs=bool(body.return_raw_logprobs),
@@ -284,6 +307,7 @@ def _call(
 ) -> Call:
     """Return the call with one request per prompt, checked against the engine's limits."""
     num_samples, options = body.n or 1, body.stream_options
+    includes_usage = bool(options and options.include_usage)
     with api_errors():
         matcher = _matcher(body, model, shape)
     requests = tuple(
@@ -297,6 +321,7 @@ def _call(
             program=program,
             beginning=beginning,
             is_streamed=bool(body.stream),
+            reports_prefill=shape.progress,
         )
         for prompt in prompts
     )
@@ -314,8 +339,8 @@ def _call(
         shape=shape,
         make_reply=OpenAIReply,
         stream=bool(body.stream),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        include_usage=shape.forces_usage or includes_usage,
+        continuous_usage=shape.forces_usage or bool(includes_usage and options and options.continuous_usage_stats),
         forbids_tokens=bool(body.allowed_token_ids or body.bad_words or body.logit_bias or structure),
     )
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from nano_inference.checks import Check, check_fields, check_text, from_known, integer, number
 from nano_inference.config import helped
+from nano_inference.text.named_templates import TEMPLATES
 from nano_inference.types import LogprobsMode
 
 GenerationConfig = Literal["auto", "none"]
@@ -72,7 +73,9 @@ class ServerConfig:
         "truncation",
     )
     chat_template: str | None = helped(
-        None, "chat template in place of the model's: its text in Jinja, or chatml", check_text
+        None,
+        "chat template in place of the model's: its text in Jinja, or a format's name: chatml, command-r, llama3",
+        check_text,
     )
     chat_template_file: str | None = helped(None, "file with a chat template in place of the model's", check_text)
     chat_template_kwargs: str | None = helped(
@@ -102,7 +105,9 @@ class ServerConfig:
         300.0, "seconds in which the weights of an update must have come", number(0, 86400, open_low=True)
     )
     allowed_host: tuple[str, ...] = helped((), "Host header to accept in addition to the address; may be repeated")
-    cors_origin: tuple[str, ...] = helped((), "web origin whose pages may call this server; may be repeated")
+    cors_origin: tuple[str, ...] = helped(
+        (), "web origin whose pages may call this server, or localhost for those of this machine; may be repeated"
+    )
     share_prefix_cache: bool = helped(False, "let clients with different keys reuse each other's cached prefixes")
 
     max_queued_requests: int = resolved(
@@ -186,6 +191,19 @@ class ServerConfig:
     enable_per_request_metrics: bool = helped(
         False, "return the times of a request in its reply, as vLLM does: `metrics`"
     )
+    enable_force_include_usage: bool = helped(
+        False, "send the usage with each chunk of a stream, as vLLM does with `continuous_usage_stats`"
+    )
+    return_tokens_as_token_ids: bool = helped(
+        False, "name tokens in log-probabilities token_id:N, for requests that do not set this field"
+    )
+    verbose_replies: bool = helped(
+        False, "return `__verbose` with the rendered prompt, as llama.cpp does, for requests that do not set `verbose`"
+    )
+    slots: bool = helped(True, "answer GET /slots, llama.cpp's list of what runs")
+    template_dates: bool = helped(
+        False, "set today's date for chat templates, as llama.cpp does: `date_string` and `datetime`"
+    )
 
     log_requests: bool = helped(True, "JSON on stderr: a line for every finished request, and for every warning")
 
@@ -227,8 +245,9 @@ class ServerConfig:
             _check_object("chat_template_kwargs", self.chat_template_kwargs)
         if given is not None and self.chat_template_file is not None:
             raise ValueError("chat_template and chat_template_file exclude each other: set one of them")
-        if given is not None and given != "chatml" and _NAME.fullmatch(given):  # llama.cpp knows more by name
-            raise ValueError(f"chat_template must be the text of a template, or chatml; {given!r} is neither")
+        if given is not None and given not in TEMPLATES and _NAME.fullmatch(given):  # llama.cpp knows more by name
+            names = ", ".join(TEMPLATES)
+            raise ValueError(f"chat_template must be the text of a template, or one of {names}; {given!r} is neither")
 
     def _check_rl(self) -> None:
         if self.enable_rl and self.generation_config != "none":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
@@ -30,6 +30,16 @@ StoredWork = Callable[[Any, ServedModel, ClientReplies], JSON]
 """The same with the client's stored replies."""
 
 
+class RunningSample(NamedTuple):
+    """Counts of a sample that the engine has started."""
+
+    num_prompt: int
+    num_tokens: int
+    """Tokens of the answer so far."""
+    max_tokens: int | None
+    """Most tokens of the answer; None: up to the end of the context."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
     """Number of samples that the engine runs."""
@@ -39,6 +49,8 @@ class Occupancy:
     num_running: int
     max_running: int
     """Limit of `num_running`; 0 until the model is loaded."""
+    running: Callable[[], Sequence[RunningSample]] | None = None
+    """Returns what runs, oldest first; None: the server does not show it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +105,7 @@ class Describing:
     """A GET route that describes the model or the load; answers 503 until the model is ready."""
 
     path: str
-    describe: Callable[[ServedModel, Occupancy], JSON]
+    describe: Callable[[ServedModel, Occupancy], JSON | list[JSON]]
     summary: str
     of_models: OfModels | None = None
     """Returns the reply of a server with several models; None: the reply is about one of them."""

@@ -94,13 +94,14 @@ def served_dialogue(
     variables = default_variables(config)
     if config.chat_template is not None or config.chat_template_file is not None:
         template = given_template(config.chat_template, config.chat_template_file, tokenizer)
-        return TemplateDialogue(template, tokenizer, variables=variables)
+        return TemplateDialogue(template, tokenizer, variables=variables, has_dates=config.template_dates)
     dialogue = load_dialogue(source, tokenizer, kinds)
-    if not variables:
+    if not variables and not config.template_dates:
         return dialogue
     if not isinstance(dialogue, TemplateDialogue):
-        raise ModelError("--chat-template-kwargs: the model has no chat template")
-    return replace(dialogue, variables=variables)
+        flag = "--chat-template-kwargs" if variables else "--template-dates"
+        raise ModelError(f"{flag}: the model has no chat template")
+    return replace(dialogue, variables=variables, has_dates=config.template_dates)
 
 
 def served_chat_defaults(config: ServerConfig, found: ChatDefaults) -> ChatDefaults:

@@ -27,7 +27,7 @@ class Prompt(NamedTuple):
     echo: str
 
 
-def completion_prompts(body: CompletionBody, model: ServedModel, max_tokens: int) -> list[Prompt]:
+def completion_prompts(body: CompletionBody, model: ServedModel, max_tokens: int | None) -> list[Prompt]:
     """Return the prompts of a completion: one or several, given as text or ids. Raises `ApiError`."""
     given: Any = body.prompt
     is_ids = isinstance(given, list) and isinstance(given[0], int)
@@ -179,7 +179,7 @@ def _answer_parts(parts: Any, where: str, kinds: Collection[str]) -> list[dict[s
     return [{"type": one["type"], "text": one["text"]} for one in objects]
 
 
-def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max_tokens: int) -> Prompt:
+def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max_tokens: int | None) -> Prompt:
     """Return one prompt. The echo of a text is the text itself, unless the prompt was truncated."""
     tokenizer = model.tokenizer
     ids: Sequence[int] = given

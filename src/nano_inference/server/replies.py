@@ -17,9 +17,11 @@ from nano_inference.server.detokenizer import (
     token_text,
 )
 from nano_inference.server.events import DONE, events
+from nano_inference.server.prefill_progress import PrefillProgress
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.timings import metrics_of, timings_of
 from nano_inference.server.tools import call_deltas, message_content
+from nano_inference.server.verbose import verbose_facts
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import StopReason, TrainingSample, spans_of
@@ -36,6 +38,7 @@ class OpenAIReply(Reply):
         self._is_chat = call.kind == "chat"
         self._tokenizer = tokenizer
         self._created = created
+        self._progress = PrefillProgress(call)
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         call, make = self._call, self._chat_choice if self._is_chat else self._completion_choice
@@ -49,6 +52,7 @@ class OpenAIReply(Reply):
             "system_fingerprint": call.fingerprint,
             **self._timings(transcripts[0]),
             **self._metrics(transcripts),
+            **self._verbose(transcripts[0]),
         }
         return reply | self._prompt_facts(transcripts[0]) if self._is_chat else reply
 
@@ -89,7 +93,10 @@ class OpenAIReply(Reply):
         if shape.logprobs is not None and decoded.entries:
             extras["logprobs"] = self._logprobs(decoded.entries)
         extras |= token_facts(decoded, shape)
-        chunks: list[JSON] = []
+        chunks: list[JSON] = [
+            self._chunk(transcript.index, {} if self._is_chat else "") | {"prompt_progress": report}
+            for report in self._progress.reports(transcript, decoded)
+        ]
         for content in _chat_deltas(decoded, shape, bool(extras)) if self._is_chat else [decoded.text]:
             if content or extras:
                 chunks.append(self._chunk(transcript.index, content, extras))
@@ -97,9 +104,11 @@ class OpenAIReply(Reply):
         if decoded.finish_reason is not None:
             reasons = {"stop_reason": decoded.stop_reason, "matched_stop": matched_stop(transcript)}
             reasons |= version_facts(transcript, shape)
-            end = self._chunk(transcript.index, {} if self._is_chat else "", reasons)
-            end["choices"][0]["finish_reason"] = finish_reason_of(transcript)
-            chunks.append(end)
+            # vLLM, whose option it is, sends no chunk without tokens while it counts them
+            if not (self._call.continuous_usage and decoded.text and chunks):
+                chunks.append(self._chunk(transcript.index, {} if self._is_chat else ""))
+            chunks[-1]["choices"][0] |= {**reasons, "finish_reason": finish_reason_of(transcript)}
+            chunks[-1] |= self._verbose(transcript)
         timings = self._timings(transcript)
         return [chunk | timings for chunk in chunks] if timings else chunks
 
@@ -119,6 +128,12 @@ class OpenAIReply(Reply):
         if not self._shape.metrics or len(transcripts) > 1:
             return {}
         return {"metrics": metrics_of(transcripts[0], len(transcripts[0].token_ids))}
+
+    def _verbose(self, transcript: Transcript) -> JSON:
+        """Return llama.cpp's `__verbose` of an answer if it is requested."""
+        if not self._shape.verbose:
+            return {}
+        return {"__verbose": verbose_facts(self._call, transcript, self._tokenizer)}
 
     def _prompt_facts(self, transcript: Transcript) -> JSON:
         """Return the fields about a prompt, as in vLLM null unless they are requested."""
@@ -301,11 +316,16 @@ def _completion_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tok
     return {
         "tokens": [f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [
-            None if entry.top is None else {name(one.token): one.logprob for one in entry.top} for entry in entries
-        ],
+        "top_logprobs": [None if entry.top is None else _alternatives(entry, name) for entry in entries],
         "text_offset": [entry.offset for entry in entries],
     }
+
+
+def _alternatives(entry: LogprobEntry, name: Callable[[int], str]) -> JSON:
+    """Return name -> log-probability of a token's alternatives; the token comes first if it is one, as in vLLM."""
+    named = {name(one.token): one.logprob for one in entry.top or ()}
+    own = name(entry.token)
+    return {own: named[own], **named} if own in named else named
 
 
 def _prompt_logprobs(sample: TrainingSample | None, shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON | None]:

@@ -226,7 +226,20 @@ class Sampling(SamplingFields):
     verbosity: str | None = None
 
 
-class CompletionBody(Sampling):
+class LlamaExtras(Body):
+    """Fields of llama.cpp in the bodies of OpenAI's routes."""
+
+    n_predict: Annotated[int, Field(ge=-1, le=INT32)] | None = None
+    """Has precedence over `max_tokens`; -1: up to the end of the context."""
+    timings_per_token: bool | None = None
+    """Return `timings`, in a stream with every chunk of the answer."""
+    return_progress: bool | None = None
+    """Report in a stream how much of the prompt is computed: `prompt_progress`."""
+    verbose: bool | None = None
+    """Return `__verbose`, which has the rendered prompt."""
+
+
+class CompletionBody(Sampling, LlamaExtras):
     """POST /v1/completions."""
 
     prompt: (
@@ -236,8 +249,6 @@ class CompletionBody(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     echo: bool | None = None
-    timings_per_token: bool | None = None
-    """llama.cpp's: return `timings`, in a stream with every chunk of the answer."""
     logprobs: AlternativesOrAll | None = None
     best_of: Count | None = None
     lineage: Lineage | None = None
@@ -282,7 +293,7 @@ class TransferFields(Body):
     """Tokens of the prompt, used in place of the rendered messages."""
 
 
-class ChatBody(Sampling, RenderingFields):
+class ChatBody(Sampling, LlamaExtras, RenderingFields):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -291,8 +302,6 @@ class ChatBody(Sampling, RenderingFields):
     """PipelineRL sends 1."""
     top_logprobs: AlternativesOrAll | None = None
     echo: bool | None = None
-    timings_per_token: bool | None = None
-    """See `CompletionBody.timings_per_token`."""
     kv_transfer_params: TransferFields | None = None
     answer_token_ids: TokenIds | None = None
     """Specific to this server: ids that start the answer; the reply has the rest (with `echo`: all of it)."""

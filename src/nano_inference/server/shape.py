@@ -43,5 +43,11 @@ class ReplyShape:
     sampling_masks: bool = False
     timings: bool = False
     """Return the times of each sample."""
+    progress: bool = False
+    """Report the prefill of a stream as llama.cpp does."""
+    forces_usage: bool = False
+    """Send the usage with each chunk of a stream, whatever its `stream_options` are."""
+    verbose: bool = False
+    """Return llama.cpp's `__verbose`."""
     metrics: bool = False
     """Return vLLM's metrics of the request."""

@@ -24,6 +24,7 @@ from nano_inference.text.json_view import view
 from nano_inference.text.kinds import ANSWER, Rendering, Tokenizer, TokenizerSource
 from nano_inference.text.kinds import Message as Message
 from nano_inference.text.literals import literal_pattern
+from nano_inference.text.named_templates import TEMPLATES
 from nano_inference.text.template_digests import is_known
 from nano_inference.text.templates import Renderer, Templates, size_of
 from nano_inference.types import BadRequest, ModelError
@@ -36,10 +37,6 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 """Variable names that `extra` must not contain."""
 
 _NOTHING: Mapping[str, Any] = {}
-_CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +85,7 @@ def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTem
 
 
 def given_template(text: str | None, path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the compiled chat template of a text, or of the file at `path`; the text "chatml" is that format.
+    """Return the compiled chat template of a text, or of the file at `path`; the text may be a name of `TEMPLATES`.
 
     Raises `ModelError` as `load_chat_template` does.
     """
@@ -100,10 +97,12 @@ def given_template(text: str | None, path: str | None, tokenizer: Tokenizer) -> 
         except UnicodeDecodeError as error:
             raise ModelError(f"{path}: cannot be read: {error}") from None
     assert text is not None, "a text or a path is given"
-    if text == "chatml":
-        text = _CHATML
+    named = tokenizer.named
+    if text in TEMPLATES and not tokenizer.encode(""):  # texts of this model begin without a BOS
+        named = {name: value for name, value in named.items() if name != "bos_token"}
+    text = TEMPLATES.get(text, text)
     _special_pattern(tokenizer)  # cached; thousands of tokens take a second
-    return chat_template(text, where=where, named=tokenizer.named)
+    return chat_template(text, where=where, named=named)
 
 
 def chat_template(

@@ -16,6 +16,7 @@ from nano_inference.text.kinds import ANSWER as ANSWER
 from nano_inference.text.kinds import Dialogue as Dialogue
 from nano_inference.text.kinds import Message, Tokenizer, TokenizerKind, TokenizerSource, Tool
 from nano_inference.text.kinds import Rendering as Rendering
+from nano_inference.text.template_dates import dates
 from nano_inference.text.tokenizer import installed_tokenizers
 from nano_inference.types import BadRequest
 
@@ -51,6 +52,8 @@ class TemplateDialogue:
     tool: Tool | None = None
     variables: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """The template's variables where a rendering names no other value."""
+    has_dates: bool = False
+    """Whether the variables include today's date (`template_dates`)."""
 
     @property
     def tool_template(self) -> str | None:
@@ -66,12 +69,15 @@ class TemplateDialogue:
             add_generation_prompt=rendering.add_generation_prompt,
             continue_final=rendering.continue_final,
             tools=rendering.tools,
-            extra={**self.variables, **rendering.extra},
+            extra=self._variables(rendering),
         )
 
     def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
         """Return the rendered messages as text."""
-        return render(self.template, messages, replace(rendering, extra={**self.variables, **rendering.extra}))
+        return render(self.template, messages, replace(rendering, extra=self._variables(rendering)))
+
+    def _variables(self, rendering: Rendering) -> Mapping[str, Any]:
+        return {**(dates() if self.has_dates else {}), **self.variables, **rendering.extra}
 
     def knows(self, name: str) -> bool:
         """Return True if the template mentions a variable of that name."""

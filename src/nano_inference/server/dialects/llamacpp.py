@@ -1,4 +1,4 @@
-"""llama.cpp's POST /completion, /completions and /infill, and GET /props.
+"""llama.cpp's POST /completion, /completions and /infill, and GET /props and /slots.
 
 Fields and reply as in its server's README (tools/server/README.md). Differences: `repeat_penalty` covers the whole
 prompt and answer and the other penalties the whole answer, not the last 64 tokens; a token forbidden with `false` gets
@@ -26,6 +26,7 @@ from nano_inference.server.dialects.llamacpp_body import (
 )
 from nano_inference.server.dialects.llamacpp_infill import infill_prompt
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body
+from nano_inference.server.dialects.llamacpp_slots import slots
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import check_text_length
@@ -129,8 +130,9 @@ def _fields(body: LlamaFields, model: ServedModel, config: ServerConfig) -> JSON
         "n": body.n_cmpl,
         "max_tokens": _limit(body),
         "seed": None if body.seed in _RANDOM_SEEDS else body.seed,
-        "logit_bias": _bias(body.logit_bias, model.tokenizer),
+        "logit_bias": _bias(body.logit_bias, model.tokenizer) | _banned_ends(body, model),
         "stream": body.stream,
+        "return_progress": body.return_progress,
         "return_token_ids": True,
     }
 
@@ -173,13 +175,18 @@ def _tokenize_pieces(pieces: Sequence[int | str], model: ServedModel) -> list[in
     return ids
 
 
-def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
+def _banned_ends(body: LlamaFields, model: ServedModel) -> dict[str, float]:
+    """Return biases that ban the model's end tokens: with `ignore_eos`, llama.cpp does not sample them at all."""
+    return dict.fromkeys(map(str, sorted(model.limits.eos_token_ids)), -_MOST_BIAS) if body.ignore_eos else {}
+
+
+def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float]:
     """Return the biases as {token id: bias}. Raises `ApiError` for a malformed entry.
 
     Texts may share tokens, whose biases are added, at most to 100.
     """
     if not bias:
-        return None
+        return {}
     pairs = (
         [(int(key) if key.isdecimal() else key, value) for key, value in bias.items()]
         if isinstance(bias, dict)
@@ -215,7 +222,10 @@ def _settings(body: LlamaFields, call: Call) -> JSON:
         "frequency_penalty": params.frequency_penalty,
         "stop": list(call.shape.stops),
         "ignore_eos": params.ignore_eos,
-        "logit_bias": [[token, bias] for token, bias in sorted(params.logit_bias.items())],
+        "logit_bias": [
+            {"token": token, "bias": None if bias <= -_MOST_BIAS else bias}
+            for token, bias in sorted(params.logit_bias.items())
+        ],
         "n_probs": call.shape.logprobs or 0,
         "grammar": body.grammar or "",
         "samplers": list(_SAMPLERS),
@@ -241,6 +251,11 @@ DIALECT = Dialect(
         ),
     ),
     describing=(
+        Describing(
+            path="/slots",
+            describe=slots,
+            summary="List what runs, with an entry for each sample that can; the interface of llama.cpp's server.",
+        ),
         Describing(
             path="/props",
             describe=props,

@@ -85,6 +85,7 @@ class LlamaFields(Body):
     stream: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
     post_sampling_probs: bool | None = None
     """Return the probabilities of tokens as they were sampled, after truncation and temperature."""
     response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None

@@ -11,6 +11,7 @@ from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_bytes_of, token_text
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
+from nano_inference.server.prefill_progress import PrefillProgress
 from nano_inference.server.replies import version_facts
 from nano_inference.server.timings import timings_of
 from nano_inference.text.tokenizer import Tokenizer
@@ -51,6 +52,9 @@ class StreamProgress:
         self.has_newline |= "\n" in decoded.text
 
 
+_NOTHING = DecodedDelta("", (), (), None, None)
+
+
 class LlamaReply(Reply):
     """The reply to /completion: an object for one answer, a list for several."""
 
@@ -59,6 +63,7 @@ class LlamaReply(Reply):
         self._tokenizer = tokenizer
         self._options = options
         self._settings = options.settings(call)
+        self._prefill = PrefillProgress(call)
         self._progress = [StreamProgress() for _ in range(call.total_samples)]
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
@@ -68,7 +73,11 @@ class LlamaReply(Reply):
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with the new text and, at the end of the sample, one with all remaining fields."""
         self._progress[transcript.index].add(decoded)
-        data = event(self._chunk(transcript, decoded)) if decoded.text or decoded.token_ids else b""
+        data = b"".join(
+            event(self._chunk(transcript, _NOTHING) | {"prompt_progress": report})
+            for report in self._prefill.reports(transcript, decoded)
+        )
+        data += event(self._chunk(transcript, decoded)) if decoded.text or decoded.token_ids else b""
         return data if decoded.finish_reason is None else data + event(self._answer(transcript))
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
