@@ -238,6 +238,13 @@ def test_template_dates_need_a_template(tmp_path: Path) -> None:
         opened(directory, config(template_dates=True))
 
 
+def test_pages_can_be_left_out(tiny_directory: Path) -> None:
+    with running(tiny_directory, config(pages=False)) as server:
+        for path in ("/", "/dashboard", "/docs", "/formulas.js"):
+            assert server.client.get(path).status_code == 404
+        assert server.client.get("/health").status_code == 200
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

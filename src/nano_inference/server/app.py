@@ -148,11 +148,9 @@ class App:
             "/metrics": self.metrics,
             "/openapi.json": self.document,
             "/info": self.info,
-            "/": self.page("chat"),
-            "/dashboard": self.page("dashboard"),
-            "/docs": self.page("docs"),
-            **{f"/{name}": self.page(name) for name in LATER},
         }
+        pages = {"/": "chat", "/dashboard": "dashboard", "/docs": "docs", **{f"/{name}": name for name in LATER}}
+        gets |= {path: self.page(name) for path, name in pages.items() if self.config.pages}
         owned = [
             *((name, route) for name, dialect in self._dialects.items() for route in self._routes_of(dialect)),
             *(("the server", Route(path, endpoint, methods=["GET"])) for path, endpoint in gets.items()),
