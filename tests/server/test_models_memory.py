@@ -142,8 +142,8 @@ def test_memory_that_grows_unloads_an_idle_model_but_not_the_latest() -> None:
         await world.models.open()
         await world.use("b")
         world.started[1].size = 40
-        await until(lambda: world.loaded == {"b"})
-        assert world.started[0].was_stopped and not world.started[1].was_stopped
+        await until(lambda: world.started[0].was_stopped)
+        assert world.loaded == {"b"} and not world.started[1].was_stopped
 
     run(work, "ab", MemoryLimits(30), measure_every=0.01)
 
@@ -206,6 +206,70 @@ def test_a_failed_load_is_reported_to_all_who_wait_and_tried_again_later() -> No
 
     run(work, "ab", MemoryLimits(1 << 40), retry_after=1000.0)
     run(later, "ab", MemoryLimits(1 << 40), retry_after=0.0)
+
+
+def test_each_further_failure_doubles_the_pause_before_the_next_try() -> None:
+    async def work(world: World) -> None:
+        await world.models.open()
+        world.errors["b"] = ["bad"] * 9
+        pauses = []
+        for _ in range(4):
+            world["b"].failed_at = -1e9  # long ago
+            with pytest.raises(ApiError, match="bad"):
+                await world.use("b")
+            pauses.append(world["b"].num_failures)
+        assert pauses == [1, 2, 3, 4] and len(world.started) == 5
+        with pytest.raises(ApiError, match="bad"):
+            await world.use("b")
+        assert len(world.started) == 5
+
+    run(work, "ab", MemoryLimits(1 << 40), retry_after=1000.0)
+
+
+def test_a_client_that_leaves_while_a_model_is_unloaded_does_not_stop_it() -> None:
+    async def work(world: World) -> None:
+        await world.models.open()
+        holding, began, end = world.hold("a")
+        await began.wait()
+        unloading = asyncio.create_task(world.models.unload(world["a"]))
+        await until(lambda: world["a"].state == "unloading")
+        unloading.cancel()
+        await asyncio.gather(unloading, return_exceptions=True)
+        end.set()
+        await holding
+        assert await world.use("a") == "http://a" and len(world.started) == 2
+
+    run(work, "ab", MemoryLimits(1 << 40))
+
+
+def test_a_slow_request_delays_only_the_loads_that_need_its_memory() -> None:
+    async def work(world: World) -> None:
+        world.sizes |= {"a": 10, "b": 10, "c": 10}
+        await world.models.open()
+        holding, began, end = world.hold("a")
+        await began.wait()
+        unloading = asyncio.create_task(world.models.unload(world["a"]))
+        await until(lambda: world["a"].state == "unloading")
+        assert await world.use("b") == "http://b", "there is room beside a"
+        await world.models.unload(world["b"])
+        end.set()
+        await asyncio.gather(holding, unloading)
+
+    run(work, "abc", MemoryLimits(25))
+
+
+def test_a_load_that_is_cancelled_or_breaks_leaves_no_request_waiting() -> None:
+    async def work(world: World) -> None:
+        opening = asyncio.create_task(world.models.open())
+        await until(lambda: len(world.started) == 1)
+        waiting = asyncio.create_task(world.use("a"))
+        await until(lambda: world["a"].num_waiting == 1)
+        opening.cancel()
+        with pytest.raises(ApiError, match="shutting down"):
+            await waiting
+        assert world.models.num_open == 0
+
+    run(work, "ab", MemoryLimits(1 << 40), loads_at_once=False)
 
 
 def test_a_default_model_that_cannot_be_loaded_ends_the_start() -> None:

@@ -77,8 +77,6 @@ def test_unix_socket_of_a_running_server_is_refused_and_of_an_ended_one_replaced
 def test_unix_socket_takes_the_place_of_an_address() -> None:
     with pytest.raises(ValueError, match="uds takes the place of host"):
         ServerConfig(uds="s", host="0.0.0.0")
-    with pytest.raises(ValueError, match="uds serves one engine: set it without workers"):
-        ServerConfig(uds="s", workers=("http://127.0.0.1:1",))
 
 
 def test_nagle_algorithm_is_disabled() -> None:

@@ -69,7 +69,7 @@ def ask(client: openai.OpenAI, model: str, **options: Any) -> Any:
 
 
 def states(http: httpx2.Client) -> dict[str, str]:
-    return {one["id"]: one["state"] for one in http.get("/health").json()["models"]}
+    return {one["id"]: one["status"]["value"] for one in http.get("/v1/models").json()["data"]}
 
 
 def test_the_field_model_chooses_the_model_which_is_loaded_for_it(client: openai.OpenAI, http: httpx2.Client) -> None:
@@ -171,9 +171,32 @@ def test_a_killed_model_is_loaded_again_by_the_next_request(server: tuple[Proces
     server[0].wait_for("the server of one (ended with code -9|does not answer)")
 
 
-def test_a_key_is_needed_also_to_unload(server: tuple[Process, str]) -> None:
+def test_without_a_key_nothing_is_loaded_named_or_unloaded(server: tuple[Process, str], http: httpx2.Client) -> None:
+    assert http.post("/models/load", json={"model": "one"}).status_code == 200
+    for path in ("/v1/models", "/v1/models/two?load=true", "/info?model=two", "/api/tags"):
+        assert httpx2.get(server[1] + path).status_code == 401
     assert httpx2.post(f"{server[1]}/models/unload", json={"model": "one"}).status_code == 401
-    assert httpx2.get(f"{server[1]}/v1/models").status_code == 401
+    for path in ("/", "/dashboard", "/docs", "/formulas.js", "/health"):
+        reply = httpx2.get(f"{server[1]}{path}?model=two")
+        assert reply.status_code == 200 and "broken" not in reply.text
+    assert states(http)["one"] == "loaded"
+    assert httpx2.get(f"{server[1]}/health").json()["models"]["loaded"] == 1
+
+
+def test_pages_of_other_sites_load_nothing(http: httpx2.Client) -> None:
+    """A page can send a GET to this machine without asking; what it causes must not be a load."""
+    assert http.post("/models/load", json={"model": "one"}).status_code == 200
+    for path in ("/info?model=two", "/v1/models/two?load=true", "/props?model=two"):
+        assert http.get(path, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert states(http)["one"] == "loaded"
+    assert http.get("/info?model=two", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"model": 5}', b"[]"])
+def test_switching_needs_the_name_of_a_model(http: httpx2.Client, body: bytes) -> None:
+    for path in ("/models/load", "/models/unload"):
+        reply = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "model"
 
 
 def test_a_client_that_leaves_does_not_stop_others(server: tuple[Process, str], client: openai.OpenAI) -> None:
@@ -183,8 +206,8 @@ def test_a_client_that_leaves_does_not_stop_others(server: tuple[Process, str], 
         with pytest.raises(httpx2.TimeoutException):
             httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=0.05)
     assert ask(client, "two").model == "two"
-    open_calls = [one["open"] + one["waiting"] for one in httpx2.get(f"{url}/health").json()["models"]]
-    assert open_calls == [0, 0, 0]
+    states_of = httpx2.get(f"{url}/info", headers=headers, timeout=PATIENCE).json()["models"]
+    assert [one["open"] + one["waiting"] for one in states_of if one["id"] != "two"] == [0, 0]
 
 
 def test_the_terminal_chat_chooses_a_model_with_a_command(server: tuple[Process, str]) -> None:

@@ -230,8 +230,6 @@ class ServerConfig:
             "trusted_proxy",
         ):
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
-        if self.uds is not None and self.host != _HOST:
-            raise ValueError("uds takes the place of host: set one of them")
         object.__setattr__(self, "workers", worker_urls(checked_texts("workers", self.workers)))
         self._check_template()
         self._check_rl()
@@ -265,8 +263,6 @@ class ServerConfig:
         if self.replicas is not None and self.workers:
             raise ValueError("replicas starts engines, workers names running ones: set one of them")
         for name in ("replicas", "workers"):
-            if getattr(self, name) and self.uds is not None:
-                raise ValueError(f"uds serves one engine: set it without {name}")
             if getattr(self, name) and self.enable_rl:
                 raise ValueError(f"{name}: routes for trainers need one engine; a RolloutPool updates several")
 

@@ -164,14 +164,14 @@ async def serve(
     finally:
         # Waiting longer would not help for a model that is loading or a step that hangs.
         is_orderly = link.state == "draining" and not shutdown.forced.is_set()
+        if config.uds is not None:  # before the listener closes: a server that starts then makes its own file
+            remove_socket(config.uds)
         try:
             await close_listener(listener, serving)
         finally:
             await link.stop(timeout=10.0 if is_orderly else 0.5)
             app.close()
             watchdog.close()
-            if config.uds is not None:
-                remove_socket(config.uds)
     return 1 if link.state == "dead" else 0
 
 

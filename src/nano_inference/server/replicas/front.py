@@ -72,11 +72,11 @@ async def serve_front(
             await shutdown.requested.wait()
         await _drain(front, shutdown, config.shutdown_timeout)
     finally:
+        if config.uds is not None:  # before the listener closes: a server that starts then makes its own file
+            remove_socket(config.uds)
         await close_listener(listener, serving)
         await front.close()
         watchdog.close()
-        if config.uds is not None:
-            remove_socket(config.uds)
     return 0
 
 

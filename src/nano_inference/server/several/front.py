@@ -1,7 +1,8 @@
 """`ModelsFront`: the ASGI application in front of the models. It forwards each request to the server of its model.
 
 The model is that of the body's field `model`, or of the query's parameter `model`. A POST without one goes to the
-default model. A GET without one goes to any loaded model, preferably the default.
+default model, a GET without one to any loaded model, preferably the default. Requests that need no key load nothing:
+the front serves the pages itself.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs
@@ -16,12 +18,16 @@ from urllib.parse import parse_qs
 import httpx2
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from pydantic_core import from_json
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nano_inference.server.cors import granted_origin
 from nano_inference.server.dialect import Dialect, UnloadedModel, listings, stored_paths
-from nano_inference.server.errors import queue_full
+from nano_inference.server.errors import ApiError, queue_full
 from nano_inference.server.guard import GuardPolicy, read_body
+from nano_inference.server.headers import single
 from nano_inference.server.model import OWNER, unknown_model
+from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.replicas.forwarding import (
     forwarded_headers,
     request_for,
@@ -54,21 +60,27 @@ class ModelsFront:
         dialects: Mapping[str, Dialect],
         *,
         any_model: bool,
+        has_pages: bool,
         load_timeout: float,
     ) -> None:
         """`any_model`: unknown names mean the default model. `load_timeout`: seconds that a request waits for one."""
         self.models = models
         self.is_draining = False
         self._client, self._policy = client, policy
-        self._any_model, self._load_timeout = any_model, load_timeout
+        self._any_model, self._load_timeout, self._has_pages = any_model, load_timeout, has_pages
         self._stored = stored_paths(dialects)
-        self._gets: dict[str, Callable[[Scope, Send], Awaitable[None]]] = {
+        self._about_all: dict[str, Callable[[Scope, Send], Awaitable[None]]] = {
             **dict.fromkeys(("/health", "/ping", "/liveness", "/ready"), self._health),
-            **dict.fromkeys(("/v1/models", "/v1/models/", "/models"), self._cards),
             "/load": self._load,
             "/metrics": self._metrics,
+        }
+        self._lists: dict[str, Callable[[Scope, Send], Awaitable[None]]] = {
+            **dict.fromkeys(("/v1/models", "/v1/models/", "/models"), self._cards),
+            **dict.fromkeys(listings(dialects), self._listing),
             "/info": self._info,
         }
+        self._page_names = {"/": "chat", **{f"/{name}": name for name in ("dashboard", "docs", *LATER)}}
+        self._pages: dict[str, Page] = {}
         self._listings = listings(dialects)
         self._started = int(time.time())
 
@@ -88,17 +100,29 @@ class ModelsFront:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request that the guard has admitted. Raises `ApiError`, `ClientGone`."""
         path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
-        if is_read and path in self._gets:
-            await self._gets[path](scope, send)
-        elif is_read and path in self._listings:
-            await self._listing(scope, send)
-        elif is_read and path.startswith(("/v1/models/", "/models/")):
-            await self._card(scope, send)
+        if is_read and path in self._about_all:
+            await self._about_all[path](scope, send)
+        elif is_read and path in self._page_names and self._has_pages:
+            await self._page(self._page_names[path])(scope, receive, send)
         elif self.is_draining:
             raise queue_full("the server is shutting down", code="shutting_down")
+        elif is_read and path in self._lists:
+            await self._lists[path](scope, send)
+        elif is_read and path.startswith(("/v1/models/", "/models/")):
+            await self._card(scope, send)
         else:
             body = await read_body(receive, self._policy.max_body_bytes, self._policy.body_timeout)
             await while_connected(self._answer(scope, body, send), receive)
+
+    def _page(self, name: str) -> ASGIApp:
+        if name not in self._pages:
+            self._pages[name] = load_page(name)
+        page = self._pages[name]
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await page_response(page, Request(scope))(scope, receive, send)
+
+        return answer
 
     # ---- one model --------------------------------------------------------------------------------------------------
 
@@ -106,25 +130,36 @@ class ModelsFront:
         if any(pattern.fullmatch(scope["path"]) for pattern in self._stored):
             await self._forward_stored(scope, body, send)
             return
-        model = await self._model_of(scope, body)
         if scope["method"] == "POST" and scope["path"] in (LOAD_PATH, UNLOAD_PATH):
-            await self._switch(scope["path"], model, send)
+            await self._switch(scope["path"], body, send)
         else:
-            await self._forward(model, scope, body, send)
+            await self._forward(await self._model_of(scope, body), scope, body, send)
 
     async def _model_of(self, scope: Scope, body: bytes) -> HostedModel:
         """Return the model of a request. Raises `ApiError` 404 for an unknown name."""
-        if not body:
-            return self._asked(scope) or self._any()
+        if scope["method"] in ("GET", "HEAD"):
+            return self._in_query(scope) or self._any()
         fields = await asyncio.to_thread(object_of, body) if len(body) > _LARGE_BODY else object_of(body)
-        if fields is None:
+        if fields is None and body:
             return self._any()  # its error does not depend on the model
-        return self._named(fields) or self._asked(scope) or self.models.default
+        return self._named(fields or {}) or self._in_query(scope) or self.models.default
 
-    def _asked(self, scope: Scope) -> HostedModel | None:
-        """Return the model of the query, if any."""
+    def _in_query(self, scope: Scope) -> HostedModel | None:
+        """Return the model of the query, if any.
+
+        Raises `ApiError` 403 if another site's page would load it: a page can send such a request without this
+        server's consent.
+        """
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        return self._named({"model": query["model"][-1]}) if "model" in query else None
+        found = self._named({"model": query["model"][-1]}) if "model" in query else None
+        if found is not None:
+            self._check_loads(scope, found)
+        return found
+
+    def _check_loads(self, scope: Scope, model: HostedModel) -> None:
+        is_foreign = single(scope["headers"], b"sec-fetch-site") not in (None, "same-origin", "none")
+        if model.state != "loaded" and is_foreign and not granted_origin(scope["headers"], self._policy.cors_origins):
+            raise ApiError(403, "a page of another site cannot load a model", code="cross_site")
 
     def _any(self) -> HostedModel:
         loaded = self.models.loaded
@@ -136,19 +171,20 @@ class ModelsFront:
             return None  # absent, or of a type that the model's server refuses
         found = self.models.find(name)
         if found is None and not self._any_model:
-            raise unknown_model(name, [one for hosted in self.models.hosted for one in hosted.entry.names])
+            raise unknown_model(name, self._names())
         return found
 
     async def _forward(self, model: HostedModel, scope: Scope, body: bytes, send: Send) -> None:
-        """Forward a request; once more if the server died before it sent a byte."""
+        """Forward a request; once more if the server died, or closed the connection, before it sent a byte."""
         for is_last in (False, True):
             async with self.models.use(model, self._load_timeout) as url:
                 try:
                     reply = await self._client.send(request_for(self._client, url, scope, body), stream=True)
                 except httpx2.HTTPError:
-                    self.models.report_lost(model, url)
+                    await self.models.has_ended(model, url)  # then it is loaded again
                     if is_last:
-                        raise queue_full(f"the server of {model.entry.name} died", code="model_died") from None
+                        text = f"the server of {model.entry.name} does not answer"
+                        raise queue_full(text, code="model_died") from None
                     continue
                 try:
                     await return_reply(reply, send)
@@ -164,7 +200,6 @@ class ModelsFront:
                 try:
                     reply = await self._client.send(request_for(self._client, url, scope, body), stream=True)
                 except httpx2.HTTPError:
-                    self.models.report_lost(model, url)
                     continue
                 try:
                     if reply.status_code != NOT_FOUND or model is models[-1]:
@@ -174,14 +209,23 @@ class ModelsFront:
                     await reply.aclose()
         raise queue_full("the servers of the loaded models died", code="model_died")
 
-    async def _switch(self, path: str, model: HostedModel, send: Send) -> None:
-        """Load or unload a model as llama.cpp's router does."""
+    async def _switch(self, path: str, body: bytes, send: Send) -> None:
+        """Load or unload the model that the body names, as llama.cpp's router does."""
+        name = (object_of(body) or {}).get("model")
+        if not isinstance(name, str):
+            raise ApiError(400, "model must be the name of a model", param="model")
+        model = self.models.find(name)
+        if model is None:
+            raise unknown_model(name, self._names())
         if path == UNLOAD_PATH:
             await self.models.unload(model)
         else:
             async with self.models.use(model, self._load_timeout):
                 pass
         await respond(send, 200, {"success": True, "model": model.entry.name, "status": {"value": model.state}})
+
+    def _names(self) -> list[str]:
+        return [one for hosted in self.models.hosted for one in hosted.entry.names]
 
     # ---- all models -------------------------------------------------------------------------------------------------
 
@@ -190,7 +234,8 @@ class ModelsFront:
         is_loading = self.models.default.state == "loading" and not self.models.default.last_used
         status = "draining" if self.is_draining else "loading" if is_loading else "ok"
         accepts = status == "ok" or (status == "draining" and scope["path"] != "/ready")
-        await respond(send, 200 if accepts else 503, {"status": status, "models": self._states()})
+        states = Counter(one.state for one in self.models.hosted)  # without names: the path needs no key
+        await respond(send, 200 if accepts else 503, {"status": status, "models": states})
 
     def _states(self) -> list[dict[str, Any]]:
         return [
@@ -207,6 +252,7 @@ class ModelsFront:
         name = scope["path"].partition("models/")[2]
         found = self._named({"model": name}) or self.models.default
         if parse_qs(scope["query_string"].decode("latin-1")).get("load") == ["true"]:
+            self._check_loads(scope, found)
             async with self.models.use(found, self._load_timeout):
                 pass
         cards = [card for card in await self._all_cards(scope) if card["id"] in found.entry.names]
@@ -232,13 +278,12 @@ class ModelsFront:
 
     async def _info(self, scope: Scope, send: Send) -> None:
         """Send GET /info of the model in the query, or of a loaded one, with all models' states."""
-        model = self._asked(scope) or self._any()
+        model = self._in_query(scope) or self._any()
         async with self.models.use(model, self._load_timeout) as url:
             headers = forwarded_headers(scope)
             try:
                 reply = await self._client.get(f"{url}/info", headers=headers, timeout=_DESCRIBE_TIMEOUT_S)
             except httpx2.HTTPError:
-                self.models.report_lost(model, url)
                 raise queue_full(f"the server of {model.entry.name} does not answer", code="model_died") from None
         await respond(send, reply.status_code, {**reply.json(), "models": self._states()})
 

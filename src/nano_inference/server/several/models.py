@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -15,8 +16,11 @@ from nano_inference.server.model import tagged
 from nano_inference.server.replicas.child import ReplicaFailed
 
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
-RETRY_S = 5.0
-"""After a failed load, requests get its error for this long; the next one tries again."""
+RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
+"""After a failed load, requests get its error for this long, doubled for each further failure; then it is tried again:
+making room may unload models that work."""
+NOTICE_S = 1.0
+"""A process that has ended is noticed within this time."""
 MEASURE_S = 2.0
 """Between two measurements of the loaded models' memory."""
 STOP_S = 10.0
@@ -86,6 +90,8 @@ class HostedModel:
     error: str = ""
     """Why it is "failed"."""
     failed_at: float = 0.0
+    num_failures: int = 0
+    """Failed loads since the last one that succeeded."""
     server: ModelServer | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -106,8 +112,6 @@ class Models:
         self.hosted = [HostedModel(entry=entry, num_bytes=entry.file_bytes) for entry in entries]
         self._start, self._limits = start, limits
         self._retry_after, self._measure_every = retry_after, measure_every
-        self._loading = asyncio.Lock()
-        """Held while room is made and a model is loaded: two loads must not count the same free memory."""
         self._changed = asyncio.Event()
         self._measuring: asyncio.Task[None] | None = None
 
@@ -174,25 +178,25 @@ class Models:
 
     async def unload(self, model: HostedModel) -> None:
         """End the model's server when its open requests are answered; the next request loads it again."""
-        async with self._loading:
-            if model.state == "loaded":
-                await self._end(model)
+        while model.state == "loading":
+            await self._change()
+        if model.state == "loaded":
+            await asyncio.shield(self._start_end(model))  # a client that leaves does not stop it
 
-    def report_lost(self, model: HostedModel, url: str) -> None:
-        """Note that the server at `url` does not answer: it is ended, and the next request loads the model."""
-        if model.state == "loaded" and model.url == url and model.server is not None:
-            _log.error("the server of %s does not answer and is ended", model.entry.name)
-            model.state = "unloading"
-            server, model.server = model.server, None
-            self._spawn(model, self._discard(model, server))
+    async def has_ended(self, model: HostedModel, url: str) -> bool:
+        """Return whether the model's server at `url` has ended; one that was killed is noticed within a second."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NOTICE_S):
+                while model.state == "loaded" and model.url == url:
+                    await self._change()
+        return model.state != "loaded" or model.url != url
 
     # ---- loading ----------------------------------------------------------------------------------------------------
 
     async def _wait_loaded(self, model: HostedModel) -> str:
         has_waited = False
         while model.state != "loaded":
-            is_recent = has_waited or time.monotonic() < model.failed_at + self._retry_after
-            if model.state == "failed" and is_recent:
+            if model.state == "failed" and (has_waited or time.monotonic() < self._retry_at(model)):
                 text = f"the model {model.entry.name} could not be loaded: {model.error}"
                 raise ApiError(503, text, param="model", code="model_not_loaded", headers={"retry-after": "5"})
             if model.state in ("unloaded", "failed"):
@@ -202,64 +206,80 @@ class Models:
             has_waited = True
         return model.url
 
+    def _retry_at(self, model: HostedModel) -> float:
+        """Return the time of the next try after a failed load."""
+        pause: float = self._retry_after * 2 ** min(model.num_failures - 1, 30)
+        return model.failed_at + min(pause, LONGEST_RETRY_S)
+
     async def _load(self, model: HostedModel) -> None:
         """Load a model, after unloading others if necessary; leave it loaded or failed."""
         model.state = "loading"
         try:
-            async with self._loading:
-                await self._make_room(model)
-                began = time.monotonic()
-                server = model.server = self._start(model.entry)
-                model.url = await server.ready()
-                model.num_bytes = await server.memory() or model.num_bytes
-            model.state, model.last_used = "loaded", time.monotonic()
-            took, used = time.monotonic() - began, model.num_bytes / 2**20
+            await self._make_room(model)
+            started = time.monotonic()
+            server = model.server = self._start(model.entry)  # from here on, its memory counts
+            model.url = await server.ready()
+            model.num_bytes = await server.memory() or model.num_bytes
+        except asyncio.CancelledError:
+            self._fail(model, "the server is shutting down")
+            raise
+        except Exception as error:  # also of starting a process or a thread: the model must not stay "loading"
+            server_or_none, model.server = model.server, None
+            if server_or_none is not None:
+                await server_or_none.stop(0)
+            self._fail(model, str(error) or type(error).__name__)
+        else:
+            model.state, model.last_used, model.num_failures = "loaded", time.monotonic(), 0
+            took, used = time.monotonic() - started, model.num_bytes / 2**20
             _log.warning("%s is loaded: %.1f s, %.0f MiB, process %d", model.entry.name, took, used, server.pid)
             self._spawn(model, self._watch(model, server))
-        except (ReplicaFailed, OSError) as error:
-            await self._fail(model, str(error))
-        finally:
             self._notify()
 
-    async def _fail(self, model: HostedModel, reason: str) -> None:
+    def _fail(self, model: HostedModel, reason: str) -> None:
         _log.error("%s could not be loaded: %s", model.entry.name, reason)
-        if model.server is not None:
-            await model.server.stop(0)
-        model.state, model.error, model.failed_at, model.server = "failed", reason, time.monotonic(), None
+        model.state, model.error, model.failed_at = "failed", reason, time.monotonic()
+        model.num_failures += 1
+        self._notify()
 
     async def _make_room(self, model: HostedModel) -> None:
-        """Unload the least recently used models until there is room. Raises `ReplicaFailed` if there never will be."""
+        """Unload the least recently used models until there is room. Raises `ReplicaFailed` if there never will be.
+
+        Returns without giving control to other tasks after the last check, so that the caller can take the room.
+        """
         if model.entry.file_bytes > self._limits.num_bytes:
             needed, limit = model.entry.file_bytes, self._limits.num_bytes
             raise ReplicaFailed(f"its files have {needed} bytes, more than models_memory, {limit}")
-        while not self._has_room(model):
+        while not self._has_room(model, [one for one in self.hosted if one.server is not None]):
+            staying = [one for one in self.hosted if one.server is not None and one.state != "unloading"]
             idle_first = sorted(self.loaded, key=lambda one: (one.num_open > 0, one.last_used))
             victim = next((one for one in idle_first if not one.num_waiting), None)
-            if victim is None:
-                await self._change()
+            if victim is not None and not self._has_room(model, staying):
+                self._start_end(victim)
             else:
-                await self._end(victim)
+                await self._change()
 
-    def _has_room(self, model: HostedModel) -> bool:
-        loaded = self.loaded
-        if not loaded:
+    def _has_room(self, model: HostedModel, others: Sequence[HostedModel]) -> bool:
+        """Return whether a model fits beside others."""
+        if not others:
             return True
         max_loaded = self._limits.max_loaded
-        if max_loaded is not None and len(loaded) >= max_loaded:
+        if max_loaded is not None and len(others) >= max_loaded:
             return False
-        return total_bytes([*loaded, model]) <= self._limits.num_bytes
+        return total_bytes([*others, model]) <= self._limits.num_bytes
 
     # ---- ending -----------------------------------------------------------------------------------------------------
 
-    async def _end(self, model: HostedModel) -> None:
-        """Accept no further request for a loaded model, wait for its open ones, end its server."""
+    def _start_end(self, model: HostedModel) -> asyncio.Task[None]:
+        """Accept no further request for a loaded model; return the task that ends it after its open ones."""
         assert model.state == "loaded" and model.server is not None
         model.state = "unloading"
+        return self._spawn(model, self._end(model, model.server))
+
+    async def _end(self, model: HostedModel, server: ModelServer) -> None:
         while model.num_open:
             await self._change()
-        server, model.server = model.server, None
         await server.stop(STOP_S)
-        model.state = "unloaded"
+        model.state, model.server = "unloaded", None
         _log.warning("%s is unloaded", model.entry.name)
         self._notify()
 
@@ -268,30 +288,28 @@ class Models:
         code = await server.wait()
         if model.server is server and model.state == "loaded":
             _log.error("the server of %s ended with code %d; the next request loads it", model.entry.name, code)
-            model.state, model.server = "unloading", None
-            await self._discard(model, server)
-
-    async def _discard(self, model: HostedModel, server: ModelServer) -> None:
-        await server.stop(0)
-        model.state = "unloaded"
-        self._notify()
+            model.state = "unloading"
+            self._notify()
+            await server.stop(0)
+            model.state, model.server = "unloaded", None
+            self._notify()
 
     async def _measure_always(self) -> None:
         """Measure the loaded models; while they use too much, unload an idle one that is not the latest used."""
         while True:
             await asyncio.sleep(self._measure_every)
-            async with self._loading:
-                for one in self.loaded:
-                    if one.server is not None:
-                        one.num_bytes = await one.server.memory() or one.num_bytes
-                idle = [one for one in self.loaded[1:] if not (one.num_open or one.num_waiting)]
-                if idle and total_bytes(self.loaded) > self._limits.num_bytes:
-                    await self._end(idle[-1])
+            for one in self.loaded:
+                if one.server is not None:
+                    one.num_bytes = await one.server.memory() or one.num_bytes
+            idle = [one for one in self.loaded[1:] if not (one.num_open or one.num_waiting)]
+            if idle and total_bytes(self.loaded) > self._limits.num_bytes:
+                self._start_end(idle[-1])
 
-    def _spawn(self, model: HostedModel, work: Any) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(work)
+    def _spawn(self, model: HostedModel, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         model.tasks.add(task)
         task.add_done_callback(model.tasks.discard)
+        return task
 
     async def _change(self) -> None:
         await self._changed.wait()

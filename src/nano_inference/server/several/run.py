@@ -33,8 +33,18 @@ def model_setup(engine: EngineConfig, config: ServerConfig, *, names: tuple[str,
 
 def limits_of(config: ServerConfig) -> MemoryLimits:
     """Return what loaded models may use together."""
-    num_bytes = config.models_memory or int(_SHARE * psutil.virtual_memory().available)
+    num_bytes = config.models_memory or int(_SHARE * free_memory())
     return MemoryLimits(num_bytes, config.max_loaded_models)
+
+
+def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of memory that are free, within the limit of the cgroup (a container's) if there is one."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((cgroup / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+    except (OSError, UnicodeDecodeError):
+        return available
+    return min(available, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else available
 
 
 def weight_bytes(path: Path) -> int:
@@ -65,6 +75,7 @@ async def serve_models(
             policy,
             installed_dialects(),
             any_model=config.any_model,
+            has_pages=config.pages,
             load_timeout=config.request_timeout,
         )
         return await serve_front(config, listening, front, policy, on_listening=on_listening, on_ready=on_ready)
