@@ -151,6 +151,13 @@ def context_of(opened: LoadedModel, wanted: int) -> str:
     return f"{length} tokens" + ("" if length == models_own else f" of the model's {models_own}")
 
 
+def place_lines(config: ServerConfig, url: str) -> list[str]:
+    """Return the line that says where the server's pages are, or its socket; none without both."""
+    if config.uds is not None:
+        return [f"  Unix socket {config.uds}"]
+    return [f"  chat page {url}/, dashboard {url}/dashboard, API {url}/docs"] if config.pages else []
+
+
 def cache_limit_lines(opened: LoadedModel) -> list[str]:
     """Return the banner's line about a KV cache smaller than the context."""
     limits = opened.model.limits
@@ -177,13 +184,11 @@ def banner(opened: LoadedModel, config: ServerConfig, url: str, wanted_context: 
     return "\n".join(
         [
             f"ready: {', '.join(model.names)}",
-            f"  chat page {url}/, dashboard {url}/dashboard, API {url}/docs"
-            if config.uds is None
-            else f"  Unix socket {config.uds}",
+            *place_lines(config, url),
             f"  context {context_of(opened, wanted_context)}, KV cache {num_slots} tokens, "
             + ("API key required" if has_key else "no API key"),
             f"  default sampling of requests: {differing(model.generation) or 'temperature 1.0'} ({origin})",
-            f"  sampling of the chat page: {described(*model.chat_defaults)}",
+            *([f"  sampling of the chat page: {described(*model.chat_defaults)}"] if config.pages else []),
             *cache_limit_lines(opened),
             *tool_lines(opened),
             *rl_lines(config),

@@ -32,7 +32,7 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
         on_listening=lambda: note(f"listening on {config.uds or url}, loading {first}", common.quiet),
         on_ready=lambda: note(
             f"ready: {first}; loaded when a request names them: {', '.join(further)}\n"
-            f"  chat page {url}/, models {url}/v1/models; loaded models may use {memory}",
+            f"  {f'chat page {url}/, ' if config.pages else ''}models {url}/v1/models; loaded models may use {memory}",
             common.quiet,
             indent=2,
         ),

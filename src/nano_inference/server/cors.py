@@ -19,7 +19,7 @@ PREFLIGHT = (
 
 
 LOCALHOST = "localhost"
-"""In a list of origins: those of this machine: any port of a loopback name, with http or https."""
+"""In a list of origins: those of this machine, any port of a loopback name with http or https."""
 _LOOPBACK = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?")
 
 
