@@ -129,3 +129,10 @@ def test_effort_of_any_value_changes_nothing_without_reasoning(server: Running, 
     assert plain["choices"] == asked["choices"] and plain["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"]
     reply = server.post(RESPONSES, {"input": "a", "max_output_tokens": 4, "reasoning": {"effort": effort}}).json()
     assert reply["reasoning"]["effort"] == effort and reply["usage"]["input_tokens"] == plain["usage"]["prompt_tokens"]
+
+
+def test_progress_is_a_hint_where_no_stream_can_report_it(scripted: Running, strict: Running) -> None:
+    messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    for path, body in (("/v1/messages", messages), (RESPONSES, {"input": "hi", "max_output_tokens": 4})):
+        assert scripted.post(path, {**body, "return_progress": True}).status_code == 200
+        assert strict.post(path, {**body, "return_progress": True}).status_code == 400

@@ -27,7 +27,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.translating import as_body, errors_reworded, rename_structures, unsupported_field
-from nano_inference.server.unsupported import is_one_of, refuse_unsupported
+from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "container": (None,),
@@ -46,7 +46,12 @@ _IGNORED = frozenset({"user", "store", "prompt_cache_key", "safety_identifier", 
 """Fields without effect in a chat completion."""
 _IDLE_EDITS = frozenset({"clear_thinking_20251015"})
 """Edits of the context without effect: thinking of earlier turns is never in the prompt."""
-CHAT_ONLY = frozenset({*ChatBody.model_fields, "reasoning_effort"}) - frozenset(MessagesBody.model_fields) - _IGNORED
+CHAT_ONLY = (
+    frozenset({*ChatBody.model_fields, "reasoning_effort"})
+    - frozenset(MessagesBody.model_fields)
+    - _IGNORED
+    - HINTS.keys()
+)
 """Fields of a chat completion that this API lacks."""
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "return_token_ids", "cache_salt")
 """Fields with the same name in a chat completion."""

@@ -56,7 +56,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies
 from nano_inference.server.schema import Body, ChatBody, Sampling
 from nano_inference.server.translating import as_body, errors_reworded, refuse, rename_structures, unsupported_field
-from nano_inference.server.unsupported import is_one_of, refuse_unsupported
+from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported
 
 LOGPROBS: Final = "message.output_text.logprobs"
 """The value of `include` that adds log-probabilities."""
@@ -82,8 +82,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
 }
 """Unsupported field -> the values that are accepted because they have no effect."""
-_CHAT_ONLY = (*CHAT_NAMES, *(ChatBody.model_fields.keys() - ResponsesBody.model_fields.keys()))
-"""Fields of a chat completion that this API lacks or names otherwise."""
+_CHAT_ONLY = (*CHAT_NAMES, *(ChatBody.model_fields.keys() - ResponsesBody.model_fields.keys() - HINTS.keys()))
+"""Fields of a chat completion that this API lacks or names otherwise, and that are more than hints."""
 
 
 @dataclass(frozen=True, slots=True)
