@@ -34,7 +34,7 @@ def load_model(source, device, phase, model_tag=None, step=None):
     return Theirs(GPT.from_state_dict(state_dict("G4", config), config)), get_tokenizer(), {"model_config": config}
 def save_checkpoint(*arguments): pass
 """
-"""Takes the place of upstream's own module, whose models are not this package's."""
+"""Replaces upstream's own module, whose models are not this package's."""
 
 
 def shims() -> dict[str, str]:

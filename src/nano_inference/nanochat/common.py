@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -43,7 +42,7 @@ def autodetect_device_type() -> str:
 
 def is_ddp_requested() -> bool:
     """Return whether torchrun started this process."""
-    return all(os.environ.get(name) for name in _RANKS)
+    return all(environment().get(name) for name in _RANKS)
 
 
 def is_ddp_initialized() -> bool:
@@ -107,7 +106,7 @@ def base_path(directory: str | Path | None) -> Path:
 
 
 def _integer(name: str) -> int:
-    text = os.environ[name]
+    text = environment()[name]
     if not text.isdecimal():
         raise ValueError(f"{name} must be a number from 0, got {text[:80]!r}")
     return int(text)
