@@ -287,5 +287,5 @@ def _growing() -> list[str]:
         "'a'.zfill(8000).split('').count('a')",
         "'a'.center(8000).split(' ').count('')",
         "'0'.zfill(8000).partition('0').count('0')",
-        "'0'.zfill(8000).replace('0').count('0')",
+        "'a'.zfill(8000).join('a'.zfill(8000)).count('a')",
     ]

@@ -61,6 +61,12 @@ def test_saved_checkpoint_loads_with_equal_weights(tmp_path: Path, generation: s
     assert (directory / "model_000012.pt").stat().st_size < num_bytes + 40_000, "no weight is stored twice"
 
 
+def test_part_of_a_tensor_is_saved_alone(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, {"a": torch.arange(100_000.0)[7:9]}, None, {})
+    assert (tmp_path / "model_000001.pt").stat().st_size < 10_000
+    assert load_checkpoint(tmp_path, 1, "cpu")[0]["a"].tolist() == [7.0, 8.0]
+
+
 def test_each_rank_saves_its_optimizer_and_rank_0_the_rest(tmp_path: Path) -> None:
     weights, state = {"lm_head.weight": torch.ones(2, 3)}, {"step": torch.tensor(4)}
     save_checkpoint(tmp_path / "new" / "d2", 7, weights, state, {"step": 7}, rank=1)
