@@ -25,6 +25,7 @@ _SIZE = "torch Size"
 _DTYPES = {f"torch {name}": name for name in DTYPES}
 _NAMES = frozenset({_SIZE, *_DTYPES})
 _MAX_DICTS = 1 << 16
+_MAX_DIMS, _MAX_NAME = 8, 512
 _MAX_SURPLUS = 4
 """Most values of an update, as a multiple of the model's."""
 
@@ -115,7 +116,11 @@ def _spec(dtype: str, entry: Any) -> PlainSpec:
     name, size, count = entry
     is_size = isinstance(size, Call) and size.function.text == _SIZE and len(size.arguments) == 1
     shape: Any = size.arguments[0] if is_size else None
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+        raise PickleError(f"a tensor's name must be text of 1 to {_MAX_NAME} characters")
+    if isinstance(shape, tuple) and len(shape) > _MAX_DIMS:  # a product takes quadratic time
+        raise PickleError(f"a tensor may have at most {_MAX_DIMS} dimensions, got {len(shape)}")
     is_valid = isinstance(shape, tuple) and all(type(one) is int and one >= 0 for one in shape)
-    if not isinstance(name, str) or not is_valid or type(count) is not int or math.prod(shape) != count:
-        raise PickleError("a tensor has no name, or its size is not the number of its values")
+    if not is_valid or type(count) is not int or math.prod(shape) != count:
+        raise PickleError("a tensor's size is not the number of its values")
     return PlainSpec(name, dtype, shape)
