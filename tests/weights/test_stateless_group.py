@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import pickle
 import sys
 import threading
@@ -135,11 +136,26 @@ def test_engine_updates_from_state_dicts(untied: Pair, tmp_path: Path, library: 
     assert engine.weights_checksum() == other.weights_checksum()
 
 
+class Shape:
+    """Pickles as a `torch.Size`, of any length."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = tuple(sizes)
+
+    def __reduce__(self) -> Any:
+        return torch.Size, (self._sizes,)
+
+
 HUGE = {torch.float32: [("a", torch.Size([1 << 40]), 1 << 40)]}
 BAD_DESCRIPTIONS = [
     (pickle.dumps({torch.int8: [("a", torch.Size([1]), 1)]}), "names 'torch int8'"),
-    (pickle.dumps({torch.float32: [("a", torch.Size([2]), 1)]}), "its size is not the number"),
-    (pickle.dumps({torch.float32: [("a", [1], 1)]}), "its size is not the number"),
+    (pickle.dumps({torch.float32: [("a", torch.Size([2]), 1)]}), "size is not the number of its values"),
+    (pickle.dumps({torch.float32: [("a", [1], 1)]}), "size is not the number of its values"),
+    (pickle.dumps({torch.float32: [("a", Shape([1] * 9), 1)]}), "at most 8 dimensions, got 9"),
+    (pickle.dumps({torch.float32: [("a", Shape([1 << 62] * 50_000), 1)]}), "at most 8 dimensions, got 50000"),
+    (pickle.dumps({torch.float32: [("a" * 513, torch.Size([1]), 1)]}), "name must be text of 1 to 512 characters"),
+    (pickle.dumps({torch.float32: [("", torch.Size([1]), 1)]}), "name must be text of 1 to 512 characters"),
+    (pickle.dumps({torch.float32: [(1, torch.Size([1]), 1)]}), "name must be text of 1 to 512 characters"),
     (pickle.dumps({torch.float32: [("a", 1)]}), "not described by"),
     (pickle.dumps({torch.float32: []}), "not a list of tensors"),
     (pickle.dumps([1]), "not a dict of dtypes"),
@@ -209,6 +225,16 @@ def test_a_missing_library_is_named(tmp_path: Path) -> None:
 def test_an_error_of_nccl_is_named(library: str) -> None:
     with pytest.raises(WeightError, match=r"ncclCommInitRank: invalid argument \(NCCL error 4\)"):
         Communicator(bytes([1]) * 128, rank=1, world_size=2, device=CPU, library=library)
+
+
+def test_an_error_after_joining_aborts_the_communicator(library: str, tmp_path: Path) -> None:
+    base = tmp_path / "nccl"
+    (tmp_path / "nccl.1.down").touch()  # an empty file in place of rank 0's pipe: the first sum fails
+    num_aborts = ctypes.CDLL(library).stub_num_aborts
+    before = num_aborts()
+    with pytest.raises(WeightError, match="ncclAllReduce: unhandled system error"):
+        Communicator(str(base).encode().ljust(128, b"\0"), rank=1, world_size=2, device=CPU, library=library)
+    assert num_aborts() == before + 1
 
 
 @pytest.mark.parametrize("data", [torch.zeros(2, dtype=torch.complex64), torch.zeros(4, 4).t()])

@@ -81,10 +81,11 @@ class Communicator:
         shared = _UniqueId.from_buffer_copy(unique_id)
         with self._on_device():
             self._call("ncclCommInitRank", ctypes.byref(self._communicator), world_size, shared, rank)
-        zero = torch.zeros(1, dtype=torch.float32, device=device)
-        with self._on_stream() as stream:
-            kind = _DTYPES[zero.dtype]
-            self._call("ncclAllReduce", zero.data_ptr(), zero.data_ptr(), 1, kind, _SUM, self._communicator, stream)
+        try:
+            self._add_zeros()
+        except BaseException:
+            self.close()
+            raise
 
     def broadcast(self, data: Tensor) -> None:
         """Receive rank 0's array into a contiguous tensor on the communicator's device; wait for its end.
@@ -108,6 +109,12 @@ class Communicator:
         communicator, self._communicator = self._communicator, _POINTER()
         if communicator:
             self._library["ncclCommAbort"](communicator)
+
+    def _add_zeros(self) -> None:
+        zero = torch.zeros(1, dtype=torch.float32, device=self._device)
+        with self._on_stream() as stream:
+            kind = _DTYPES[zero.dtype]
+            self._call("ncclAllReduce", zero.data_ptr(), zero.data_ptr(), 1, kind, _SUM, self._communicator, stream)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if result := self._library[name](*arguments):

@@ -120,7 +120,10 @@ class Groups:
         self._groups[name] = await in_thread(connect, lambda joined: joined.close())
 
     async def _wait(self, name: str, task: asyncio.Task[None], limit: float | None) -> None:
-        """Wait until a group is joined; `limit` is in seconds, for those that do not end by themselves."""
+        """Wait until a group is joined; `limit` is in seconds, for those that do not end by themselves.
+
+        A join that exceeds it leaves its thread in ncclCommInitRank, which cannot be interrupted.
+        """
         self._joining[name] = task
         try:
             await asyncio.wait({task}, timeout=limit)
