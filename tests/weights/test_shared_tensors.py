@@ -14,8 +14,18 @@ import torch
 from torch.multiprocessing import reductions
 
 from nano_inference import WeightError
+from nano_inference.loader.pickle_data import PickleError
+from nano_inference.weights.shared_pickle import read_bucket, read_tensors
 from nano_inference.weights.shared_tensors import shared_weights
-from tests.weights.shared_trainer import pickled, rename, shared_trainer
+from tests.weights.shared_trainer import (
+    BUCKETS,
+    UPDATER,
+    FlattenedTensorMetadata,
+    LocalSerializedTensor,
+    pickled,
+    rename,
+    shared_trainer,
+)
 
 SENT = {
     "a": torch.arange(3).to(torch.bfloat16),
@@ -129,6 +139,72 @@ def test_cuda_handles_are_checked_before_they_are_opened(changes: dict[str, Any]
     data = pickle.dumps([("a", Runs(function, *cuda_arguments(**changes)))])
     with pytest.raises(WeightError, match=f"^f: .*{part}"):
         list(shared_weights(base64.b64encode(data).decode(), is_bucket=False, field="f"))
+
+
+# ---- pickles that cost more than their size -------------------------------------------------------------------------
+
+
+def typed(num_bytes: int, dtype: torch.dtype = torch.uint8) -> Any:
+    """Return what pickles as a storage in a shared file that is not there."""
+    manager = b"/tmp/torch-shm-dir-aaaaaa/manager.sock"
+    storage = Runs(reductions.rebuild_storage_filename, torch.UntypedStorage, manager, b"/torch_1_1_1", num_bytes)
+    return Runs(reductions.rebuild_typed_storage, storage, dtype)
+
+
+def tensor(shape: tuple[int, ...], stride: tuple[int, ...], num_bytes: int = 1000, grad: Any = False) -> Any:
+    """Return what pickles as a tensor of uint8 in a shared file that is not there."""
+    return Runs(reductions.rebuild_tensor, torch.Tensor, typed(num_bytes), (0, torch.Size(shape), stride, grad))
+
+
+def encoded(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def test_a_pickle_that_several_names_share_is_read_once() -> None:
+    rename(LocalSerializedTensor, UPDATER)
+    inner, other = pickle.dumps(tensor((4,), (1,))), pickle.dumps(tensor((5,), (1,)))
+    one = LocalSerializedTensor([inner])
+    values = [one, LocalSerializedTensor([inner]), one, LocalSerializedTensor([other])]
+    found = read_tensors(encoded([(str(index), value) for index, value in enumerate(values)]))
+    assert [(name, one.shape) for name, one in found] == [("0", (4,)), ("1", (4,)), ("2", (4,)), ("3", (5,))]
+    assert len({id(one) for _, one in found}) == 2
+
+
+@pytest.mark.parametrize("grad", [None, 0, [], [None] * 1000, "true"])
+def test_requires_grad_is_a_bool(grad: Any) -> None:
+    with pytest.raises(PickleError, match="requires_grad"):
+        read_tensors(encoded([("a", tensor((4,), (1,), grad=grad))]))
+
+
+def entry_of(num_fields: int) -> FlattenedTensorMetadata:
+    """Return an entry with fields that SGLang's class does not have."""
+    entry = FlattenedTensorMetadata("a", torch.Size([1]), torch.uint8, 0, 1, 1)
+    vars(entry).update({f"more{index}": None for index in range(num_fields)})
+    return entry
+
+
+SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((1 << 33, 1000), (0, 1)),
+    ((1 << 33,), (0,)),
+    ((500,), (2,)),
+    ((2, 3), (1, 2)),
+    ((2, 3), (3, 1)),
+    ((), ()),
+]
+
+
+@pytest.mark.parametrize(("shape", "stride"), SHAPES)
+def test_a_bucket_is_one_contiguous_row(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    rename(FlattenedTensorMetadata, BUCKETS)
+    text = encoded({"flattened_tensor": tensor(shape, stride), "metadata": [entry_of(0)]})
+    with pytest.raises(WeightError, match=r"^f: flattened_tensor must be one-dimensional and contiguous"):
+        list(shared_weights(text, is_bucket=True, field="f"))
+
+
+def test_a_bucket_may_be_empty_and_its_entries_may_have_more_fields() -> None:
+    rename(FlattenedTensorMetadata, BUCKETS)
+    bucket, parts = read_bucket(encoded({"flattened_tensor": tensor((0,), (1,)), "metadata": [entry_of(2)]}))
+    assert (bucket.shape, [part.name for part in parts]) == ((0,), ["a"])
 
 
 FILES: list[tuple[Any, str]] = [

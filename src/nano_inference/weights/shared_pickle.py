@@ -45,6 +45,7 @@ _RUNNER = "sglang.srt.model_executor.model_runner"
 _METADATA = frozenset(
     f"{module} FlattenedTensorMetadata" for module in ("sglang.srt.weight_sync.tensor_bucket", _RUNNER)
 )
+_PART_FIELDS = frozenset({"name", "shape", "dtype", "start_idx", "end_idx"})
 _LOCAL = frozenset(f"{module} LocalSerializedTensor" for module in (_RUNNER, f"{_RUNNER}_components.weight_updater"))
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {f"torch {name}": dtype for name, dtype in DTYPES.items()} | {"torch uint8": torch.uint8}
@@ -125,20 +126,27 @@ def read_bucket(text: str) -> tuple[SharedTensor, list[BucketPart]]:
         raise PickleError("load_format flattened_bucket needs a dict of flattened_tensor and metadata")
     if not isinstance(tree["metadata"], list):
         raise PickleError("metadata must be a list")
-    return _tensor(tree["flattened_tensor"]), [_bucket_part(one) for one in tree["metadata"]]
+    bucket = _tensor(tree["flattened_tensor"])
+    if len(bucket.shape) != 1 or bucket.stride != (1,):  # strides can make it larger than its storage
+        raise PickleError("flattened_tensor must be one-dimensional and contiguous")
+    return bucket, [_bucket_part(one) for one in tree["metadata"]]
 
 
 def read_tensors(text: str) -> list[tuple[str, SharedTensor]]:
-    """Return the names and tensors of a pickle in base64. Raises `PickleError`."""
+    """Return the names and tensors of a pickle in base64. Raises `PickleError`.
+
+    A pickle inside it that has several names is read once, and its tensor returned for each of them.
+    """
     tree = _unpickled(_decoded(text))
     if not isinstance(tree, list):
         raise PickleError("it must be a list of (name, tensor), or a bucket with load_format flattened_bucket")
     found = []
+    inner: dict[int, SharedTensor] = {}
     for item in tree:
         if not isinstance(item, tuple) or len(item) != 2:
             raise PickleError("an entry is not a pair of a name and a tensor")
         name, value = item
-        found.append((_name(name), _tensor(_local(value) if isinstance(value, Instance) else value)))
+        found.append((_name(name), _local_tensor(value, inner) if isinstance(value, Instance) else _tensor(value)))
     return found
 
 
@@ -159,14 +167,20 @@ def _name(value: Any) -> str:
     return value
 
 
-def _local(value: Instance) -> Any:
-    """Return what the pickle inside a `LocalSerializedTensor` has, which must be for one rank."""
+def _local_tensor(value: Instance, inner: dict[int, SharedTensor]) -> SharedTensor:
+    """Return the tensor of the pickle inside a `LocalSerializedTensor`, which must be for one rank.
+
+    `inner` are the tensors read so far, by the ids of their pickles, which the caller keeps alive.
+    """
     values = value.state.get("values") if value.cls.text in _LOCAL and isinstance(value.state, dict) else None
     if not isinstance(values, list) or not all(isinstance(one, bytes) for one in values):
         raise PickleError("a value is neither a tensor nor a LocalSerializedTensor")
     if len(values) != 1:
         raise PickleError(f"a LocalSerializedTensor has {len(values)} values; this server is one rank")
-    return _unpickled(values[0])
+    data = values[0]
+    if id(data) not in inner:
+        inner[id(data)] = _tensor(_unpickled(data))
+    return inner[id(data)]
 
 
 def _tensor(value: Any) -> SharedTensor:
@@ -183,6 +197,8 @@ def _tensor(value: Any) -> SharedTensor:
     storage, dtype = _typed_storage(typed)
     if not isinstance(metadata, tuple) or len(metadata) != 4:
         raise PickleError("a tensor does not have an offset, a size, strides and requires_grad")
+    if type(metadata[3]) is not bool:  # a value that is not checked may be of any size
+        raise PickleError("requires_grad of a tensor is not a bool")
     return _checked(SharedTensor(storage, dtype, _count(metadata[0]), _shape(metadata[1]), _counts(metadata[2])))
 
 
@@ -251,7 +267,7 @@ def _checked(tensor: SharedTensor) -> SharedTensor:
 
 def _bucket_part(value: Any) -> BucketPart:
     state = value.state if isinstance(value, Instance) and value.cls.text in _METADATA else None
-    if not isinstance(state, dict) or not {"name", "shape", "dtype", "start_idx", "end_idx"} <= set(state):
+    if not isinstance(state, dict) or not state.keys() >= _PART_FIELDS:
         raise PickleError("an entry of metadata is not a FlattenedTensorMetadata")
     start, end = _count(state["start_idx"]), _count(state["end_idx"])
     return BucketPart(_name(state["name"]), _dtype(state["dtype"]), _shape(state["shape"]), start, end)

@@ -149,13 +149,12 @@ def _device(device: int | str) -> int:
 
 
 def _cut(bucket: Tensor, parts: Sequence[BucketPart]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a flattened bucket; copies where its bytes are not aligned, or the dtype is another."""
-    flat = bucket.reshape(-1)
+    """Yield the tensors of a contiguous 1-D bucket; copies where its bytes are not aligned, or the dtype is another."""
     for part in parts:
-        if not part.start <= part.end <= flat.numel():
+        if not part.start <= part.end <= bucket.numel():
             raise WeightError(f"{part.name}: is outside of its bucket")
-        piece = flat[part.start : part.end]
-        if flat.dtype == torch.uint8 and part.dtype != torch.uint8:
+        piece = bucket[part.start : part.end]
+        if bucket.dtype == torch.uint8 and part.dtype != torch.uint8:
             if piece.numel() % part.dtype.itemsize:
                 raise WeightError(f"{part.name}: {piece.numel()} bytes are no whole number of values")
             is_aligned = piece.data_ptr() % part.dtype.itemsize == 0 and part.start % part.dtype.itemsize == 0
