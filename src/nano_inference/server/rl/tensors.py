@@ -44,7 +44,8 @@ def require_same_machine(request: Request) -> None:
     """Raise `ApiError` 403 if the request comes from another machine, where its handles mean nothing here.
 
     A peer is on this machine if its address is loopback or the one that it connected to, or if it uses a UNIX socket.
-    Proxies, which would appear to be here, say so in X-Forwarded-For.
+    Proxies, which would appear to be here, are refused if they add X-Forwarded-For. nginx's defaults and TCP forwards
+    do not: their requests are accepted.
     """
     peer, own = request.client, request.scope.get("server")
     address = parse_address(peer.host) if peer is not None else None
