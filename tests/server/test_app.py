@@ -901,7 +901,16 @@ def test_invocations_are_answered_by_the_fields_of_the_body(server: Running) -> 
         assert server.events("/invocations", {**body, "stream": True})[-1] == "[DONE]"
     texts = {"input": ["a", "b"]}
     assert server.post("/invocations", texts).json() == server.post("/v1/embeddings", texts).json()
-    for body, found in (({"max_tokens": 1}, "none"), ({"prompt": "a", "input": "a"}, "prompt, input")):
+    nulls = {"messages": None, "prompt": "a", "input": None, "seed": 1, "max_tokens": 4}
+    given = {name: value for name, value in nulls.items() if value is not None}
+    choices = server.post("/v1/completions", given).json()["choices"]
+    assert server.post("/invocations", nulls).json()["choices"] == choices
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"max_tokens": 1}, "none"),
+        ({"prompt": None}, "none"),
+        ({"prompt": "a", "input": "a"}, "prompt, input"),
+    ]
+    for body, found in wrong:
         refused = server.post("/invocations", body)
         expected = f"the body must have exactly one of messages, prompt, input; it has {found}"
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, expected)

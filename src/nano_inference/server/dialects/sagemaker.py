@@ -30,8 +30,8 @@ _ROUTES: Mapping[str, Generating] = MappingProxyType(
 
 
 def choose(body: Mapping[str, Any], model: ServedModel) -> Generating:
-    """Return the route of a body. Raises `ApiError` unless it has the field of exactly one."""
-    given = [name for name in _ROUTES if name in body]
+    """Return the route of a body. Raises `ApiError` unless it has the field of exactly one; null is none."""
+    given = [name for name in _ROUTES if body.get(name) is not None]
     if len(given) != 1:
         names = ", ".join(_ROUTES)
         raise ApiError(400, f"the body must have exactly one of {names}; it has {', '.join(given) or 'none'}")
