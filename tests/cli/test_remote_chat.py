@@ -306,6 +306,18 @@ def test_aliases_are_one_model(server: Scripted, capsys: Capture) -> None:
     assert server.post()["model"] == "a"
 
 
+def test_model_may_be_switched_by_an_alias(server: Scripted, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards: list[dict[str, Any]] = [{"id": "a", "parent": None}, {"id": "b"}, {"id": "short", "parent": "b"}]
+    server.models = {"data": cards}
+    server.answer("hi")
+    monkeypatch.setattr("sys.stdin", io.StringIO("/model short\nhello\n/model absent\n/model\n"))
+    assert main(["chat", "--server", server.url, "--model", "a"]) == 0
+    out, err = capsys.readouterr()
+    assert "hi\n" in out and server.post()["model"] == "short"
+    assert "/model must be followed by one of the server's models: a, b\n" in err
+    assert re.search(r"models +a, b\n", out + err)
+
+
 def test_server_without_model_list(server: Scripted, capsys: Capture) -> None:
     server.models_status = "404 Not Found"
     server.answer("hi")

@@ -80,6 +80,7 @@ def open_server(address: Address, wanted: str | None) -> RemoteBackend:
         is_ours=_is_ours(card),
         calculator=_is_ours(card) and card.get("calculator") is True,
         choices=tuple(one_line(str(card.get("id", ""))) for card in own),
+        accepted=frozenset(names),
     )
 
 
@@ -125,7 +126,9 @@ class RemoteBackend:
     calculator: bool = False
     """True to request the model's calculator."""
     choices: tuple[str, ...] = ()
-    """The server's models."""
+    """The server's models without aliases, as shown."""
+    accepted: frozenset[str] = frozenset()
+    """The server's models and their aliases."""
     num_tokens: int | None = None
     """Length of the conversation after the last answer."""
     tokens_per_char: float = 0.0
@@ -140,11 +143,12 @@ class RemoteBackend:
 
     def switch(self, model: str) -> Mapping[str, Any]:
         """Use another model of the server, which may have to load it; return its default sampling fields."""
-        if self.choices and model not in self.choices:
+        if self.accepted and model not in self.accepted:
             raise BadRequest(f"/model must be followed by one of the server's models: {', '.join(self.choices)}")
         other = open_server(self.address, model)
         self.model, self.defaults, self.context = other.model, other.defaults, other.context
-        self.is_ours, self.calculator, self.choices = other.is_ours, other.calculator, other.choices
+        self.is_ours, self.calculator = other.is_ours, other.calculator
+        self.choices, self.accepted = other.choices, other.accepted
         self.num_tokens, self.tokens_per_char = None, 0.0
         return self.defaults if self.is_ours else {}
 
