@@ -141,7 +141,9 @@ def test_only_a_text_at_the_beginning_gets_special_tokens(model: ServedModel) ->
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
-        ({}, "input", "must have prompt_string or content"),
+        ({}, "input", "valid string"),
+        ([{}], "input.0", "should be a valid"),
+        ({"prompt_string": "a", "content": []}, "input", "must have prompt_string or content"),
         ({"prompt_string": "a", "multimodal_data": ["x"]}, "input", "and nothing else"),
         ({"content": "a"}, "input", "must be a list of parts of type text"),
         ({"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, "input", "parts of type text"),

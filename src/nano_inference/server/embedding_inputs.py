@@ -41,8 +41,8 @@ def _check_pieces(value: list[Any]) -> None:
 
 
 def _text_of(value: Any) -> Any:
-    """Return the text of an object, and another value as it is. Rejects objects with anything but text."""
-    if not isinstance(value, dict):
+    """Return the text of llama.cpp's objects, and another value as it is. Rejects such objects with other contents."""
+    if not isinstance(value, dict) or not {"prompt_string", "content"} & set(value):
         return value
     if set(value) == {"prompt_string"}:
         return value["prompt_string"]

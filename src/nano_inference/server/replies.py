@@ -316,16 +316,18 @@ def _completion_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tok
     return {
         "tokens": [f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [None if entry.top is None else _alternatives(entry, name) for entry in entries],
+        "top_logprobs": [
+            None if entry.top is None else _alternatives(entry, name, own_first=not shape.named) for entry in entries
+        ],
         "text_offset": [entry.offset for entry in entries],
     }
 
 
-def _alternatives(entry: LogprobEntry, name: Callable[[int], str]) -> JSON:
-    """Return name -> log-probability of a token's alternatives; the token comes first if it is one, as in vLLM."""
+def _alternatives(entry: LogprobEntry, name: Callable[[int], str], *, own_first: bool) -> JSON:
+    """Return name -> log-probability of a token's alternatives. `own_first`: the token itself comes first, as in vLLM."""
     named = {name(one.token): one.logprob for one in entry.top or ()}
     own = name(entry.token)
-    return {own: named[own], **named} if own in named else named
+    return {own: named[own], **named} if own_first and own in named else named
 
 
 def _prompt_logprobs(sample: TrainingSample | None, shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON | None]:
