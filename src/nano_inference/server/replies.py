@@ -324,7 +324,7 @@ def _completion_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tok
 
 
 def _alternatives(entry: LogprobEntry, name: Callable[[int], str], *, own_first: bool) -> JSON:
-    """Return name -> log-probability of a token's alternatives. `own_first`: the token itself comes first, as in vLLM."""
+    """Return name -> log-probability of a token's alternatives; `own_first`: its own first, as in vLLM."""
     named = {name(one.token): one.logprob for one in entry.top or ()}
     own = name(entry.token)
     return {own: named[own], **named} if own_first and own in named else named
