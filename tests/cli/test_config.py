@@ -79,7 +79,11 @@ def test_last_of_a_repeated_option_is_used(capsys: Capture) -> None:
     assert listed["served-model-name"][0] == ["a", "b"], "an option with several values keeps all"
 
 
-SAMPLES: dict[str, tuple[str, object]] = {"--workers": ("http://a", ["http://a"]), "--max-body-bytes": ("2000", 2000)}
+SAMPLES: dict[str, tuple[str, object]] = {
+    "--workers": ("http://a", ["http://a"]),
+    "--max-body-bytes": ("2000", 2000),
+    "--chat-template-kwargs": ('{"a": 1}', '{"a": 1}'),
+}
 
 
 def write(path: Path, text: str) -> str:

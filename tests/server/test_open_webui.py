@@ -125,10 +125,10 @@ def test_titles_and_tags_are_asked_without_a_stream(server: Running) -> None:
 def test_other_routes_that_it_passes_on(server: Running) -> None:
     options = {"num_predict": 4}
     generated = {"model": "tiny:latest", "prompt": "hello", "stream": False, "options": options}
-    assert server.post("/api/generate", generated).json()["eval_count"] == 4
+    assert 0 < server.post("/api/generate", generated).json()["eval_count"] <= 4
     unload = {"model": "tiny:latest", "keep_alive": 0, "prompt": ""}
     assert server.lines("/api/generate", unload)[-1]["done_reason"] == "unload"
     assert len(server.post("/api/embed", {"model": "tiny:latest", "input": ["hello"]}).json()["embeddings"]) == 1
     assert len(server.post("/v1/embeddings", {"model": "tiny", "input": "hello"}).json()["data"]) == 1
     tagged = {"model": "tiny:latest", "messages": HELLO, "stream": False, "max_tokens": 4}
-    assert server.post(OPENAI, tagged).json()["usage"]["completion_tokens"] == 4
+    assert 0 < server.post(OPENAI, tagged).json()["usage"]["completion_tokens"] <= 4
