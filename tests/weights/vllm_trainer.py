@@ -6,8 +6,6 @@ import ctypes
 import os
 import pickle
 import subprocess
-import sys
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +19,7 @@ import torch.distributed as dist
 
 from nano_inference.kernels.compile import find_compiler
 from tests.weights.broadcast_forms import described_by, dict_arrays
+from tests.weights.names import importable_as
 from tests.weights.plain_trainer import PROCESSES, Named, Trainer, packed
 
 CODES = {torch.uint8: 1, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
@@ -44,12 +43,8 @@ def compile_stub(folder: Path) -> str:
 
 def pickled_id(data: bytes, module: str = WRAPPER) -> bytes:
     """Return a unique id pickled as vLLM does."""
-    parts = module.split(".")
-    for count in range(1, len(parts) + 1):
-        sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(parts[count - 1]))
-    sys.modules[module].ncclUniqueId = ncclUniqueId  # type: ignore[attr-defined]
-    ncclUniqueId.__module__ = module
-    return pickle.dumps(ncclUniqueId.from_buffer_copy(data))
+    with importable_as(module, ncclUniqueId):
+        return pickle.dumps(ncclUniqueId.from_buffer_copy(data))
 
 
 class Rank0:
