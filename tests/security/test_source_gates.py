@@ -223,7 +223,13 @@ def test_tensors_are_loaded_as_tensors_only(trees: dict[str, ast.Module]) -> Non
 def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:
     calling = {"weights/member.py", "cli/wire.py"}  # ask whether a trainer is there; talk with a server
     calling |= {"async_engine.py", "engine_thread.py"}  # asyncio without a socket
-    listening = {"cli/serve.py", "cli/fleet.py", "integrations/verl/http.py"}  # by the server's functions
+    # by the functions of the server
+    listening = {
+        "cli/serve.py",
+        "cli/fleet.py",
+        "cli/several.py",
+        "integrations/verl/http.py",
+    }  # by the server's functions
     others = ("pool/", "integrations/")  # asyncio, and clients of servers
     calling |= {path for path in server_uses(trees) if path.startswith(others)} - listening
     for path in calling:

@@ -887,7 +887,7 @@ def test_chats_without_v1_and_a_model_are_nanochats_if_it_is_served() -> None:
         assert server.events(path, body)[-1]["done"] is True
         assert server.post(path, {**body, "model": "tiny"}).json()["object"] == "chat.completion"
         refused = server.post(path, {"messages": [{"role": "system", "content": "x"}]}).json()
-        assert refused["error"]["message"].startswith("messages.0.role: input should be 'user' or 'assistant'")
+        assert refused["error"]["message"].startswith("messages.0.role: ")
 
 
 def test_invocations_are_answered_by_the_fields_of_the_body(server: Running) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference.server.dialects import generate, llamacpp_body, messages, ollama_body, responses, sglang
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.unsupported import NEUTRAL
+from nano_inference.server.unsupported import HINTS, NEUTRAL
 from tests.server import test_generate, test_llamacpp, test_messages, test_responses, test_sglang, test_unsupported
 from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
 from tests.server.test_unsupported import DECLARED, asking
@@ -78,7 +78,7 @@ FOREIGN: Mapping[str, frozenset[str]] = MappingProxyType(
         COUNT: messages.CHAT_ONLY,
         **dict.fromkeys(
             (RESPONSES, COMPACT, INPUT_TOKENS),
-            frozenset(responses.CHAT_NAMES) | (frozenset(ChatBody.model_fields) - DECLARED[RESPONSES]),
+            frozenset(responses.CHAT_NAMES) | (frozenset(ChatBody.model_fields) - DECLARED[RESPONSES] - HINTS.keys()),
         ),
     }
 )
