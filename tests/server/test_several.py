@@ -201,10 +201,10 @@ def test_switching_needs_the_name_of_a_model(http: httpx2.Client, body: bytes) -
 
 def test_a_client_that_leaves_does_not_stop_others(server: tuple[Process, str], client: openai.OpenAI) -> None:
     url, headers = server[1], {"authorization": f"Bearer {KEY}"}
-    body = {"model": "two", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
+    body = {"model": "two", "prompt": "x", "max_tokens": 240, "ignore_eos": True}
     for _ in range(3):
         with pytest.raises(httpx2.TimeoutException):
-            httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=0.05)
+            httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=0.01)
     assert ask(client, "two").model == "two"
     states_of = httpx2.get(f"{url}/info", headers=headers, timeout=PATIENCE).json()["models"]
     assert [one["open"] + one["waiting"] for one in states_of if one["id"] != "two"] == [0, 0]
