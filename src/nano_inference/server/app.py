@@ -39,7 +39,7 @@ from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
 from nano_inference.server.ignored import IgnoredFields
-from nano_inference.server.log import AccessRecord, log_access
+from nano_inference.server.log import log_access, record_of
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import ServedModel, info
 from nano_inference.server.openapi import openapi
@@ -388,22 +388,7 @@ class App:
                 self.serving.metrics.rejected(_REJECTIONS[error.code])
         call_fields = scope["state"].get("log_fields") or {}
         error = call_fields.pop("error", None) or error
-        log_access(
-            AccessRecord(
-                ts=time.time(),
-                level="error" if status is not None and status >= 500 else "info",
-                request_id=scope["state"].get("request_id"),
-                method=scope["method"],
-                path=scope["path"],
-                status=status,
-                total_ms=seconds * 1e3,
-                client_abort=True if status is None else None,
-                error_type=None if error is None else getattr(error, "type", type(error).__name__),
-                error_code=getattr(error, "code", None),
-                error_param=getattr(error, "param", None),
-                **call_fields,
-            )
-        )
+        log_access(replace(record_of(scope, status, seconds, error), **call_fields))
 
 
 def chosen_route(route: Generating, data: bytes, model: ServedModel) -> Generating:

@@ -10,10 +10,13 @@ import json
 import logging
 import math
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import TextIO
+
+from starlette.types import Scope
 
 ACCESS_LOGGER = "nano_inference.access"
 QUIET_PATHS = ("/health", "/ready", "/ping", "/liveness", "/metrics", "/load")
@@ -56,6 +59,23 @@ class AccessRecord:
     error_code: str | None = None
     error_param: str | None = None
     """The invalid field."""
+
+
+def record_of(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> AccessRecord:
+    """Return the record of a request that has just ended, after `seconds`; without the fields of a call."""
+    return AccessRecord(
+        ts=time.time(),
+        level="error" if status is not None and status >= 500 else "info",
+        request_id=scope["state"].get("request_id"),
+        method=scope["method"],
+        path=scope["path"],
+        status=status,
+        total_ms=seconds * 1e3,
+        client_abort=True if status is None else None,
+        error_type=None if error is None else getattr(error, "type", type(error).__name__),
+        error_code=getattr(error, "code", None),
+        error_param=getattr(error, "param", None),
+    )
 
 
 def access_line(record: AccessRecord) -> str:

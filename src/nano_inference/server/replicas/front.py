@@ -18,7 +18,7 @@ from nano_inference.server.app import strip_root_path
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import error_bodies
 from nano_inference.server.guard import Guard, GuardPolicy
-from nano_inference.server.log import AccessRecord, log_access
+from nano_inference.server.log import log_access, record_of
 from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, Shutdown, close_listener
@@ -105,17 +105,4 @@ async def _drain(front: Front, shutdown: Shutdown, timeout: float) -> None:
 
 def log_response(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
     """Log a finished request."""
-    log_access(
-        AccessRecord(
-            ts=time.time(),
-            level="error" if status is not None and status >= 500 else "info",
-            request_id=scope["state"].get("request_id"),
-            method=scope["method"],
-            path=scope["path"],
-            status=status,
-            total_ms=seconds * 1e3,
-            client_abort=True if status is None else None,
-            error_type=None if error is None else getattr(error, "type", type(error).__name__),
-            error_code=getattr(error, "code", None),
-        )
-    )
+    log_access(record_of(scope, status, seconds, error))

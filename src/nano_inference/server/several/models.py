@@ -224,9 +224,9 @@ class Models:
             self._fail(model, "the server is shutting down")
             raise
         except Exception as error:  # also of starting a process or a thread: the model must not stay "loading"
-            server_or_none, model.server = model.server, None
-            if server_or_none is not None:
-                await server_or_none.stop(0)
+            started_server, model.server = model.server, None
+            if started_server is not None:
+                await started_server.stop(0)
             self._fail(model, str(error) or type(error).__name__)
         else:
             model.state, model.last_used, model.num_failures = "loaded", time.monotonic(), 0
