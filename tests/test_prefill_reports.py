@@ -71,10 +71,11 @@ def test_a_sample_preempted_after_its_first_token_is_not_reported_again() -> Non
     running = engine()
     running.add(REPORTING, claim=True)
     found: list[Delta] = []
+    while len(found) < 6:  # four reports and two tokens
+        found += running.tick().deltas
+    running.pause("keep", clear_cache=True)
+    running.resume()
     while running.has_pending():
         found += running.tick().deltas
-        if len(found) == 6:  # four reports and two tokens
-            running.pause("keep", clear_cache=True)
-            running.resume()
     assert found[-1].sample is not None and found[-1].sample.num_preemptions == 1
     assert [bool(one.prefill) for one in found] == [True] * 5 + [False] * 3
