@@ -99,7 +99,7 @@ docs: .venv/ready
 		'transformers>=5,<6' 'accelerate>=1,<2' \
 		langchain-core==1.7.2 langchain-openai==1.7.3 llm==0.36 'lm-eval[api]==0.4.13' guidellm==0.8.1 \
 		anthropic==2.12.0 'pydantic-ai-slim[openai,anthropic]==2.68.0' openai-agents==0.24.0 smolagents==1.26.0 \
-		renderers==0.1.12 openresponses-types==2.4.0 ollama==0.6.3
+		renderers==0.1.12 openresponses-types==2.4.0 ollama==0.6.3 'ray[serve]==2.60.0'
 	$(PYTHON) -m venv .venv-clients/litellm
 	.venv-clients/litellm/bin/python -m pip install litellm==1.106.2
 	$(PYTHON) -m venv .venv-clients/instructor

@@ -78,6 +78,11 @@ CHANGES: Sequence[Change] = (
     Change("openai_agents", "chats have no `tool_calls`", *_CALLS),
     route("pydantic_ai", "/v1/messages", "messages"),
     Change("pydantic_ai", "streamed calls of messages have no JSON", *_PARTIAL_JSON),
+    route("ray_serve", _CHAT, "openai"),
+    Change(
+        *("ray_serve", "a healthy replica is reported as failed", "../integrations/ray_serve.py"),
+        *("answer.status_code != 200", "answer.status_code == 200"),
+    ),
     route("renderers", "/inference/v1/generate", "generate"),
     Change(
         *("renderers", "a listed model has no `max_model_len`", "model.py"),

@@ -220,6 +220,15 @@ def find_wheel(name: str) -> WheelModel | None:
     return next((wheel for wheel, names in known if wanted in names), None)
 
 
+def served_name(name: str, path: Path) -> str:
+    """Return a model's name for clients: its built-in name, the last part of a path, or the hub id."""
+    known = find_wheel(name) or find_builtin(name)
+    if known is not None:
+        return known.name
+    is_local = names_path(name) and exists(path_of(name, "model"))
+    return path.stem if path.is_file() else (path.name if is_local else name)
+
+
 def catalog_sampling(name: str) -> Mapping[str, float]:
     """Return the sampling fields for chats of a model's catalog entry; empty for a model without an entry."""
     builtin, wheel = find_builtin(name), find_wheel(name)

@@ -233,7 +233,8 @@ def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:
     others = ("pool/", "integrations/")  # asyncio, and clients of servers
     calling |= {path for path in server_uses(trees) if path.startswith(others)} - listening
     for path in calling:
-        assert not {name for _, name, _ in calls(trees[path])} & {"bind", "listen", "create_server"}
+        known = {"bind"} if path == "integrations/ray_serve.py" else set()  # Serve's, which makes an application
+        assert not {name for _, name, _ in calls(trees[path])} & {"bind", "listen", "create_server"} - known
     allowed = {path for path in server_uses(trees) if path.startswith("server/") or path in listening}
     assert server_uses(trees) - calling == allowed
 

@@ -7,6 +7,7 @@ import socket
 from contextlib import closing
 from dataclasses import replace
 
+from nano_inference.catalog import served_name
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of, fetch, for_any_directory
 from nano_inference.cli.spelling import Typed, error_text
@@ -34,7 +35,6 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
 
 def _starter(cluster: RayCluster, engine: EngineConfig, config: ServerConfig, common: Common) -> Start:
     """Return a function that starts a replica. Raises `ValueError` for a configuration that Ray cannot place."""
-    from nano_inference.cli.serve import served_name
 
     assert config.replicas is not None
     if cluster.is_remote:

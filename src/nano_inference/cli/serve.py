@@ -10,9 +10,8 @@ import shlex
 import socket
 import sys
 import threading
-from pathlib import Path
 
-from nano_inference.catalog import find_builtin, find_wheel, names_path
+from nano_inference.catalog import served_name
 from nano_inference.chat_defaults import described, differing
 from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
@@ -20,7 +19,6 @@ from nano_inference.cli.place import fetch
 from nano_inference.cli.spelling import Typed, error_text
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
-from nano_inference.files import exists, path_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.hosts import is_loopback_name
@@ -118,15 +116,6 @@ def url_of(config: ServerConfig, listening: socket.socket) -> str:
         return f"http://localhost{config.root_path}"
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"http://{host}:{listening.getsockname()[1]}{config.root_path}"
-
-
-def served_name(name: str, path: Path) -> str:
-    """Return a model's name for clients: its built-in name, the last part of a path, or the hub id."""
-    known = find_wheel(name) or find_builtin(name)
-    if known is not None:
-        return known.name
-    is_local = names_path(name) and exists(path_of(name, "model"))
-    return path.stem if path.is_file() else (path.name if is_local else name)
 
 
 def tool_lines(opened: LoadedModel) -> list[str]:
