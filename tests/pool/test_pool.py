@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from nano_inference import (
     BadRequest,
     EngineDead,
     InferenceEngine,
+    ModelError,
     RolloutPool,
     SamplingParams,
     UpdateBusy,
@@ -290,15 +292,51 @@ def test_invalid_requests_raise_before_anything_runs(pool: RolloutPool) -> None:
 
 
 def test_pool_that_cannot_replace_its_workers_ends(engines: Engines) -> None:
-    fleet = engines.fleet(2)
-    fleet.can_reopen = False
-    with RolloutPool(fleet, seed=SEED) as pool:
+    def open_once(index: int) -> InferenceEngine:
+        if index in engines.opened:
+            raise ModelError("the machine is gone")
+        return engines.open(index)
+
+    with RolloutPool(LocalFleet(open_once, 2), seed=SEED) as pool:
         engines.opened[1][-1].steps_left = 2
         expected = facts(pool.generate(PROMPTS, PARAMS))
         assert len(expected) == 8 and list(pool.facts()) == ["worker 0"]
         engines.opened[0][-1].steps_left = 0
         with pytest.raises(EngineDead, match="the pool has no worker left"):
             pool.generate(PROMPTS, PARAMS)
+
+
+def test_a_place_that_could_not_be_filled_is_tried_again(
+    engines: Engines, single: InferenceEngine, untied: Pair
+) -> None:
+    failures = iter([ModelError("no memory now")] * 2)
+
+    def open_engine(index: int) -> InferenceEngine:
+        if index in engines.opened and (failure := next(failures, None)) is not None:
+            raise failure
+        return engines.open(index)
+
+    fleet = LocalFleet(open_engine, 2)
+    fleet.retry_s = 0.05
+    with RolloutPool(fleet, seed=SEED) as pool:
+        for one in (pool, single):
+            one.update_weights(untied.named(), blocking=True, version="b")
+        engines.opened[1][-1].steps_left = 0
+        assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+        while len(pool.facts()) < 2:
+            time.sleep(0.01)
+        assert pool.weights_checksum() == single.weights_checksum()
+        assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+        assert all(one.num_computed for one in pool.facts().values())
+
+
+def test_an_update_replaces_workers_that_are_gone(pool: RolloutPool, engines: Engines, untied: Pair) -> None:
+    engines.opened[1][-1].steps_left = 0
+    with pytest.raises(WeightError, match=r"worker 1: .*; all workers keep version 0"):
+        pool.update_weights(untied.named(), blocking=True)
+    assert pool.num_replaced == 1
+    assert pool.update_weights(untied.named(), blocking=True) == 1
+    assert [one.version for one in pool.facts().values()] == [1, 1]
 
 
 def test_requests_wait_while_the_only_worker_is_replaced(engines: Engines, single: InferenceEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -138,17 +139,40 @@ def test_requests_of_an_unreachable_server_go_to_the_others(
         assert list(pool.facts()) == [servers[0].url]
 
 
-def test_restarted_server_is_left_out(directory: Path, servers: list[Running], config: EngineConfig) -> None:
+def again(port: int, shelf: Path) -> ServerConfig:
+    """The configuration of a server that is started anew at its address."""
+    return ServerConfig(
+        port=port, log_requests=False, logprobs_mode="processed", enable_rl=True, weights_dir=str(shelf)
+    )
+
+
+@pytest.mark.parametrize("is_noticed", [False, True], ids=["restarted", "away for a while"])
+def test_a_server_that_comes_back_gets_the_weights_in_force(
+    directory: Path, servers: list[Running], config: EngineConfig, shelves: tuple[Path, Path], is_noticed: bool
+) -> None:
+    good, shelf = shelves[1] / "good", shelves[1]
     with ExitStack() as stack:
         single, first = stack.enter_context(InferenceEngine(config)), stack.enter_context(ExitStack())
-        leaving = first.enter_context(serving(directory, logprobs_mode="processed"))
+        leaving = first.enter_context(serving(directory, shelf, logprobs_mode="processed"))
         port = int(leaving.url.rpartition(":")[2])
-        pool = stack.enter_context(RolloutPool(UrlFleet([servers[0].url, leaving.url]), seed=SEED))
+        pool = stack.enter_context(RolloutPool(UrlFleet([servers[1].url, leaving.url], retry_s=0.05), seed=SEED))
+        for one in (pool, single):
+            source = good if one is pool else weights_in(good, marker=None)
+            one.update_weights(source, blocking=True, version="a")
         first.close()
-        config_again = ServerConfig(port=port, log_requests=False, logprobs_mode="processed", enable_rl=True)
-        stack.enter_context(running(directory, config_again))
+        if is_noticed:
+            assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
+            assert list(pool.facts()) == [servers[1].url]
+        stack.enter_context(running(directory, again(port, shelf)))
+        assert facts(pool.generate(PROMPTS, PARAMS, 2)) == facts(single.generate(PROMPTS, PARAMS, 2))
+        while len(pool.facts()) < 2:
+            time.sleep(0.01)
+        assert pool.weights_checksum() == single.weights_checksum()
         assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
-        assert list(pool.facts()) == [servers[0].url]
+        other = shelves[1] / "other"
+        assert pool.update_weights(other, blocking=True) == 2
+        single.update_weights(weights_in(other, marker=None), blocking=True)
+        assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
 
 
 def test_abort_and_pause_reach_the_servers(pool: RolloutPool) -> None:

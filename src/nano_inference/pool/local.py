@@ -136,7 +136,7 @@ class LocalWorker:
 class LocalFleet:
     """Opens engines on threads of this process; `open_engine` gets the worker's index."""
 
-    can_reopen = True
+    retry_s = 10.0
 
     def __init__(self, open_engine: OpenEngine, size: int) -> None:
         self.size = size

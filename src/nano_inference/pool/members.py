@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ class Members:
 
     def __init__(self, fleet: Fleet, lineage: str) -> None:
         self.lock = asyncio.Lock()
-        """Held while weights are installed or a worker is replaced: a new worker has the weights of all others."""
+        """Held while weights are installed or a new worker gets them: it has the weights of all others."""
         self.version = 0
         """Number of the pool's installations."""
         self.labels: dict[int, WeightLabel] = {}
@@ -64,6 +64,8 @@ class Members:
         self._is_paused = False
         self._tasks: set[asyncio.Task[Any]] = set()
         """Replacements that run."""
+        self._retries: set[asyncio.Task[None]] = set()
+        """Further attempts at places that could not be filled."""
 
     async def open(self) -> None:
         """Open all workers, or none. Raises the first one's error."""
@@ -79,9 +81,10 @@ class Members:
 
     async def close(self) -> None:
         """Close all workers."""
-        for task in tuple(self._tasks):
+        running = [*self._tasks, *self._retries]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         members, self._members = list(self._members.values()), {}
         await asyncio.gather(*(one.worker.close() for one in members), return_exceptions=True)
         await self._fleet.close()
@@ -167,7 +170,9 @@ class Members:
 
     async def each(self, work: Callable[[Worker], Awaitable[Answer]]) -> dict[str, Answer]:
         """Return the result of `work` for each worker by its name; a dead worker is replaced and asked again."""
-        await self._some_alive()
+        while self._tasks:  # a replacement that another call has started
+            await asyncio.wait(self._tasks)
+        self.require_some()
         found = await asyncio.gather(*(self._at(one.index, work) for one in self.alive))
         return dict(one for one in found if one is not None)
 
@@ -197,63 +202,80 @@ class Members:
             return path_of(weights, "weights").absolute()
         return self._fleet.share(pairs(weights))
 
-    def record(self, update: HeldUpdate, versions: dict[int, int]) -> int:
+    def record(self, update: HeldUpdate, numbers: Iterable[tuple[Member, int]]) -> int:
         """Count an update that all workers hold, before any installs it; return the pool's new version.
 
-        `versions` maps a member's index to the number that its worker gives the new weights. From now on the update
-        is in force: a worker that dies before it has installed it gets it with its replacement.
+        `numbers` are those that the members' workers give the new weights. From now on the update is in force: a worker
+        that dies before it has installed it gets it with its replacement.
         """
         self.version += 1
         if update.label is not None:
             self.labels[self.version] = update.label
-        for index, number in versions.items():
-            self._members[index].versions[number] = self.version
+        for member, number in numbers:
+            member.versions[number] = self.version
         kept = self._in_force if update.rules.partial else []
         self._in_force = [*kept, (self.version, update)]
         return self.version
 
     async def replace(self, member: Member, error: WorkerDied) -> None:
-        """Open a new worker in the place of a dead one, or remove the place if the fleet cannot. Idempotent."""
+        """Open a new worker in the place of a dead one; if that fails, try again later. Idempotent."""
+        index = member.index
+        if self._members.get(index) is not member:
+            return
+        self._router.remove(index)
+        del self._members[index]
         await self._unstoppable(self._replace(member, error))
 
     async def _replace(self, member: Member, error: WorkerDied) -> None:
-        async with self.lock:
-            index = member.index
-            if self._members.get(index) is not member:
-                return
-            with suppress(Exception):
-                await member.worker.close()
-            self._router.remove(index)
-            del self._members[index]
-            if not self._fleet.can_reopen:
-                _log.error("%s; %d workers are left", error, len(self._members))
-                return
-            _log.warning("%s; a new worker takes its place", error)
-            try:
-                opened = await self._open(index)
-            except Exception as failure:
-                _log.error("%s; its replacement failed: %s; %d workers are left", error, failure, len(self._members))
-                return
-            self._members[index] = opened
-            self._router.add(index)
-            self.num_replaced += 1
-
-    async def _open(self, index: int) -> Member:
-        """Open a worker, with the weights in force and paused if the pool is."""
-        worker = await self._fleet.open(index)
-        member = Member(index=index, worker=worker, versions={worker.first_version: 0})
+        with suppress(Exception):
+            await member.worker.close()
+        _log.warning("%s; a new worker takes its place", error)
         try:
-            for version, update in self._in_force:
-                number = await worker.stage(update)
-                member.versions[number] = version
-                await worker.commit()
-            is_paused = False
-            while is_paused != self._is_paused:  # the pool may be paused or resumed during the call
-                is_paused = self._is_paused
-                await (worker.pause("keep", clear_cache=False) if is_paused else worker.resume())
+            await self._fill(member.index)
+        except Exception as failure:
+            _log.error("%s; its replacement failed: %s; %d workers are left", error, failure, len(self._members))
+            retry = asyncio.ensure_future(self._retry(member.index))
+            self._retries.add(retry)
+            retry.add_done_callback(self._retries.discard)
+
+    async def _retry(self, index: int) -> None:
+        """Try to fill a place until that succeeds."""
+        while index not in self._members:
+            await asyncio.sleep(self._fleet.retry_s)
+            with suppress(Exception):  # the reason was logged when the place became empty
+                await self._fill(index)
+        _log.warning("%s: takes part again; %d workers", self._members[index].worker.name, len(self._members))
+
+    async def _fill(self, index: int) -> None:
+        """Open a worker and add it to the members. Raises what opening it raises."""
+        worker = await self._fleet.open(index)
+        try:
+            async with self.lock:
+                self._members[index] = await self._prepared(index, worker)
         except BaseException:
             await worker.close()
             raise
+        self._router.add(index)
+        self.num_replaced += 1
+
+    async def _open(self, index: int) -> Member:
+        """Open a worker at the pool's start."""
+        worker = await self._fleet.open(index)
+        return Member(index=index, worker=worker, versions={worker.first_version: 0})
+
+    async def _prepared(self, index: int, worker: Worker) -> Member:
+        """Install the weights in force in a new worker, and pause it if the pool is paused."""
+        member = Member(index=index, worker=worker, versions={worker.first_version: 0})
+        if self._in_force:
+            await worker.discard()  # a server that was unreachable may hold an update of before
+        for version, update in self._in_force:
+            number = await worker.stage(update)
+            member.versions[number] = version
+            await worker.commit()
+        is_paused = False
+        while is_paused != self._is_paused:  # the pool may be paused or resumed during the call
+            is_paused = self._is_paused
+            await (worker.pause("keep", clear_cache=False) if is_paused else worker.resume())
         return member
 
     async def _unstoppable(self, work: Coroutine[Any, Any, Result]) -> Result:

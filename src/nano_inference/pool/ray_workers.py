@@ -193,7 +193,7 @@ class RayWorker:
 class RayFleet:
     """Opens engines as Ray actors, in the cluster that this process has joined; else it joins one with `ray.init()`."""
 
-    can_reopen = True
+    retry_s = 10.0
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NamedTuple
 
 from nano_inference.pool.members import Member, Members
 from nano_inference.pool.worker import HeldUpdate, WorkerDied
@@ -55,50 +56,63 @@ class Updates:
         return self._task is not None and not self._task.done()
 
     async def _install(self, update: HeldUpdate) -> int:
-        """Stage in all workers, then commit in all; discard everywhere if one fails."""
+        """Stage in all workers, then commit in all; discard everywhere if one fails, and replace those that are gone.
+
+        Raises `WeightError`, `UpdateBusy`.
+        """
         members = self._members
         async with members.lock:
             members.require_some()
             alive = members.alive
-            numbers = await _staged(alive, update, members.version)
-            self._is_committing = True
-            try:
-                version = members.record(update, numbers)
-                done = await asyncio.gather(*(one.worker.commit() for one in alive), return_exceptions=True)
-            finally:
-                self._is_committing = False
+            held = await _staged(alive, update)
+            version = members.version
+            if not held.failed:
+                self._is_committing = True
+                try:
+                    version = members.record(update, held.numbers)
+                    done = await asyncio.gather(*(one.worker.commit() for one in alive), return_exceptions=True)
+                finally:
+                    self._is_committing = False
+        for member, error in held.failed:
+            if isinstance(error, WorkerDied):
+                await members.replace(member, error)
+        if held.failed:
+            raise _refused(*held.failed[0], version)
         for member, outcome in zip(alive, done, strict=True):
             if isinstance(outcome, BaseException):  # the update is in force: the replacement gets it
                 await members.replace(member, WorkerDied(f"{member.worker.name}: could not install: {outcome}"))
         return version
 
 
-async def _staged(alive: list[Member], update: HeldUpdate, version: int) -> dict[int, int]:
-    """Return the future version of each member by index, once all hold the update. Raises `WeightError`, `UpdateBusy`.
+class Held(NamedTuple):
+    """What workers say of an update; if one failed, none holds it."""
 
-    Otherwise no worker holds it.
-    """
+    numbers: list[tuple[Member, int]]
+    """Members and their future versions."""
+    failed: list[tuple[Member, BaseException]]
+
+
+async def _staged(alive: list[Member], update: HeldUpdate) -> Held:
+    """Let all workers gather an update."""
     try:
         outcomes = await asyncio.gather(*(one.worker.stage(update) for one in alive), return_exceptions=True)
     except asyncio.CancelledError:
         await asyncio.shield(_discard(alive))
         raise
-    numbers: dict[int, int] = {}
-    failed: tuple[Member, BaseException] | None = None
-    holding: list[Member] = []
-    for member, outcome in zip(alive, outcomes, strict=True):
-        if isinstance(outcome, BaseException):
-            failed = failed or (member, outcome)
-        else:
-            holding.append(member)
-            numbers[member.index] = outcome
-    if failed is None:
-        return numbers
-    await _discard(holding)
-    member, error = failed
+    pairs = list(zip(alive, outcomes, strict=True))
+    failed = [(member, outcome) for member, outcome in pairs if isinstance(outcome, BaseException)]
+    numbers = [(member, outcome) for member, outcome in pairs if not isinstance(outcome, BaseException)]
+    if failed:
+        await _discard([member for member, _ in numbers])
+    return Held(numbers, failed)
+
+
+def _refused(member: Member, error: BaseException, version: int) -> WeightError | UpdateBusy:
     kind = UpdateBusy if isinstance(error, UpdateBusy) else WeightError
     reason = str(error).removeprefix(f"{member.worker.name}: ")
-    raise kind(f"{member.worker.name}: {reason}; all workers keep version {version}") from error
+    refusal = kind(f"{member.worker.name}: {reason}; all workers keep version {version}")
+    refusal.__cause__ = error
+    return refusal
 
 
 async def _discard(holding: list[Member]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from nano_inference.admission import Limits
-from nano_inference.checks import float32
+from nano_inference.checks import check_number, float32
 from nano_inference.pool.dialect import SampleBuilder, check_supported, request_json, samples_of
 from nano_inference.pool.wire import Refused, Server, read_url
 from nano_inference.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
@@ -153,22 +153,23 @@ class UrlWorker:
 class UrlFleet:
     """Servers at fixed addresses. One that stops answering is left out, and its requests go to the others.
 
+    Every `retry_s` seconds it is asked again; one that answers gets the weights in force and its part of the work.
     Requests, scores, embeddings and streams need no more than the dialect. Pauses, aborts and updates need our server
     with `--enable-rl`; an update is a directory below every server's `--weights-dir`. All servers must have opened the
-    same weights.
+    same weights, also after a restart.
     """
 
-    can_reopen = False
-
-    def __init__(self, urls: Sequence[str], *, api_key: str | None = None) -> None:
-        """Raises `BadRequest` naming an address that is invalid or given twice."""
+    def __init__(self, urls: Sequence[str], *, api_key: str | None = None, retry_s: float = 5.0) -> None:
+        """Raises `BadRequest` naming an address that is invalid or given twice, or `retry_s`."""
         if isinstance(urls, str) or not urls:
             raise BadRequest("urls must be a list of at least one address, such as http://host:8000")
         found = [read_url(one) for one in urls]
         for one in found:
             if found.count(one) > 1:
                 raise BadRequest(f"urls: {one} is given twice")
+        check_number("retry_s", retry_s, 0, 86400, open_low=True)
         self.size = len(found)
+        self.retry_s = retry_s
         self._urls = found
         self._api_key = api_key
 

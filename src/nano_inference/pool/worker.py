@@ -113,8 +113,8 @@ class Fleet(Protocol):
 
     size: int
     """Number of workers."""
-    can_reopen: bool
-    """Whether a dead worker can be replaced by a new one."""
+    retry_s: float
+    """Seconds between attempts to open a worker in the place of a dead one."""
 
     def share(self, named: Iterable[tuple[object, object]]) -> Any:
         """Return a snapshot of (name, tensor) pairs as `HeldUpdate.weights`, stored once for all workers.
