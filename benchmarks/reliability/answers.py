@@ -9,8 +9,9 @@ import random
 import time
 from collections.abc import Sequence
 
-from harness import JSON, Check, Finding, Lab, Server, greedy, in_background, milliseconds, prose, quantile
+from harness import Check, Finding, Lab, Server, greedy, in_background, milliseconds, prose, quantile
 from queueing import COMPLETIONS, choice_of, differing
+from wires import JSON
 
 KEYS = ("first-client-key-0001", "second-client-key-0002")
 

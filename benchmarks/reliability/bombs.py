@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import JSON, Check, Finding, Lab, Reply, Server, milliseconds, polled, quantile
+from harness import Check, Finding, Lab, Server, milliseconds, polled, quantile
+from wires import JSON, Reply
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 CHATS = "/v1/chat/completions"

@@ -28,15 +28,19 @@ import fairness
 import files
 import hostile
 import lifecycle
+import malformed
 import queueing
 import quotas
 import soak
+import waiting
 from harness import Check, Finding, Lab, say
 
 CHECKS: tuple[Check, ...] = (
     *lifecycle.CHECKS,
     *queueing.CHECKS,
+    *waiting.CHECKS,
     *hostile.CHECKS,
+    *malformed.CHECKS,
     *answers.CHECKS,
     *failures.CHECKS,
     *fairness.CHECKS,

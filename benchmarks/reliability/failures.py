@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 
 from faulty import MARK
-from harness import INNARDS, JSON, Check, Finding, Lab, Reply, Server, Stream, greedy, milliseconds
+from harness import INNARDS, Check, Finding, Lab, Server, greedy, milliseconds
 from queueing import COMPLETIONS
+from wires import JSON, Reply, Stream
 
 OTHERS = 3
 

@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from harness import Check, Finding, Lab, Server, Stream, greedy, launch, milliseconds, until
+from harness import Check, Finding, Lab, Server, greedy, launch, milliseconds, until
 from queueing import COMPLETIONS, ONE_AT_A_TIME, fill
+from wires import Stream
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -14,18 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from harness import (
-    JSON,
-    Check,
-    Closed,
-    Finding,
-    Lab,
-    Server,
-    Wire,
-    greedy,
-    in_background,
-    megabytes,
-)
+from harness import Check, Finding, Lab, Server, greedy, in_background, megabytes
+from wires import JSON, Closed, Wire
 
 COMPLETIONS = "/v1/completions"
 GREEDY_CLIENT, OTHER_CLIENT = "key-of-the-greedy-client", "key-of-the-other-client"

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from harness import JSON, Check, Closed, Finding, Lab, Server, greedy, megabytes, say
+from harness import Check, Finding, Lab, Server, greedy, megabytes, say
 from queueing import COMPLETIONS, impatient
+from wires import JSON, Closed
 
 RATE = 4.0
 REST_S = 10.0
