@@ -178,6 +178,8 @@ def test_a_configuration_file_gives_engine_and_server(tmp_path: Path) -> None:
         ({"engine": "x"}, "engine must be an object"),
         ({"engine": {"blocks": 3}}, "blocks"),
         ({"server": {"port": -1}}, "port"),
+        ({"server": {"replicas": 2}}, "replicas"),
+        ({"server": {"enable_rl": True}}, "enable_rl"),
     ],
 )
 def test_wrong_arguments_are_named(args: dict[str, Any], text: str) -> None:

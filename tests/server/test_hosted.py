@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -127,11 +128,18 @@ def test_without_lifespan_events_requests_fail(engine: EngineConfig, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("server", "name"),
-    [(ServerConfig(further_model=("a=b",)), "further_model"), (ServerConfig(uds="x.sock"), "uds")],
+    "given",
+    [
+        {"further_model": ("a=b",)},
+        {"uds": "x.sock"},
+        {"port": 80},
+        {"replicas": 2},
+        {"workers": ("http://127.0.0.1:1",)},
+        {"exit_on_failure": True},
+        {"max_connections": 5},
+    ],
+    ids=lambda given: next(iter(given)),
 )
-def test_settings_of_other_listeners_are_refused(
-    engine: EngineConfig, tmp_path: Path, server: ServerConfig, name: str
-) -> None:
-    with pytest.raises(ValueError, match=name):
-        HostedApp(engine, server, tmp_path)
+def test_settings_of_a_listener_are_refused(engine: EngineConfig, tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(given))}: has no effect in another ASGI server"):
+        HostedApp(engine, ServerConfig(**given), tmp_path)

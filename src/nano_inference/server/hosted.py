@@ -16,6 +16,12 @@ from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
+OF_THE_LISTENER = (
+    *("port", "uds", "max_connections", "keep_alive_timeout", "write_timeout", "log_requests", "exit_on_failure"),
+    *("replicas", "workers", "further_model", "models_memory", "max_loaded_models"),
+)
+"""Fields of `ServerConfig` for a process that listens itself; the host has options of its own."""
+_DEFAULT = ServerConfig()
 _POLL_S = 0.05
 
 _log = logging.getLogger("nano_inference.server")
@@ -29,11 +35,10 @@ class HostedApp:
     """
 
     def __init__(self, engine: EngineConfig, server: ServerConfig, cache: Path) -> None:
-        """`cache` is the directory of fetched models. Raises `ValueError` for a configuration of several models."""
-        if server.further_model:
-            raise ValueError("further_model: an application has one model; nano-inference serve has several")
-        if server.uds is not None:
-            raise ValueError("uds: the ASGI server listens, and has an option of its own")
+        """`cache` is the directory of fetched models. Raises `ValueError` naming a field of `OF_THE_LISTENER`."""
+        given = next((one for one in OF_THE_LISTENER if getattr(server, one) != getattr(_DEFAULT, one)), None)
+        if given is not None:
+            raise ValueError(f"{given}: has no effect in another ASGI server, only in nano-inference serve")
         self._engine = engine
         self._config = server
         self._cache = cache
