@@ -115,7 +115,7 @@ def assemble(
         raise ValueError("deterministic: requires the CPU or the CUDA kernels (docs/batch-dependence.md)")
     check_cache_fits(config.kv_cache_bytes, device)
     kinds = installed_kinds() if kinds is None else kinds
-    checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
+    checkpoint = opened(config, kinds)
     on_open(checkpoint)
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
     executor: Executor
@@ -132,6 +132,16 @@ def assemble(
             checkpoint, device, dtype, max_model_len, progress, attention=config.attention, families=kinds.families
         )
     return parts_with(executor, config, checkpoint, kinds)
+
+
+def opened(config: EngineConfig, kinds: ModelKinds) -> Checkpoint:
+    """Open the configured checkpoint; with `allow_long_context`, its longest sequence is at least `max_model_len`."""
+    checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
+    trained = checkpoint.config.max_positions
+    if not config.allow_long_context or config.max_model_len <= trained:
+        return checkpoint
+    _log.warning("max_model_len %d is more than the model was trained for, %d tokens", config.max_model_len, trained)
+    return checkpoint.with_positions(config.max_model_len)
 
 
 def parts_with(executor: Executor, config: EngineConfig, checkpoint: Checkpoint, kinds: ModelKinds) -> EngineParts:

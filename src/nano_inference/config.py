@@ -57,6 +57,9 @@ class EngineConfig:
     block_size: int = helped(16, "tokens in a KV block", integer(1, 4096))
     max_batch_size: int = helped(256, "most sequences that run at the same time", integer(1, 65536))
     max_model_len: int = helped(8192, "longest sequence; clamped to the model's maximum", integer(1))
+    allow_long_context: bool = helped(
+        False, "let max_model_len exceed the model's maximum; it was not trained for these positions"
+    )
     max_tokens_per_batch: int = helped(
         2048, "most tokens computed in one step; longer prompts are cut into chunks", integer(1)
     )

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nano_inference.assemble import divided_model, environment, load_rank, locate, parts_with
+from nano_inference.assemble import divided_model, environment, load_rank, opened, parts_with
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.devices import rank_device
 from nano_inference.kinds import installed_kinds
-from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.loader.sources import WeightSource
 from nano_inference.parallel.executor import ShardedExecutor
 from nano_inference.parallel.follower import Fill, Follower
@@ -73,7 +72,7 @@ class SpmdEngine:
     def _join(self, config: EngineConfig, device: torch.device) -> None:
         """Join the other ranks and load this one's part."""
         kinds = installed_kinds()
-        checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
+        checkpoint = opened(config, kinds)
         model, program = divided_model(checkpoint, config, kinds)
         self._links = trainer_links(config.tensor_parallel, device)
         own = load_rank(checkpoint, model, program, config, self._links, device)
