@@ -29,11 +29,20 @@ from nano_inference.text.tool_calls import (
     push,
     start,
 )
-from nano_inference.text.tool_format import HERMES, LLAMA, MISTRAL, Tool, ToolFormat, calls_grammar, tool_format
+from nano_inference.text.tool_format import (
+    FIREFUNCTION,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    Tool,
+    ToolFormat,
+    calls_grammar,
+    tool_format,
+)
 from nano_inference.text.tool_json import MAX_DEPTH, MAX_SCALAR, JsonState, is_object, step
 from nano_inference.types import BadRequest
 
-FORMATS = [HERMES, LLAMA, MISTRAL]
+FORMATS = [HERMES, LLAMA, MISTRAL, FIREFUNCTION]
 NAMES = ("f", "get_weather", "g.h-1")
 F = '{"name": "f", "arguments": {"a": 1}}'
 G = '{"name": "get_weather", "arguments": {"city": "Bern }] </tool_call>"}}'
@@ -114,6 +123,10 @@ EXAMPLES: list[tuple[ToolFormat, str, list[Event]]] = [
         f'So: [TOOL_CALLS][{F[:-1]}, "id": "a1"}}] Ok',
         [Content("So:"), *call(0, "f", '{"a": 1}'), Content("Ok")],
     ),
+    (FIREFUNCTION, f"functools[{F}, {G}]", [*call(0, "f", '{"a": 1}'), *call(1, "get_weather", CITY)]),
+    (FIREFUNCTION, f"functools[{F}]", call(0, "f", '{"a": 1}')),
+    (FIREFUNCTION, "Import functools, then [1].", [Content("Import functools, then [1].")]),
+    (FIREFUNCTION, "functools[0] is no call", [Content("functools[0] is no call")]),
     (MISTRAL, f"[TOOL_CALLS]{F}", call(0, "f", '{"a": 1}')),
     # keys in another order, missing arguments, arguments as a string, unescaped line breaks
     (HERMES, '<tool_call>{"arguments": {"a": [1, {}]}, "name": "f"}</tool_call>', call(0, "f", '{"a": [1, {}]}')),
@@ -476,6 +489,8 @@ def test_format_follows_from_the_markers_of_a_template() -> None:
     assert tool_format("{% if tools %}<|python_tag|>{% endif %}") == LLAMA
     assert tool_format("""{{ tools }}{{ '", "parameters": ' + call.arguments }}""") == LLAMA
     assert tool_format("""{{ tools }}{{ '", "parameters": ' + f.parameters }}""") == HERMES
+    assert tool_format("functools{% set text = text + functions %}") == FIREFUNCTION
+    assert tool_format("functools of a template whose functions are not written") == HERMES
     assert tool_format("[TOOL_CALLS] of a template without them") == HERMES
 
 

@@ -8,6 +8,7 @@ inside filters and tests as steps, so a template that is not in `template_digest
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from nano_inference.text.literals import literal_pattern
 from nano_inference.text.named_templates import TEMPLATES
 from nano_inference.text.template_digests import is_known
 from nano_inference.text.templates import Renderer, Templates, size_of
+from nano_inference.text.tool_format import takes_text
 from nano_inference.types import BadRequest, ModelError
 
 FUEL = 5_000_000
@@ -141,15 +143,16 @@ def render(template: ChatTemplate, messages: Sequence[Message], rendering: Rende
     taken = sorted((RESERVED | template_guard.OWN) & set(rendering.extra))
     if taken:
         raise BadRequest(f"chat template variable {taken[0]!r} is reserved")
+    name = "tool_use" if rendering.tools and template.tool_source is not None else "default"
     data = {
         **template.named,
+        **({"functions": _functions_text(rendering.tools)} if takes_text(template.templates.sources[name]) else {}),
         **view(rendering.extra, "extra"),
         "messages": view(messages, "messages"),
         "tools": view(rendering.tools, "tools"),
         "documents": None,
         "add_generation_prompt": rendering.add_generation_prompt,
     }
-    name = "tool_use" if rendering.tools and template.tool_source is not None else "default"
     if template.render_here is not None and size_of(data, MAX_IN_PROCESS) <= MAX_IN_PROCESS:
         return template.render_here(name, data)
     return template.workers.render(name, data)
@@ -199,6 +202,11 @@ def _render_open(template: ChatTemplate, messages: Sequence[Message], rendering:
     if mark not in text:
         raise BadRequest("continue_final_message: the chat template changes the last message's content")
     return text[: text.rindex(mark)].replace(mark, "")  # a template may write a message twice
+
+
+def _functions_text(tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the functions as a JSON text, "" if there are none."""
+    return json.dumps([tool["function"] for tool in tools], ensure_ascii=False, indent=4) if tools else ""
 
 
 def check_messages(messages: object) -> None:

@@ -1,4 +1,4 @@
-"""The three formats in which models write function calls, and a grammar for each."""
+"""The four formats in which models write function calls, and a grammar for each."""
 
 from __future__ import annotations
 
@@ -39,12 +39,17 @@ LLAMA = ToolFormat(name="llama", begin="<|python_tag|>", arguments="parameters",
 MISTRAL = ToolFormat(name="mistral", begin="[TOOL_CALLS]", is_list=True)
 """Mistral's models up to tokenizer version 3; later ones do not write a list."""
 
+FIREFUNCTION = ToolFormat(name="firefunction", begin="functools", is_list=True)
+"""Fireworks' Firefunction 2."""
+
 MAX_FORCED_CALLS = 4
 """Limit on the calls of a reply that must be calls, because small models do not stop by themselves."""
 
 _PARAMETERS = re.compile(r"""["']parameters\\?["']\s*:[\s'"{}+~-]*[\w.]*\.arguments""")
 """A template's expression that writes a call's arguments as "parameters", which elsewhere is a function's schema."""
 _SPEAKS = re.compile(r"\btools\b")
+_TAKES_TEXT = re.compile(r"(?:\+|\{\{-?)\s*functions\b")
+"""A template's expression that writes its variable `functions`, a text."""
 _NO_SPECIAL: Mapping[str, int] = {}
 _OTHERS = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "dependentSchemas"}
@@ -56,8 +61,13 @@ _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 def speaks_of_tools(template_source: str | None) -> bool:
-    """Return True if a chat template uses the variable `tools`."""
-    return template_source is not None and _SPEAKS.search(template_source) is not None
+    """Return True if a chat template uses the variable `tools`, or `functions`."""
+    return template_source is not None and (_SPEAKS.search(template_source) is not None or takes_text(template_source))
+
+
+def takes_text(template_source: str) -> bool:
+    """Return True if a chat template writes a variable `functions`: the functions as a JSON text (Firefunction 2)."""
+    return _TAKES_TEXT.search(template_source) is not None
 
 
 def tool_format(template_source: str | None) -> ToolFormat:
@@ -68,6 +78,8 @@ def tool_format(template_source: str | None) -> ToolFormat:
         return HERMES
     if MISTRAL.begin in template_source:
         return MISTRAL
+    if takes_text(template_source) and FIREFUNCTION.begin in template_source:
+        return FIREFUNCTION
     is_llama = LLAMA.begin in template_source or _PARAMETERS.search(template_source) is not None
     return LLAMA if is_llama else HERMES
 
