@@ -564,6 +564,8 @@ OWN_RESPONSES: Table = {
     "cache_salt": turn("cached", "responses1", "responses2", input=LONG),
     "return_tokens_as_token_ids": turn("logprobs", True, False, include=[LOGPROBS]),
     "calculator": turn("text", True, False, model="calculator", input="What is 123 plus 456?", **SUM_HERE),
+    "timings_per_token": turn("form", True, False),
+    "return_progress": turn("form", True, False, stream=True),
     "background": turn("error", True, False),
     "background_options": turn("error", {"completion_window": "8h"}),
     "context_management": turn("error", [{"type": "compaction"}], []),
@@ -633,6 +635,7 @@ ANTHROPIC: Table = {
     "messages.content.id": turn("error", "toolu_2", "toolu_1", messages=CALLED),
     "messages.content.name": turn("prompt", "f", "gg", messages=CALLED),
     "messages.content.input": turn("prompt", {"x": 1}, {"x": 22}, messages=CALLED),
+    "messages.content.thinking": shown_by("test_thinking_between_calls"),
     "messages.content.tool_use_id": turn(
         "error", "toolu_2", "toolu_1", at="messages.1.content.0.tool_use_id", messages=CALLED
     ),
@@ -1014,6 +1017,20 @@ def test_thinking_of_earlier_answers(servers: Mapping[str, Running], tmp_path: P
             body = joined(BASES[OLLAMA_CHAT], {"messages": [message]})
             counts.append(server.post(OLLAMA_CHAT, body).json()["prompt_eval_count"])
     assert [count - counts[0] for count in counts] == [0, 4, 7]
+
+
+def test_thinking_between_calls(tmp_path: Path) -> None:
+    template = "{% for one in messages %}{{ one.content }}{{ one.reasoning_content }}{% endfor %}"
+    with running(make_tiny(tmp_path, template=template)) as server:
+        for path in (MESSAGES, COUNT):
+            counts = []
+            for text in ("a", "abcd"):
+                blocks = [{"type": "thinking", "thinking": text, "signature": "s"}, USE]
+                body = joined(BASES[path], {"messages": [{**CALLED[0], "content": blocks}, CALLED[1]]})
+                reply = server.post(path, body).json()
+                usage = reply.get("usage", reply)
+                counts.append(usage["input_tokens"] + usage.get("cache_read_input_tokens", 0))
+            assert counts[1] - counts[0] == 3
 
 
 BOOKS = frozenset({*INFORMING, "stream_options.include_obfuscation"})

@@ -137,6 +137,27 @@ def test_consecutive_messages_of_one_role_are_one_turn(model: ServedModel) -> No
     assert "continue_final_message" not in fields
 
 
+def test_reasoning_between_the_calls_of_the_current_turn_is_kept(model: ServedModel) -> None:
+    """As in Anthropic's API, where reasoning of earlier turns is not in the prompt."""
+
+    def thought(text: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+        parts = [{"type": "thinking", "thinking": one, "signature": "s"} for one in (text, "so")]
+        return {"role": "assistant", "content": [*parts, {"type": "redacted_thinking", "data": "x"}, *blocks]}
+
+    talk = [
+        {"role": "user", "content": "weather?"},
+        thought("old", {"type": "text", "text": "fine"}),
+        {"role": "user", "content": "and there?"},
+        thought("first", USE),
+        {"role": "user", "content": [RESULT]},
+        thought("second", {**USE, "id": "toolu_2"}),
+        {"role": "user", "content": [{**RESULT, "tool_use_id": "toolu_2"}]},
+    ]
+    fields, _ = chat_fields(body_of(messages=talk), model)
+    found = [one.get("reasoning_content") for one in fields["messages"]]
+    assert found == [None, None, None, "first\nso", None, "second\nso", None]
+
+
 def test_calls_and_results_become_messages_in_order(model: ServedModel) -> None:
     second = {**USE, "id": "toolu_2", "input": {}}
     parts = [{"type": "text", "text": "no"}, {"type": "text", "text": "net"}]

@@ -78,9 +78,10 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier turn; omitted from the prompt, as Anthropic does."""
+    """Reasoning of an earlier answer; in the prompt only between calls of the current turn, as Anthropic does."""
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str | None = None
 
 
 Block = Annotated[

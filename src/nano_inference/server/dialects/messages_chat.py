@@ -1,7 +1,8 @@
 """Translation of Anthropic's messages, tools and formats to those of a chat completion. Pure.
 
 The texts of a turn are joined with line breaks, as in a chat's message. Each tool result becomes a separate message in
-the same position; the text of a failed one begins with "Error: ". Reasoning blocks are omitted.
+the same position; the text of a failed one begins with "Error: ". Reasoning blocks of the current turn, which has had
+calls since the user's last text, are passed to the chat template (`reasoning_content`); earlier ones are omitted.
 """
 
 from __future__ import annotations
@@ -72,7 +73,16 @@ def chat_of(body: CountTokensBody) -> Chat:
     if is_open and messages[-1].get("tool_calls"):
         message = f"{places[-1]}: tool_use must be followed by a message with its tool_result"
         raise ApiError(400, message, param=places[-1])
-    return Chat(messages, places, is_open)
+    return Chat(_with_current_reasoning(messages), places, is_open)
+
+
+def _with_current_reasoning(messages: Sequence[JSON]) -> list[JSON]:
+    """Return the messages; those before the user's last text without `reasoning_content`."""
+    start = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return [
+        {name: value for name, value in message.items() if index > start or name != "reasoning_content"}
+        for index, message in enumerate(messages)
+    ]
 
 
 def tools_of(tools: Sequence[ToolParam]) -> list[JSON]:
@@ -129,9 +139,11 @@ def _turn(role: str, blocks: Sequence[_PlacedBlock], names: dict[str, str]) -> l
 def _assistant(blocks: Sequence[_PlacedBlock], names: dict[str, str]) -> JSON:
     texts: list[str] = []
     calls: list[JSON] = []
+    thoughts: list[str] = []
     for one in blocks:
         block = one.block
         if isinstance(block, ThinkingBlock):
+            thoughts += [block.thinking] if block.thinking else []
             continue
         if isinstance(block, ToolUseBlock):
             if block.id in names:
@@ -143,6 +155,7 @@ def _assistant(blocks: Sequence[_PlacedBlock], names: dict[str, str]) -> JSON:
         else:
             texts.append(_text(one, "text, tool_use and thinking"))
     message: JSON = {"role": "assistant", "content": "\n".join(texts)}
+    message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     return message | ({"tool_calls": calls} if calls else {})
 
 

@@ -243,6 +243,8 @@ def _chat_of(body: ResponsesBody, messages: Sequence[JSON], functions: Sequence[
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     fields["chat_template_kwargs"] = body.chat_template_kwargs
     fields["continue_final_message"] = body.continue_final_message
+    fields |= {"timings_per_token": body.timings_per_token, "return_progress": body.return_progress}
+    fields["stream"] = body.stream
     fields["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
     fields["response_format"] = response_format(body.text.format) if body.text and body.text.format else None
     fields["tool_choice"] = chat_choice(body.tool_choice)

@@ -121,6 +121,10 @@ class ResponsesBody(Sampling, PromptFields):
     include: Annotated[list[str], Field(max_length=64)] | None = None
     top_logprobs: Alternatives | None = None
     continue_final_message: bool | None = None
+    timings_per_token: bool | None = None
+    """As in llama.cpp: return `timings`, in a stream with each piece of text and beside the last response."""
+    return_progress: bool | None = None
+    """As in llama.cpp: report in a stream how much of the prompt is computed, in events `response.in_progress`."""
 
     background: Any = None
     background_options: Any = None

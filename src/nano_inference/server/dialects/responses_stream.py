@@ -1,7 +1,7 @@
 """Replies of OpenAI's Responses API, whole or as a stream of events.
 
 Form and order of the events as in OpenAI's API (openai/types/responses). Whole replies and streams are built by the
-same code: the response in a stream's last event equals the whole reply.
+same code: the response in a stream's last event equals the whole reply, which has `timings` inside if requested.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
+from nano_inference.server.prefill_progress import PrefillProgress
 from nano_inference.server.replies import joined, sample_facts, token_logprobs
+from nano_inference.server.timings import timings_of
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
 
 _ENDS = {"length": "incomplete", "abort": "cancelled"}
 """Finish reason -> status of the response, if not "completed"."""
+_RUNNING, _TEXT = "response.in_progress", "response.output_text.delta"
 _NONE: Mapping[str, tuple[str, str]] = {}
 
 
@@ -93,22 +96,27 @@ class ResponsesReply(Reply):
         """Completed items."""
         self._open: _Message | _Function | None = None
         self._num_events = 0
+        self._prefill = PrefillProgress(call)
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         (transcript,) = transcripts
         self._take(transcript.events, transcript.entries, transcript.parts)
         self._finish(transcript)
-        return self._ended(transcript)
+        return self._ended(transcript) | self._timings(transcript)
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events `response.created` and `response.in_progress`."""
         response = self._response("in_progress")
-        return self._encode(
-            [_response_event("response.created", response), _response_event("response.in_progress", response)]
-        )
+        return self._encode([_response_event("response.created", response), _response_event(_RUNNING, response)])
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        return self._encode(self._take(decoded.events, decoded.entries, decoded.parts))
+        reports = self._prefill.reports(transcript, decoded)
+        states = [
+            _response_event(_RUNNING, self._response("in_progress")) | {"prompt_progress": one} for one in reports
+        ]
+        timings = self._timings(transcript)
+        events = self._take(decoded.events, decoded.entries, decoded.parts)
+        return self._encode([*states, *(one | timings if one["type"] == _TEXT else one for one in events)])
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the end of the open item, and the response."""
@@ -116,7 +124,7 @@ class ResponsesReply(Reply):
         ends = self._finish(transcript)
         response = self._ended(transcript)
         name = "response.completed" if response["status"] == "completed" else "response.incomplete"
-        return self._encode([*ends, _response_event(name, response)])
+        return self._encode([*ends, _response_event(name, response) | self._timings(transcript)])
 
     def error_events(self, error: ApiError) -> bytes:
         """Return the response with its items so far, and the error."""
@@ -204,6 +212,12 @@ class ResponsesReply(Reply):
             start, _ = self._message()
         status = "incomplete" if transcript.finish_reason in _ENDS else "completed"
         return [*start, *self._close(status, **sample_facts(transcript, self._call.shape))]
+
+    def _timings(self, transcript: Transcript) -> JSON:
+        """Return llama.cpp's `timings` if they are requested."""
+        if not self._call.shape.timings:
+            return {}
+        return {"timings": timings_of(self._call, transcript, len(transcript.token_ids))}
 
     # ---- responses and events ---------------------------------------------------------------------------------------
 
