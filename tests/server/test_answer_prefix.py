@@ -112,7 +112,7 @@ def test_return_token_ids_adds_ids_of_alternatives(server: Running) -> None:
         ({"answer_token_ids": [1], "response_format": {"type": "json_object"}}, "functions or a structure"),
         ({"answer_token_ids": [1], "add_generation_prompt": False}, "continue_final_message or without"),
         ({"answer_token_ids": [1] * 600}, "600 tokens leave no room in the context of 512"),
-        ({"answer_token_ids": [1] * 500}, "longer than the context of 512"),
+        ({"answer_token_ids": [1] * 500}, "exceeds the available context size of 512"),
         ({"sample_index": -1}, "sample_index"),
     ],
 )

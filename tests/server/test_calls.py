@@ -386,7 +386,7 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be at most 20, got 21", "top_logprobs"),
     ({"max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
     ({"max_completion_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
-    ({"messages": BIG}, "tokens, which with an answer is longer than the context of 512", "messages"),
+    ({"messages": BIG}, "tokens, which with an answer exceeds the available context size of 512", "messages"),
     (
         {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message and add_generation_prompt cannot both be true",
@@ -628,7 +628,7 @@ def test_role_must_be_known_string(role: Any) -> None:
 
 def test_larger_context_is_suggested_only_if_supported(model: ServedModel) -> None:
     for positions, is_advised in ((LIMITS.max_model_len, False), (LIMITS.max_model_len + 1, True)):
-        with pytest.raises(ApiError, match="longer than the context") as refused:
+        with pytest.raises(ApiError, match="exceeds the available context size") as refused:
             completion(replace(model, max_positions=positions), prompt=[1] * 2000)
         assert ("--max-model-len" in refused.value.message) is is_advised
 

@@ -152,7 +152,7 @@ def test_only_a_text_at_the_beginning_gets_special_tokens(model: ServedModel) ->
         ([1, "hi", 2.5], "input", "entry 2 of an input of ids and texts"),
         ([1, "hi", [2]], "input", "entry 2 of an input of ids and texts"),
         (["hi", 1, True], "input", "entry 2 of an input of ids and texts"),
-        ([1, ""], "input.1", "at least 1 character"),
+        (["a", ""], "input.1", "at least one token"),
         ([1, "hi", 260], "input", "token id 260 at position 3 is outside the vocabulary of 260"),
     ],
 )
@@ -189,10 +189,10 @@ def test_add_special_tokens(model: ServedModel) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"input": ""}, "input", "at least 1 character"),
+        ({"input": ""}, "input", "at least one token"),
         ({"input": []}, "input", "at least 1 item"),
-        ({"input": [""]}, "input.0", "at least 1 character"),
-        ({"input": ["a", ""]}, "input.1", "at least 1 character"),
+        ({"input": [""]}, "input.0", "at least one token"),
+        ({"input": ["a", ""]}, "input.1", "at least one token"),
         ({"input": [[1], []]}, "input.1", "at least 1 item"),
         ({"input": None}, "input", "valid string"),
         ({"input": [1, -1]}, "input.1", "greater than or equal to 0"),
@@ -230,7 +230,7 @@ def test_text_longer_than_the_context_is_refused(
 ) -> None:
     error = refusal(model, input=given)
     assert (error.code, error.param) == ("context_length_exceeded", field)
-    assert error.message.startswith(f"{field} has {found}, which is longer than the context of 512")
+    assert error.message.startswith(f"{field} has {found}, too large for the context of 512")
     assert error.extra == {"n_prompt_tokens": count, "n_ctx": 512}
 
 

@@ -392,7 +392,7 @@ def test_unsupported_or_invalid_field_is_named(server: Running, fields: JSON, pa
 def test_prompt_longer_than_the_context_has_its_error_type(server: Running, prompt: Any) -> None:
     error = server.post(PATH, {"prompt": prompt, **GREEDY}).json()["error"]
     assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
-    assert "context of 512" in error["message"]
+    assert "context size of 512" in error["message"]
     assert error["n_prompt_tokens"] >= 512 and error["n_ctx"] == 512
 
 
@@ -493,7 +493,7 @@ def test_props(server: Running) -> None:
     assert reply == {
         "total_slots": 4,
         "model_alias": "tiny",
-        "model_path": "tiny",
+        "model_path": server.opened.model.file_name,
         "modalities": {"vision": False, "audio": False},
         "chat_template": TEMPLATE,
         "bos_token": "<|bos|>",

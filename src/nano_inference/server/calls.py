@@ -21,6 +21,7 @@ from nano_inference.server.prompts import (
     completion_prompts,
     fit_to_context,
     require_dialogue,
+    with_prefill,
 )
 from nano_inference.server.refusals import api_errors, to_api_error
 from nano_inference.server.replies import OpenAIReply
@@ -75,6 +76,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
 
 def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /v1/chat/completions. Raises `ApiError` naming the invalid field."""
+    body = with_prefill(body, model)
     extra = body.model_extra or {}
     refuse_unsupported(extra)
     _check_counts(body, model, config, body.top_logprobs, "top_logprobs")

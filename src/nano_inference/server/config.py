@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from nano_inference.checks import Check, check_fields, check_text, from_known, integer, number
+from nano_inference.checks import SEEDS, Check, check_fields, check_text, from_known, integer, number
 from nano_inference.config import helped
 from nano_inference.text.named_templates import TEMPLATES
 from nano_inference.types import LogprobsMode
@@ -81,7 +81,15 @@ class ServerConfig:
     chat_template_kwargs: str | None = helped(
         None, "variables of the chat template, a JSON object, for requests that set no other value", check_text
     )
+    prefill_assistant: bool = helped(
+        False,
+        "continue a last message of the assistant, as llama.cpp does, in chats that set neither continue_final_message "
+        "nor add_generation_prompt",
+    )
     temp: float | None = helped(None, "temperature of requests that name none", number(0, 2))
+    default_seed: int | None = helped(
+        None, "seed of requests that name none, so that a repeated request gets the same answer", integer(*SEEDS)
+    )
     n_predict: int | None = helped(
         None, "most tokens of an answer to requests that set no limit (default: to the end of the context)", integer(1)
     )

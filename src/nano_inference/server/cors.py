@@ -10,7 +10,7 @@ from nano_inference.server.headers import Headers, single, values
 
 PREFLIGHT_SECONDS = 600
 PREFLIGHT = (
-    (b"access-control-allow-methods", b"GET, HEAD, POST, PUT, PATCH, DELETE"),
+    (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
     # By the Fetch standard, * does not include authorization.
     (b"access-control-allow-headers", b"authorization, *"),
     (b"access-control-max-age", b"%d" % PREFLIGHT_SECONDS),

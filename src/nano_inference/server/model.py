@@ -45,6 +45,10 @@ class ServedModel:
     """Default sampling fields of the chat page."""
     max_positions: int
     """Maximum context of the model's configuration, in tokens."""
+    file_name: str = ""
+    """Name of the model's file or directory, without the directories above it; empty if unknown."""
+    prefills: bool = False
+    """True if a last message of the assistant is continued unless a request decides it."""
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Facts shown by GET /info: architecture, precision, kernels."""
     longest_token: int

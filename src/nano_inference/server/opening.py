@@ -72,6 +72,8 @@ def open_model(
         dialogue=served_dialogue(config, parts.checkpoint.tokenizer, tokenizer, kinds.tokenizers),
         grammars=Grammars(tokenizer, engine.limits.vocab_size, parts.eos_token_ids),
         limits=engine.limits,
+        file_name=path.name,
+        prefills=config.prefill_assistant,
         max_positions=parts.checkpoint.config.max_positions,
         generation=served_defaults(config, own),
         chat_defaults=served_chat_defaults(config, chat_defaults(own, catalog_sampling(name))),
@@ -114,7 +116,8 @@ def served_chat_defaults(config: ServerConfig, found: ChatDefaults) -> ChatDefau
 def served_defaults(config: ServerConfig, own: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the default sampling fields of requests: the model's, if they are used, and the configured ones."""
     used = own if config.generation_config == "auto" else {}
-    return MappingProxyType({**used, **({} if config.temp is None else {"temperature": config.temp})})
+    given = {"temperature": config.temp, "seed": config.default_seed}
+    return MappingProxyType({**used, **{name: value for name, value in given.items() if value is not None}})
 
 
 def valid_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
@@ -16,6 +16,7 @@ from nano_inference.text.dialogue import Dialogue, Rendering
 from nano_inference.text.tool_format import speaks_of_tools
 from nano_inference.text.tool_prompt import with_tools
 
+_Rendered = TypeVar("_Rendered", bound=RenderingFields)
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _CALCULATOR_PARTS = frozenset({"python", "python_output"})
 
@@ -93,6 +94,17 @@ def require_dialogue(model: ServedModel) -> Dialogue:
     if model.dialogue is None:
         raise ApiError(400, "the model has no chat template; use /v1/completions", param="messages")
     return model.dialogue
+
+
+def with_prefill(body: _Rendered, model: ServedModel) -> _Rendered:
+    """Return the body; if the server continues answers and the body leaves it open, with `continue_final_message`."""
+    messages = body.messages or []
+    is_open = body.continue_final_message is None and body.add_generation_prompt is None
+    if not (model.prefills and is_open and messages and messages[-1].role == "assistant" and messages[-1].content):
+        return body
+    if len(messages) > 1 and messages[-2].role == "assistant":
+        raise ApiError(400, "messages: of two answers at the end, none can be continued", param="messages")
+    return body.model_copy(update={"continue_final_message": True})
 
 
 def rendering_of(body: RenderingFields, dialogue: Dialogue, extra: Mapping[str, Any]) -> Rendering:
@@ -243,13 +255,14 @@ def too_long(num_tokens: int, shown: str, field: str, model: ServedModel, *, ans
     """Return the error of a text with more tokens than the context has room for; `answered`: with an answer."""
     limits = model.limits
     context = limits.max_model_len if answered else min(limits.max_model_len, limits.num_blocks * limits.block_size)
-    found = f"the prompt has {shown}, which with an answer is" if answered else f"{field} has {shown}, which is"
+    found = "the prompt" if answered else field
+    much = "which with an answer exceeds the available context size" if answered else "too large for the context"
     way_out = "" if answered else " or set truncate_prompt_tokens"
     if context == limits.max_model_len < model.max_positions:
         way_out += " or start the server with a larger --max-model-len"
     return ApiError(
         400,
-        f"{found} longer than the context of {context}; shorten it{way_out}",
+        f"{found} has {shown}, {much} of {context}; shorten it{way_out}",
         param=field,
         code="context_length_exceeded",
         extra={"n_prompt_tokens": num_tokens, "n_ctx": context},

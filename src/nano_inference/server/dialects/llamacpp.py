@@ -7,6 +7,7 @@ a bias of -100.
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -95,16 +96,17 @@ def _call(prompt: JSON, body: LlamaFields, model: ServedModel, config: ServerCon
 
 
 def props(model: ServedModel, occupancy: Occupancy) -> JSON:
-    """Return the reply of GET /props; `model_path` is the model's name, not its directory."""
+    """Return the reply of GET /props; `model_path` is the file's name, without its directory."""
     dialogue, named = model.dialogue, model.tokenizer.named
     defaults = given_fields(LlamaBody(prompt=""))
     names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
-    params = {"n_predict": -1, **{name: defaults[name] for name in (*names, "seed", "n_probs")}}
+    params = {"n_predict": -1, **{name: defaults[name] for name in (*names, "n_probs")}}
+    params["seed"] = model.generation.get("seed", -1)
     return {
         "default_generation_settings": {"n_ctx": model.limits.max_model_len, "params": params},
         "total_slots": occupancy.max_running,
         "model_alias": model.name,
-        "model_path": model.name,
+        "model_path": model.file_name or model.name,
         "modalities": {"vision": False, "audio": False},
         "chat_template": dialogue.template.source if isinstance(dialogue, TemplateDialogue) else "",
         "bos_token": named.get("bos_token", ""),
@@ -129,12 +131,19 @@ def _fields(body: LlamaFields, model: ServedModel, config: ServerConfig) -> JSON
         "model": body.model,
         "n": body.n_cmpl,
         "max_tokens": _limit(body),
-        "seed": None if body.seed in _RANDOM_SEEDS else body.seed,
+        "seed": _seed(body),
         "logit_bias": _bias(body.logit_bias, model.tokenizer) | _banned_ends(body, model),
         "stream": body.stream,
         "return_progress": body.return_progress,
         "return_token_ids": True,
     }
+
+
+def _seed(body: LlamaFields) -> int | None:
+    """Return the seed; None for the server's default. A body that asks for a random one gets it."""
+    if body.seed not in _RANDOM_SEEDS:
+        return body.seed
+    return secrets.randbits(32) if "seed" in body.model_fields_set and body.seed is not None else None
 
 
 def _limit(body: LlamaFields) -> int | None:

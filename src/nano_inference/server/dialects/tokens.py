@@ -12,12 +12,13 @@ from nano_inference.server.detokenizer import token_text
 from nano_inference.server.dialect import Converting, Describing, Dialect, Occupancy
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import read_messages, require_dialogue
+from nano_inference.server.prompts import read_messages, require_dialogue, with_prefill
 from nano_inference.server.refusals import api_errors, to_api_error
 from nano_inference.server.schema import ApplyTemplateBody, CountBody, DetokenizeBody, RenderingFields, TokenizeBody
 from nano_inference.server.tools import requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.dialogue import TemplateDialogue
+from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest
 
 
@@ -59,15 +60,26 @@ def detokenize(body: DetokenizeBody, model: ServedModel) -> JSON:
 
 
 def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
-    """Return {prompt}: the messages rendered with the model's chat template."""
+    """Return {prompt}: the messages rendered with the model's chat template.
+
+    Without a BOS that the tokenizer adds itself: clients send this text to /completion.
+    """
+    body = with_prefill(body, model)
     refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     dialogue = require_dialogue(model)
     use = requested_tools(body, dialogue.tool_template)
     try:
-        return {"prompt": dialogue.text(*read_messages(body, dialogue, use, body.model_extra or {}))}
+        text = dialogue.text(*read_messages(body, dialogue, use, body.model_extra or {}))
     except ValueError as error:
         raise to_api_error(error, "messages") from None
+    return {"prompt": text.removeprefix(_added_text(model.tokenizer))}
+
+
+def _added_text(tokenizer: Tokenizer) -> str:
+    """Return the text of the BOS that the tokenizer puts before each text, "" if it adds none."""
+    bos = tokenizer.bos_id
+    return "" if bos is None or tokenizer.encode("")[:1] != [bos] else tokenizer.token_text(bos)
 
 
 def tokenizer_info(model: ServedModel, occupancy: Occupancy) -> JSON:
@@ -100,6 +112,7 @@ def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
 def _rendered(body: RenderingFields, model: ServedModel) -> list[int]:
     """Return the tokens of rendered messages. Raises `ApiError`."""
     dialogue = require_dialogue(model)
+    body = with_prefill(body, model)
     use = requested_tools(body, dialogue.tool_template)
     with api_errors("messages"):
         return dialogue.encode(*read_messages(body, dialogue, use, body.model_extra or {}))
