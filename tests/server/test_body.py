@@ -210,6 +210,16 @@ def test_invalid_value_error_names_field(kind: str, field: str, value: Any) -> N
             "stream_options.include_usage: input should be a valid boolean, got 5",
         ),
         (
+            {"prompt": "a", "logit_bias": {"bad1": 1, "5": 1, "bad2": 1}},
+            CompletionBody,
+            "got 'bad1'; also logit_bias.bad2",
+        ),
+        (
+            {"prompt": "a", "logit_bias": {f"bad{i}": 1 for i in range(20)}},
+            CompletionBody,
+            "also " + ", ".join(f"logit_bias.bad{i}" for i in range(1, 9)) + ", …",
+        ),
+        (
             {"prompt": "a", "logit_bias": {str(i): 0 for i in range(1025)}},
             CompletionBody,
             "must have at most 1024 entries",

@@ -35,6 +35,15 @@ def test_keys_of_option_and_file_are_distinct(tmp_path: Path) -> None:
     assert load_keys(ServerConfig()) == ()
 
 
+def test_short_keys_need_insecure(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="api_key: key 1 is shorter than 8 characters"):
+        load_keys(ServerConfig(api_key=("a-short",)))
+    assert load_keys(ServerConfig(api_key=("a-short",), insecure=True)) == ("a-short",)
+    admin = ServerConfig(admin_key=("a-short",), enable_rl=True, insecure=True)
+    with pytest.raises(ValueError, match="admin_key: key 1 is shorter than 8 characters"):
+        keys.load_admin_keys(admin)
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o610, 0o601])
 def test_key_file_readable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ValueError, match=rf"^api_key_file may be read by others .*mode {mode:o}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from reprlib import Repr
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from nano_inference.server.schema import Body
 MAX_DEPTH = 64
 MAX_NAME = 200
 """Characters of a field's path in an error."""
+_MAX_SIBLINGS = 8
 
 _LIMITS = frozenset(
     {
@@ -79,12 +81,25 @@ def _schema_error(error: ValidationError, value: dict[str, Any], malformed_statu
     if malformed and malformed_status != 400:
         found, status = malformed, malformed_status
     chosen = max(found, key=lambda one: (len(_path(one, value)), not one["type"].endswith("_type")))
-    name = ".".join(str(part)[:64] for part in _path(chosen, value))[:MAX_NAME]
+    name = _spelled(_path(chosen, value))
     is_object = chosen["type"] in ("model_type", "model_attributes_type", "dict_type")
     text = (chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
     message = "input should be an object" if is_object else text
     got = "" if chosen["type"] == "missing" else f", got {_shown(chosen['input'])}"
-    return ApiError(status, f"{name}: {message}{got}", param=name or None)
+    return ApiError(status, f"{name}: {message}{got}{_siblings(chosen, found, value)}", param=name or None)
+
+
+def _spelled(path: Sequence[int | str]) -> str:
+    return ".".join(str(part)[:64] for part in path)[:MAX_NAME]
+
+
+def _siblings(chosen: ErrorDetails, found: Sequence[ErrorDetails], value: Any) -> str:
+    """Return a text that names other fields of the same object or list with the same error, empty for none."""
+    own = _path(chosen, value)
+    paths = [_path(one, value) for one in found if one["type"] == chosen["type"]]
+    others = {_spelled(path): None for path in paths if path[:-1] == own[:-1] and path != own}
+    names = [*others][:_MAX_SIBLINGS]
+    return f"; also {', '.join(names)}{', …' if len(others) > len(names) else ''}" if names else ""
 
 
 def _path(error: ErrorDetails, value: Any) -> list[int | str]:

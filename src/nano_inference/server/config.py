@@ -101,7 +101,7 @@ class ServerConfig:
         metadata={"help": "key that clients must send; may be repeated (others can see it in ps)"},
     )
     api_key_file: str | None = helped(None, "file with a key on each line, which only its owner may read")
-    insecure: bool = helped(False, "listen beyond loopback without a key")
+    insecure: bool = helped(False, "listen beyond loopback without a key; allow keys of less than 8 characters")
     admin_key: tuple[str, ...] = field(
         default=(),
         repr=False,

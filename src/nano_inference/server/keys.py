@@ -76,8 +76,11 @@ def digest(key: str) -> bytes:
 
 
 def load_keys(config: ServerConfig) -> tuple[str, ...]:
-    """Return the distinct keys of `api_key` and `api_key_file`. Raises `ValueError` without the key."""
-    return _load(config.api_key, config.api_key_file, "api_key")
+    """Return the distinct keys of `api_key` and `api_key_file`; `insecure` allows short ones.
+
+    Raises `ValueError` without the key.
+    """
+    return _load(config.api_key, config.api_key_file, "api_key", 1 if config.insecure else MIN_KEY)
 
 
 def load_admin_keys(config: ServerConfig) -> tuple[str, ...]:
@@ -85,19 +88,19 @@ def load_admin_keys(config: ServerConfig) -> tuple[str, ...]:
     return _load(config.admin_key, config.admin_key_file, "admin_key")
 
 
-def _load(keys: Sequence[str], file: str | None, name: str) -> tuple[str, ...]:
+def _load(keys: Sequence[str], file: str | None, name: str, shortest: int = MIN_KEY) -> tuple[str, ...]:
     named = [(f"{name}: key {i}", key) for i, key in enumerate(keys, 1)]
     if file is not None:
         named += keys_in_file(path_of(file, f"{name}_file"), f"{name}_file")
     for place, key in named:
-        check_key(place, key)
+        check_key(place, key, shortest)
     return tuple(dict.fromkeys(key for _, key in named))
 
 
-def check_key(place: str, key: str) -> None:
+def check_key(place: str, key: str, shortest: int = MIN_KEY) -> None:
     """Raise `ValueError` for a key that is too short or that a header cannot contain."""
-    if len(key) < MIN_KEY:
-        raise ValueError(f"{place} is shorter than {MIN_KEY} characters")
+    if len(key) < shortest:
+        raise ValueError(f"{place} is shorter than {shortest} characters")
     if not all("!" <= char <= "~" for char in key):
         raise ValueError(f"{place} contains a blank or a character outside visible ASCII")
 
