@@ -367,7 +367,7 @@ def test_unsupported_or_invalid_field_is_named(server: Running, sampling: JSON, 
     reply = server.post(PATH, body_of(sampling, **fields))
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, param), error
-    assert param in error["message"] or "context of 512" in error["message"]
+    assert param in error["message"] or "size of 512" in error["message"]
 
 
 # ---- ends

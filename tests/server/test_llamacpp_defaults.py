@@ -132,6 +132,16 @@ def test_empty_text_has_an_embedding_if_the_tokenizer_adds_a_token(with_bos: Run
     assert vectors[0] == vectors[1] == vectors[2]
 
 
+def test_pooling_is_that_of_the_server_unless_the_request_names_one(tiny_directory: Path) -> None:
+    def vector(server: Running, **fields: Any) -> list[float]:
+        data: list[JSON] = server.post("/v1/embeddings", {"input": "hello", **fields}).json()["data"]
+        return list(data[0]["embedding"])
+
+    with running(tiny_directory, config()) as plain, running(tiny_directory, config(pooling="last")) as last:
+        assert vector(last) == vector(plain, pooling="last") != vector(plain)
+        assert vector(last, pooling="mean") == vector(plain)
+
+
 # ---- reports
 
 

@@ -104,7 +104,7 @@ LIMITS: list[tuple[JSON, str]] = [
     ({"messages": HELLO, "top_k": 201}, "top_k"),
     ({"messages": HELLO, "max_tokens": 0}, "max_tokens"),
     ({"messages": HELLO, "max_tokens": 4097}, "max_tokens"),
-    ({"messages": [{"role": "user", "content": "a" * 600}]}, "context of 512"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "size of 512"),
 ]
 MALFORMED: list[tuple[JSON, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages.0.content"),

@@ -385,7 +385,7 @@ def test_an_answer_larger_than_the_cache_names_its_option(tiny_directory: Path) 
 def test_prompt_longer_than_the_context_is_refused(server: Running, path: str) -> None:
     long = {"prompt": "a" * 600} if path == GENERATE else {"messages": [{"role": "user", "content": "a" * 600}]}
     reply = server.post(path, body(path, **long))
-    assert reply.status_code == 400 and "context of 512" in reply.json()["error"]
+    assert reply.status_code == 400 and "size of 512" in reply.json()["error"]
 
 
 # ---- embeddings

@@ -451,7 +451,7 @@ def test_unsupported_or_invalid_field_is_named(server: Running, params: Any, fie
     reply = server.post(PATH, {"input_ids": ids("hello"), "sampling_params": params, **fields})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, param), error
-    assert param.rpartition(".")[2] in error["message"] or "context of 512" in error["message"]
+    assert param.rpartition(".")[2] in error["message"] or "size of 512" in error["message"]
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/chat/completions"])

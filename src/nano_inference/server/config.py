@@ -16,6 +16,7 @@ from nano_inference.text.named_templates import TEMPLATES
 from nano_inference.types import LogprobsMode
 
 GenerationConfig = Literal["auto", "none"]
+Pooling = Literal["mean", "last"]
 
 
 class SettingError(ValueError):
@@ -90,6 +91,7 @@ class ServerConfig:
     default_seed: int | None = helped(
         None, "seed of requests that name none, so that a repeated request gets the same answer", integer(*SEEDS)
     )
+    pooling: Pooling = helped("mean", "pooling of embeddings in requests that name none: mean or last")
     n_predict: int | None = helped(
         None, "most tokens of an answer to requests that set no limit (default: to the end of the context)", integer(1)
     )

@@ -62,7 +62,7 @@ def embedding_requests(
         raise ApiError(400, message, param="dimensions")
     if body.truncate_prompt_tokens == 0:
         raise ApiError(400, "truncate_prompt_tokens leaves no token", param="truncate_prompt_tokens")
-    params = SamplingParams(max_tokens=0, pooling=body.pooling or "mean", logprobs_mode=config.logprobs_mode)
+    params = SamplingParams(max_tokens=0, pooling=body.pooling or config.pooling, logprobs_mode=config.logprobs_mode)
     return tuple(
         PromptRequest(prompt=_prompt(text, field, body, model, params), params=params, salt=salt)
         for field, text in inputs_by_field(body.input)
