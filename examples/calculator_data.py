@@ -1,7 +1,7 @@
-"""Questions for the calculator model: arithmetic, letters in words, small talk; each with tool call and reply.
+"""Questions for the calculator model: arithmetic, letters in words, chats; each with tool call and reply.
 
-Questions are generated from a seed. Held-out questions are chosen by a hash of the expression or of the word, so that
-neither occurs in training in any phrasing.
+Questions are generated from a seed, by skill. Held-out questions are chosen by a hash of the expression, of the word or
+of a chat's line, so that none of them occurs in training in any phrasing.
 """
 
 from __future__ import annotations
@@ -10,61 +10,31 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
+from calculator_numbers import Draw, commas, decimal, digits, everyday, scaled, spoken_decimal, too_long, words
+from calculator_steps import (
+    AFTER,
+    NOUNS,
+    PEOPLE,
+    STORIES,
+    TWO_STEP_STORIES,
+    asked,
+    formula,
+    one_step,
+    story,
+    two_steps,
+)
+from calculator_talk import HELP, NO_FUNCTIONS, NO_UNITS, ONE_LETTER, SLOTS, TOO_LONG, held_out_line, listed, phrase
+
 from nano_inference.nanochat.calculator import calculate
-
-
-def listed(text: str) -> tuple[str, ...]:
-    """Split a text at bars and newlines."""
-    return tuple(text.replace("\n", "|").split("|"))
-
 
 PARTS = "bos|user_start|user_end|assistant_start|assistant_end|python_start|python_end|output_start|output_end"
 SPECIALS = tuple(f"<|{part}|>" for part in listed(PARTS))
 """nanochat's special tokens in the order of their ids, which start at 256."""
 BOS, USER, USER_END, ASSISTANT, ASSISTANT_END, PYTHON, PYTHON_END, OUTPUT, OUTPUT_END = range(256, 265)
-
-NUMBERS = listed("zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve")
-SPOKEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "+": ("+", " + ", " + ", " plus ", " plus ", " added to "),
-        "-": ("-", " - ", " - ", " minus ", " minus "),
-        "*": ("*", " * ", " x ", " × ", " times ", " times ", " multiplied by "),
-        "/": ("/", " / ", " ÷ ", " : ", " divided by ", " divided by ", " over "),
-        "//": ("//", " // "),
-    }
-)
-ASKING = listed("""What is {}?|what is {}|What's {}?|{}|{}|{} =|{}=?|Calculate {}|calculate {}|Compute {}.|compute {}
-How much is {}?|how much is {}|Evaluate {}|Solve {}|Work out {}|What does {} equal?|Tell me {}|I need {}|Find {}.
-Result of {}|Do you know {}?|What is the result of {}?|what do you get for {}?|What do I get from {}?|{} is?
-give me {}""")
-POLITE = listed("""{}|{}|{}|Please {}|please {}|Can you {}|can you {}?|Could you {}|Hey, {}|hi, {}|Ok, {}|So {}
-{} please|{}, please|Now {}""")
-DOING = listed("""+:add {a} and {b}|+:add {a} to {b}|-:subtract {b} from {a}|-:take {b} from {a}
--:take away {b} from {a}|*:multiply {a} by {b}|*:multiply {a} and {b}|/:divide {a} by {b}|/:split {a} by {b}""")
-NAMING = listed("""+:the sum of {a} and {b}|*:the product of {a} and {b}|-:the difference between {a} and {b}
-+:{a} and {b} together|-:the difference of {a} and {b}|/:the quotient of {a} and {b}|+:the total of {a} and {b}
-/100*:{a}% of {b}|/100*:{a} percent of {b}|*:{a} groups of {b}|-:{b} less than {a}|+:{b} more than {a}
-/:{a} split by {b}|/:{a} shared by {b}""")
-SINGLE = listed(
-    "*2:double {}|*2:twice {}|/2:half of {}|*3:triple {}|/4:a quarter of {}|+1:one more than {}|-1:one less than {}"
-)
-STORIES = listed("""+:I have {a} {n} and buy {b} more. How many {n} do I have?
-*:{p} walks {b} miles a day. How far in {a} days?|+:{p} has {a} {n} and gets {b} more. How many now?
--:I had {a} {n} and gave away {b}. How many are left?|-:{p} had {a} {n} and lost {b}. How many {n} are left?
-*:There are {a} boxes with {b} {n} each. How many {n} are there?
-*:{p} buys {a} {n} for {b} dollars each. What is the price?
-/:{a} {n} are shared by {b} people. How many does each get?|/:{p} splits {a} {n} among {b} friends. How many for each?
--:There were {a} {n}. {p} took {b}. How many remain?|+:{p} has {a} {n} and I have {b}. How many {n} do we have together?
-*:A box holds {b} {n}. How many do {a} boxes hold?""")
-NOUNS = listed("apples|pears|books|coins|cards|eggs|stones|pens|cups|nuts|roses|cookies|marbles|tickets|stamps|bananas")
-PEOPLE = listed("Anna|Ben|Carl|Dora|Emma|Frank|Greta|Hans|Ida|Jack|Kim|Lea|Max|Nina|Otto|Paul|She|He|Tom|My friend")
-AFTER = listed("""+:Now add {}|+:and plus {}?|+:Add {} to that|+:plus {}|+:What is that plus {}?|-:Now subtract {}
--:and minus {}?|-:Take away {}|-:minus {}|-:What is that minus {}?|*:Now multiply it by {}|*:times {}|*:and times {}?
-*:What is that times {}?|*:Multiply that by {}|/:Divide it by {}|/:and divided by {}?|/:divided by {}
-/:Now divide by {}""")
 
 COUNTING = listed("""How many {c} are in {w}?|how many {c} in {w}|How many {c}'s are in {w}?|how many {c}'s in {w}?
 How many times does the letter {c} occur in {w}?|How many times does {c} appear in {w}?|How often is {c} in {w}?
@@ -94,36 +64,31 @@ hippopotamus|onomatopoeia|internet|telephone|television|hospital|restaurant|univ
 SYLLABLES = listed("""ba|ber|bo|cha|con|da|der|do|el|en|er|ess|fi|ga|ger|he|il|in|ka|la|le|ll|lo|ma|me|mi|mo|na|ne|ni|oo
 pa|pe|per|pi|po|qu|ra|re|ri|ro|sa|se|si|sh|ss|st|ta|te|ter|ti|to|tra|tt|ve|vi|wa|xy|zo""")
 
-HELP = "I calculate and count letters. Try: What is 12 * 34? Or: How many r are in strawberry?"
-SMALL_TALK: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        HELP: listed("""What can you do?|what can you do|Help|help|help me|What can I ask you?|How can you help me?
-What do you know?|How do you work?|What do you do?|Can you help me?|What should I ask?|Give me an example"""),
-        "Hello! What shall I calculate or count?": listed("""Hello|hello|Hello!|Hi|hi|Hi!|hi there|Hello there|Hey|hey
-Good morning|Good evening|Good day|hello, how are you?|How are you?|Hi, how is it going?|Good afternoon|Hallo
-hello?"""),
-        "I am a very small nanochat model with a calculator.": listed("""Who are you?|who are you
-What are you?|who r u|What is your name?|what's your name?|Are you a robot?|Are you human?|Who made you?
-Tell me about yourself|Are you an AI?|What model are you?|Introduce yourself|what are you"""),
-        "You are welcome!": listed("""Thanks|thanks|Thank you|thank you|Thanks!|Thank you!|thx|Great, thanks|ok thanks
-Thanks a lot|Thank you very much|cool, thanks|Nice, thank you|Great|Nice!|cool|Well done|Good job|Perfect|ok|OK|wow"""),
-        "Goodbye!": listed(
-            "Bye|bye|Goodbye|goodbye|Bye!|See you|see you later|Good night|bye bye|See you soon|That is all"
-        ),
-    }
-)
-ELSE = listed("""Tell me a joke|tell me a story|What is the capital of {}?|Who is {}?|Where is {}?|Why is {} {}?|{}
-{} {}|What is {}?|What does {} mean?|Do you like {}?|Tell me about {}|How do I get to {}?|Who invented {}?|I like {}
-Is {} {}?|Translate {}|How old is {}?|Explain {} to me|What is the weather in {}?|Sing a song about {}|{} {} {}
-Can you {} a {}?|What is the meaning of {}?|I am {}|When did {} end?|Which {} is the best?|My {} is {}|Are you {}?
-the {} of {}|Why {}?|What is the color of {}?|Write a story about {} and {}|How is {} made?|Give me a {}|what is {}
-What time is it?|How many people live in {}?|How many {} are in the {}?|How much {} is in {}?|Write a poem about {}""")
 TOO_HARD = listed("""sqrt of {}|sqrt({})|the square root of {}|{} to the power of {}|{}^{}|{} ** {}|{} mod {}
-{} % {}|{} squared|log of {}|the sine of {}|sin({})|the factorial of {}|{}!|{}|the greater of {} and {}
-{} modulo {}|the root of {}""")
+{} % {}|{} squared|log of {}|the sine of {}|sin({})|the factorial of {}|{}!|the greater of {} and {}|{} cubed
+{} modulo {}|the root of {}|the square of {}|the cube root of {}|the remainder of {} divided by {}|cos({})
+the logarithm of {}|the cosine of {}|log({})|{} to the {}th power|the prime factors of {}|the maximum of {} and {}""")
+TOO_HARD_LINES = listed("""Is {} prime?|Is {} even?|is {} odd?|Solve x + {} = {}|Which is greater, {} or {}?|Round {}
+Is {} greater than {}?|what is {} in binary?|Convert {} to hexadecimal|Is {} divisible by {}?|x * {} = {}, what is x?
+What comes after {}?|Count to {}|What is the integral of x?|What are the factors of {}?|differentiate x^{}
+round {} to {}""")
+UNITS = listed("""How many {v} are {a} {u}?|convert {a} {u} to {v}|What is {a} {u} in {v}?|{a} {u} in {v}
+how many {v} is {a} {u}?|how many {v} are in {a} {u}?|{a} {u} to {v}|Convert {a} {u} into {v}|{a} {u} are how many {v}?
+How much is {a} {u} in {v}?""")
+TOO_LONG_LINES = listed("""{} + {}|{} * {}|{} - {}|{} / {}|{} plus {}|{} times {}|{} minus {}|{} divided by {}
+the sum of {} and {}|half of {}|double {}|the product of {} and {}|{}+{}|{}*{}""")
 NOT_COUNTED = listed("""How many vowels are in {}?|How many letters are in {}?|How many letters does {} have?|Spell {}
-How long is the word {}?|Reverse {}|How many words are in {}?|What letters are in {}?|Is {} prime?|Is {} even?""")
+How long is the word {}?|Reverse {}|How many words are in {}?|What letters are in {}?|How many syllables has {}?
+what is the first letter of {}?|What is the last letter of {}?|Spell the word {}|how long is {}?|write {} backwards
+How many consonants are in {}?|count the vowels in {}|count the letters in {}|How do you spell {}?|Is {} a palindrome?
+what rhymes with {}?|How many different letters are in {}?|which letter is most frequent in {}?
+is there an {} in it?""")
+UNCLEAR = listed(
+    "{}|{} {}|{} {} {}|What is {}?|what is {}|Give me a {}|Is {} {}?|Can you {} a {}?|the {} of {}|Why {}?"
+)
 NO_RESULT = "The calculator gave no result."
+CONTEXT = 512
+"""Tokens of the model's context."""
 
 
 class Turn(NamedTuple):
@@ -145,74 +110,9 @@ def result_text(expression: str) -> str | None:
     return None if value is None else str(value)
 
 
-def number(rng: random.Random, digits: int = 6) -> tuple[str, str]:
-    """Return a random number in natural notation and in Python's notation."""
-    size = min(digits, rng.choice((1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6)))
-    value = str(rng.randrange(10 ** (size - 1) if size > 1 else 0, 10**size))
-    if rng.random() < 0.08:
-        small = rng.randrange(13)
-        return NUMBERS[small], str(small)
-    if rng.random() < 0.12:
-        value = f"{value}.{rng.randrange(1, 10) if rng.random() < 0.6 else f'{rng.randrange(1, 100):02}'}"
-    return (f"{float(value):,}" if "." in value else f"{int(value):,}") if rng.random() < 0.3 else value, value
-
-
-def operation(rng: random.Random) -> tuple[str, str]:
-    """Return a random operator in natural notation and in Python's notation."""
-    symbol = rng.choice("++++---****//") if rng.random() < 0.95 else "//"
-    return rng.choice(SPOKEN[symbol]), symbol
-
-
-def formula(rng: random.Random) -> tuple[str, str]:
-    """Return a random expression of two to four numbers in natural notation and in Python's notation."""
-    count = rng.choice((2, 2, 2, 3, 3)) if rng.random() < 0.96 else 4
-    parts = [number(rng, 6 if count == 2 else 4)]
-    for _ in range(count - 1):
-        parts += [operation(rng), number(rng, 6 if count == 2 else 4)]
-    if rng.random() < 0.04:
-        parts[0] = ("-" + parts[0][0], "-" + parts[0][1]) if parts[0][0][0].isdigit() else parts[0]
-    if count == 3 and rng.random() < 0.5:
-        first = rng.choice((0, 2))
-        parts[first] = ("(" + parts[first][0], "(" + parts[first][1])
-        parts[first + 2] = (parts[first + 2][0] + ")", parts[first + 2][1] + ")")
-    if rng.random() < 0.02:
-        parts = [("(", "("), *parts, (")", ")")]
-    return "".join(spoken for spoken, _ in parts), "".join(written for _, written in parts)
-
-
-def courteous(rng: random.Random, text: str) -> str:
-    """Return a request with a random degree of politeness and capitalization."""
-    text = rng.choice(POLITE).format(text[0].lower() + text[1:]) if rng.random() < 0.5 else text
-    return text[0].upper() + text[1:] if rng.random() < 0.5 else text
-
-
-def asked(rng: random.Random, spoken: str) -> str:
-    """Return a question about a phrase."""
-    text = rng.choice(ASKING).format(spoken)
-    return courteous(rng, text) if rng.random() < 0.5 else text
-
-
-def arithmetic(rng: random.Random) -> Turn:
-    """Return a random question about numbers."""
-    kind = rng.random()
-    (a, x), (b, y) = number(rng), number(rng)
-    if kind < 0.62:
-        spoken, expression = formula(rng)
-        question = asked(rng, spoken)
-    elif kind < 0.66:
-        symbol, spoken = rng.choice(SINGLE).split(":")
-        question, expression = asked(rng, spoken.format(a)), x + symbol
-    elif kind < 0.86:
-        polite = rng.random() < 0.5
-        symbol, spoken = rng.choice(DOING if polite else NAMING).split(":")
-        question = courteous(rng, spoken.format(a=a, b=b)) if polite else asked(rng, spoken.format(a=a, b=b))
-        expression = x + symbol + y
-    else:
-        (a, x), (b, y) = number(rng, 3), number(rng, 3)
-        symbol, story = rng.choice(STORIES).split(":")
-        question = story.format(a=a, b=b, n=rng.choice(NOUNS), p=rng.choice(PEOPLE))
-        expression = x + symbol + y
-    return Turn(question, expression, "The answer is {}.")
+def computed(question: tuple[str, str]) -> Turn:
+    """Return the turn of a question and its expression."""
+    return Turn(*question, "The answer is {}.")
 
 
 def word(rng: random.Random) -> str:
@@ -247,19 +147,35 @@ def letters(rng: random.Random) -> Turn:
     return counted(question[0].lower() + question[1:] if rng.random() < 0.2 else question, text, letter)
 
 
-def small_talk(rng: random.Random) -> Turn:
-    """Return a random turn without a tool call."""
-    if rng.random() < 0.25:
-        return Turn(asked(rng, rng.choice(TOO_HARD).format(number(rng)[0], number(rng, 2)[0])), "", HELP)
-    if rng.random() < 0.5:
-        things = [rng.choice((word(rng), number(rng)[0], rng.choice(WORDS + NOUNS + PEOPLE))) for _ in range(3)]
-        return Turn(rng.choice(ELSE + NOT_COUNTED).format(*things), "", HELP)
-    reply, questions = rng.choice(tuple(SMALL_TALK.items()))
-    return Turn(rng.choice(questions), "", reply)
+def chat(rng: random.Random) -> Turn:
+    """Return a random line that needs no tool; one in eight is a random word or number without a question."""
+    if rng.random() < 0.88:
+        question, reply = phrase(rng)
+        return Turn(question, "", reply)
+    things = [rng.choice((word(rng), everyday(rng)[0], rng.choice(WORDS + NOUNS + PEOPLE))) for _ in range(3)]
+    return Turn(rng.choice(UNCLEAR).format(*things), "", HELP)
 
 
-def follow_up(rng: random.Random, last: Turn) -> Turn:
-    """Return a random question that refers to the last turn."""
+def beyond(rng: random.Random) -> Turn:
+    """Return a question about numbers, units or words that the model declines."""
+    kind, a, b = rng.random(), everyday(rng)[0], everyday(rng, 2)[0]
+    if kind < 0.25:
+        return Turn(asked(rng, rng.choice(TOO_HARD).format(a, b)), "", NO_FUNCTIONS)
+    if kind < 0.4:
+        return Turn(rng.choice(TOO_HARD_LINES).format(a, b), "", NO_FUNCTIONS)
+    if kind < 0.6:
+        pair = [too_long(rng), too_long(rng) if rng.random() < 0.5 else digits(1, 7)(rng)[0]]
+        rng.shuffle(pair)
+        pattern = rng.choice(TOO_LONG_LINES)
+        return Turn(asked(rng, pattern.format(*(pair if pattern.count("{}") > 1 else [too_long(rng)]))), "", TOO_LONG)
+    if kind < 0.8:
+        unit, other = rng.choice(SLOTS["unit"]).split(":")
+        return Turn(rng.choice(UNITS).format(a=a, u=unit, v=other), "", NO_UNITS)
+    return Turn(rng.choice(NOT_COUNTED).format(word(rng)), "", ONE_LETTER)
+
+
+def after(rng: random.Random, last: Turn) -> Turn:
+    """Return a random question that refers to the last result."""
     if ".count(" in last.expression:
         _, text, _, letter, _ = last.expression.split("'")
         if rng.random() < 0.5:
@@ -268,32 +184,108 @@ def follow_up(rng: random.Random, last: Turn) -> Turn:
         text = word(rng)
         return counted(rng.choice(OTHER_WORD).format(text), text, letter)
     symbol, question = rng.choice(AFTER).split(":")
-    spoken, written = number(rng, 3)
-    return Turn(question.format(spoken), f"{result_text(last.expression)}{symbol}{written}", last.reply)
+    spoken, written = everyday(rng, 3)
+    expression = f"{result_text(last.expression)}{symbol}{written if '{}' in question else ''}"
+    return computed((question.format(spoken), expression))
+
+
+Skill = Callable[[random.Random], Turn]
+
+
+def numbers(left: Draw, right: Draw | None = None) -> Skill:
+    """Return the skill of one operation on two numbers, in either order."""
+
+    def draw(rng: random.Random) -> Turn:
+        pair = [left, right or left]
+        rng.shuffle(pair)
+        return computed(one_step(rng, *pair))
+
+    return draw
+
+
+def either(*draws: Draw) -> Draw:
+    """Return a draw from one of several."""
+    return lambda rng: rng.choice(draws)(rng)
+
+
+def made(make: Callable[[random.Random], tuple[str, str]]) -> Skill:
+    """Return the skill of questions made with their expressions."""
+    return lambda rng: computed(make(rng))
+
+
+SKILLS: Mapping[str, tuple[float, Skill]] = MappingProxyType(
+    {
+        "numbers of up to three digits": (8, numbers(digits(1, 3))),
+        "four or five digits": (4, numbers(digits(4, 5), digits(1, 5))),
+        "six digits": (3, numbers(digits(6, 6), digits(1, 6))),
+        "seven digits": (3, numbers(digits(7, 7), digits(1, 7))),
+        "with commas (1,234,567)": (3, numbers(commas, either(commas, digits(1, 4)))),
+        "decimals": (3, numbers(decimal, either(decimal, digits(1, 3)))),
+        "in words, up to 99": (4, numbers(words(1, 2))),
+        "in words, up to 999": (4, numbers(words(3, 3), words(1, 3))),
+        "in words, up to 999,999": (7, numbers(words(4, 6), words(1, 6))),
+        "in words, up to 9,999,999": (7, numbers(words(7, 7), words(1, 7))),
+        "words and digits mixed": (3, numbers(words(1, 7), either(digits(1, 5), commas))),
+        '"3 million", "2.5k", "three point two"': (3, numbers(either(scaled, spoken_decimal), everyday)),
+        "formulas of three numbers": (6, made(partial(formula, count=3))),
+        "formulas of four numbers": (2, made(partial(formula, count=4))),
+        "two steps in words": (11, made(two_steps)),
+        "stories": (5, made(partial(story, stories=STORIES, most=4))),
+        "two-step stories": (6, made(partial(story, stories=TWO_STEP_STORIES, most=3))),
+        "letters of words": (24, letters),
+        "chats": (20, chat),
+        "declined": (6, beyond),
+    }
+)
+"""What training draws from, with weights; each name is a row of the published table."""
+SECOND: Mapping[str, float] = MappingProxyType(
+    {
+        "numbers of up to three digits": 4,
+        "four or five digits": 2,
+        "in words, up to 999": 6,
+        "in words, up to 999,999": 10,
+        "in words, up to 9,999,999": 12,
+        "formulas of four numbers": 5,
+        "two steps in words": 20,
+        "letters of words": 10,
+        "chats": 40,
+        "declined": 14,
+    }
+)
+"""Weights after the first stage, if they differ: more of what is learned slowly."""
+ARITHMETIC = tuple(name for name in SKILLS if name not in ("letters of words", "chats", "declined"))
 
 
 def trainable(turn: Turn) -> bool:
     """Return True if nothing in a turn is held out."""
+    if not turn.expression:
+        return not held_out_line(turn.question)
     subject = turn.expression.split("'")[1] if "'" in turn.expression else turn.expression
     return not any(held_out_text(part) for part in subject.split())
 
 
-def draw(rng: random.Random, last: Turn | None) -> Turn:
-    """Return a random turn for training; it may refer to the last one."""
-    result = result_text(last.expression) if last and last.expression else None
+def draw(rng: random.Random, last: Turn | None, second: bool = False) -> Turn:
+    """Return a random turn for a stage of training; it may refer to the last one that called the calculator."""
+    result = result_text(last.expression) if last else None
+    names, weights = tuple(SKILLS), [weight for weight, _ in SKILLS.values()]
+    if second:
+        weights = [SECOND.get(name, weight) for name, weight in zip(names, weights, strict=True)]
     while True:
-        kinds: tuple[Callable[[random.Random], Turn], ...] = (arithmetic, letters, small_talk)
-        chain = last is not None and result is not None and len(result) < 9 and rng.random() < 0.6
-        turn = follow_up(rng, last) if chain and last else rng.choices(kinds, (50, 35, 15))[0](rng)
-        if not turn.expression or trainable(turn):
+        if last is not None and result is not None and len(result) < 11 and rng.random() < 0.55:
+            turn = after(rng, last)
+        else:
+            turn = SKILLS[rng.choices(names, weights)[0]][1](rng)
+        if trainable(turn):
             return turn
 
 
-def conversation(rng: random.Random) -> list[Turn]:
-    """Return one to four random turns for training."""
+def conversation(rng: random.Random, second: bool = False) -> list[Turn]:
+    """Return one to eight random turns for a stage of training."""
     turns: list[Turn] = []
-    for _ in range(rng.choice((1, 1, 1, 1, 1, 2, 2, 3, 4))):
-        turns.append(draw(rng, turns[-1] if turns else None))
+    last = None
+    for _ in range(rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 8))):
+        turns.append(draw(rng, last, second))
+        last = turns[-1] if turns[-1].expression else last
     return turns
 
 
@@ -318,13 +310,38 @@ def render(turns: list[Turn], limit: int) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
+def held_out_turns(n: int, seed: int, skill: str) -> list[Turn]:
+    """Return n turns of a skill that training excludes and that have a result or need none."""
+    rng, make = random.Random(seed), SKILLS[skill][1]
+    found: list[Turn] = []
+    while len(found) < n:
+        turn = make(rng)
+        if not trainable(turn) and (not turn.expression or result_text(turn.expression) is not None):
+            found.append(turn)
+    return found
+
+
+def held_out_chains(n: int, seed: int) -> list[tuple[Turn, Turn]]:
+    """Return n pairs of a question and a held-out question that refers to its result."""
+    rng = random.Random(seed)
+    found: list[tuple[Turn, Turn]] = []
+    while len(found) < n:
+        first = draw(rng, None)
+        result = result_text(first.expression) if first.expression else None
+        second = after(rng, first) if result is not None and len(result) < 11 else first
+        if second is not first and not trainable(second) and result_text(second.expression) is not None:
+            found.append((first, second))
+    return found
+
+
 def held_out(n: int, seed: int, kind: str = "both") -> list[tuple[str, str]]:
     """Return n held-out questions with their results; `kind` is "arithmetic", "letters" or "both"."""
-    rng = random.Random(seed)
+    rng, weights = random.Random(seed), [SKILLS[name][0] for name in ARITHMETIC]
     found: list[tuple[str, str]] = []
     while len(found) < n:
         arithmetical = kind == "arithmetic" or (kind == "both" and len(found) % 2 == 0)
-        turn = arithmetic(rng) if arithmetical else letters(rng)
+        make = SKILLS[rng.choices(ARITHMETIC, weights)[0]][1] if arithmetical else letters
+        turn = make(rng)
         result = result_text(turn.expression)
         if result is not None and not trainable(turn):
             found.append((turn.question, result))
@@ -333,5 +350,5 @@ def held_out(n: int, seed: int, kind: str = "both") -> list[tuple[str, str]]:
 
 def is_right(reply_text: str, answer_text: str) -> bool:
     """Return True if the last number of a reply equals the answer, digit by digit."""
-    numbers = re.findall(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?", reply_text)
-    return bool(numbers) and numbers[-1] == answer_text
+    found = re.findall(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?", reply_text)
+    return bool(found) and found[-1] == answer_text

@@ -3,10 +3,13 @@
 The model has nanochat's current architecture (smear, value embeddings, backout, windows), its tokens are bytes, and the
 files have nanochat's checkpoint format:
 
-    python examples/train_calculator.py --out calculator
+    python examples/train_calculator.py --out first
+    python examples/train_calculator.py --out second --start first/model_003400.pt --seed 1 --steps 1000
+    python examples/train_calculator.py --out calculator --start second/model_001000.pt --seed 2 --steps 1000
 
-At the end the model answers held-out questions, with the tool and without. It learns to copy the tool's result, so
-without the tool it fails.
+Stages after the first have half the learning rate, and more of what is learned slowly: chats, numbers in words, two
+steps. At the end the model answers held-out questions, with the tool and without. It learns to copy the tool's result,
+so without the tool it fails. benchmarks/calculator.py measures each skill.
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ FAST_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_
 PADDED = -(-VOCABULARY // 64) * 64
 CONFIG: Mapping[str, int | str] = MappingProxyType(
     {
-        "sequence_len": 256,
+        "sequence_len": data.CONTEXT,
         "vocab_size": VOCABULARY,
-        "n_layer": 4,
-        "n_head": 4,
-        "n_kv_head": 4,
-        "n_embd": 128,
+        "n_layer": 5,
+        "n_head": 5,
+        "n_kv_head": 5,
+        "n_embd": 160,
         "window_pattern": "SSSL",
     }
 )
@@ -171,11 +174,12 @@ class Model(nn.Module):
         return SOFTCAP * torch.tanh(logits / SOFTCAP)
 
 
-def batches(seed: int, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ids and targets (-100: ignored) without end; a batch has conversations of similar length."""
+def batches(seed: int, tokens: int, second: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ids and targets (-100: ignored) of a stage, without end; a batch has conversations of similar length."""
     rng = random.Random(seed)
     while True:
-        pool = sorted((data.render(data.conversation(rng), 256) for _ in range(1024)), key=lambda row: len(row[0]))
+        rows = (data.render(data.conversation(rng, second), data.CONTEXT) for _ in range(1024))
+        pool = sorted(rows, key=lambda row: len(row[0]))
         packs: list[list[tuple[list[int], list[int]]]] = [[]]
         for row in pool:
             if (len(packs[-1]) + 1) * len(row[0]) > tokens:
@@ -210,9 +214,9 @@ def schedule(step: int, steps: int) -> float:
 
 def train(model: Model, args: argparse.Namespace) -> None:
     """Train for the given steps."""
-    parts = optimizers(model, args.rate)
+    parts = optimizers(model, args.rate / 2 if args.start else args.rate)
     groups = [(group, group["lr"]) for part in parts for group in part.param_groups]
-    started, stream, mean = time.perf_counter(), batches(args.seed, args.tokens), 0.0
+    started, stream, mean = time.perf_counter(), batches(args.seed, args.tokens, bool(args.start)), 0.0
     for step in range(args.steps):
         for group, rate in groups:
             group["lr"] = rate * schedule(step, args.steps)
@@ -228,9 +232,9 @@ def train(model: Model, args: argparse.Namespace) -> None:
 
 
 @torch.inference_mode()
-def validation_loss(model: Model, seed: int, count: int) -> float:
+def validation_loss(model: Model, seed: int, count: int, second: bool) -> float:
     """Return the mean loss on batches from another seed."""
-    pairs = [pair for pair, _ in zip(batches(seed, 4096), range(count), strict=False)]
+    pairs = [pair for pair, _ in zip(batches(seed, 4096, second), range(count), strict=False)]
     losses = [functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten()) for ids, targets in pairs]
     return sum(loss.item() for loss in losses) / count
 
@@ -248,7 +252,7 @@ def tool_output(row: list[int]) -> list[int]:
 def replies(model: Model, questions: list[str], tool: bool) -> list[str]:
     """Return the last part of each greedy reply, with or without the calculator. There is no KV cache."""
     rows = [[data.BOS, *data.question_ids(question)] for question in questions]
-    unfinished, limit = list(rows), int(CONFIG["sequence_len"])
+    unfinished, limit = list(rows), data.CONTEXT
     while unfinished:
         unfinished.sort(key=len)
         for some in (unfinished[first : first + 64] for first in range(0, len(unfinished), 64)):
@@ -300,9 +304,10 @@ def main() -> None:
     """Train, round the matrices to bfloat16 (the stored dtype), write the checkpoint, and evaluate it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--start", type=Path, help="model_*.pt of the stage before")
+    parser.add_argument("--steps", type=int, default=3400)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per batch")
-    parser.add_argument("--rate", type=float, default=0.004, help="learning rate of the matrices")
+    parser.add_argument("--rate", type=float, default=0.004, help="learning rate of the matrices in the first stage")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--validation", type=int, default=8, help="batches of the validation loss")
@@ -312,13 +317,15 @@ def main() -> None:
     torch.set_flush_denormal(True)
     torch.manual_seed(args.seed)
     model = Model(CONFIG)
+    if args.start:
+        model.load_state_dict(torch.load(args.start, weights_only=True))
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters", flush=True)
     train(model, args)
     model.eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16() if weight.dim() > 1 else weight)
-    loss = round(validation_loss(model, args.seed + 1, args.validation), 5)
+    loss = round(validation_loss(model, args.seed + 1, args.validation, bool(args.start)), 5)
     write(model, args.out, args, loss)
     print(f"validation loss {loss}, {time.process_time():.0f} s of processor time", flush=True)
     if args.examples:

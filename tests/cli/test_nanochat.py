@@ -351,11 +351,11 @@ def test_failed_call_is_shown_without_result(capsys: Capture) -> None:
 
 
 def test_full_context_drops_oldest_turns(capsys: Capture, turns: list[Turn], monkeypatch: pytest.MonkeyPatch) -> None:
-    questions = [f"What is {number}+34?" for number in range(12, 22)]
+    questions = [f"What is {number}+34?" for number in range(12, 32)]
     out, err = run_chat(capsys, monkeypatch, "\n".join(questions), "--model", "calculator")
     expected = []
     for question, (before, turn) in zip(questions[1:], pairwise(turns), strict=True):
-        assert turn.prompt[:2] == [BOS, USER] and len(turn.prompt) <= 192, "a quarter is reserved for the answer"
+        assert turn.prompt[:2] == [BOS, USER] and len(turn.prompt) <= 384, "a quarter is reserved for the answer"
         assert turn.answer.sample.finish_reason == "stop"
         whole = [*before.prompt, *before.tokens, USER, *question.encode(), USER_END, ASSISTANT]
         assert turn.prompt[1:] == whole[len(whole) - len(turn.prompt) + 1 :], "the latest turns are complete"
@@ -365,9 +365,9 @@ def test_full_context_drops_oldest_turns(capsys: Capture, turns: list[Turn], mon
                 str(whole.count(USER) + whole.count(END) - turn.prompt.count(USER) - turn.prompt.count(END))
             )
     note = r"\[the conversation is too long for the model: its oldest (\d+) messages were dropped\]"
-    assert re.findall(note, err) == expected and len(turns) == 10 and len(expected) >= 2
-    replies = zip(range(46, 56), out.splitlines(), strict=True)
-    assert sum(str(number) in line for number, line in replies) >= 8, "it still answers"
+    assert re.findall(note, err) == expected and len(turns) == 20 and len(expected) >= 2
+    replies = zip(range(46, 66), out.splitlines(), strict=True)
+    assert sum(str(number) in line for number, line in replies) >= 18, "it still answers"
 
 
 def test_generate_masks_calculator_tokens(capsys: Capture) -> None:

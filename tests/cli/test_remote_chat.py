@@ -86,7 +86,7 @@ def test_chat_with_nano_inference_server(calculating: Running) -> None:
         screen.wait("<- drawn")
         screen.ask("/show")
         screen.wait("model: tiny")
-        screen.wait("context: 256 tokens")
+        screen.wait("context: 512 tokens")
         screen.wait(f"backend: server {calculating.url}/v1")
         screen.wait("conversation: 4 messages, 85 tokens")
         screen.ask("/set stop_token_ids 5")
@@ -114,12 +114,12 @@ def test_tokens_in_colours_or_numbers(calculating: Running, env: dict[str, str],
 def test_full_context_drops_oldest_turns(
     calculating: Running, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    questions = "".join(f"What is {number}+34?\n" for number in range(12, 24))
+    questions = "".join(f"What is {number}+34?\n" for number in range(12, 32))
     monkeypatch.setattr("sys.stdin", io.StringIO(questions))
     assert main(["chat", "--server", calculating.url, "--api-key", KEY, "--temperature", "0"]) == 0
     out, err = capsys.readouterr()
     assert re.search(r"\[the conversation is too long for the model: its oldest \d messages were dropped\]", err)
-    assert len(out.splitlines()) == 12 and out.splitlines()[-1].startswith("[23+34 → 57]")
+    assert len(out.splitlines()) == 20 and out.splitlines()[-1].startswith("[31+34 → 65]")
 
 
 def test_api_key_and_model_name(calculating: Running, capsys: Capture) -> None:

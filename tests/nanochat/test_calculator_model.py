@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,6 +14,7 @@ from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.nanochat.calculator import calculate, result_text
 from nano_inference.nanochat.files import find_files
 from nano_inference.types import TrainingSample
+from tests.nanochat.example_modules import load_example
 from tests.nanochat.tiny import SPECIAL_IDS
 
 BUILTIN = CALCULATOR
@@ -26,16 +24,6 @@ PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END = (
     SPECIAL_IDS[name] for name in ("python_start", "python_end", "output_start", "output_end")
 )
 COUNT = 60
-
-
-def load_example(name: str) -> ModuleType:
-    """Import one of the examples, which are no package."""
-    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 data = load_example("calculator_data")

@@ -11,4 +11,4 @@ CALCULATOR = BuiltinModel(
     directory=Path(__file__).parents[1] / "data" / "calculator",
     sampling={"temperature": 0},
 )
-"""A nanochat model of 1.9 MB that calls the calculator (examples/train_calculator.py)."""
+"""A nanochat model of 3.6 MB that calls the calculator (examples/train_calculator.py)."""
