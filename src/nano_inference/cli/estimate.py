@@ -20,6 +20,8 @@ from nano_inference.loader.sources import WeightSource
 from nano_inference.types import BadRequest, ModelError
 
 FLOAT32 = 4
+PANEL = 64
+"""Outputs of a matrix are padded to a multiple (kernels/c/formats.h)."""
 _DEFAULTS = EngineConfig(model_path="any")
 CONTEXT = _DEFAULTS.max_model_len
 """Tokens of context in the estimates of typical sizes."""
@@ -103,15 +105,16 @@ def of_model(name: str, checkpoint: Checkpoint, precision: str, machine: Machine
 
 def weight_bytes(source: WeightSource, precision: str) -> int:
     """Return the bytes of one tensor in memory, in the layout of `executors.cpu.weights`."""
-    values = math.prod(source.shape)
     if len(source.shape) != 2 or precision == "float32":
-        return FLOAT32 * values
+        return FLOAT32 * math.prod(source.shape)
+    rows = -(-source.shape[0] // PANEL) * PANEL
+    values = rows * source.shape[1]
     packed = source if isinstance(source, PackedTensor) and not source.shift else None
     can = can_round if precision == "int8" else can_keep
     if packed is not None and can(packed.tensor.type_name, packed.shape[1]):
-        return packed.tensor.num_bytes
+        return packed.tensor.num_bytes * rows // source.shape[0]
     if precision == "int8":
-        return values + FLOAT32 * source.shape[0]
+        return values + FLOAT32 * rows
     dtype = DTYPES.get(source.dtype)
     return values * min(FLOAT32, dtype.itemsize if dtype is not None else FLOAT32)
 
