@@ -6,6 +6,7 @@ Of our own server's extensions, `mask` and `weight_versions` are read where a re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nano_inference.types import (
@@ -62,6 +63,19 @@ def request_json(request: EngineRequest, model: str, name: str) -> JSON:
     }
 
 
+def plain_request(request: EngineRequest) -> EngineRequest:
+    """Return what to ask a server without our extensions; `SampleBuilder` makes the sample of the original request.
+
+    vLLM samples at least one token, and counts the sampled token among the most probable ones that it lists.
+    """
+    params = request.params
+    if params.max_tokens == 0:
+        params = replace(params, max_tokens=1, logprobs_mode=None)
+    if params.logprobs:
+        params = replace(params, logprobs=params.logprobs + 1)
+    return replace(request, params=params)
+
+
 def check_supported(request: EngineRequest) -> None:
     """Raise `BadRequest` naming a field that a worker at a URL cannot receive."""
     given = {
@@ -112,6 +126,8 @@ class SampleBuilder:
     def add(self, choice: Mapping[str, Any]) -> Delta:
         """Add the tokens of a reply's or a chunk's choice; return them, without the sample."""
         params = self._request.params
+        if params.max_tokens == 0:  # a server that samples at least one token was asked for a score
+            choice = {}
         tokens = tuple(choice.get("token_ids") or ())
         entries = (choice.get("logprobs") or {}).get("content") or []
         mask = tuple(choice.get("mask") or (1,) * len(tokens))
@@ -122,7 +138,7 @@ class SampleBuilder:
             logprobs=tuple(_logprob(entry) for entry in entries),
             mask=mask,
             versions=self._versions_of(choice, len(tokens)),
-            top_logprobs=None if params.logprobs is None else tuple(_top(entry) for entry in entries),
+            top_logprobs=None if params.logprobs is None else tuple(_top(entry, params) for entry in entries),
             raw_logprobs=tuple(choice.get("raw_logprobs") or ()) if params.raw_logprobs else None,
             sampling_masks=_masks(choice.get("sampling_mask") or ()) if params.sampling_mask else None,
         )
@@ -149,7 +165,7 @@ class SampleBuilder:
             mask=tuple(self._mask),
             token_versions=versions,
             weight_version=min(versions, default=self._version),
-            finish_reason=choice["finish_reason"],
+            finish_reason="length" if params.max_tokens == 0 else choice["finish_reason"],
             stop_reason=choice.get("stop_reason"),
             seed=params.seed,
             version_labels={number: label for number, label in labels.items() if label != str(number)},
@@ -192,8 +208,17 @@ def _logprob(entry: Mapping[str, Any]) -> float:
     return float(entry["logprob"] or 0.0)
 
 
-def _top(entry: Mapping[str, Any]) -> TopLogprobs:
-    return tuple(TokenLogprob(one["token_id"], one["logprob"]) for one in entry.get("top_logprobs") or ())
+def _top(entry: Mapping[str, Any], params: SamplingParams) -> TopLogprobs:
+    """Return the requested tokens, or the most probable ones; those of equal probability keep the server's order."""
+    listed = entry.get("top_logprobs") or ()
+    if not params.logprob_token_ids:
+        listed = sorted(listed, key=lambda one: -float(one["logprob"]))[: params.logprobs]
+    return tuple(TokenLogprob(_token_id(one), one["logprob"]) for one in listed)
+
+
+def _token_id(entry: Mapping[str, Any]) -> int:
+    """Return an entry's token; vLLM has its id in the text alone, as "token_id:7"."""
+    return int(entry["token_id"] if "token_id" in entry else str(entry["token"]).removeprefix("token_id:"))
 
 
 def _masks(masks: Sequence[Sequence[int] | None]) -> tuple[SamplingMask, ...]:

@@ -16,7 +16,7 @@ from nano_inference.pool.delivered import Delivered
 from nano_inference.pool.routing import PrefixRouter
 from nano_inference.pool.translation import Numbering
 from nano_inference.pool.worker import Fleet, HeldUpdate, Job, Worker, WorkerDied
-from nano_inference.types import Delta, EngineDead, PauseMode, TrainingSample, WeightLabel
+from nano_inference.types import BadRequest, Delta, EngineDead, PauseMode, TrainingSample, WeightLabel
 from nano_inference.weights.staging import pairs
 from nano_inference.weights.updates import NamedWeights
 
@@ -169,12 +169,18 @@ class Members:
     # ---- all workers ------------------------------------------------------------------------------------------------
 
     async def each(self, work: Callable[[Worker], Awaitable[Answer]]) -> dict[str, Answer]:
-        """Return the result of `work` for each worker by its name; a dead worker is replaced and asked again."""
+        """Return the result of `work` for each worker by its name; a dead worker is replaced and asked again.
+
+        All have ended when an error of one is raised.
+        """
         while self._tasks:  # a replacement that another call has started
             await asyncio.wait(self._tasks)
         self.require_some()
-        found = await asyncio.gather(*(self._at(one.index, work) for one in self.alive))
-        return dict(one for one in found if one is not None)
+        found = await asyncio.gather(*(self._at(one.index, work) for one in self.alive), return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return dict(one for one in found if one is not None and not isinstance(one, BaseException))
 
     async def _at(self, index: int, work: Callable[[Worker], Awaitable[Answer]]) -> tuple[str, Answer] | None:
         while (member := self._members.get(index)) is not None:
@@ -185,9 +191,16 @@ class Members:
         return None
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pause all workers, and those that replace them."""
+        """Pause all workers, and those that replace them. Raises `BadRequest`, with none paused, if one cannot."""
         self._is_paused = True
-        await self.each(lambda worker: worker.pause(mode, clear_cache=clear_cache))
+        try:
+            await self.each(lambda worker: worker.pause(mode, clear_cache=clear_cache))
+        except BadRequest:
+            self._is_paused = False
+            for member in self.alive:
+                with suppress(BadRequest, WorkerDied):
+                    await member.worker.resume()
+            raise
 
     async def resume(self) -> None:
         """Resume all workers."""

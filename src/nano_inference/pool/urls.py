@@ -10,7 +10,7 @@ from typing import Any
 
 from nano_inference.admission import Limits
 from nano_inference.checks import check_number, float32
-from nano_inference.pool.dialect import SampleBuilder, check_supported, request_json, samples_of
+from nano_inference.pool.dialect import SampleBuilder, check_supported, plain_request, request_json, samples_of
 from nano_inference.pool.wire import Refused, Server, read_url
 from nano_inference.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
 from nano_inference.types import BadRequest, Delta, PauseMode, TrainingSample, WeightError
@@ -32,6 +32,8 @@ class UrlWorker:
         """Open jobs and the names of their requests."""
         self._version = 0
         self._lineage: str | None = None
+        self._is_extended = False
+        """Whether the server has this project's extensions of the dialect."""
 
     async def open(self) -> None:
         """Read the model's name and the version of its weights. Raises `WorkerDied`, `BadRequest`."""
@@ -40,6 +42,7 @@ class UrlWorker:
         try:
             info = await self._server.get("/weight_info")
             self.first_version, self._lineage = int(info["version"]), info.get("lineage")
+            self._is_extended = True
         except (Refused, KeyError):  # another program's server, or one without the trainers' routes
             self.first_version = 0
         self._version = self.first_version
@@ -48,7 +51,7 @@ class UrlWorker:
         request = job.request
         if request.params.pooling is not None:
             return [await self._embedding(job)]
-        body = request_json(request, self._model, self._named(job))
+        body = self._body(job)
         try:
             reply = await self._server.generate(_GENERATE, body)
         finally:
@@ -59,7 +62,7 @@ class UrlWorker:
 
     async def stream(self, job: Job) -> AsyncGenerator[Delta]:
         request = job.request
-        body = request_json(request, self._model, self._named(job)) | {"stream": True}
+        body = self._body(job) | {"stream": True}
         builders = [SampleBuilder(request, index, self._version) for index in range(request.num_samples)]
         try:
             async with aclosing(self._server.events(_GENERATE, body)) as events:
@@ -79,7 +82,7 @@ class UrlWorker:
         given = {"weight_version": update.label, "checksum": rules.checksum}
         body |= {name: value for name, value in given.items() if value is not None}
         try:
-            reply = await self._server.command("/update_weights", body)
+            reply = await self._command("/update_weights", body)
             return int(reply["held_version"])
         except Refused as error:
             raise WeightError(str(error)) from None
@@ -87,28 +90,28 @@ class UrlWorker:
             raise WeightError(f"{self.name}: cannot hold an update, so that it would not be atomic") from None
 
     async def commit(self) -> int:
-        self._version = int((await self._server.command("/commit_weight_update", {}))["version"])
+        self._version = int((await self._command("/commit_weight_update", {}))["version"])
         return self._version
 
     async def discard(self) -> bool:
-        return bool((await self._server.command("/abort_weight_update", {}))["aborted"])
+        return bool((await self._command("/abort_weight_update", {}))["aborted"])
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        await self._server.command("/pause", {"mode": mode, "clear_cache": clear_cache})
+        await self._command("/pause", {"mode": mode, "clear_cache": clear_cache})
 
     async def resume(self) -> None:
-        await self._server.command("/resume", {})
+        await self._command("/resume", {})
 
     async def abort(self, job_ids: Collection[int] | None) -> None:
         wanted = self._open if job_ids is None else {one: self._open[one] for one in job_ids if one in self._open}
         if wanted:
-            await self._server.command("/abort_requests", {"request_ids": list(wanted.values())})
+            await self._command("/abort_requests", {"request_ids": list(wanted.values())})
 
     async def flush(self) -> int:
-        return int((await self._server.command("/reset_prefix_cache", {})).get("num_blocks", 0))
+        return int((await self._command("/reset_prefix_cache", {})).get("num_blocks", 0))
 
     async def checksum(self) -> str:
-        return str((await self._server.command("/weight_checker", {"action": "checksum"}))["checksum"])
+        return str((await self._command("/weight_checker", {"action": "checksum"}))["checksum"])
 
     async def facts(self) -> WorkerFacts:
         await self._server.get("/health")
@@ -123,10 +126,24 @@ class UrlWorker:
         if None not in (lineage, self._lineage) and lineage != self._lineage:
             raise WorkerDied(f"{self.name}: was restarted, without the weights that the pool installed")
 
-    def _named(self, job: Job) -> str:
+    def _body(self, job: Job) -> dict[str, Any]:
+        """Return a job's request and keep its name until the caller removes it. Raises `BadRequest`."""
         check_supported(job.request)
         name = self._open[job.id] = f"pool-{self._nonce}-{job.id}"
-        return name
+        return request_json(job.request if self._is_extended else plain_request(job.request), self._model, name)
+
+    async def _command(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Call a route of our server with `--enable-rl`. Raises `Refused`, naming the route if there is none."""
+        try:
+            return await self._server.command(path, body)
+        except Refused as error:
+            if error.status not in (404, 405):
+                raise
+            raise Refused(
+                f"{self.name}: has no POST {path}; updates, pauses and aborts need nano-inference's server with "
+                "--enable-rl",
+                error.status,
+            ) from None
 
     async def _embedding(self, job: Job) -> TrainingSample:
         request = job.request
@@ -154,9 +171,9 @@ class UrlFleet:
     """Servers at fixed addresses. One that stops answering is left out, and its requests go to the others.
 
     Every `retry_s` seconds it is asked again; one that answers gets the weights in force and its part of the work.
-    Requests, scores, embeddings and streams need no more than the dialect. Pauses, aborts and updates need our server
-    with `--enable-rl`; an update is a directory below every server's `--weights-dir`. All servers must have opened the
-    same weights, also after a restart.
+    Requests, scores and streams need `/v1/models`, `/health` and `/inference/v1/generate`; embeddings `/v1/embeddings`.
+    Pauses, aborts and updates need our server with `--enable-rl`; an update is a directory below every server's
+    `--weights-dir`. All servers must have opened the same weights, also after a restart.
     """
 
     def __init__(self, urls: Sequence[str], *, api_key: str | None = None, retry_s: float = 5.0) -> None:

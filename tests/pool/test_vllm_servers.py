@@ -1,0 +1,107 @@
+"""Servers that have vLLM's routes alone, in a pool and behind the proxy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from nano_inference import BadRequest, EngineConfig, InferenceEngine, RolloutPool, SamplingParams, UrlFleet, WeightError
+from tests.pool.engines import PARAMS, PROMPTS, SEED, config_of, facts
+from tests.pool.vllm_stub import Stub, vllm_stub
+from tests.server.proxied import proxied
+from tests.server.tiny import events_in, make_tiny
+from tests.server.trainer import serving
+from tests.weights.pairs import Pair
+
+
+@pytest.fixture(scope="module")
+def single(untied: Pair) -> Iterator[InferenceEngine]:
+    with InferenceEngine(config_of(untied)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def stubs(untied: Pair) -> Iterator[list[Stub]]:
+    with ExitStack() as stack:
+        engines = [stack.enter_context(InferenceEngine(config_of(untied))) for _ in range(2)]
+        yield [stack.enter_context(vllm_stub(engine)) for engine in engines]
+
+
+@pytest.fixture
+def pool(stubs: list[Stub]) -> Iterator[RolloutPool]:
+    for stub in stubs:
+        stub.asked.clear()
+    with RolloutPool(UrlFleet([stub.url for stub in stubs]), seed=SEED) as one:
+        yield one
+
+
+def test_samples_and_streams_equal_one_engine(pool: RolloutPool, stubs: list[Stub], untied: Pair) -> None:
+    with InferenceEngine(config_of(untied)) as single:
+        for params in (PARAMS, SamplingParams(max_tokens=6, temperature=0.6, top_k=9, min_p=0.01, logprobs=2)):
+            mine, right = pool.generate(PROMPTS, params, 2), single.generate(PROMPTS, params, 2)
+            assert facts(mine) == facts(right) and [s.top_logprobs for s in mine] == [s.top_logprobs for s in right]
+        streams = [list(one.stream(PROMPTS[0], PARAMS)) for one in (pool, single)]
+    tokens = [[token for delta in stream for token in delta.token_ids] for stream in streams]
+    assert tokens[0] == tokens[1] and len(streams[0]) == PARAMS.max_tokens
+    assert facts([streams[0][-1].sample]) == facts([streams[1][-1].sample])  # type: ignore[list-item]
+    assert all(stub.asked for stub in stubs) and len(pool.facts()) == 2
+
+
+def test_scores_equal_one_engine(pool: RolloutPool, single: InferenceEngine) -> None:
+    assert pool.score(PROMPTS) == single.score(PROMPTS)
+    assert pool.score(PROMPTS[0], 4) == single.score(PROMPTS[0], 4)
+
+
+def test_commands_of_our_server_are_refused_by_name(pool: RolloutPool, stubs: list[Stub], tmp_path: Path) -> None:
+    needs = "updates, pauses and aborts need nano-inference's server with --enable-rl"
+    with pytest.raises(WeightError) as refused:
+        pool.update_weights(tmp_path, blocking=True)
+    url = stubs[0].url
+    assert str(refused.value) == f"{url}: has no POST /update_weights; {needs}; all workers keep version 0"
+    with pytest.raises(BadRequest) as paused:
+        pool.pause("keep")
+    assert str(paused.value) in [f"{stub.url}: has no POST /pause; {needs}" for stub in stubs]
+    for command in (pool.flush_cache, pool.weights_checksum):
+        with pytest.raises(BadRequest, match=needs):
+            command()
+    assert len(pool.facts()) == 2 and pool.num_replaced == 0
+
+
+def test_a_refused_pause_pauses_no_other_server(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path)
+    options = EngineConfig(model_path=str(directory), device="cpu", num_threads=1, kv_cache_bytes=8 << 20)
+    with ExitStack() as stack:
+        stub = stack.enter_context(vllm_stub(stack.enter_context(InferenceEngine(options))))
+        ours = stack.enter_context(serving(directory, logprobs_mode="processed"))
+        pool = stack.enter_context(RolloutPool(UrlFleet([ours.url, stub.url]), seed=SEED))
+        with pytest.raises(BadRequest, match=f"{stub.url}: has no POST /pause"):
+            pool.pause("keep")
+        assert len(pool.generate(PROMPTS, PARAMS)) == 8
+        assert ours.link.last_stats is not None and stub.asked[-1][0] == "/inference/v1/generate"
+
+
+def test_the_proxy_passes_requests_and_streams_on(stubs: list[Stub], single: InferenceEngine) -> None:
+    body = {
+        "model": "m",
+        "request_id": "r",
+        "token_ids": PROMPTS[0],
+        "sampling_params": {"n": 1, "seed": 4, "max_tokens": 6, "ignore_eos": True, "logprobs": 0},
+    }
+    right = single.generate(PROMPTS[:1], SamplingParams(seed=4, max_tokens=6, ignore_eos=True))[0].completion_tokens
+    with proxied([stub.url for stub in stubs], checks_health=True) as front:
+        assert front.client.get("/v1/models").json()["data"][0]["id"] == "m"
+        assert front.client.get("/health").json()["status"] == "ok"
+        front.fleet.placed.clear()
+        whole = front.client.post("/inference/v1/generate", json=body).json()
+        assert tuple(whole["choices"][0]["token_ids"]) == right
+        text = front.client.post("/inference/v1/generate", json={**body, "stream": True}).text
+        assert tuple(event["choices"][0]["token_ids"][0] for event in events_in(text)[:-1]) == right
+        assert len(front.fleet.placed) == 2 and len(set(front.fleet.placed)) == 1  # where the prefix is cached
+        completion = front.client.post("/v1/completions", json={"prompt": PROMPTS[0], "max_tokens": 3}).json()
+        assert len(json.loads(completion["choices"][0]["text"].replace("(", "[").replace(")", "]"))) == 3
+        assert front.client.get("/metrics").status_code == front.client.get("/load").status_code == 200
+        assert front.client.post("/pause", json={}).status_code == 404
