@@ -1,0 +1,34 @@
+"""Ray Serve that is not installed; with it, see tests/clients/test_ray_serve.py."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.test_packages import run_without
+
+LINE = "Ray Serve is not installed: pip install 'nano-inference[ray]'"
+WAYS = {
+    "deployment": "deployment(EngineConfig(model_path='m'), ServerConfig())",
+    "application": "application({'model': 'm'})",
+}
+
+
+@pytest.mark.parametrize("hidden", ["ray", "fastapi"], ids=["no ray", "ray without the packages of serve"])
+@pytest.mark.parametrize("way", WAYS)
+def test_missing_ray_serve_is_one_line(way: str, hidden: str) -> None:
+    code = f"""
+from nano_inference import EngineConfig
+from nano_inference.integrations.ray_serve import application, deployment
+from nano_inference.packages import MissingPackage
+from nano_inference.server.config import ServerConfig
+try:
+    {WAYS[way]}
+except MissingPackage as error:
+    print(error)
+"""
+    if hidden != "ray" and importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray")
+    done = run_without([hidden], code)
+    assert done.stdout == LINE + "\n", done.stderr
