@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 PATIENCE = 120.0
+ROOT = Path(__file__).parents[2]
+_START = (
+    "import json, sys; from tests.hiding import hide; hide(json.loads(sys.argv.pop(1))); "
+    "from nano_inference.cli import main; sys.exit(main())"
+)
 
 
 class Process:
     """A server process; a thread reads its stderr."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", "nano_inference", "serve", *arguments]
-        self._popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], *, hidden: Collection[str] = ()
+    ) -> None:
+        """Start it; imports of the modules `hidden` fail in it, as if they were not installed."""
+        command = [sys.executable, "-c", _START, json.dumps(sorted(hidden)), "serve", *arguments]
+        self._popen = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}, cwd=ROOT
+        )
         self._lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read)

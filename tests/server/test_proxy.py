@@ -18,6 +18,7 @@ import pytest
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.replicas.metrics import merge
 from tests.server.proxied import Front, proxied
+from tests.server.served import Process
 from tests.server.tiny import Running, events_in, running
 
 TURN = [{"role": "user", "content": "Tell me about the sea and all the ships that cross it."}]
@@ -245,6 +246,18 @@ def test_pages_and_errors_are_those_of_the_server(front: Front, servers: tuple[R
     for path, body in (("/v1/completions", {"prompt": 5}), ("/nowhere", {})):
         direct, through = servers[0].post(path, body), front.client.post(path, json=body)
         assert (through.status_code, through.json()) == (direct.status_code, direct.json())
+
+
+def test_workers_are_served_without_torch_and_ray(servers: tuple[Running, Running]) -> None:
+    process = Process(["--workers", servers[0].url, "--port", "0"], {}, hidden=("ray", "torch", "transformers"))
+    try:
+        (ready,) = process.wait_for(r"^ready: 1 workers behind (\S+)")
+        assert httpx2.get(f"{ready[1]}/health", timeout=60).json()["status"] == "ok"
+        body = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
+        through = httpx2.post(f"{ready[1]}/v1/completions", json=body, timeout=60).json()
+        assert through["choices"] == servers[0].post("/v1/completions", body).json()["choices"]
+    finally:
+        assert process.end() == 0
 
 
 @pytest.mark.parametrize(
