@@ -19,6 +19,7 @@ import httpx2
 import openai
 import pytest
 
+from tests.parallel.test_processes import ranks_of
 from tests.server.served import PATIENCE, Process
 from tests.server.tiny import make_tiny
 
@@ -36,11 +37,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The address of a Ray cluster with two CPUs."""
+    """The address of a Ray cluster with four CPUs."""
     ray = pytest.importorskip("ray", reason="Ray is not installed")
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as temporary:
         context = ray.init(
-            num_cpus=2,
+            num_cpus=4,
             include_dashboard=False,
             object_store_memory=80 << 20,
             _node_ip_address="127.0.0.1",
@@ -52,11 +53,14 @@ def cluster() -> Iterator[str]:
         ray.shutdown()
 
 
+def options(directory: Path) -> list[str]:
+    return ["--model", str(directory), "--port", "0", "--num-threads", "1", "--kv-cache-bytes", "32MiB"]
+
+
 @pytest.fixture(scope="module")
 def server(cluster: str, directory: Path) -> Iterator[tuple[Process, str]]:
     """The process and its URL."""
-    options = ["--model", str(directory), "--port", "0", "--num-threads", "1", "--kv-cache-bytes", "32MiB"]
-    process = Process([*options, "--replicas", "2"], {"RAY_ADDRESS": cluster})
+    process = Process([*options(directory), "--replicas", "2"], {"RAY_ADDRESS": cluster})
     try:
         (ready,) = process.wait_for(r"^ready: 2 replicas behind (\S+)")
         yield process, ready[1]
@@ -91,6 +95,22 @@ def test_openais_client_gets_completions_streams_and_tools(client: openai.OpenAI
     assert completion.usage is not None and completion.usage.completion_tokens == 4
     called = client.chat.completions.create(**options, tools=[TOOL], tool_choice="required", max_tokens=200)
     assert called.choices[0].message.tool_calls[0].function.name == "look_up"
+
+
+def test_replicas_of_two_ranks_complete_like_undivided_ones(
+    server: tuple[Process, str], cluster: str, directory: Path
+) -> None:
+    body = {"prompt": "a divided engine", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    arguments = [*options(directory), "--replicas", "2", "--tensor-parallel", "2"]
+    process = Process(arguments, {"RAY_ADDRESS": cluster})
+    try:
+        (ready,) = process.wait_for(r"^ready: 2 replicas behind (\S+)")
+        ranks = [rank for pid in pids(process).values() for rank in ranks_of(pid)]
+        mine, right = (httpx2.post(f"{url}/v1/completions", json=body) for url in (ready[1], server[1]))
+    finally:
+        assert process.end() == 0
+    assert mine.json()["choices"] == right.json()["choices"] and mine.json()["usage"]["completion_tokens"] == 12
+    assert len(ranks) == 2 and not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
 def test_chat_page_and_metrics_of_both_engines_are_served(server: tuple[Process, str]) -> None:
