@@ -53,7 +53,8 @@ class SpmdEngine:
         """Load this rank's part. `tensor_parallel` consecutive ranks of the default process group form one engine.
 
         If there is no default group, one is created from the environment (Gloo, or NCCL on CUDA) until `shutdown`.
-        Raises `ValueError` if the model cannot be divided, or the ranks have different checkpoints.
+        Raises `ValueError` if the model cannot be divided, or the ranks have different checkpoints, as far as
+        `parallel.fingerprint` sees: it reads the shapes and at most 32 KiB of every tensor.
         """
         local_rank = int(environment().get("LOCAL_RANK", "0"))
         device = rank_device(config.device, local_rank, local_rank + 1)

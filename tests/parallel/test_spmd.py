@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from tests.models.families import make_model
@@ -24,6 +25,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("spmd") / "tiny"
     make_model("llama-ratio1-untied", directory)
     make_model("gemma2", directory.with_name("other"))
+    shutil.copytree(directory, directory.with_name("changed"))
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.2.mlp.down_proj.weight"] *= 1.3
+    save_file(weights, directory.with_name("changed") / "model.safetensors", {"format": "pt"})
     return directory
 
 
@@ -66,8 +71,10 @@ def test_all_ranks_of_a_trainer_see_the_same_engine(tiny: Path, tmp_path: Path) 
     assert first["is_unchanged"] and first["version"] == 1
 
 
-def test_ranks_with_different_checkpoints_are_refused_on_both(tiny: Path, tmp_path: Path) -> None:
-    first, second = run(tiny, tmp_path, "other")
+@pytest.mark.parametrize("mode", ["other", "changed"])
+def test_ranks_with_different_checkpoints_are_refused_on_both(mode: str, tiny: Path, tmp_path: Path) -> None:
+    """`changed` has one other tensor of the same shape."""
+    first, second = run(tiny, tmp_path, mode)
     assert first == {"failed": "ValueError: tensor_parallel: rank 1 has another checkpoint than rank 0"}
     assert second == {"failed": "ValueError: tensor_parallel: rank 0 has another checkpoint than rank 1"}
 

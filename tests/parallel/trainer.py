@@ -80,8 +80,8 @@ def main() -> None:
     config, out, mode = EngineConfig.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
     rank = os.environ["RANK"]
     path = Path(config.model_path)
-    if mode == "other" and rank == "1":
-        config = EngineConfig.from_dict(config.to_dict() | {"model_path": str(path.with_name("other"))})
+    if mode in ("other", "changed") and rank == "1":
+        config = EngineConfig.from_dict(config.to_dict() | {"model_path": str(path.with_name(mode))})
     try:
         with SpmdEngine(config) as engine:
             seen = lose_a_rank(engine) if mode == "kill" else train(engine, path)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -14,12 +14,15 @@ from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loader.sources import WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
+from nano_inference.parallel.fingerprint import fingerprint
 from nano_inference.parallel.links import Links
 from nano_inference.parallel.operations import operations_of
 from nano_inference.parallel.shard import shard
 from nano_inference.parallel.sources import parts_of
 from nano_inference.parallel.vocabulary import ShardedVocabulary
 from nano_inference.sampling import draw
+
+Result = TypeVar("Result")
 
 
 def load_part(
@@ -54,22 +57,22 @@ def load_part(
     return executor
 
 
-def agree(links: Links, work: Callable[[], None]) -> None:
-    """Call `work` on all ranks; raise its exception, or `ValueError` with that of another rank."""
+def agree(links: Links, work: Callable[[], Result]) -> Result:
+    """Return `work()`, which all ranks call; raise its exception, or `ValueError` with that of another rank."""
     try:
-        work()
+        result = work()
     except Exception as error:
         links.commands.exchange(f"{type(error).__name__}: {error}")
         raise
     for rank, fault in enumerate(links.commands.exchange("")):
         if fault:
             raise ValueError(f"tensor_parallel: rank {rank}: {fault}")
+    return result
 
 
 def check_same(config: ModelConfig, sources: Mapping[str, WeightSource], links: Links) -> None:
-    """Raise `ValueError` unless all ranks have the same configuration, tensor names, shapes and types."""
-    facts = [repr(config), *(f"{name} {source.shape} {source.dtype}" for name, source in sorted(sources.items()))]
-    own = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    """Raise `ValueError` on every rank unless `fingerprint` of the whole checkpoint is the same on all of them."""
+    own = agree(links, lambda: fingerprint(config, sources))
     others = [rank for rank, digest in enumerate(links.commands.exchange(own)) if digest != own]
     if others:
         raise ValueError(f"tensor_parallel: rank {others[0]} has another checkpoint than rank {links.rank}")
