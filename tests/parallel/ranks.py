@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -14,12 +15,13 @@ import torch
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.assemble import divided_model, load_rank, locate, parts_with
+from nano_inference.executors.protocol import Executor
 from nano_inference.kinds import installed_kinds
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.parallel.executor import ShardedExecutor
 from nano_inference.parallel.follower import Follower
 from nano_inference.parallel.leader import Leader
-from nano_inference.parallel.links import Links, local_links
+from nano_inference.parallel.links import WAIT, Links, local_links
 from nano_inference.parallel.staged import Whole
 from nano_inference.types import EngineDead
 
@@ -64,16 +66,18 @@ def quick_switches() -> Iterator[None]:
 
 
 @contextmanager
-def open_ranks(config: EngineConfig) -> Iterator[InferenceEngine]:
-    """Open an engine of `config.tensor_parallel` ranks."""
+def open_ranks(
+    config: EngineConfig, *, wait: timedelta = WAIT, changed: Callable[[Executor], Executor] = lambda own: own
+) -> Iterator[InferenceEngine]:
+    """Open an engine of `config.tensor_parallel` ranks; `changed` returns the executors of ranks other than 0."""
     kinds = installed_kinds()
     checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
     model, program = divided_model(checkpoint, config, kinds)
     size = config.tensor_parallel
 
     def serve(directory: Path, rank: int) -> None:
-        links = local_links(directory, rank, size, CPU)
-        own = load_rank(checkpoint, model, program, config, links, CPU)
+        links = local_links(directory, rank, size, CPU, wait)
+        own = changed(load_rank(checkpoint, model, program, config, links, CPU))
         with suppress(EngineDead):
             Follower(own, program, links, is_fed=True).serve()
 
@@ -87,7 +91,7 @@ def open_ranks(config: EngineConfig) -> Iterator[InferenceEngine]:
                 thread.join(60)
                 assert not thread.is_alive()
 
-        links = local_links(Path(directory), 0, size, CPU)
+        links = local_links(Path(directory), 0, size, CPU, wait)
         own = load_rank(checkpoint, model, program, config, links, CPU)
         executor = ShardedExecutor(
             own, Whole(program, size), Leader(links, join, lambda: None, is_serving=True), is_fed=True

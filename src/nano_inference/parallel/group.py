@@ -26,14 +26,24 @@ class Group:
     After an `EngineDead` the group is unusable: some ranks may have left an operation that others still wait in.
     """
 
-    def __init__(self, group: Any, rank: int, size: int, timeout: timedelta, *, is_registered: bool = False) -> None:
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        idle: timedelta | None = None,
+        is_registered: bool = False,
+    ) -> None:
         """`group` is a torch process group, used from one thread; `timeout` limits every operation.
 
-        `is_registered`: torch keeps a reference to it, as to all results of `new_group`.
+        `idle` limits the wait of `next_message` for the start of a message, by default `timeout`. `is_registered`:
+        torch keeps a reference to the group, as to all results of `new_group`.
         """
         self._is_registered = is_registered
         self.rank, self.size = rank, size
-        self._group, self._timeout = group, timeout
+        self._group, self._timeout, self._idle = group, timeout, idle or timeout
         self.bytes_sent = 0
         """Bytes of all messages that rank 0 has broadcast."""
 
@@ -71,7 +81,7 @@ class Group:
     def next_message(self) -> bytes:
         """Return rank 0's next message."""
         first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-        self._broadcast(first)
+        self._broadcast(first, self._idle)
         data = bytes(first.numpy().data)
         size = int.from_bytes(data[:_HEADER], "little")
         message = data[_HEADER : _HEADER + size]
@@ -93,15 +103,17 @@ class Group:
         if group is not None and self._is_registered:
             dist.destroy_process_group(group)
 
-    def _broadcast(self, x: Tensor) -> None:
-        self._wait(lambda: self._group.broadcast([x], dist.BroadcastOptions()))
+    def _broadcast(self, x: Tensor, timeout: timedelta | None = None) -> None:
+        options = dist.BroadcastOptions()
+        options.timeout = timeout or self._timeout
+        self._wait(lambda: self._group.broadcast([x], options), options.timeout)
 
-    def _wait(self, start: Any) -> None:
+    def _wait(self, start: Any, timeout: timedelta | None = None) -> None:
         """Start an operation and wait for its end. Raises `EngineDead` if a rank is gone or too slow."""
         if self._group is None:
             raise EngineDead(f"rank {self.rank} of {self.size} has left the engine")
         try:
-            start().wait(self._timeout)
+            start().wait(timeout or self._timeout)
         except RuntimeError as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise EngineDead(f"rank {self.rank} of {self.size} lost another rank: {reason}") from error

@@ -15,6 +15,8 @@ from nano_inference.types import EngineDead
 
 _PULSE_S = 1.0
 """Without a command for so long, rank 0 asks the other ranks for a sign of life."""
+_STOP_S = 5.0
+"""Longest wait of `close` for the end of a message of an update."""
 Result = TypeVar("Result")
 
 
@@ -44,8 +46,8 @@ class Leader:
     def feed(self, number: int, *, is_fed: bool) -> WeightFeed:
         """Return the feed of an executor's updates: with `is_fed`, beside steps through a group of its own."""
         if is_fed:
-            return WeightFeed(self.links.weights, self._weights_lock, number)
-        return WeightFeed(self.links.commands, self._lock, number)
+            return WeightFeed(self.links.weights, self._weights_lock, number, self._fail_between_steps)
+        return WeightFeed(self.links.commands, self._lock, number, self._fail_between_steps)
 
     def step(self, command: str, arguments: Callable[[], dict[str, Any]], work: Callable[[], Result]) -> Result:
         """Return `work()`, which the other ranks execute too, as a command; an exception on any rank ends the engine.
@@ -109,14 +111,31 @@ class Leader:
             self._end(self._on_failure)
         return self.failure
 
+    def _fail_between_steps(self, error: EngineDead) -> EngineDead:
+        with self._lock:
+            return self._fail(error)
+
     def close(self) -> None:
-        """End the other ranks. Can be called again."""
+        """End the other ranks. Can be called again. Ranks that do not answer are ended as after a failure."""
         with self._lock:
             if self.failure is None and not self._is_closed.is_set():
                 self._send("stop", {})
-                if self._is_serving:
-                    self.feed(0, is_fed=True).send("stop", {})
-                self._end(self._on_close)
+                if not self._is_serving or self._stop_receivers():
+                    self._end(self._on_close)
+                elif self.failure is None:
+                    self._end(self._on_failure)
+
+    def _stop_receivers(self) -> bool:
+        """End the threads that receive weights; return False if a rank is lost, or a message takes too long."""
+        if not self._weights_lock.acquire(timeout=_STOP_S):
+            return False
+        try:
+            self.feed(0, is_fed=True).send("stop", {})
+        except EngineDead:
+            return False
+        finally:
+            self._weights_lock.release()
+        return True
 
     def _end(self, callback: Callable[[], None]) -> None:
         self._is_closed.set()

@@ -15,10 +15,10 @@ from nano_inference.types import EngineDead
 
 JOIN_S = 60.0
 """Longest wait for the other ranks when the groups are formed."""
-_WAIT = timedelta(seconds=600)
-"""Longest wait of a step or a command for another rank that is alive; the loss of a process is seen at once."""
+WAIT = timedelta(seconds=600)
+"""Longest wait of an operation for another rank that is alive; the loss of a process is seen at once."""
 _IDLE = timedelta(days=365)
-"""The same for weights: a rank waits for the next update. Lost ranks are found by the commands."""
+"""Longest wait of a rank for the next update. Lost ranks are found by the commands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +52,33 @@ class Links:
             self.weights.close()
 
 
-def local_links(directory: Path, rank: int, size: int, device: torch.device) -> Links:
+def local_links(directory: Path, rank: int, size: int, device: torch.device, wait: timedelta = WAIT) -> Links:
     """Join the other ranks on this machine, which use the same empty private directory.
 
-    Raises `EngineDead` if they do not come within `JOIN_S` seconds.
+    `wait` limits every later operation. Raises `EngineDead` if the ranks do not come within `JOIN_S` seconds.
     """
     store = dist.FileStore(str(directory / "store"), size)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=JOIN_S))
     try:
         groups = {
-            name: _gloo(dist.PrefixStore(name, store), rank, size, timeout)  # type: ignore[attr-defined]
-            for name, timeout in (("commands", _WAIT), ("weights", _IDLE), ("data", _WAIT))
+            name: _gloo(dist.PrefixStore(name, store), rank, size, wait)  # type: ignore[attr-defined]
+            for name in ("commands", "weights", "data")
             if name != "data" or device.type == "cpu"
         }
         if device.type == "cuda":
-            groups["data"] = _nccl(dist.PrefixStore("data", store), rank, size)  # type: ignore[attr-defined]
+            groups["data"] = _nccl(dist.PrefixStore("data", store), rank, size, wait)  # type: ignore[attr-defined]
     except RuntimeError as error:
         raise EngineDead(f"rank {rank} of {size} found no other ranks within {JOIN_S:g} seconds") from error
-    return _links(groups["commands"], groups["weights"], groups["data"], rank, size, is_registered=False)
+    return _links((groups["commands"], groups["weights"], groups["data"]), rank, size, wait, is_registered=False)
 
 
-def _links(commands: Any, weights: Any, data: Any, rank: int, size: int, *, is_registered: bool) -> Links:
-    """Return the links through three torch process groups."""
+def _links(groups: tuple[Any, Any, Any], rank: int, size: int, wait: timedelta, *, is_registered: bool) -> Links:
+    """Return the links through three torch process groups, in the order of the fields."""
+    commands, weights, data = groups
     return Links(
-        Group(commands, rank, size, _WAIT, is_registered=is_registered),
-        Group(weights, rank, size, _IDLE, is_registered=is_registered),
-        Group(data, rank, size, _WAIT, is_registered=is_registered),
+        Group(commands, rank, size, wait, is_registered=is_registered),
+        Group(weights, rank, size, wait, idle=_IDLE, is_registered=is_registered),
+        Group(data, rank, size, wait, is_registered=is_registered),
     )
 
 
@@ -93,12 +94,12 @@ def trainer_links(size: int, device: torch.device) -> Links:
     own: Links | None = None
     for first in range(0, world, size):
         members = list(range(first, first + size))
-        commands = dist.new_group(members, timeout=_WAIT, backend="gloo")
-        weights = dist.new_group(members, timeout=_IDLE, backend="gloo")
+        commands = dist.new_group(members, timeout=WAIT, backend="gloo")
+        weights = dist.new_group(members, timeout=WAIT, backend="gloo")
         backend = "nccl" if device.type == "cuda" else "gloo"
-        data = dist.new_group(members, timeout=_WAIT, backend=backend)
+        data = dist.new_group(members, timeout=WAIT, backend=backend)
         if rank in members:
-            own = _links(commands, weights, data, rank - first, size, is_registered=True)
+            own = _links((commands, weights, data), rank - first, size, WAIT, is_registered=True)
     assert own is not None
     return own
 
@@ -112,7 +113,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Any, rank: int, size: int) -> Any:
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _WAIT
+    options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from nano_inference.parallel.group import Group
 from nano_inference.parallel.messages import pack
 from nano_inference.parallel.shard import Shard, shard
 from nano_inference.parallel.sources import part_of
-from nano_inference.types import WeightError
+from nano_inference.types import EngineDead, WeightError
+
+Result = TypeVar("Result")
 
 
 class Whole:
@@ -60,22 +62,27 @@ class Whole:
 
 
 class WeightFeed:
-    """Sends weight updates to the other ranks, one message at a time."""
+    """Sends weight updates to the other ranks, one message at a time. Every method raises `EngineDead`."""
 
-    def __init__(self, group: Group, lock: RLock, number: int) -> None:
-        """`lock` is held during each message; `number` is the executor's."""
-        self._group, self._lock, self._id = group, lock, number
+    def __init__(self, group: Group, lock: RLock, number: int, fail: Callable[[EngineDead], EngineDead]) -> None:
+        """`lock` is held during each message; `number` is the executor's.
+
+        `fail` ends the engine after a rank was lost, or did not take part in time; it returns the exception to raise.
+        """
+        self._group, self._lock, self._id, self._fail = group, lock, number, fail
 
     def send(self, command: str, arguments: Mapping[str, Any]) -> None:
         """Send a command without a reply."""
-        with self._lock:
-            self._group.broadcast(pack(command, {"id": self._id, **arguments}))
+        self._locked(lambda: self._send(command, arguments))
 
     def ask(self, command: str, arguments: Mapping[str, Any], own: str = "") -> list[str]:
         """Send a command; return every rank's reply, this one's `own` included."""
-        with self._lock:
-            self._group.broadcast(pack(command, {"id": self._id, **arguments}))
+
+        def work() -> list[str]:
+            self._send(command, arguments)
             return self._group.exchange(own)
+
+        return self._locked(work)
 
     def send_weight(self, command: str, whole: Whole, name: str, source: WeightSource) -> None:
         """Send each rank its part of a tensor, or the name of the file from which it reads its part."""
@@ -83,21 +90,36 @@ class WeightFeed:
         if isinstance(source, FileRange):
             self.send(command, {**about, "path": str(source.path.absolute()), "offset": source.offset})
             return
-        assert isinstance(source, TensorSource)
-        with self._lock:
-            self._group.broadcast(pack(command, {"id": self._id, **about}))
+
+        def work() -> None:
+            self._send(command, about)
             for rank in whole.ranks_with(name):
                 part = part_of(source, whole.shards[rank].cuts.get(name))
                 assert isinstance(part, TensorSource)
                 self._group.send(part.tensor.cpu(), rank)
 
+        self._locked(work)
+
     def gather(self, whole: Whole, name: str, own: Tensor) -> Tensor:
         """Return a whole weight of an update that all ranks have finished; `own` is this rank's part."""
         if not whole.is_cut(name):
             return own
-        with self._lock:
-            self._group.broadcast(pack("staged_values", {"id": self._id, "name": name}))
+
+        def work() -> Tensor:
+            self._send("staged_values", {"name": name})
             return whole.joined(name, own, self._group)
+
+        return self._locked(work)
+
+    def _send(self, command: str, arguments: Mapping[str, Any]) -> None:
+        self._group.broadcast(pack(command, {"id": self._id, **arguments}))
+
+    def _locked(self, work: Callable[[], Result]) -> Result:
+        try:
+            with self._lock:
+                return work()
+        except EngineDead as error:  # without the lock: `fail` waits for the end of a step
+            raise self._fail(error) from error
 
 
 class ShardedStaged:

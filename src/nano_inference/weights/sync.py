@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nano_inference.executors.protocol import Executor, Staged
-from nano_inference.types import ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
+from nano_inference.types import EngineDead, ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.gate import StepGate, share_of
 from nano_inference.weights.staging import NamedWeights, Staging, pairs
@@ -337,7 +337,7 @@ class _Job:
         return self.staged is None and self.error is None and not is_running
 
     def take_failure(self) -> BaseException:
-        """Return and clear the error; wrap unexpected exceptions in `WeightError`.
+        """Return and clear the error; wrap unexpected exceptions in `WeightError`, but for `EngineDead`.
 
         The job keeps no reference to it: the traceback refers to the job, and the cycle would keep the caller's weights
         alive until a garbage collection.
@@ -345,7 +345,7 @@ class _Job:
         error, self.error = self.error, None
         assert error is not None
         is_callers_own = self.thread is None and not isinstance(error, Exception)
-        if isinstance(error, WeightError) or is_callers_own:
+        if isinstance(error, WeightError | EngineDead) or is_callers_own:
             return error
         failure = WeightError(f"the update failed: {type(error).__name__}: {error}")
         failure.__cause__ = error

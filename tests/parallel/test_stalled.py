@@ -1,0 +1,83 @@
+"""A rank that answers commands but no longer receives weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from nano_inference import InferenceEngine
+from nano_inference.executors.protocol import Executor
+from nano_inference.types import EngineDead, WeightError
+from tests.models.families import make_model
+from tests.parallel.ranks import open_ranks
+from tests.parallel.test_engine import assert_same
+from tests.parallel.test_updates import PARAMS, PROMPTS, config, weights_of
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("stalled")
+    make_model("llama3-rope-ratio3-tied", directory)
+    return directory
+
+
+class Stalling:
+    """An executor, or an update of it, that waits inside one of an update's methods until `may_go` is set."""
+
+    def __init__(self, own: Any, method: str, may_go: threading.Event) -> None:
+        self._own, self._method, self._may_go = own, method, may_go
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._may_go.wait()
+        found = getattr(self._own, name)
+        return (lambda **options: Stalling(found(**options), self._method, self._may_go)) if name == "stage" else found
+
+
+@contextmanager
+def stalled(path: Path, method: str, wait: float) -> Iterator[tuple[InferenceEngine, threading.Event]]:
+    """Open an engine whose rank 1 stalls in a method of `Staged`, and the event that releases it."""
+    may_go = threading.Event()
+
+    def changed(own: Executor) -> Executor:
+        return cast(Executor, Stalling(own, method, may_go))
+
+    with open_ranks(config(path, 2), wait=timedelta(seconds=wait), changed=changed) as engine:
+        try:
+            yield engine, may_go
+        finally:
+            may_go.set()
+
+
+@pytest.mark.parametrize("method", ["has_same", "finish"])
+def test_a_rank_that_does_not_answer_an_update_in_time_ends_the_engine(method: str, tiny: Path) -> None:
+    weights = weights_of(tiny, 1.25)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # tied, so that the ranks compare them
+    with stalled(tiny, method, 3.0) as (engine, _):
+        before = engine.generate(PROMPTS, PARAMS)
+        engine.update_weights(weights)
+        assert_same(engine.generate(PROMPTS, PARAMS), before)  # steps need no answer to the update
+        with pytest.raises(EngineDead, match=r"^rank 0 of 2 lost another rank: [^\n]+$"):
+            engine.finish_update()
+        assert not engine.is_alive
+        with pytest.raises(EngineDead, match="rank 0 of 2 lost another rank"):
+            engine.generate(PROMPTS, PARAMS)
+
+
+def test_the_timeout_of_an_update_leaves_every_rank_on_the_old_weights(tiny: Path) -> None:
+    with stalled(tiny, "finish", 60.0) as (engine, may_go):
+        before, checksum = engine.generate(PROMPTS, PARAMS), engine.weights_checksum()
+        engine.update_weights(weights_of(tiny, 1.25), timeout=0.5)
+        with pytest.raises(WeightError, match=r"the weights were not complete within 0\.5 seconds"):
+            engine.finish_update()
+        assert_same(engine.generate(PROMPTS, PARAMS), before)
+        may_go.set()
+        assert engine.weights_checksum() == checksum
+        engine.update_weights(weights_of(tiny, 1.25), blocking=True)
+        assert engine.weights_checksum() != checksum and engine.get_weight_version() == 1
