@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from tests.models.families import make_model
 from tests.parallel.test_engine import TOLERANCE, assert_same, config_of
+from tests.parallel.test_processes import FIVE_SECONDS
 
 SEEDED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
 ROOT = Path(__file__).parents[2]
@@ -32,15 +35,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(path: Path, out: Path, mode: str, size: int = 2) -> list[dict[str, Any]]:
+def run(path: Path, out: Path, mode: str, size: int = 2, tensor_parallel: int = 2) -> list[dict[str, Any]]:
     """Run the trainer; return what each rank saw, without those that were killed."""
-    config = json.dumps(config_of(path, tensor_parallel=2).to_dict())
+    config = json.dumps(config_of(path, tensor_parallel=tensor_parallel).to_dict())
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     script = [str(ROOT / "tests" / "parallel" / "trainer.py"), config, str(out), mode]
     done = subprocess.run(
         [sys.executable, "-P", *command, *script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
-    assert mode == "kill" or done.returncode == 0, done.stderr[-3000:]
+    assert mode.startswith("kill") or done.returncode == 0, done.stderr[-3000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(size) if (out / f"{rank}.json").exists()]
 
 
@@ -79,6 +82,14 @@ def test_ranks_with_different_checkpoints_are_refused_on_both(mode: str, tiny: P
     assert second == {"failed": "ValueError: tensor_parallel: rank 0 has another checkpoint than rank 1"}
 
 
-def test_a_killed_rank_of_a_trainer_ends_the_engine(tiny: Path, tmp_path: Path) -> None:
-    (first,) = run(tiny, tmp_path, "kill")
-    assert first["lost"].startswith("EngineDead: rank 0 of 2 lost another rank")
+@pytest.mark.parametrize(("victim", "size"), [(0, 2), (1, 2), (2, 4)])
+def test_a_rank_that_is_killed_in_a_call_ends_the_engine_on_all_others(
+    victim: int, size: int, tiny: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    found = run(tiny, tmp_path, f"kill{victim}", size, tensor_parallel=size)
+    record_property("seconds", [one["seconds"] for one in found])
+    assert len(found) == size - 1
+    for one in found:
+        assert re.match(rf"EngineDead: rank \d of {size} lost another rank", one["lost"])
+        assert one["later"].startswith("EngineDead: ")
+        assert one["seconds"] < FIVE_SECONDS

@@ -10,6 +10,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from nano_inference import EngineConfig, SamplingParams, SpmdEngine
 from nano_inference.types import EngineDead
 
 SEEDED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, seed=3, ignore_eos=True)
 UNSEEDED = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
@@ -67,13 +70,16 @@ def train(engine: SpmdEngine, path: Path) -> dict[str, Any]:
     return seen
 
 
-def lose_a_rank(engine: SpmdEngine) -> dict[str, Any]:
-    """Return what rank 0 sees after the other has been killed."""
+def lose_a_rank(engine: SpmdEngine, victim: int) -> dict[str, Any]:
+    """Return what a rank sees of the loss of another one in the middle of a call; `seconds` from the loss."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the others as soon as it sees the loss
     engine.generate([[1, 2, 3]], SEEDED)
-    if engine.rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return {"lost": error_of(lambda: engine.generate([[1, 2, 3]], SEEDED))}
+    lost_at = time.time() + 0.2
+    if engine.rank == victim:
+        threading.Timer(lost_at - time.time(), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    lost = error_of(lambda: [engine.generate([[1, 2, 3]], LONG) for _ in range(1000)])
+    seen = {"lost": lost, "seconds": time.time() - lost_at}
+    return seen | {"later": error_of(lambda: engine.generate([[1]], SEEDED))}
 
 
 def main() -> None:
@@ -84,11 +90,12 @@ def main() -> None:
         config = EngineConfig.from_dict(config.to_dict() | {"model_path": str(path.with_name(mode))})
     try:
         with SpmdEngine(config) as engine:
-            seen = lose_a_rank(engine) if mode == "kill" else train(engine, path)
-            if mode == "kill":
+            if mode.startswith("kill"):
+                seen = lose_a_rank(engine, int(mode.removeprefix("kill")))
                 raise EngineDead("done")
+            seen = train(engine, path)
     except (ValueError, EngineDead) as error:
-        seen = seen if mode == "kill" else {"failed": f"{type(error).__name__}: {error}"}
+        seen = seen if mode.startswith("kill") else {"failed": f"{type(error).__name__}: {error}"}
     (out / f"{rank}.json").write_text(json.dumps(seen))
 
 
