@@ -74,6 +74,21 @@ def test_all_ranks_of_a_trainer_see_the_same_engine(tiny: Path, tmp_path: Path) 
     assert first["is_unchanged"] and first["version"] == 1
 
 
+def test_pairs_of_ranks_form_engines_with_prompts_of_their_own(tiny: Path, tmp_path: Path) -> None:
+    """The update comes from tensors that all four ranks share, divided by columns or as addends."""
+    found = run(tiny, tmp_path, "pairs", size=4)
+    assert found[0] == found[1] and found[2] == found[3]
+    with InferenceEngine(config_of(tiny)) as whole:
+        prompts = [[[1 + pair, 2, 3], [4] * (20 + pair)] for pair in range(2)]
+        for pair in range(2):
+            assert_same(samples(found[2 * pair]["before"]), whole.generate(prompts[pair], SEEDED, 2))
+        weights = {name: value * 1.25 for name, value in load_file(tiny / "model.safetensors").items()}
+        whole.update_weights(weights, blocking=True)
+        for pair in range(2):
+            assert found[2 * pair]["checksum"] == whole.weights_checksum()
+            assert_same(samples(found[2 * pair]["after"]), whole.generate(prompts[pair], SEEDED, 2))
+
+
 @pytest.mark.parametrize("mode", ["other", "changed"])
 def test_ranks_with_different_checkpoints_are_refused_on_both(mode: str, tiny: Path, tmp_path: Path) -> None:
     """`changed` has one other tensor of the same shape."""

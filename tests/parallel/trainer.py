@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from nano_inference import EngineConfig, SamplingParams, SpmdEngine
 from nano_inference.types import EngineDead
@@ -70,6 +70,26 @@ def train(engine: SpmdEngine, path: Path) -> dict[str, Any]:
     return seen
 
 
+def train_pairs(engine: SpmdEngine, path: Path) -> dict[str, Any]:
+    """Return what a rank of two engines sees: prompts of its own engine, and updates from all ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    prompts = [[1 + rank // 2, 2, 3], [4] * (20 + rank // 2)]
+    mesh = init_device_mesh("cpu", (size,))
+    seen: dict[str, Any] = {"before": [one.to_dict() for one in engine.generate(prompts, SEEDED, 2)]}
+
+    def spread(name: str, value: torch.Tensor) -> DTensor:
+        if value.dim() == 1 or "self_attn" in name:
+            return DTensor.from_local(value * (1.25 / size), mesh, [Partial()])
+        return distribute_tensor(value * 1.25, mesh, [Shard(1)])
+
+    weights = load_file(path / "model.safetensors")
+    engine.update_weights({name: spread(name, value) for name, value in weights.items()})
+    return seen | {
+        "checksum": engine.weights_checksum(),
+        "after": [one.to_dict() for one in engine.generate(prompts, SEEDED, 2)],
+    }
+
+
 def lose_a_rank(engine: SpmdEngine, victim: int) -> dict[str, Any]:
     """Return what a rank sees of the loss of another one in the middle of a call; `seconds` from the loss."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the others as soon as it sees the loss
@@ -93,7 +113,7 @@ def main() -> None:
             if mode.startswith("kill"):
                 seen = lose_a_rank(engine, int(mode.removeprefix("kill")))
                 raise EngineDead("done")
-            seen = train(engine, path)
+            seen = (train_pairs if mode == "pairs" else train)(engine, path)
     except (ValueError, EngineDead) as error:
         seen = seen if mode.startswith("kill") else {"failed": f"{type(error).__name__}: {error}"}
     (out / f"{rank}.json").write_text(json.dumps(seen))
