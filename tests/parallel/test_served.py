@@ -13,7 +13,8 @@ import pytest
 from nano_inference.cli import main
 from tests.cli.test_serve import LONG, process
 from tests.parallel.test_processes import FIVE_SECONDS, ranks_of, wait_until
-from tests.server.tiny import events_in, make_tiny
+from tests.server.test_functions import ASK, check_calls, choice_of
+from tests.server.tiny import events_in, make_tiny, running
 
 PARALLEL = ("--tensor-parallel", "2")
 
@@ -59,6 +60,22 @@ def test_a_server_that_stops_leaves_no_rank(directory: Path) -> None:
         server.popen.send_signal(signal.SIGTERM)
         assert server.end() == 0
     wait_until(lambda: not Path(f"/proc/{rank}").exists(), FIVE_SECONDS)
+
+
+def test_required_tool_calls_are_those_of_an_undivided_server(tmp_path: Path) -> None:
+    make_tiny(tmp_path, 4096)
+    body = {**ASK, "tool_choice": "required", "max_tokens": 350, "temperature": 1.0}
+    choices = []
+    for options in ({}, {"tensor_parallel": 2, "kernels": "off"}):
+        with running(tmp_path, **options) as server:
+            choices.append([choice_of(server, **body | {"seed": seed}) for seed in range(2)])
+    for choice in choices[0]:
+        assert choice["message"]["tool_calls"]
+        check_calls(choice["message"]["tool_calls"])
+    for choice in (*choices[0], *choices[1]):
+        for call in choice["message"]["tool_calls"]:
+            del call["id"]  # random
+    assert choices[1] == choices[0]
 
 
 def test_a_size_that_does_not_divide_is_one_line(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
