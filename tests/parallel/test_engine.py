@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.types import EnginePaused
+from tests.loader import tiny_models
 from tests.models.families import FAMILIES, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
 from tests.parallel.ranks import open_ranks
@@ -96,6 +98,22 @@ UNDIVIDED = {
     ("qwen2-ratio7", 2): "2 does not divide the 7 attention heads; this model cannot be divided",
     ("qwen2-ratio7", 4): "4 does not divide the 7 attention heads; this model cannot be divided",
 }
+
+
+def test_a_column_cut_inside_the_blocks_of_a_gguf_file_is_the_undivided_one(tmp_path: Path) -> None:
+    """Two ranks cut 96 columns at 48 and 32 at 16; a block has 32 values."""
+    model = tiny_models.make_model("llama", intermediate_size=96, num_hidden_layers=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 0.2
+    path = tiny_models.write_gguf(tmp_path / "m.gguf", "llama", model, kind=GGMLQuantizationType.Q8_0)
+    prompts, params = [[1, 2, 3], [9] * 20], SamplingParams(max_tokens=20, seed=3, logprobs=2, ignore_eos=True)
+    config = config_of(path, max_model_len=128)
+    with InferenceEngine(config) as whole:
+        right, checksum = whole.generate(prompts, params), whole.weights_checksum()
+    with open_ranks(replace(config, tensor_parallel=2)) as engine:
+        assert engine.weights_checksum() == checksum
+        assert_same(engine.generate(prompts, params), right)
 
 
 @pytest.fixture(scope="module")
