@@ -4,8 +4,9 @@
 
 Prints tokens a second of one process with `--threads` threads (C kernels, and torch, which ranks use) and of `--ranks`
 processes with threads / ranks each: decoding with 1 and 8 rows, and a prompt of 512 tokens. Rounds alternate; the best
-of each counts. Below the table: what rank 0 sends to start a step. Without `--model`, a random Llama of 110 million
-parameters is used (12 layers, 12 heads). The last line is JSON.
+of each counts. Below the table, bytes of a step: the message with which rank 0 starts it, and the tensors that it
+contributes to sums and exchanges (logits would be rows * vocabulary * 4). Without `--model`, a random Llama of 110
+million parameters is used (12 layers, 12 heads, a vocabulary of 32,768). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,13 +66,16 @@ def prefill(engine: InferenceEngine, seed: int) -> float:
     return PROMPT_TOKENS / (time.perf_counter() - start)
 
 
-def bytes_of_steps(engine: InferenceEngine, num_rows: int, num_tokens: int) -> float:
-    """Return the bytes that rank 0 sends for a decoding step, on average."""
+def bytes_of_steps(engine: InferenceEngine, num_rows: int, num_tokens: int) -> dict[str, float]:
+    """Return the bytes of a decoding step on average: of the message that starts it, and of rank 0's tensors."""
     executor = engine.parts.executor
     assert isinstance(executor, ShardedExecutor)
-    before = executor.bytes_sent
+    message, tensors = executor.bytes_sent, executor.tensor_bytes
     decode(engine, num_rows, num_tokens)
-    return (executor.bytes_sent - before) / num_tokens
+    return {
+        "message": round((executor.bytes_sent - message) / num_tokens, 1),
+        "tensors": round((executor.tensor_bytes - tensors) / num_tokens, 1),
+    }
 
 
 def main() -> None:
@@ -89,8 +94,8 @@ def main() -> None:
         print(json.dumps(compare(path, options)))
 
 
-def compare(path: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the best tokens a second by engine and work."""
+def compare(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the best tokens a second by engine and work, and the bytes of a step by rows."""
     each = max(1, options.threads // options.ranks)
     kinds = {
         f"C kernels, {options.threads} threads": {"num_threads": options.threads},
@@ -103,7 +108,7 @@ def compare(path: Path, options: argparse.Namespace) -> dict[str, dict[str, floa
         f"prompt of {PROMPT_TOKENS}": prefill,
     }
     best: dict[str, dict[str, float]] = {kind: dict.fromkeys(work, 0.0) for kind in kinds}
-    sent = {}
+    sent: dict[int, dict[str, float]] = {}
     for index in range(options.rounds):
         for kind, changes in kinds.items():
             config = {"model_path": str(path), "device": "cpu", "kv_cache_bytes": 256 << 20, **changes}
@@ -116,8 +121,9 @@ def compare(path: Path, options: argparse.Namespace) -> dict[str, dict[str, floa
     print(f"{'tokens/s':<28}" + "".join(f"{name:>18}" for name in work))
     for kind, figures in best.items():
         print(f"{kind:<28}" + "".join(f"{value:>18.1f}" for value in figures.values()))
-    print("bytes that start a step: " + ", ".join(f"{rows} rows {value:.0f}" for rows, value in sent.items()))
-    return best
+    for rows, sizes in sent.items():
+        print(f"bytes of a step, {rows} rows: message {sizes['message']:.0f}, tensors {sizes['tensors']:.0f}")
+    return {"tokens_per_second": best, "bytes_of_a_step": sent}
 
 
 if __name__ == "__main__":

@@ -69,6 +69,11 @@ class ShardedExecutor:
         """Return the bytes of all commands so far."""
         return self._leader.links.commands.bytes_sent
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Return the bytes of all tensors of steps that rank 0 has contributed to sums and exchanges so far."""
+        return self._leader.links.data.tensor_bytes
+
     # ---- steps ----
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:

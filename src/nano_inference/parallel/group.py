@@ -46,16 +46,20 @@ class Group:
         self._group, self._timeout, self._idle = group, timeout, idle or timeout
         self.bytes_sent = 0
         """Bytes of all messages that rank 0 has broadcast."""
+        self.tensor_bytes = 0
+        """Bytes of all tensors that this rank has contributed to `add` and `gather`."""
 
     def add(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, with the same bits on each. May overwrite `x`."""
         x = x.contiguous()
+        self.tensor_bytes += x.nbytes
         self._wait(lambda: self._group.allreduce([x]))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the ranks' tensors of one shape, [T, …]."""
         x = x.contiguous()
+        self.tensor_bytes += x.nbytes
         found = [torch.empty_like(x) for _ in range(self.size)]
         self._wait(lambda: self._group.allgather([found], [x]))
         return torch.stack(found)
