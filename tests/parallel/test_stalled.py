@@ -1,8 +1,11 @@
-"""A rank that answers commands but no longer receives weights."""
+"""Ranks that hang: they answer commands but no longer receive weights, or do neither."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +20,7 @@ from nano_inference.types import EngineDead, WeightError
 from tests.models.families import make_model
 from tests.parallel.ranks import open_ranks
 from tests.parallel.test_engine import assert_same
+from tests.parallel.test_processes import ranks_of
 from tests.parallel.test_updates import PARAMS, PROMPTS, config, weights_of
 
 
@@ -81,3 +85,20 @@ def test_the_timeout_of_an_update_leaves_every_rank_on_the_old_weights(tiny: Pat
         assert engine.weights_checksum() == checksum
         engine.update_weights(weights_of(tiny, 1.25), blocking=True)
         assert engine.weights_checksum() != checksum and engine.get_weight_version() == 1
+
+
+@pytest.mark.parametrize("is_updating", [True, False])
+def test_an_engine_whose_rank_hangs_can_be_shut_down(is_updating: bool, tiny: Path) -> None:
+    engine = InferenceEngine(config(tiny, 2))
+    engine.generate(PROMPTS, PARAMS)
+    (rank,) = ranks_of(os.getpid())
+    os.kill(rank, signal.SIGSTOP)
+    if is_updating:
+        engine.update_weights(weights_of(tiny, 1.25))
+    else:
+        time.sleep(2)  # rank 0 waits for an answer to its question
+    ending = threading.Thread(target=engine.shutdown)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive()
+    assert not ranks_of(os.getpid())

@@ -16,7 +16,7 @@ from nano_inference.types import EngineDead
 _PULSE_S = 1.0
 """Without a command for so long, rank 0 asks the other ranks for a sign of life."""
 _STOP_S = 5.0
-"""Longest wait of `close` for the end of a message of an update."""
+"""Longest wait of `close` for the end of a question, and of a message of an update."""
 Result = TypeVar("Result")
 
 
@@ -117,13 +117,17 @@ class Leader:
 
     def close(self) -> None:
         """End the other ranks. Can be called again. Ranks that do not answer are ended as after a failure."""
-        with self._lock:
+        if not self._lock.acquire(timeout=_STOP_S):
+            self._on_failure()  # a question waits for a rank that hangs; now it fails
+            self._lock.acquire()
+        try:
             if self.failure is None and not self._is_closed.is_set():
                 self._send("stop", {})
-                if not self._is_serving or self._stop_receivers():
-                    self._end(self._on_close)
-                elif self.failure is None:
-                    self._end(self._on_failure)
+                is_stopping = not self._is_serving or self._stop_receivers()
+                if self.failure is None:
+                    self._end(self._on_close if is_stopping else self._on_failure)
+        finally:
+            self._lock.release()
 
     def _stop_receivers(self) -> bool:
         """End the threads that receive weights; return False if a rank is lost, or a message takes too long."""
