@@ -289,7 +289,7 @@ class Control:
         until then; `finish_update` waits and raises the error. With `hold`, gathered weights wait for `commit_update`,
         and steps continue with the old ones. `on_running` is "recompute" by default with `blocking`,
         else "keep"; `version` is the trainer's label; `UpdateRules` and `WeightUpdate` document the others. Raises
-        `UpdateBusy` during another update, `BadRequest`.
+        `UpdateBusy` during another update, `BadRequest`, `EngineDead` if a rank is lost.
         """
         self._require_alive()
         try:
