@@ -71,6 +71,7 @@ def test_all_ranks_of_a_trainer_see_the_same_engine(tiny: Path, tmp_path: Path) 
     assert first["refused"].startswith("BadRequest: ")
     assert "lm_head.weight: holds NaN or infinity" in first["broken"]
     assert first["unknown"].startswith("WeightError: ") and "the model has no such tensor" in first["unknown"]
+    assert first["mixed"].startswith("WeightError: checksum: the update has ")
     assert first["is_unchanged"] and first["version"] == 1
 
 

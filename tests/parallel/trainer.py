@@ -56,6 +56,8 @@ def train(engine: SpmdEngine, path: Path) -> dict[str, Any]:
     seen["unknown"] = error_of(
         lambda: engine.update_weights({name + "x": distribute_tensor(v, mesh) for name, v in weights.items()})
     )
+    others = {name: value * (1 + engine.rank) for name, value in weights.items()}
+    seen["mixed"] = error_of(lambda: engine.update_weights(others, checksum=before))
     seen["is_unchanged"] = engine.weights_checksum() == before
     shared = {
         name: distribute_tensor(value * 1.25, mesh, [Shard(0) if value.dim() > 1 else Replicate()])
