@@ -67,6 +67,7 @@ WRONG_CONFIG: dict[str, tuple[Any, ...]] = {
     "block_size": (*NO_INTEGER, None, 0, -1, 5000),
     "max_batch_size": (*NO_INTEGER, None, 0, -1, 70_000),
     "max_model_len": (*NO_INTEGER, None, 0, -1),
+    "allow_long_context": (1, "no", None),
     "max_tokens_per_batch": (*NO_INTEGER, None, 0, -1),
     "gpu_memory_utilization": (*NO_NUMBER, 0, -0.1, 1.1),
     "kv_cache_bytes": (*NO_INTEGER, 0, -1),
