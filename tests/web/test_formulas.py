@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from playwright.sync_api import BrowserContext, expect
 from starlette.responses import Response
@@ -65,7 +67,8 @@ def test_incomplete_formula_is_shown_as_text(chat: ChatDriver, fake: FakeServer)
 
 def test_formula_source_is_shown_without_the_renderer(chat: ChatDriver, fake: FakeServer) -> None:
     fake.late_response = Response("no", 500)
-    answered(chat, fake, "Hello", r"\[a^2\] and \(b\)")
+    with chat.page.expect_response("**/formulas.js"):
+        answered(chat, fake, "Hello", r"\[a^2\] and \(b\)")
     expect(chat.last().locator(".body")).to_have_text(r"\[a^2\] and \(b\)")
     assert fake.late_requests == ["/formulas.js"]
     chat.watch.assert_clean([FAILED])
@@ -76,8 +79,9 @@ def test_failed_load_is_retried_every_thirty_seconds(chat: ChatDriver, fake: Fak
     chat.page.clock.install()
     for wait_s, loads in ((0, 1), (20, 1), (11, 2), (20, 2), (11, 3)):
         chat.page.clock.fast_forward(1000 * wait_s)
-        answered(chat, fake, "Hello", r"\(a^2\) and \(b\)")
-        chat.page.wait_for_timeout(200)
+        is_loading = loads > len(fake.late_requests)
+        with chat.page.expect_response("**/formulas.js") if is_loading else nullcontext():
+            answered(chat, fake, "Hello", r"\(a^2\) and \(b\)")
         assert len(fake.late_requests) == loads, f"{wait_s} s after the previous formula"
     fake.late_response = None
     chat.page.clock.fast_forward(31_000)
@@ -89,7 +93,8 @@ def test_modified_renderer_is_not_run(context: BrowserContext, fake: FakeServer)
     count_runs(context)
     fake.late_response = Response("pwned()", media_type="text/javascript")
     chat = ChatDriver(context, fake.url)
-    answered(chat, fake, "Hello", r"\[a^2\]")
+    with chat.page.expect_response("**/formulas.js"):
+        answered(chat, fake, "Hello", r"\[a^2\]")
     expect(chat.last().locator(".body")).to_have_text(r"\[a^2\]")
     chat.until("document.querySelectorAll('head script[integrity]').length === 1")
     chat.page.wait_for_timeout(200)
