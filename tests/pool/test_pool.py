@@ -330,6 +330,23 @@ def test_a_place_that_could_not_be_filled_is_tried_again(
         assert all(one.num_computed for one in pool.facts().values())
 
 
+def test_a_worker_that_was_paused_before_it_came_back_is_resumed(engines: Engines, single: InferenceEngine) -> None:
+    def open_engine(index: int) -> InferenceEngine:
+        is_new = index not in engines.opened
+        engine = engines.open(index)
+        if not is_new:
+            engine.pause("keep")
+        return engine
+
+    with RolloutPool(LocalFleet(open_engine, 1), seed=SEED) as pool, ThreadPoolExecutor(1) as threads:
+        engines.opened[0][-1].steps_left = 0
+        samples = threads.submit(lambda: pool.generate(PROMPTS, PARAMS))
+        try:
+            assert facts(samples.result(30)) == facts(single.generate(PROMPTS, PARAMS))
+        finally:
+            pool.resume()
+
+
 def test_an_update_replaces_workers_that_are_gone(pool: RolloutPool, engines: Engines, untied: Pair) -> None:
     engines.opened[1][-1].steps_left = 0
     with pytest.raises(WeightError, match=r"worker 1: .*; all workers keep version 0"):

@@ -35,7 +35,6 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
 
 def _starter(cluster: RayCluster, engine: EngineConfig, config: ServerConfig, common: Common) -> Start:
     """Return a function that starts a replica. Raises `ValueError` for a configuration that Ray cannot place."""
-
     assert config.replicas is not None
     if cluster.is_remote:
         check_remote(config, guard_policy(config, KeyRing.of(load_keys(config))))

@@ -277,7 +277,7 @@ class Members:
         return Member(index=index, worker=worker, versions={worker.first_version: 0})
 
     async def _prepared(self, index: int, worker: Worker) -> Member:
-        """Install the weights in force in a new worker, and pause it if the pool is paused."""
+        """Install the weights in force in a new worker, and pause or resume it as the pool is."""
         member = Member(index=index, worker=worker, versions={worker.first_version: 0})
         if self._in_force:
             await worker.discard()  # a server that was unreachable may hold an update of before
@@ -285,10 +285,14 @@ class Members:
             number = await worker.stage(update)
             member.versions[number] = version
             await worker.commit()
-        is_paused = False
+        is_paused: bool | None = None  # a server that was unreachable may be paused since then
         while is_paused != self._is_paused:  # the pool may be paused or resumed during the call
             is_paused = self._is_paused
-            await (worker.pause("keep", clear_cache=False) if is_paused else worker.resume())
+            if is_paused:
+                await worker.pause("keep", clear_cache=False)
+            else:
+                with suppress(BadRequest):  # a server without pauses cannot be paused
+                    await worker.resume()
         return member
 
     async def _unstoppable(self, work: Coroutine[Any, Any, Result]) -> Result:

@@ -177,7 +177,7 @@ class UrlFleet:
     """
 
     def __init__(self, urls: Sequence[str], *, api_key: str | None = None, retry_s: float = 5.0) -> None:
-        """Raises `BadRequest` naming an address that is invalid or given twice, or `retry_s`."""
+        """Raises `BadRequest` naming an address that is invalid or given twice, `ValueError` for `retry_s`."""
         if isinstance(urls, str) or not urls:
             raise BadRequest("urls must be a list of at least one address, such as http://host:8000")
         found = [read_url(one) for one in urls]
