@@ -1,7 +1,8 @@
 """A server with vLLM's routes for sampling and none of this project's extensions, on an engine in this process.
 
 The forms are those of vLLM's `vllm/entrypoints/serve/disagg`: a token's id is in its text alone, the sampled token is
-the first of those that are listed as most probable, a request samples at least one token.
+the first of those that are listed as most probable, a request samples at least one token. Each event of a stream has
+line separators in a text, which vLLM sends as they are.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def vllm_stub(engine: InferenceEngine) -> Iterator[Stub]:
                 return engine.generate([prompt], params, count)
 
         def _stream(self, chunks: list[JSON]) -> None:
-            events = [f"data: {json.dumps({'choices': [chunk]})}\n\n" for chunk in chunks]
+            values = [{"choices": [chunk], "text": "\x85\u2028\u2029"} for chunk in chunks]
+            events = [f"data: {json.dumps(value, ensure_ascii=False)}\n\n" for value in values]
             self._send(200, "".join([*events, "data: [DONE]\n\n"]).encode(), "text/event-stream")
 
         def _refuse(self, message: str) -> None:

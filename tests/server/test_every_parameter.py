@@ -203,7 +203,7 @@ def seen(reply: httpx2.Response) -> Seen:
     """Return the compared parts of a reply, complete or streamed."""
     kind = reply.headers["content-type"]
     is_stream = kind.startswith(("text/event-stream", "application/x-ndjson"))
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith(("data: ", "{"))]
+    lines = [line.removeprefix("data: ") for line in reply.text.split("\n") if line.startswith(("data: ", "{"))]
     values = [json.loads(line) for line in lines if line != "[DONE]"] if is_stream else [reply.json()]
     leaves = [leaf for value in values for leaf in leaves_of(value)]
     form = {("events",) if is_stream else ("whole reply",)} | {path for path, _ in leaves}

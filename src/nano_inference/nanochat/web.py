@@ -24,6 +24,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy, Showing
 from nano_inference.server.errors import ApiError, shortened
+from nano_inference.server.events import one_line
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import version_facts
 from nano_inference.server.schema import Body, ChatBody
@@ -149,8 +150,8 @@ class WebReply(Reply):
 
 
 def _event(value: Any) -> bytes:
-    """Return an event, byte for byte as nanochat's, including spaces: clients compare text."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+    """Return an event, byte for byte as nanochat's but for line separators in texts: clients compare text."""
+    return b"data: " + one_line(json.dumps(value, ensure_ascii=False).encode()) + b"\n\n"
 
 
 def _stats(model: ServedModel, occupancy: Occupancy) -> JSON:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -71,9 +71,9 @@ class Server:
             async with self._client.stream("POST", path, json=dict(body)) as reply:
                 if reply.status_code != 200:
                     raise self._refusal(reply.status_code, await reply.aread())
-                async for line in reply.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    if data == "[DONE]":
+                async for line in _lines(reply.aiter_bytes()):
+                    data = line.removeprefix(b"data: ")
+                    if data == b"[DONE]":
                         return
                     if data != line:
                         yield self._event(data)
@@ -106,10 +106,10 @@ class Server:
             raise WorkerDied(f"{self.url}: replied to {path} with something else than JSON") from None
         return found
 
-    def _event(self, data: str) -> JSON:
+    def _event(self, data: bytes) -> JSON:
         event: JSON = json.loads(data)
         if "error" in event and "choices" not in event:
-            raise WorkerDied(f"{self.url}: {_message(data.encode())}")
+            raise WorkerDied(f"{self.url}: {_message(data)}")
         return event
 
     def _refusal(self, status: int, content: bytes) -> Exception:
@@ -120,6 +120,15 @@ class Server:
 
     def _gone(self, error: Exception) -> WorkerDied:
         return WorkerDied(f"{self.url}: {str(error) or type(error).__name__}")
+
+
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield lines without their ends. `aiter_lines` of httpx2 also splits at U+2028, which JSON may contain."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
 
 
 def read_url(text: str) -> str:

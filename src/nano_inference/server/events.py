@@ -23,10 +23,23 @@ DONE = b"data: [DONE]\n\n"
 """End of OpenAI's streams."""
 
 
+_LINE_SEPARATORS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
+"""Valid inside JSON, but Python's `str.splitlines` ends a line there, and so do clients that read lines by it (httpx's
+`iter_lines`, which the `ollama` package uses)."""
+_ESCAPES = tuple((character.encode(), escape.encode()) for character, escape in _LINE_SEPARATORS)
+
+
+def one_line(encoded: bytes) -> bytes:
+    """Return JSON without the characters at which some clients split lines: inside its strings they become escapes."""
+    for character, escape in _ESCAPES:
+        encoded = encoded.replace(character, escape)
+    return encoded
+
+
 def event(value: Any, name: str | None = None) -> bytes:
     """Return one event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + to_json(value) + b"\n\n"
+    return head + b"data: " + one_line(to_json(value)) + b"\n\n"
 
 
 def events(values: Iterable[Any]) -> bytes:
@@ -36,4 +49,4 @@ def events(values: Iterable[Any]) -> bytes:
 
 def line(value: Any) -> bytes:
     """Return a value as a line of JSON."""
-    return to_json(value) + b"\n"
+    return one_line(to_json(value)) + b"\n"
