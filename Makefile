@@ -23,10 +23,11 @@ test: .venv/ready-dev .venv/ready-aot browser
 
 # The pages are tested in Debian's Chromium; without it those tests are skipped, which pytest says at its end.
 browser:
-	@command -v chromium >/dev/null || { \
-		echo "installing Debian's chromium for the tests of the web pages"; \
-		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
-	} || echo "WARNING: chromium could not be installed: THE WEB PAGES ARE NOT TESTED"
+	@command -v chromium-headless-shell >/dev/null || { \
+		echo "installing Debian's chromium-headless-shell for the tests of the web pages"; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell >/dev/null; \
+	} || command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+		echo "WARNING: Chromium could not be installed: THE WEB PAGES ARE NOT TESTED"
 
 # Other people's programs against a served model.
 test-clients: .venv-clients/ready

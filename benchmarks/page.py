@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nano_inference.server.pages import load_page
 from tests.web.chat_driver import ChatDriver
+from tests.web.chromium import chromium_path
 from tests.web.fake import FakeServer, serving
 
 WORDS = (
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10_000, help="of the long answer")
     parser.add_argument("--speed", type=int, default=500, help="tokens a second")
     arguments = parser.parse_args()
-    path = shutil.which("chromium") or shutil.which("google-chrome")
+    path = chromium_path()
     if path is None:
         raise SystemExit("chromium is not installed")
     with sync_playwright() as playwright, serving() as server:

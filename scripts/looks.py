@@ -6,13 +6,13 @@ one, too, with that tree's own pages and tests/web: states that it does not have
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from tests.web.chromium import chromium_path
 from tests.web.fake import FakeServer, serving
 
 SIZES = {"1280": (1280, 800), "390": (390, 844)}
@@ -40,7 +40,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright, serving() as server:
         server.info |= {"parameters": 134_515_008, "architecture": "LlamaForCausalLM", "layers": 30, "device": "cpu"}
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
         for size, (width, height) in SIZES.items():
             for theme in ("light", "dark"):
                 take_states(browser, server, width, height, theme, out / f"{size}-{theme}")

@@ -42,7 +42,7 @@ def main() -> None:
     if options.looks is not None:
         take_looks(options.looks, options.before)
         return
-    path = shutil.which("chromium")
+    path = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if path is None:
         raise SystemExit("chromium is not installed (`make browser`)")
     IMAGES.mkdir(parents=True, exist_ok=True)

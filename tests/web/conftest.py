@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 from tests.server.tiny import make_tiny, running
 from tests.web.chat_driver import ChatDriver
+from tests.web.chromium import chromium_path
 from tests.web.fake import TIMEOUT_S, FakeServer, serving
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome")
 _ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
@@ -25,7 +24,7 @@ expect.set_options(timeout=1000 * TIMEOUT_S)
 @pytest.fixture(scope="module")  # not longer: it occupies this thread's event loop, which other tests need
 def browser() -> Iterator[Browser]:
     """A headless Chromium; without one the tests are skipped (`make browser` installs it)."""
-    path = next((found for name in _NAMES if (found := shutil.which(name))), None)
+    path = chromium_path()
     if path is None:
         pytest.skip("NO BROWSER: no Chromium on this machine; `make browser` installs Debian's")
     with sync_playwright() as playwright:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from playwright.sync_api import Browser, BrowserContext, expect
 from playwright.sync_api import Error as PlaywrightError
 
 from tests.web.chat_driver import ChatDriver, answered, started
+from tests.web.chromium import chromium_path
 from tests.web.fake import TIMEOUT_S, FakeServer
 
 TOAST, NAMES = ".toast.bad", ".chat-name"
@@ -451,9 +451,8 @@ def test_escape_in_the_search_does_not_stop_the_answer(chat: ChatDriver, fake: F
 
 def test_chat_over_plain_http_in_a_local_network(browser: Browser, fake: FakeServer) -> None:
     """The page is not a secure context there and lacks some browser functions."""
-    path = shutil.which("chromium") or shutil.which("google-chrome")
     arguments = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP lan.test 127.0.0.1"]
-    other = browser.browser_type.launch(executable_path=path, args=arguments)
+    other = browser.browser_type.launch(executable_path=chromium_path(), args=arguments)
     chat = ChatDriver(other.new_context(), fake.url.replace("127.0.0.1", "lan.test"))
     assert chat.page.evaluate("[isSecureContext, typeof navigator.clipboard, typeof crypto.randomUUID]") == [
         False, "undefined", "undefined",
