@@ -8,7 +8,7 @@ BIN := .venv/bin
 # Two processes; files go out in their order, because the longest have few tests and would otherwise come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check browser test-clients test-open-webui lint fast aot bench docs clean
+.PHONY: demo test thorough check browser test-clients test-open-webui lint fast aot bench docs clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -47,6 +47,10 @@ lint: .venv/ready-dev
 # The fast files: tests/slow.txt lists the others. About two minutes on two cores; no download, no browser.
 check: .venv/ready-dev
 	$(PYTEST) -m "not model" $(addprefix --ignore=tests/,$(shell cat tests/slow.txt))
+
+# `make test` with all random cases of tests/effort.py instead of a third of them.
+thorough:
+	NANO_INFERENCE_THOROUGH=1 $(MAKE) test
 
 # The tests without the default model and without a download.
 fast: .venv/ready-dev

@@ -24,6 +24,7 @@ from nano_inference.kv import Hit, KVManager
 from nano_inference.runner import BlockCopy, Row, RowResult, Runner
 from nano_inference.types import ON_RUNNING, OnRunning
 from nano_inference.weights.sync import WeightSyncManager
+from tests.effort import some
 from tests.sim.fakes import Calculator
 
 TOLERANCE = 1e-4
@@ -43,7 +44,7 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": None,
 }
 NUM_MODELS = 6
-NUM_WORLDS = 40
+NUM_WORLDS = some(40)
 
 
 # ---- who computed what
@@ -635,7 +636,7 @@ def test_every_token_agrees_with_the_weights_of_its_kv(pool: Pool) -> None:
         gaps += more
     kinds = [f"{how}, {kind}" for how in ON_RUNNING for kind in ("blocking", "in flight")]
     acts = ["aborted", "resumed", "refused", "pause", "sleep", "discarded", "preempted", "spanning", "copies"]
-    assert min(counts[what] for what in kinds + acts) >= 2, counts
-    assert min(counts[what] for what in ("hits", "forced", "mixed", "scored")) >= 50, counts
+    assert min(counts[what] for what in kinds + acts) >= some(2), counts
+    assert min(counts[what] for what in ("hits", "forced", "mixed", "scored")) >= some(50), counts
     gaps.sort()
-    assert len(gaps) >= 20 and gaps[len(gaps) // 5] > 100 * TOLERANCE, "mixed K/V is far from any one version's"
+    assert len(gaps) >= some(20) and gaps[len(gaps) // 5] > 100 * TOLERANCE, "mixed K/V is far from any one version's"

@@ -20,6 +20,7 @@ from nano_inference.server.body import MAX_DEPTH, parse, read_json
 from nano_inference.server.embedding import EmbeddingBody
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tests.effort import some
 from tests.server.tiny import Running, events_in, running
 
 JSON = dict[str, Any]
@@ -284,7 +285,7 @@ def test_error_has_no_internal_names() -> None:
 # ---- mutated bodies, against a running server
 
 MAX_LEN = 48
-EXAMPLES = 1500
+EXAMPLES = some(1500)
 TEXT: JSON = {"prompt": "hello", "max_tokens": 2}
 TALK: JSON = {"messages": HELLO, "max_tokens": 2}
 COMPLETIONS: list[JSON] = [

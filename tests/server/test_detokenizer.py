@@ -26,6 +26,7 @@ from nano_inference.server.detokenizer import (
 )
 from nano_inference.text.stops import stop_matcher
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TrainingSample
+from tests.effort import some
 
 PIECES: tuple[bytes, ...] = (
     *(b"a", b"b", b"c", b"ab", b"ba", b"aba", b"x y", b"\n\n"),
@@ -138,7 +139,7 @@ cases = st.tuples(
 )
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=some(600), deadline=None, derandomize=True)
 @given(cases)
 def test_text_ends_exactly_before_stop_string(
     case: tuple[list[int], list[str], set[int], int, bool],
@@ -153,7 +154,7 @@ def test_text_ends_exactly_before_stop_string(
     assert text.startswith("".join(pieces[:-1])), "nothing of the stop string left before it was complete"
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=some(300), deadline=None, derandomize=True)
 @given(cases)
 def test_engine_matcher_stops_where_reference_does(
     case: tuple[list[int], list[str], set[int], int, bool],
@@ -166,7 +167,7 @@ def test_engine_matcher_stops_where_reference_does(
     assert (verdicts[-1] if verdicts else None) == stop
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=some(300), deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from([*range(len(PIECES)), UNKNOWN]), max_size=24), st.sets(st.integers(1, 23)), st.booleans()
 )

@@ -21,6 +21,7 @@ from nanochat_attacks import ESCAPE, EXPRESSIONS
 import nano_inference
 from nano_inference.nanochat import calculator
 from nano_inference.nanochat.calculator import MAX_BITS, Value, calculate, evaluate, result_text
+from tests.effort import some
 
 GOLDEN: dict[str, Value | None] = {
     **{"2+2": 4, "1,234*2": 2468, "2**3": None, "2* *3": None, "1/0": None, "10/2": 5.0, "10//3": 3, "7/2": 3.5},
@@ -111,7 +112,7 @@ def reference(expression: str) -> object:
             return None
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=some(600), deadline=None)
 @given(SUMS)
 def test_arithmetic_equals_that_of_python(expression: str) -> None:
     expected = reference(expression) if len(expression) <= 256 else None
@@ -119,7 +120,7 @@ def test_arithmetic_equals_that_of_python(expression: str) -> None:
     assert repr(evaluate(expression)) == repr(expected)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=some(600), deadline=None)
 @given(st.text("0123456789+-*/(). ", max_size=14))
 @example("0*()")
 @example("()+()")
@@ -141,7 +142,7 @@ TRUTHS = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=some(300), deadline=None)
 @given(TRUTHS)
 def test_and_or_short_circuit_as_in_python(expression: str) -> None:
     assert repr(evaluate(expression)) == repr(reference(expression) if len(expression) <= 256 else None)
@@ -163,7 +164,7 @@ METHODS = st.tuples(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=some(300), deadline=None)
 @given(METHODS)
 def test_methods_equal_those_of_python(expression: str) -> None:
     assert repr(evaluate(expression)) == repr(reference(expression))
@@ -179,7 +180,7 @@ def warnings_of(expressions: Iterable[str]) -> list[warnings.WarningMessage]:
     return caught
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=some(500), deadline=None)
 @given(st.text(max_size=300))
 def test_no_text_raises_or_warns(expression: str) -> None:
     assert not warnings_of([expression])

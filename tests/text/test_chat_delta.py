@@ -24,6 +24,7 @@ from nano_inference.text.chat_delta import encode_chat_delta
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest
+from tests.effort import some
 from tests.sim.fakes import fake_config, fake_parts, reference
 
 # Each template treats earlier turns as its model family does.
@@ -299,7 +300,7 @@ NEXT = st.lists(st.tuples(st.sampled_from(["user", "tool", "system"]), TEXT), mi
 
 
 @given(chat=st.lists(st.tuples(TEXT, NEXT), min_size=1, max_size=4), is_cut=st.booleans(), spelled=st.booleans())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=some(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize(("source", "end"), [(CHATML, END), (LLAMA3, "<|end|>"), (PLAIN, None)])
 def test_text_of_a_rollout_equals_the_rendered_chat(
     source: str, end: str | None, chat: Any, is_cut: bool, spelled: bool, tokenizer: Tokenizer

@@ -26,6 +26,7 @@ from nano_inference.text.chat import ChatTemplate, chat_template, encode_chat
 from nano_inference.text.fast import fast_tokenizer
 from nano_inference.text.template_digests import is_known
 from nano_inference.types import BadRequest
+from tests.effort import some
 
 ID = {text.strip("<|>"): tokenizer().encode(text, add_special=False)[0] for text in SPECIAL}
 
@@ -184,7 +185,7 @@ def test_template_renders_without_a_worker() -> None:
     assert is_known([CHAT_TEMPLATE]) and not is_known([CHAT_TEMPLATE + " "])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=some(300), deadline=None)
 @given(alternating(TEXTS))
 def test_template_renders_the_same_tokens(turns: list[dict[str, Any]]) -> None:
     expected = render_for_completion(tokenizer(), [*turns, assistant("")], max_tokens=None)
@@ -193,7 +194,7 @@ def test_template_renders_the_same_tokens(turns: list[dict[str, Any]]) -> None:
     assert encode_chat(template(), tokenizer(), turns, add_generation_prompt=False) == without
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=some(200), deadline=None)
 @given(alternating(TEXTS))
 def test_text_cannot_forge_special_tokens(turns: list[dict[str, Any]]) -> None:
     ids = render_for_completion(tokenizer(), [*turns, assistant("")], max_tokens=None)
@@ -238,7 +239,7 @@ def is_canonical(parts: Any) -> bool:
     return "python" in kinds and ("text", "text") not in pairwise(kinds)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=some(300), deadline=None)
 @given(ANSWERS.filter(is_canonical))
 def test_answer_round_trip(content: Any) -> None:
     ids, _ = render_conversation(tokenizer(), [user("x"), assistant(content)], max_tokens=None)
@@ -285,7 +286,7 @@ def test_messages_of_malformed_answers(text: str, content: Any) -> None:
     render_conversation(tokenizer(), [user("x"), message])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=some(200), deadline=None)
 @given(st.lists(st.integers(0, 280), max_size=30))
 def test_message_of_any_tokens_can_be_rendered(tokens: list[int]) -> None:
     message = answer_message(tokenizer(), tokens)

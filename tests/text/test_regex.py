@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nano_inference.text.regex import MAX_STATES, Search, compile_regex
 from nano_inference.types import BadRequest
+from tests.effort import some
 
 _ATOMS = st.sampled_from(["a", "b", ".", "[ab]", "[^a]", "\\d", "\\W", "\\.", "[a-c\\d-]", "x1"])
 
@@ -38,7 +39,7 @@ def pythons_first_end(pattern: str, text: str) -> int | None:
     return next((end for end in range(1, len(text) + 1) if compiled.search(text[:end])), None)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=some(300))
 @given(PATTERNS, st.text("abcx1.- \n", max_size=12))
 @example("(a|ab)(c|bcd)", "abcd")
 @example("(a*)b{2,}", "aabbb")

@@ -41,6 +41,7 @@ from nano_inference.text.tool_format import (
 )
 from nano_inference.text.tool_json import MAX_DEPTH, MAX_SCALAR, JsonState, is_object, step
 from nano_inference.types import BadRequest
+from tests.effort import some
 
 FORMATS = [HERMES, LLAMA, MISTRAL, FIREFUNCTION]
 NAMES = ("f", "get_weather", "g.h-1")
@@ -254,7 +255,7 @@ texts = st.lists(fragments, max_size=14).map("".join)
 places = st.lists(st.integers(0, 10**6), max_size=10)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=some(1500), deadline=None)
 @given(fmt=st.sampled_from(FORMATS), text=texts, places=places)
 def test_result_does_not_depend_on_the_split(fmt: ToolFormat, text: str, places: list[int]) -> None:
     expected = run(fmt, [text])
@@ -297,7 +298,7 @@ def reply(fmt: ToolFormat, calls: Sequence[str]) -> str:
     return "\n".join(f"{fmt.begin}\n{call}\n{fmt.end}" for call in calls)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=some(500), deadline=None)
 @given(fmt=st.sampled_from(FORMATS), calls=wanted_calls, style=st.integers(0, 15), places=places)
 def test_calls_are_parsed_in_every_spelling(
     fmt: ToolFormat, calls: list[tuple[str, Any]], style: int, places: list[int]
@@ -437,7 +438,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=some(3000), deadline=None)
 @given(text=json_text | values.map(json.dumps) | st.tuples(values.map(json.dumps), json_text).map("".join))
 @example(text="01")
 @example(text="-")

@@ -16,6 +16,7 @@ from nano_inference.sequence import start_sequences
 from nano_inference.text.fast import fast_tokenizer
 from nano_inference.text.tools import special_tokens
 from nano_inference.types import EngineRequest, SamplingParams, TokenProgram
+from tests.effort import some
 
 ID = {text.strip("<|>"): tokenizer().encode(text, add_special=False)[0] for text in SPECIAL}
 START, END = ID["python_start"], ID["python_end"]
@@ -113,7 +114,7 @@ def test_state_of_an_unclosed_block_is_limited() -> None:
 PIECES = st.sampled_from([*SPECIAL, "1", "+", "2*3", "'a'.count('a')", "x", " ", "()", "é"])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=some(400), deadline=None)
 @given(st.lists(PIECES, max_size=25).map("".join))
 def test_state_machine_equals_that_of_nanochat(text: str) -> None:
     tokens = spell(text)

@@ -1,0 +1,12 @@
+"""How many random cases the tests try: `make thorough` tries all, other runs a third, the same ones each time."""
+
+from __future__ import annotations
+
+import os
+
+_SHARE = 1.0 if os.environ.get("NANO_INFERENCE_THOROUGH") else 1 / 3
+
+
+def some(count: int) -> int:
+    """Return how many of `count` cases, or of what they add up to, this run tries or has to see: at least one."""
+    return max(1, round(count * _SHARE))
