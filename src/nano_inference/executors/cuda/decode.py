@@ -152,9 +152,6 @@ class Stepper(Protocol):
     def replay(self, key: StepKey) -> None:
         """Run one step; returns before the device has finished."""
 
-    def forget(self) -> None:
-        """Forget what depends on addresses: memory that a step uses has moved."""
-
     def warm_up(self, keys: list[StepKey], progress: Callable[[int, int], None]) -> None:
         """Prepare for steps, none of which may have a running slot; `progress` receives (done, total)."""
 
@@ -167,9 +164,6 @@ class EagerStepper:
 
     def replay(self, key: StepKey) -> None:
         self._step(key)
-
-    def forget(self) -> None:
-        """Do nothing."""
 
     def warm_up(self, keys: list[StepKey], progress: Callable[[int, int], None]) -> None:
         """Do nothing."""
@@ -198,10 +192,6 @@ class CapturedStepper:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             self._step(key)
         return graph
-
-    def forget(self) -> None:
-        """Drop all graphs."""
-        self._graphs.clear()
 
     def warm_up(self, keys: list[StepKey], progress: Callable[[int, int], None]) -> None:
         """Run and capture each step."""

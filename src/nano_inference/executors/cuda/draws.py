@@ -35,7 +35,7 @@ class DrawMemory:
         self._kernels, self._scratch = kernels, scratch
         num_rows, device = scratch.token.size(0), scratch.token.device
         self._slots = SlotMemory(num_rows, 0, 1, device)
-        self._vocabulary = VocabularyTables(vocab_size, device)
+        self._vocabulary = VocabularyTables(vocab_size, device, num_rows)
 
     def draw(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         """Sample one token a row from float32 logits, as `sampling.draw` does."""

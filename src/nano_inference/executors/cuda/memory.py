@@ -137,7 +137,7 @@ class StepMemory:
         self.partials = PartialMemory(limits.max_rows, num_splits(limits.max_len), num_heads, head_dim, device)
         self._scratch = new_scratch(limits.max_rows, program.vocab_size, MOST_TOPS, device)
         self.draws = DrawMemory(kernels.sample, self._scratch, program.vocab_size)
-        self._vocabulary = VocabularyTables(program.vocab_size, device)
+        self._vocabulary = VocabularyTables(program.vocab_size, device, limits.max_rows)
         self._tensors: StepTensors = step_tensors(limits.max_rows, num_heads // num_kv_heads, device)
         self._has_full_decode = program.has_full_decode
         self._device = device

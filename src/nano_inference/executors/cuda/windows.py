@@ -76,7 +76,6 @@ class Windows:
         self._held: list[_Held | None] = [None] * slots.num_slots
         self._groups: object = None
         """The shared prefixes that the device knows."""
-        self._addresses = step.vocabulary.addresses
         self._tops_K2SN = torch.zeros(
             (slots.ring_size, 2, slots.num_slots, MOST_TOPS), dtype=torch.int32, device=device
         )
@@ -96,9 +95,6 @@ class Windows:
             has_tops=any(row.params.logprobs for row in rows),
             has_groups=self._group(placed),
         )
-        if step.vocabulary.addresses != self._addresses:
-            self._stepper.forget()
-            self._addresses = step.vocabulary.addresses
         step.slots.push()
         self._replay(key, count, wants_raw=any(row.params.raw_logprobs for row in rows))
         return self._read(placed, key, count)
@@ -144,7 +140,6 @@ class Windows:
         held, self._held[slot] = self._held[slot], None
         if held is not None:
             self._slot_of.pop(held.row.id, None)
-        self._step.vocabulary.drop(slot)
 
     def _write(self, placed: Placed, bucket: int) -> None:
         """Write what the slots of a window need; the others among the first `bucket` stop."""
