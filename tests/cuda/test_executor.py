@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from tests.cuda.engines import open_cuda
-from tests.models.families import FAMILIES, make_model
-from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
+from tests.cuda.models import NAMES, config_of, prompts, write_model
+from tests.cuda.strict import Strictly
+from tests.models.families import make_model
 from tests.test_batch_invariance import ThreadsKept
 from tests.test_lookahead import REQUESTS, run_all
 
@@ -23,28 +23,6 @@ def same_threads_afterwards() -> Iterator[None]:
         yield
 
 
-def config_of(path: Path, **options: Any) -> EngineConfig:
-    return EngineConfig(
-        model_path=str(path), device="cpu", kv_cache_bytes=16 << 20, num_threads=1, seed=5,
-        **{"max_model_len": 512, "max_batch_size": 8, **options},
-    )  # fmt: skip
-
-
-def write_model(name: str, directory: Path) -> None:
-    if name in FAMILIES:
-        make_model(name, directory)
-    else:
-        write_checkpoint(directory, name, meta=base_meta(name))
-
-
-def prompts(vocab_size: int, longest: int) -> list[list[int]]:
-    """Return prompts of one token to `longest`; four share a prefix of 300 tokens if that fits."""
-    rng = random.Random(2)
-    found = [[rng.randrange(vocab_size) for _ in range(size)] for size in (1, 2, 17, 40)]
-    common = [rng.randrange(vocab_size) for _ in range(min(300, longest - 8))]
-    return found + [[*common, *(rng.randrange(vocab_size) for _ in range(size))] for size in (1, 3, 4, 7)]
-
-
 def assert_same(mine: list[TrainingSample], right: list[TrainingSample]) -> None:
     assert [sample.completion_tokens for sample in mine] == [sample.completion_tokens for sample in right]
     for one, other in zip(mine, right, strict=True):
@@ -52,8 +30,9 @@ def assert_same(mine: list[TrainingSample], right: list[TrainingSample]) -> None
         assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *GENERATIONS])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_family_is_the_c_path(name: str, tmp_path: Path) -> None:
+    """Its windows only launch kernels, on the same memory each time (`Strictly`)."""
     write_model(name, tmp_path)
     with InferenceEngine(config_of(tmp_path)) as ours:
         assert ours.parts.code not in ("torch", "cuda"), "these tests need a C compiler"
@@ -61,11 +40,13 @@ def test_every_family_is_the_c_path(name: str, tmp_path: Path) -> None:
         asked = prompts(ours.parts.vocab_size, longest)
         params = [SamplingParams(max_tokens=30, seed=i, temperature=float(i % 3 > 0)) for i in range(len(asked))]
         right, scored = ours.generate(asked, params), [ours.score(prompt) for prompt in asked[2:]]
-    with open_cuda(tmp_path, config_of(tmp_path)) as theirs:
+    strictly = Strictly(tmp_path, config_of(tmp_path), most_checks=2)
+    with strictly.engine as theirs:
         assert theirs.parts.code == "cuda"
         assert_same(theirs.generate(asked, params), right)
         for one, other in zip([theirs.score(prompt) for prompt in asked[2:]], scored, strict=True):
             assert one == pytest.approx(other, abs=1e-4)
+    assert any(key.has_groups for stepper in strictly.steppers for key in stepper.seen)
 
 
 def flat(sample: TrainingSample) -> list[float]:

@@ -22,7 +22,7 @@ from nano_inference.executors.protocol import CacheSize
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.loader.rounding import measured_sources
 from tests.cuda.engines import CPU, executor_of
-from tests.cuda.test_executor import config_of
+from tests.cuda.models import config_of
 from tests.executors.random_programs import Writer
 from tests.loader import tiny_models
 from tests.models.families import make_model

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +15,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import SamplingParams, WeightError
-from nano_inference.executors.cuda.decode import EagerStepper, StepKey
-from nano_inference.executors.cuda.launchers import Kernels, plain_kernels
+from nano_inference.executors.cuda.launchers import plain_kernels
 from tests.cuda.engines import open_cuda
-from tests.cuda.test_executor import config_of, write_model
-from tests.models.families import make_model
+from tests.cuda.models import NAMES, config_of, write_model
+from tests.cuda.strict import VIEWS, Strictly
 from tests.test_batch_invariance import ThreadsKept
 
-_VIEWS = ("view", "narrow", "slice", "transpose", "t", "as_strided", "alias", "detach", "select")
-_PRODUCTS = ("mm", "addmm")
 PARAMS = (
     SamplingParams(max_tokens=20, seed=1),
     SamplingParams(max_tokens=20, seed=2, temperature=0),
     SamplingParams(max_tokens=20, seed=3, top_k=5, top_p=0.9, logprobs=2),
     SamplingParams(max_tokens=20, seed=4, presence_penalty=0.5, logit_bias={3: 2.0}, raw_logprobs=True),
 )
+RAW = SamplingParams(seed=5, raw_logprobs=True)
 
 
 @pytest.fixture(autouse=True)
@@ -40,120 +39,74 @@ def same_threads_afterwards() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("steps")
-    make_model("llama3-rope-ratio3-tied", directory)
+    write_model("llama3-rope-ratio3-tied", directory)
     return directory
 
 
-class Recorder:
-    """Wraps kernels: notes each launch with the addresses of its tensors and its numbers."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.is_inside = False
-        plain = plain_kernels()
-        groups = {
-            field.name: self._wrapped(getattr(plain, field.name))
-            for field in dataclasses.fields(plain)
-            if field.name != "has_fixed_heads"
-        }
-        self.kernels = Kernels(**groups, has_fixed_heads=False)
-
-    def _wrapped(self, group: Any) -> Any:
-        names = [name for name in dir(group) if callable(getattr(group, name)) and not name.startswith("_")]
-        return SimpleNamespace(**{name: self._noting(name, getattr(group, name)) for name in names})
-
-    def _noting(self, name: str, launch: Callable[..., None]) -> Callable[..., None]:
-        def run(*given: Any, **named: Any) -> None:
-            self.calls.append((name, tuple(_trace((given, sorted(named.items()))))))
-            self.is_inside = True
-            try:
-                launch(*given, **named)
-            finally:
-                self.is_inside = False
-
-        return run
-
-
-def _trace(value: Any) -> Iterator[Any]:
-    """Yield the address, shape and strides of each tensor in nested records, and every other value."""
-    if isinstance(value, Tensor):
-        yield (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _trace(one)
-    elif dataclasses.is_dataclass(value):
-        for one in dataclasses.fields(value):
-            yield from _trace(getattr(value, one.name))
-    else:
-        yield value
-
-
-class LaunchesOnly(TorchDispatchMode):
-    """Raises for every torch operation outside the kernels, except views and products into given memory."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, _, overload = func.__name__.partition(".")
-        is_product = name in _PRODUCTS and overload == "out"
-        if not self._recorder.is_inside:
-            assert name in _VIEWS or is_product, f"a window calls {func}"
-            if is_product:
-                self._recorder.calls.append((name, tuple(_trace((args, sorted(kwargs.items()))))))
-        return func(*args, **(kwargs or {}))
-
-
-class Strict(EagerStepper):
-    """Runs steps under `LaunchesOnly`; every step with the same key must be the same launches on the same memory."""
-
-    def __init__(self, step: Callable[[StepKey], None], recorder: Recorder) -> None:
-        super().__init__(step)
-        self._recorder = recorder
-        self.seen: dict[StepKey, list[Any]] = {}
-        self.num_replays = self.num_forgotten = 0
-
-    def replay(self, key: StepKey) -> None:
-        self._recorder.calls = []
-        with LaunchesOnly(self._recorder):
-            super().replay(key)
-        self.num_replays += 1
-        assert self._recorder.calls == self.seen.setdefault(key, self._recorder.calls)
-
-    def forget(self) -> None:
-        self.num_forgotten += 1
-        self.seen.clear()
-
-
-class Strictly:
-    """An engine whose windows are checked."""
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        self.recorder, self.steppers = Recorder(), []
-        self.engine = open_cuda(path, config_of(path, **options), kernels=self.recorder.kernels, stepper=self._new)
-
-    def _new(self, step: Callable[[StepKey], None], device: torch.device) -> Strict:
-        self.steppers.append(Strict(step, self.recorder))
-        return self.steppers[-1]
-
-
 def test_windows_only_launch_kernels_on_fixed_memory(tiny: Path) -> None:
-    strictly = Strictly(tiny)
+    strictly = Strictly(tiny, config_of(tiny, max_batch_size=32))
     with strictly.engine as engine:
         prompt = [7, 8, 9]
         engine.generate([prompt] * 4, list(PARAMS))
         engine.generate([[*range(60)] * 5] * 3, PARAMS[0])
         engine.generate([prompt] * 7, PARAMS[0])
+        engine.generate([prompt] * 17, dataclasses.replace(PARAMS[3], max_tokens=3))
     (stepper,) = strictly.steppers
     keys = set(stepper.seen)
-    assert {key.num_rows for key in keys} >= {4, 8} and {key.has_groups for key in keys} == {False, True}
+    assert {key.num_rows for key in keys} >= {4, 8, 32} and {key.has_groups for key in keys} == {False, True}
     assert {key.has_cut for key in keys} == {key.has_tops for key in keys} == {False, True}
-    assert stepper.num_replays > 50
+    products = [name for key, calls in stepper.seen.items() for name, *_ in calls if name in ("mm", "addmm")]
+    assert stepper.num_replays > 50 and products
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_deterministic_windows_of_every_family_only_launch_kernels(name: str, tmp_path: Path) -> None:
+    """`test_every_family_is_the_c_path` shows the same without `deterministic`."""
+    write_model(name, tmp_path)
+    strictly = Strictly(tmp_path, config_of(tmp_path, deterministic=True, lookahead=2))
+    with strictly.engine as engine:
+        engine.generate([[7, 8, 9]] * 4, [dataclasses.replace(one, max_tokens=4) for one in PARAMS])
+    (stepper,) = strictly.steppers
+    assert (True, True) in {(key.has_cut, key.has_tops) for key in stepper.seen}
+    assert stepper.num_replays > len(stepper.seen), "no step was repeated"
+
+
+class Outside(TorchDispatchMode):
+    """Notes the operations of torch outside the steps, by the number of steps before them."""
+
+    def __init__(self, strictly: Strictly) -> None:
+        super().__init__()
+        self._recorder, self._stepper = strictly.recorder, strictly.steppers[0]
+        self.found: defaultdict[int, list[str]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if not self._recorder.is_stepping and name not in VIEWS:
+            self.found[self._stepper.num_replays].append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("params", "num_copies"), [(PARAMS[0], 0), (PARAMS[2], 2), (RAW, 1)])
+def test_between_steps_torch_only_copies_what_few_requests_want(
+    params: SamplingParams, num_copies: int, tiny: Path
+) -> None:
+    """Ids and numbers of top tokens, and raw log-probabilities: docs/cuda.md lists them."""
+    strictly = Strictly(tiny, config_of(tiny))
+    with strictly.engine as engine:
+        engine.add_request([7, 8, 9], dataclasses.replace(params, max_tokens=40))
+        engine.tick()
+        engine.tick()
+        first = strictly.steppers[0].num_replays
+        with Outside(strictly) as outside:
+            engine.tick()
+        engine.abort_all()
+    last = strictly.steppers[0].num_replays
+    assert last - first == 16
+    assert [outside.found[index] for index in range(first + 1, last)] == [["copy_"] * num_copies] * 15
 
 
 def test_an_update_keeps_addresses_and_changes_tokens(tiny: Path) -> None:
-    strictly = Strictly(tiny)
+    strictly = Strictly(tiny, config_of(tiny))
     with strictly.engine as engine, open_cuda(tiny, config_of(tiny)) as other:
         prompts = [[5, 6, 7], [8, 9, 10, 11]]
         before = engine.generate(prompts, PARAMS[0])
@@ -169,7 +122,7 @@ def test_an_update_keeps_addresses_and_changes_tokens(tiny: Path) -> None:
         assert [one.logprobs for one in after] == [one.logprobs for one in right]
         assert [one.completion_tokens for one in after] != [one.completion_tokens for one in before]
         assert {name: value.data_ptr() for name, value in engine.parts.executor.weight_values()} == at
-    assert len(strictly.steppers) == 1 and strictly.steppers[0].num_forgotten == 0
+    assert len(strictly.steppers) == 1
 
 
 def test_a_bad_update_leaves_the_weights(tiny: Path) -> None:
