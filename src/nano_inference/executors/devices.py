@@ -72,6 +72,12 @@ def free_bytes(device: torch.device, share: float) -> int:
     return min(available_memory() // _CPU_SHARE, _CPU_LIMIT)
 
 
+def release_unused(device: torch.device) -> None:
+    """Return the memory that torch keeps for later tensors to a GPU's driver, for other processes and allocators."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def available_memory() -> int:
     """Return the bytes of main memory available without swapping; 4 GiB if the system does not report it."""
     info = Path("/proc/meminfo")

@@ -25,7 +25,7 @@ from nano_inference.executors.cuda.registers import Lowered
 from nano_inference.executors.cuda.shrink import run_in_parts
 from nano_inference.executors.cuda.weights import install, stage_weights
 from nano_inference.executors.cuda.windows import Windows, fits_window
-from nano_inference.executors.devices import free_bytes
+from nano_inference.executors.devices import free_bytes, release_unused
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Result, run_step
@@ -100,7 +100,7 @@ class CudaExecutor:
             with suppress(torch.OutOfMemoryError):
                 return self.windows.run(rows)
             self._windows = None
-            torch.cuda.empty_cache()
+            release_unused(self.device)
         return run_in_parts(rows, self._run_pass, self._limits.max_tokens)
 
     def _run_pass(self, rows: Rows) -> dict[int, RowResult]:
@@ -204,7 +204,7 @@ class CudaExecutor:
             self.run(rows, (), ())
         peak = torch.cuda.max_memory_allocated(self.device)
         self._windows = self._store = None
-        torch.cuda.empty_cache()
+        release_unused(self.device)
         return peak - before
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
@@ -238,6 +238,7 @@ class CudaExecutor:
     def free_cache(self) -> None:
         self._windows = None
         self.store.free()
+        release_unused(self.device)
 
     def restore_cache(self) -> None:
         self._windows = None
@@ -271,6 +272,7 @@ class CudaExecutor:
     def discard_weights(self) -> None:
         self._drop_memory()
         self._weights = None
+        release_unused(self.device)
 
     def _drop_memory(self) -> None:
         """Free the memory of the steps, which refers to the weights."""
@@ -281,6 +283,7 @@ class CudaExecutor:
         if self._weights is not None and any(s.device != device for s in self._weights.stacks.values()):
             self._drop_memory()
             self._weights = self._weights.moved(device)
+            release_unused(self.device)
 
     def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weight) without copying."""

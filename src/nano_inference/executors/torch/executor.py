@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nano_inference.config import KvDtype
 from nano_inference.executors.batch import Rows, build
-from nano_inference.executors.devices import free_bytes
+from nano_inference.executors.devices import free_bytes, release_unused
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
@@ -191,6 +191,7 @@ class TorchExecutor:
 
     def free_cache(self) -> None:
         self.store.free()
+        release_unused(self.device)
 
     def restore_cache(self) -> None:
         self.store.restore()
@@ -225,11 +226,13 @@ class TorchExecutor:
 
     def discard_weights(self) -> None:
         self._model, self._spare = None, {}
+        release_unused(self.device)
 
     def move_weights(self, device: torch.device) -> None:
         """Move the weights to a device, for example to main memory while the engine sleeps."""
         if self._model is not None and any(s.device != device for s in self._model.weights.stacks.values()):
             self._model = self._bound(self._model.weights.moved(device))
+            release_unused(self.device)
 
     def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weight) without copying."""
