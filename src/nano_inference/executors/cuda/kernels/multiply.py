@@ -48,5 +48,5 @@ def multiply(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | N
     merged.launch(
         linear.merge_range,
         (num_tokens, -(-num_out // merged.constants["C"])),
-        *(part_ZTN, part_ZTN if bias_N is None else bias_N, out_TN, ranges, num_out, out_TN.stride(0)),
+        *(part_ZTN, out_TN if bias_N is None else bias_N, out_TN, ranges, num_out, out_TN.stride(0)),
     )

@@ -1,0 +1,149 @@
+"""What the executor launches on a GPU, without one: the Triton launchers on CUDA tensors that have no values.
+
+A torch operation on tensors of two devices raises, and every launch is recorded instead of started.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.cuda_parts.models import SHAPES, config_of
+from nano_inference.executors.cuda.decode import StepKey
+from nano_inference.executors.cuda.executor import CudaExecutor
+from nano_inference.executors.cuda.launchers import triton_kernels
+from nano_inference.executors.cuda.memory import Limits
+from nano_inference.executors.loading import load_weights
+from nano_inference.executors.protocol import CacheSize
+from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loader.sources import TensorSource
+from nano_inference.models.config import ModelConfig
+from nano_inference.models.families import program_of
+from nano_inference.runner import Row
+from nano_inference.types import SamplingParams
+from tests.cuda.engines import eager
+from tests.cuda.fake_cuda import CUDA, DeviceLaunchesOnly, Products, Transfers
+from tests.cuda.models import write_model
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="NO TRITON: pip install -e '.[aot]' (286 MB)"
+)
+TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64"}
+TYPES |= {torch.int32: "*i32", torch.int64: "*i64"}
+KEYS = (
+    StepKey(256, 16, True, True, True),
+    StepKey(256, 16, False, False, False),
+    StepKey(16, 1, True, False, False),
+    StepKey(1, 2, False, True, False),
+)
+KERNELS = {
+    *("embed_block", "norm_row", "rotate_head", "activate_block", "mix_block", "multiply_range", "merge_range"),
+    *("attend_group", "attend_split", "merge_split", "load_rows", "adjust_chunk", "cut_row", "sum_chunk", "draw_row"),
+    *("top_row", "advance_rows"),
+}
+"""Those of the windows of dense models."""
+MORE_KERNELS = {"G4": {"gate_values_block", "smear_block"}}
+NAMES = (*SHAPES, "gemma2", *MORE_KERNELS)
+Launched = tuple[str, tuple[Any, ...], tuple[str, ...]]
+"""A kernel, its variant, and the types of its arguments before the constants."""
+
+
+def variant_key(variant: Any) -> tuple[Any, ...]:
+    return (tuple(sorted(variant.constants.items())), variant.num_warps, variant.num_stages, variant.fuses)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> frozenset[Launched]:
+    """Everything that `make aot` compiles."""
+    from nano_inference.executors.cuda.kernels.configurations import configurations
+
+    found = ((one, [text for text in one.signature.values() if text != "constexpr"]) for one in configurations())
+    return frozenset((one.kernel_name, variant_key(one.variant), tuple(types)) for one, types in found)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[Launched]:
+    """What was launched since the start of the test, instead of being started."""
+    from nano_inference.executors.cuda.kernels.variant import Variant
+
+    found: set[Launched] = set()
+
+    def launch(variant: Variant, kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+        assert all(one.device == CUDA for one in arguments if isinstance(one, Tensor)), kernel.__name__
+        assert sorted(kernel.arg_names[len(arguments) :]) == sorted(variant.constants), kernel.__name__
+        found.add((kernel.__name__, variant_key(variant), tuple(map(type_of, arguments))))
+
+    monkeypatch.setattr(Variant, "launch", launch)
+    return found
+
+
+def type_of(argument: Tensor | float) -> str:
+    """Return the type of an argument, as Triton writes it."""
+    if isinstance(argument, Tensor):
+        return TYPES[argument.dtype]
+    return "fp32" if isinstance(argument, float) else "i32"
+
+
+def written(name: str, directory: Path) -> ModelConfig:
+    """Return the configuration of a published model with two layers, or of a tiny one."""
+    if name in SHAPES:
+        return config_of(replace(SHAPES[name], num_layers=2))
+    write_model(name, directory)
+    return open_checkpoint(directory).config
+
+
+@contextmanager
+def opened(config: ModelConfig, *, is_deterministic: bool) -> Iterator[CudaExecutor]:
+    """Yield an executor without values."""
+    program = program_of(config)
+    limits = Limits(max_len=4096, max_rows=256, max_tokens=2048, is_deterministic=is_deterministic)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with Transfers():
+            executor = CudaExecutor(config, program, CUDA, torch.bfloat16, triton_kernels(), limits, eager)
+            load_weights(executor, {spec.name: TensorSource(torch.empty(spec.shape)) for spec in program.weights})
+            executor.new_cache(CacheSize(num_blocks=1000, block_size=16))
+        yield executor
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("name", NAMES)
+def test_windows_launch_compiled_kernels_on_the_device_and_nothing_else(
+    name: str, is_deterministic: bool, launched: set[Launched], compiled: frozenset[Launched], tmp_path: Path
+) -> None:
+    with opened(written(name, tmp_path), is_deterministic=is_deterministic) as executor:
+        with Transfers():
+            step = executor.memory.decode_step(executor.store)
+        with Products(), DeviceLaunchesOnly():
+            for key in KEYS:
+                step.run(key)
+    assert launched <= compiled, launched - compiled
+    assert {kernel for kernel, *_ in launched} == KERNELS | MORE_KERNELS.get(name, set())
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("name", NAMES)
+def test_passes_launch_compiled_kernels_on_the_device(
+    name: str, is_deterministic: bool, launched: set[Launched], compiled: frozenset[Launched], tmp_path: Path
+) -> None:
+    sizes = (1, 1, 1, 300, 20)
+    rows = tuple(
+        Row(id=index, tokens=(1,) * size, prev_token=1, start=600, blocks=tuple(range(60)), num_sampled=1,
+            params=SamplingParams(), logprobs_mode="raw", seed=0, sample_index=0)
+        for index, size in enumerate(sizes)
+    )  # fmt: skip
+    config = written(name, tmp_path)
+    with opened(config, is_deterministic=is_deterministic) as executor, Transfers():
+        hidden_KE = executor.hidden(rows, (0, 1, 2, 302, 322))
+        logits_KV = executor.logits(hidden_KE)
+        assert logits_KV.shape == (5, config.vocab_size) and logits_KV.device == CUDA
+    assert launched <= compiled, launched - compiled
+    assert ("attend_chunk" in {kernel for kernel, *_ in launched}) is not is_deterministic
