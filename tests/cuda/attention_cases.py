@@ -5,7 +5,7 @@ Shapes: T tokens of the step, R rows, H heads, J kv heads, D head size, S slots,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -185,26 +185,51 @@ def cases() -> Iterator[Case]:
         "decode-ratio2-dim256-both": World(rows=decode, ratio=2, head_dim=256, spec=both),
         "queries8-ratio6": World(rows=short, ratio=6, head_dim=64),
         "queries8-ratio4-both": World(rows=short, ratio=4, head_dim=64, spec=both),
+        "decode-ratio7-bfloat16": World(rows=decode, ratio=7, head_dim=64, dtype=torch.bfloat16),
+        "decode-ratio2-dim128-both-bfloat16": World(
+            rows=decode, ratio=2, head_dim=128, dtype=torch.bfloat16, spec=both
+        ),
+        "queries8-ratio4-dim256-bfloat16": World(rows=short, ratio=4, head_dim=256, dtype=torch.bfloat16),
     }
     for name, world in worlds.items():
-        yield Case(f"attention-{name}", lambda k, d, w=world: error(split(k, w, d), w.expected()), bound(world))
+        yield compared(name, split, world)
     chunks = [(70, 70), (9, 300), (1, 5), (16, 90)]
     for name, spec, ratio, dtype in (
         ("ratio7", AttentionSpec(0.3), 7, torch.float32),
         ("ratio3-both", both, 3, torch.float32),
         ("ratio1-window-half", window, 1, torch.float16),
+        ("ratio7-bfloat16", AttentionSpec(0.3), 7, torch.bfloat16),
+        ("ratio4-both-bfloat16", both, 4, torch.bfloat16),
     ):
         world = World(rows=chunks, ratio=ratio, head_dim=64, dtype=dtype, spec=spec)
-        yield Case(f"attention-chunk-{name}", lambda k, d, w=world: error(chunk(k, w, d), w.expected()), bound(world))
+        yield compared(f"chunk-{name}", chunk, world)
     members = [(1, 300), (1, 517), (1, 320), (1, 299)]
-    for name, spec in (("plain", AttentionSpec(0.3)), ("both", AttentionSpec(0.2, 290, 1.5))):
-        world = World(rows=members, ratio=7, head_dim=64, spec=spec, shared=288)
-        yield Case(f"attention-group-{name}", lambda k, d, w=world: error(grouped(k, w, d), w.expected()), bound(world))
-    yield Case("attention-batch-dependence", lambda k, d: batch_dependence(k, world, d), 0.0)
+    for name, spec, dtype in (
+        ("bfloat16", AttentionSpec(0.3), torch.bfloat16),
+        ("plain", AttentionSpec(0.3), torch.float32),
+        ("both", AttentionSpec(0.2, 290, 1.5), torch.float32),
+    ):
+        world = World(rows=members, ratio=7, head_dim=64, dtype=dtype, spec=spec, shared=288)
+        yield compared(f"group-{name}", grouped, world)
+        if name != "plain":
+            yield Case(
+                f"attention-batch-dependence-{name}",
+                lambda k, d, w=world: batch_dependence(k, w, d),
+                0.0,
+                dtype == torch.bfloat16,
+            )
     far = World(rows=[(1, 300), (1, 510)], ratio=2, head_dim=64)
     yield Case("attention-shared", lambda k, d: shared_error(k, far, d), 0.0)
 
 
-def bound(world: World) -> float:
-    """Return the largest allowed difference."""
-    return 4e-6 if world.dtype == torch.float32 else 2e-3
+BOUNDS = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest allowed differences."""
+
+
+def compared(name: str, outputs: Callable[[Kernels, World, torch.device], Tensor], world: World) -> Case:
+    """Return the comparison of a world's outputs with float64."""
+
+    def run(kernels: Kernels, device: torch.device) -> float:
+        return error(outputs(kernels, world, device), world.expected())
+
+    return Case(f"attention-{name}", run, BOUNDS[world.dtype], needs_gpu=world.dtype == torch.bfloat16)

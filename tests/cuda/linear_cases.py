@@ -51,9 +51,9 @@ def difference(
     return error(product_of(kernels, x_TK, weight_NK, bias_N if has_bias else None, device), expected)
 
 
-def row_dependence(kernels: Kernels, device: torch.device) -> float:
+def row_dependence(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
     """Return 0 if rows have the same bits without the rows after them, on a GPU also alone."""
-    x_TK, weight_NK, bias_N = operands(8, 70, 1200, torch.float32)
+    x_TK, weight_NK, bias_N = operands(8, 70, 1200, dtype)
     together = product_of(kernels, x_TK, weight_NK, bias_N, device)
     spans = [range(count) for count in (1, 3, 7)]
     spans += [range(row, row + 1) for row in range(8)] if device.type == "cuda" else []  # numpy's rows depend on place
@@ -69,4 +69,6 @@ def cases() -> Iterator[Case]:
         yield Case(name, lambda k, d, s=shape: difference(k, *s, torch.float32, d), 2e-6)
         if num_out < 4096:
             yield Case(f"{name}-half", lambda k, d, s=shape: difference(k, *s, torch.float16, d, has_bias=False), 3e-3)
-    yield Case("linear-row-dependence", row_dependence, 0.0)
+        yield Case(f"{name}-bfloat16", lambda k, d, s=shape: difference(k, *s, torch.bfloat16, d), 2e-2, needs_gpu=True)
+    yield Case("linear-row-dependence", lambda k, d: row_dependence(k, d, torch.float32), 0.0)
+    yield Case("linear-row-dependence-bfloat16", lambda k, d: row_dependence(k, d, torch.bfloat16), 0.0, needs_gpu=True)

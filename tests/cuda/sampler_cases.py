@@ -275,6 +275,14 @@ def mixed_error(kernels: Kernels, device: torch.device) -> float:
     return max(worst, difference(kernels, logits_BV[:6].half(), rows[:6], device, softcap=4.0, margin=4e-6))
 
 
+def bfloat16_error(kernels: Kernels, device: torch.device) -> float:
+    """Return the difference for random rows of bfloat16 logits, and soft-capped ones; many are equal."""
+    logits_BV = (torch.randn(18, 2500, generator=torch.Generator().manual_seed(6)) * 3).bfloat16()
+    rows = random_rows(18, 2500, seed=8)
+    worst = difference(kernels, logits_BV, rows, device)
+    return max(worst, difference(kernels, logits_BV[:6], rows[:6], device, softcap=4.0, margin=4e-6))
+
+
 def not_finite_error(kernels: Kernels, device: torch.device) -> float:
     """Return 0 if rows of NaN, and rows without any token that can be drawn, report NaN and a valid token."""
     logits_BV = torch.zeros(3, 1100)
@@ -287,6 +295,7 @@ def not_finite_error(kernels: Kernels, device: torch.device) -> float:
 def cases() -> Iterator[Case]:
     """Yield every case."""
     yield Case("sampler-random-rows", mixed_error, 0.0)
+    yield Case("sampler-bfloat16", bfloat16_error, 0.0, needs_gpu=True)
     yield Case("sampler-ties", lambda kernels, device: difference(kernels, *tied_rows(), device), 0.0)
     yield Case("sampler-not-finite", not_finite_error, 0.0)
     yield Case("sampler-advance", advance_error, 0.0)
