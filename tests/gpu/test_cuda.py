@@ -1,16 +1,20 @@
-"""The torch executor on CUDA; skipped without a GPU."""
+"""Engines with the Triton kernels on CUDA, against other programs; skipped without a GPU."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="NO TRANSFORMERS: pip install -e '.[dev]'")
+pytest.importorskip("transformers", reason="NO TRANSFORMERS: pip install transformers")
+pytest.importorskip("tiktoken", reason="NO TIKTOKEN: pip install tiktoken")
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from tests.models.families import FAMILIES, gap, make_model
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.config import Dtype, KernelsName
+from tests.cuda.family_checks import HALF_BOUNDS, HALF_NAMES, float32_gap, half_gap
+from tests.cuda.models import NAMES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,17 +22,30 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_cuda_float32_matches_transformers(family: str, tmp_path: Path) -> None:
-    model = make_model(family, tmp_path)
-    config = EngineConfig(model_path=str(tmp_path), device="cuda", dtype="float32", kv_cache_bytes=64 << 20)
-    with InferenceEngine(config) as engine:
-        sample = engine.generate([[3, 1, 4, 1, 5]], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))[0]
-    assert gap(model, [*sample.prompt_tokens, *sample.completion_tokens], list(sample.logprobs)) <= 1e-4
+def open_engine(
+    path: Path, *, dtype: Dtype, kernels: KernelsName = "auto", deterministic: bool = False
+) -> InferenceEngine:
+    return InferenceEngine(
+        EngineConfig(
+            model_path=str(path), device="cuda", dtype=dtype, kernels=kernels, deterministic=deterministic,
+            kv_cache_bytes=64 << 20, max_batch_size=32, max_model_len=1024,
+        )
+    )  # fmt: skip
 
 
-def test_cuda_default_dtype_gives_finite_logprobs(tmp_path: Path) -> None:
-    make_model("llama-ratio1-untied", tmp_path)
-    with InferenceEngine(EngineConfig(model_path=str(tmp_path), device="cuda", kv_cache_bytes=64 << 20)) as engine:
-        samples = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=16, seed=1, ignore_eos=True), 4)
-    assert all(len(sample.completion_tokens) == 16 for sample in samples)
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_log_probabilities_are_within_1e_4_of_another_program(name: str, tmp_path: Path) -> None:
+    """Transformers, or for nanochat a plain forward pass on the CPU."""
+    assert float32_gap(name, tmp_path, partial(open_engine, dtype="float32")) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["gemma2", "G4"])
+def test_deterministic_log_probabilities_are_within_1e_4_of_another_program(name: str, tmp_path: Path) -> None:
+    assert float32_gap(name, tmp_path, partial(open_engine, dtype="float32", deterministic=True)) <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", HALF_BOUNDS)
+@pytest.mark.parametrize("name", HALF_NAMES)
+def test_half_precision_is_close_to_torch_in_the_same_precision(name: str, dtype: Dtype, tmp_path: Path) -> None:
+    ours, plain = (partial(open_engine, dtype=dtype, kernels=kernels) for kernels in ("auto", "off"))
+    assert half_gap(name, tmp_path, ours, plain) <= HALF_BOUNDS[dtype]

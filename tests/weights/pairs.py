@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ class Pair:
         return {name: weight.detach() for name, weight in self.new.named_parameters()}
 
 
-def make_pair(family: str, directory: Path) -> Pair:
-    old = make_model(family, directory)
+def make_pair(family: str, directory: Path, more: Mapping[str, Any] | None = None) -> Pair:
+    """Write a model; `more` overrides fields of the family's configuration."""
+    old = make_model(family, directory, more)
     new = type(old)(old.config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
