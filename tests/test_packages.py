@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import nano_inference
+from benchmarks.cuda_parts.device_tests import OPTIONS
 from nano_inference.catalog import find_builtin
 from nano_inference.packages import PACKAGES, MissingPackage, needed
 from nano_inference.types import ModelError
@@ -68,15 +69,20 @@ def with_dependencies(package: str) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def others() -> list[str]:
-    """Every installed top-level module but those of the essential packages and of what they import.
+def others_than(*packages: str) -> list[str]:
+    """Return every installed top-level module but those of the essential packages, of others and of what they import.
 
     tokenizers requires huggingface-hub only to fetch files, so it is among the others.
     """
-    kept = {"tokenizers", "nano-inference"}.union(*map(with_dependencies, ("torch", "numpy", "safetensors")))
+    kept = {"tokenizers", "nano-inference"}.union(*map(with_dependencies, ("torch", "numpy", "safetensors", *packages)))
     owners = {module: {canonicalize_name(name) for name in names} for module, names in packages_distributions().items()}
     return sorted(module for module, names in owners.items() if not names & kept and module.isidentifier())
+
+
+@pytest.fixture(scope="module")
+def others() -> list[str]:
+    """Every installed top-level module but those of the essential packages and of what they import."""
+    return others_than()
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +146,15 @@ def test_the_cuda_benchmark_runs_with_the_essential_packages_alone(others: list[
     lines = [line for line in done.stdout.splitlines() if line.startswith("dry ")]
     assert len(lines) == len(report["figures"]) > 15
     assert any("of copy" in one for one in report["figures"])
+
+
+def test_the_gpu_tests_are_collected_with_the_essential_packages_and_pytest_alone() -> None:
+    """A module that cannot be imported would stop all of them; those that need other packages are skipped."""
+    code = "import os; os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'; import pytest; sys.exit(pytest.main())"
+    code = code.replace("main()", f"main({[*OPTIONS, '--collect-only', '-rs', 'tests/gpu']!r})")
+    done = run_without(others_than("pytest"), code)
+    assert done.returncode in (0, 5), done.stdout + done.stderr
+    assert "NO TRANSFORMERS" in done.stdout and "tests/gpu/test_executor.py" in done.stdout
 
 
 def test_each_feature_names_the_package_it_lacks(

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("transformers", reason="NO TRANSFORMERS: pip install transformers")
+
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from tests.models.families import make_model
 
