@@ -1,12 +1,19 @@
-"""The tests section: tests/gpu with pytest, or without it the comparisons of kernels, which need no other package."""
+"""The tests section: tests/gpu with pytest, or without it the comparisons of kernels, which need no other package.
+
+Then the comparisons of kernels once more under NVIDIA's compute-sanitizer, where it is installed.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.cuda_parts.models import Bench
 from benchmarks.cuda_parts.report import Sink
@@ -14,6 +21,11 @@ from benchmarks.cuda_parts.report import Sink
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--noconftest", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "default", "--tb=line", "-rfE")
 """conftest.py needs hypothesis; a warning of another version of torch is no failure."""
+PYTEST = (sys.executable, "-P", "-m", "pytest", *OPTIONS)
+TOOLKITS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+"""Where compute-sanitizer may be beside the PATH."""
+UNCACHED: Mapping[str, str] = MappingProxyType({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+"""Each tensor is an allocation of its own, behind whose end the sanitizer notices accesses."""
 MOST_NAMED = 20
 SPARE_S = 3.0
 
@@ -24,18 +36,41 @@ def tests(bench: Bench, sink: Sink) -> None:
         sink.add("tests/gpu", "not run: pytest is not installed")
         compare(bench, sink)
         return
-    command = [sys.executable, "-P", "-m", "pytest", *OPTIONS, "tests/gpu"]
+    _run(sink, "tests/gpu", [*PYTEST, "tests/gpu"], ("FAILED", "ERROR"))
+
+
+def sanitize(bench: Bench, sink: Sink) -> None:
+    """Run the comparisons of kernels under compute-sanitizer, which reports accesses outside of allocated memory."""
+    program = shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), *TOOLKITS)))
+    missing = "compute-sanitizer" if program is None else "pytest" if importlib.util.find_spec("pytest") is None else ""
+    if bench.is_dry or missing or program is None:
+        sink.add("compute-sanitizer", f"not run: {'it needs a GPU' if bench.is_dry else missing + ' is not installed'}")
+        return
+    command = [program, "--tool", "memcheck", "--error-exitcode", "9", *PYTEST, "tests/gpu/test_kernels.py"]
+    _run(sink, "compute-sanitizer", command, ("FAILED", "ERROR", "========= "), UNCACHED)
+
+
+def _run(
+    sink: Sink, name: str, command: Sequence[str], starts: tuple[str, ...], more: Mapping[str, str] | None = None
+) -> None:
+    """Run tests in the time that is left; report the last line, and after a failure lines with these starts.
+
+    `more` are further variables of the environment.
+    """
     seconds = max(1.0, sink.deadline - time.monotonic() - SPARE_S)
+    environment = {**os.environ, **(more or {})}
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=seconds
+        )
     except subprocess.TimeoutExpired as error:
         lines = _text(error.stdout).strip().splitlines()
-        sink.add("tests/gpu", f"stopped after {seconds:.0f} s: {lines[-1] if lines else 'no output'}")
+        sink.add(name, f"stopped after {seconds:.0f} s: {lines[-1] if lines else 'no output'}")
         return
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"]
-    sink.add("tests/gpu", lines[-1] if done.returncode in (0, 5) else f"failed: {lines[-1]}")
-    for line in [one for one in lines if one.startswith(("FAILED", "ERROR"))][:MOST_NAMED]:
-        sink.add("tests/gpu", line)
+    sink.add(name, lines[-1] if done.returncode in (0, 5) else f"failed: {lines[-1]}")
+    for line in [one for one in lines if done.returncode and one.startswith(starts)][:MOST_NAMED]:
+        sink.add(name, line)
 
 
 def _text(output: bytes | str | None) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.cuda_parts import engines
-from benchmarks.cuda_parts.device_tests import tests
+from benchmarks.cuda_parts.device_tests import sanitize, tests
 from benchmarks.cuda_parts.kernels import kernels
 from benchmarks.cuda_parts.models import SHAPES, Bench, open_random
 from benchmarks.cuda_parts.report import Report, Sink, Unit, device_name, run_unit
@@ -117,6 +117,7 @@ def units(is_dry: bool) -> Iterator[Unit]:
         yield Unit("kernels", name, of(kernels, name))
     yield Unit("profile", "", profile)
     yield Unit("tests", "", tests)
+    yield Unit("tests", "compute-sanitizer", sanitize)
 
 
 def of(measure: Callable[[Bench, Sink, str], None], name: str) -> Callable[[Bench, Sink], None]:

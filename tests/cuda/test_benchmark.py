@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +54,7 @@ def test_a_dry_run_measures_every_model(tmp_path: Path) -> None:
 
 def test_what_no_time_is_left_for_is_named() -> None:
     done = run("--dry", "--seconds", "0", "--only", "ceilings,tests")
-    assert done.stdout.count("skipped: no time is left") == 2 and done.returncode == 0
+    assert done.stdout.count("skipped: no time is left") == 3 and done.returncode == 0
 
 
 def test_an_unknown_section_is_refused_in_one_line() -> None:
@@ -157,6 +159,53 @@ def test_failures_of_the_gpu_tests_are_named(
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
     pipe = Pipe()
     device_tests.tests(open_bench(is_dry=True), Sink("tests", pipe, {}, 0.0))  # type: ignore[arg-type]
+    assert [one["value"] for one in pipe.found] == values
+
+
+@pytest.mark.parametrize(
+    ("returncode", "stdout", "values"),
+    [
+        (0, "4 passed\n========= ERROR SUMMARY: 0 errors\n", ["========= ERROR SUMMARY: 0 errors"]),
+        (
+            9,
+            "========= Invalid __global__ read of size 4 bytes\n4 passed\n========= ERROR SUMMARY: 1 error\n",
+            [
+                "failed: ========= ERROR SUMMARY: 1 error",
+                "========= Invalid __global__ read of size 4 bytes",
+                "========= ERROR SUMMARY: 1 error",
+            ],
+        ),
+    ],
+)
+def test_what_compute_sanitizer_reports_is_a_figure(
+    returncode: int, stdout: str, values: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    commands: list[list[str]] = []
+
+    def done(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        assert more["env"]["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+        return subprocess.CompletedProcess([], returncode, stdout, "")
+
+    monkeypatch.setattr(subprocess, "run", done)
+    pipe = Pipe()
+    bench = dataclasses.replace(open_bench(is_dry=True), is_dry=False)
+    device_tests.sanitize(bench, Sink("tests", pipe, {}, 0.0))  # type: ignore[arg-type]
+    assert [one["value"] for one in pipe.found] == values
+    assert commands[0][0] == str(program) and commands[0][-1] == "tests/gpu/test_kernels.py"
+
+
+def test_without_compute_sanitizer_or_a_gpu_that_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(device_tests, "TOOLKITS", ())
+    dry, pipe = open_bench(is_dry=True), Pipe()
+    for bench in (dry, dataclasses.replace(dry, is_dry=False)):
+        device_tests.sanitize(bench, Sink("tests", pipe, {}, 0.0))  # type: ignore[arg-type]
+    values = ["not run: it needs a GPU", "not run: compute-sanitizer is not installed"]
     assert [one["value"] for one in pipe.found] == values
 
 

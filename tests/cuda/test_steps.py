@@ -51,6 +51,7 @@ def test_windows_only_launch_kernels_on_fixed_memory(tiny: Path) -> None:
         engine.generate([[*range(60)] * 5] * 3, PARAMS[0])
         engine.generate([prompt] * 7, PARAMS[0])
         engine.generate([prompt] * 17, dataclasses.replace(PARAMS[3], max_tokens=3))
+        engine.generate([prompt] * 4, list(PARAMS))
     (stepper,) = strictly.steppers
     keys = set(stepper.seen)
     assert {key.num_rows for key in keys} >= {4, 8, 32} and {key.has_groups for key in keys} == {False, True}

@@ -90,13 +90,3 @@ def test_a_hundred_updates_neither_record_again_nor_need_more_memory() -> None:
             engine.control.update_weights(weights, blocking=True)
             engine.generate(prompts(), PARAMS * 3)
         assert (Counting.num_captured, torch.cuda.memory_allocated()) == before
-
-
-def test_sleep_gives_memory_back() -> None:
-    with opened(CapturedStepper) as engine:
-        before = engine.generate(prompts(), PARAMS * 3)
-        used = torch.cuda.memory_allocated()
-        engine.control.sleep()
-        assert torch.cuda.memory_allocated() < used - (60 << 20)
-        engine.control.wake()
-        assert list(bits(engine.generate(prompts(), PARAMS * 3))) == list(bits(before))
