@@ -2,7 +2,9 @@
 
 Both use one thread; seconds are CPU time of the process, so other programs disturb little. Each pair of runs has the
 same prompt and seed; the ratio is that of the medians. `equal` is the share of equal tokens up to the first difference
-of a row: a rounding error can exchange two candidates of almost the same probability.
+of a row: a rounding error can exchange two candidates of almost the same probability. At the end: how fast any engine
+could be, for the deepest model, if its matrix products with weights ran at the peak of `torch.mm` in this run and
+nothing else took time.
 
 Legend: d6 is a model of 6 layers and size 384; n = samples; ratio = upstream's seconds / ours; above 1 ours is faster.
 """
@@ -23,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.nanochat_parity.cases import SPECIALS
+from benchmarks.nanochat_parity.peak import bound_of, peak_flops, product_flops
 from benchmarks.nanochat_parity.upstream import imported
 from nano_inference.config import EngineConfig
 from nano_inference.nanochat import GPT, Engine
@@ -107,21 +110,30 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="*", default=[1, 16, 64, 256])
     parser.add_argument("--top-k", type=int, nargs="*", default=[50, 0], help="0: the whole vocabulary")
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=5)
     wish = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'model':>6}{'n':>5}{'top-k':>7}{'upstream s':>12}{'ours s':>9}{'ratio':>8}{'equal':>8}")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    flops: list[int] = []
+    peaks = [peak_flops()]
     for depth in wish.depths:
         sides = engines(wish.checkout, depth)
         for top_k in wish.top_k:
             for samples in wish.samples:
                 row = {"depth": depth, "samples": samples, "top_k": top_k, **compared(sides, samples, top_k, wish)}
                 rows.append(row)
+                flops.append(product_flops(sides["ours"].model, wish.prompt, samples, wish.tokens))
                 head = f"{f'd{depth}':>6}{samples:>5}{top_k or '–':>7}"
                 figures = f"{row['upstream']:>12.3f}{row['ours']:>9.3f}{row['ratio']:>7.2f}x{row['equal']:>8.1%}"
                 print(head + figures, flush=True)
+        peaks.append(peak_flops())
+    peak = max(peaks)
+    print(f"peak of torch.mm, before and after each model: {', '.join(f'{one / 1e9:.0f}' for one in peaks)} GFLOP/s")
+    for row, operations in zip(rows, flops, strict=True):
+        if row["depth"] == max(wish.depths):
+            print(bound_of(row, operations, peak))
     print(json.dumps(rows))
 
 
