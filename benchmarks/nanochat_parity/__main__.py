@@ -1,8 +1,12 @@
 """Compare this package with upstream's code, commit by commit, and print a table.
 
---repository is a git directory of karpathy/nanochat with its history; each commit is exported to a temporary directory
-and runs in its own process. --checkout is a single working tree instead, of any commit. Without either, the
-recordings in tests/nanochat/recorded are compared; --record writes them anew: shapes, logits and token ids.
+--checkout is a clone of karpathy/nanochat with any commit of its master checked out; of a fork's commit, --commit names
+the commit of master that it is based on. --repository is a git directory instead: --commit names its commits (default:
+those of the recordings), each of which is exported to a temporary directory. Upstream's code runs in a process of its
+own. Constants of the day that the weights do not show follow from the commit; --override changes them.
+
+Without either, the recordings in tests/nanochat/recorded are compared. --record, with --repository, writes them anew:
+shapes, logits and token ids.
 
 Legend: logits = largest difference of float32 logits; the other columns count rows with the same tokens and masks, up
 to a row's first terminal (batch: results of `generate_batch`); calls = results that the calculator inserted, and their
@@ -15,83 +19,124 @@ import argparse
 import json
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from benchmarks.nanochat_parity.cases import KINDS
-from benchmarks.nanochat_parity.commits import COMMITS, Commit
+import torch
+
+from benchmarks.nanochat_parity.cases import KINDS, has_bigrams
+from benchmarks.nanochat_parity.commits import COMMITS, Commit, Conditions
+from benchmarks.nanochat_parity.history import HistoryError, commit_in, commit_of, export
 from benchmarks.nanochat_parity.ours import Comparison, compare
+from nano_inference.types import ModelError
 
 RECORDED = Path(__file__).parents[2] / "tests" / "nanochat" / "recorded"
 COLUMNS = (*KINDS[:-1], "batch", "naive")
+ONE_FIRST_TOKEN = (
+    "upstream gave all samples the same first token until 8f979a8: only greedy ones and single ones compared"
+)
+NO_CACHE = "upstream's cache did not keep the previous token's bigram: its engine ran without a cache"
 
 
-def run_upstream(checkout: Path, commit: Commit) -> dict[str, Any]:
-    """Return the results of upstream's code. Raises `CalledProcessError`."""
-    command = [sys.executable, str(Path(__file__).with_name("upstream.py")), str(checkout), ",".join(commit.kinds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def run_upstream(checkout: Path, conditions: Conditions) -> dict[str, Any]:
+    """Return the results of upstream's code. Raises `HistoryError` with its last line of error."""
+    command = [sys.executable, str(Path(__file__).with_name("upstream.py")), str(checkout)]
+    command += ["first-shared"] if conditions.is_first_shared else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HistoryError(f"upstream's code failed: {''.join(done.stderr.strip().splitlines()[-1:])}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def export(repository: Path, commit: str, directory: Path) -> None:
-    """Write a commit's files to a directory."""
-    command = ["git", "--git-dir", str(repository), "archive", commit, "nanochat"]
-    archive = subprocess.run(command, capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=BytesIO(archive)) as files:
-        files.extractall(directory, filter="data")
-
-
-def recordings(wish: argparse.Namespace) -> Iterator[tuple[Commit, dict[str, Any]]]:
-    """Yield each commit with upstream's results."""
+def results_of(wish: argparse.Namespace, commit: Commit, conditions: Conditions) -> dict[str, Any]:
+    """Return upstream's results at a commit: of the checkout, the repository or the recording."""
     if wish.checkout is not None:
-        overrides = tuple(wish.override)
-        commit = Commit("?", wish.checkout.name[:12], "", overrides)
-        yield commit, run_upstream(wish.checkout, commit)
-        return
-    for commit in COMMITS:
-        if wish.repository is None:
-            yield commit, json.loads((RECORDED / f"{commit.hash}.json").read_text())
-            continue
-        with tempfile.TemporaryDirectory() as directory:
-            export(wish.repository, commit.hash, Path(directory))
-            yield commit, run_upstream(Path(directory), commit)
+        return run_upstream(wish.checkout.resolve(), conditions)
+    if wish.repository is None:
+        found: dict[str, Any] = json.loads((RECORDED / f"{commit.hash}.json").read_text())
+        return found
+    with tempfile.TemporaryDirectory() as directory:
+        export(wish.repository, commit.hash, Path(directory))
+        return run_upstream(Path(directory), conditions)
+
+
+def commits_of(wish: argparse.Namespace) -> Iterator[Commit]:
+    """Yield the commits to compare."""
+    if wish.checkout is not None:
+        yield commit_of(wish.checkout, *wish.commit[:1])
+    elif wish.commit:
+        yield from (commit_in(wish.repository, name) for name in wish.commit)
+    else:
+        yield from COMMITS
 
 
 def line_of(commit: Commit, found: Comparison) -> str:
     """Return a row of the table."""
     cells = [str(found.found.get(name, "–")) for name in COLUMNS]
     calls = f"{found.calls} ({found.forced})"
-    head = f"{commit.generation:4} {commit.hash:12} {commit.date:10} {found.logits:8.1e}"
-    return f"{head} {' '.join(f'{cell:>7}' for cell in cells)} {calls:>9}  {' '.join(commit.overrides)}"
+    head = f"{found.generation:4} {commit.hash:8} {commit.time.date()} {found.logits:8.1e}"
+    return f"{head} {' '.join(f'{cell:>7}' for cell in cells)} {calls:>9}  {' '.join(found.overrides)}".rstrip()
 
 
-def main() -> None:
+def compared(wish: argparse.Namespace, commit: Commit) -> bool:
+    """Compare a commit and print its row; return whether everything is equal."""
+    given = commit.conditions
+    conditions = given._replace(overrides=(*given.overrides, *wish.override))
+    recorded = results_of(wish, commit, conditions)
+    if wish.record:
+        (RECORDED / f"{commit.hash}.json").write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
+    found = compare(recorded, conditions, kernels=wish.kernels)
+    print(line_of(commit, found))
+    if conditions.is_first_shared:
+        print(f"  {ONE_FIRST_TOKEN}")
+    if has_bigrams(recorded["shapes"]):
+        print(f"  {NO_CACHE}")
+    sys.stdout.flush()
+    return found.is_equal
+
+
+def parsed() -> argparse.Namespace:
+    """Return the options; end the process with a message if they contradict each other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkout", type=Path, help="working tree of a clone of karpathy/nanochat")
     parser.add_argument("--repository", type=Path, help="git directory of karpathy/nanochat")
-    parser.add_argument("--checkout", type=Path, help="one working tree of it")
-    parser.add_argument("--override", action="append", default=[], help="a constant of that commit: softcap=20")
+    parser.add_argument("--commit", action="append", default=[], help="a commit; with --repository any number")
+    parser.add_argument(
+        "--override", action="append", default=[], help="another constant than the commit's: softcap=20"
+    )
     parser.add_argument("--kernels", default="auto", help="auto, or off for torch alone")
     parser.add_argument("--record", action="store_true", help="write the results to tests/nanochat/recorded")
     wish = parser.parse_args()
-    print(f"{'':4} {'commit':12} {'date':10} {'logits':>8} {' '.join(f'{name:>7}' for name in COLUMNS)} {'calls':>9}")
+    if wish.checkout and (wish.repository or len(wish.commit) > 1):
+        parser.error("--checkout: give no --repository and at most one --commit with it")
+    if wish.commit and not (wish.checkout or wish.repository):
+        parser.error("--commit: needs --repository or --checkout")
+    if wish.record and not wish.repository:
+        parser.error("--record: needs --repository")
+    return wish
+
+
+def main() -> int:
+    """Return 1 if a result differs or cannot be compared."""
+    wish = parsed()
+    torch.set_num_threads(1)  # as on upstream's side
+    print(f"{'':4} {'commit':8} {'date':10} {'logits':>8} {' '.join(f'{name:>7}' for name in COLUMNS)} {'calls':>9}")
     is_equal = True
-    for commit, recorded in recordings(wish):
-        if wish.record:
-            RECORDED.mkdir(exist_ok=True)
-            (RECORDED / f"{commit.hash}.json").write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
-        found = compare(recorded, commit.overrides, kernels=wish.kernels)
-        is_equal = is_equal and found.is_equal
-        print(line_of(commit, found), flush=True)
-    for commit in COMMITS if wish.checkout is None else ():
-        if commit.why:
-            print(f"{commit.hash}: {', '.join(commit.kinds)} only: {commit.why}")
-    sys.exit(0 if is_equal else 1)
+    try:
+        for commit in commits_of(wish):
+            try:
+                is_equal = compared(wish, commit) and is_equal
+            except (HistoryError, ModelError) as error:
+                print(f"     {commit.hash:8} {commit.time.date()} not compared: {error}", flush=True)
+                is_equal = False
+    except HistoryError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0 if is_equal else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

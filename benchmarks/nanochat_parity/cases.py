@@ -40,6 +40,8 @@ LIKELY, UNLIKELY = (*range(10), PYTHON_START, PYTHON_END), (BOS, ASSISTANT_END)
 """Tokens that the models prefer, digits in calls of the tool, and those that they avoid, the ends of a row."""
 STEADY = 7.0
 """First component of all embeddings, from which the head makes these preferences."""
+CALLS_OFTEN = 8.0
+"""Factor of the preferences in the cases of the kind `tools`."""
 LAST = 8
 """Positions whose logits are compared."""
 Row = tuple[list[int], list[int]]
@@ -63,6 +65,8 @@ class Tokenizer:
 
 
 KINDS = ("greedy", "seeded", "rows", "tools", "naive")
+MIN_CALLS = 5
+"""Results that the calculator inserts at least in the cases of the kind `tools`, at every commit."""
 
 
 class Case(NamedTuple):
@@ -73,6 +77,11 @@ class Case(NamedTuple):
     prompt: list[int]
     arguments: dict[str, Any]
 
+    @property
+    def draws_several_first_tokens(self) -> bool:
+        """True if samples can differ in their first token."""
+        return self.arguments.get("num_samples", 1) > 1 and self.arguments["temperature"] > 0
+
 
 def prompt_of(length: int, seed: int) -> list[int]:
     """Return <|bos|>, characters, <|assistant_start|>: `length` ids."""
@@ -81,7 +90,10 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def cases() -> Iterator[Case]:
-    """Yield all calls: short and long prompts, greedy and seeded, one sample and many; `naive` is without a cache."""
+    """Yield all calls: short and long prompts, greedy and seeded, one sample and many; `naive` is without a cache.
+
+    The kind `tools` is last, because it has other weights.
+    """
     for seed in range(6):
         yield Case("greedy", prompt_of(12 + seed, seed), {"num_samples": 1, "max_tokens": 40, "temperature": 0.0})
     yield Case("greedy", prompt_of(300, 6), {"num_samples": 1, "max_tokens": 40, "temperature": 0.0})
@@ -91,12 +103,24 @@ def cases() -> Iterator[Case]:
         yield Case("rows", prompt_of(10, 20 + seed), {"num_samples": 5, **wish})
     wish = {"num_samples": 4, "max_tokens": 48, "temperature": 1.0, "seed": 7}
     yield Case("rows", prompt_of(300, 30), wish)
-    for seed in range(3):
-        wish = {"num_samples": 12, "max_tokens": 80, "temperature": 1.0, "top_k": 20, "seed": 50 + seed}
-        yield Case("tools", prompt_of(9, 40 + seed), wish)
+    yield Case("rows", prompt_of(16, 4), {"num_samples": 5, "max_tokens": 40, "temperature": 0.0})
     yield Case("naive", prompt_of(20, 60), {"max_tokens": 30, "temperature": 0.0})
     yield Case("naive", prompt_of(20, 61), {"max_tokens": 30, "temperature": 1.0, "seed": 3})
     yield Case("naive", prompt_of(300, 62), {"max_tokens": 8, "temperature": 0.8, "seed": 4})
+    for seed, (temperature, top_k) in enumerate([(1.0, 20), (2.0, None), (4.0, None)]):
+        wish = {"max_tokens": 64, "temperature": temperature, "top_k": top_k, "seed": 50 + seed}
+        yield Case("tools", prompt_of(9, 40 + seed), {"num_samples": 12, **wish})
+    for seed in range(3):
+        wish = {"num_samples": 1, "max_tokens": 80, "temperature": 4.0, "top_k": 12, "seed": 60 + seed}
+        yield Case("tools", prompt_of(9, 50 + seed), wish)
+
+
+def has_bigrams(names: Mapping[str, object]) -> bool:
+    """Return whether weights are those of a model with bigram embeddings (G2e).
+
+    Upstream's cache did not keep the previous token for them, so its engine is run without a cache.
+    """
+    return "bigram_embed.embed.weight" in names
 
 
 def scored() -> list[int]:
@@ -104,9 +128,19 @@ def scored() -> list[int]:
     return prompt_of(400, 99)
 
 
-def weights(names: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Return float32 weights of the given shapes, each a function of its name alone."""
-    return {name: _weight(name, tuple(shape)) for name, shape in names.items()}
+def weights(names: Mapping[str, Sequence[int]], *, calls_often: bool = False) -> dict[str, Tensor]:
+    """Return float32 weights of the given shapes, each a function of its name alone.
+
+    `calls_often`: the preferences for digits and calls outweigh what the layers compute, and ends are not avoided.
+    """
+    found = {name: _weight(name, tuple(shape)) for name, shape in names.items()}
+    if calls_often:
+        for name, value in found.items():
+            if name.endswith("c_proj.weight"):
+                value[0] = 0.0  # no layer changes the component of the preferences
+        found["lm_head.weight"][torch.tensor(LIKELY), 0] *= CALLS_OFTEN
+        found["lm_head.weight"][torch.tensor(UNLIKELY), 0] = 0.0
+    return found
 
 
 def _weight(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -139,15 +173,23 @@ def rows_of(columns: Iterator[tuple[list[int], list[int]]], num_samples: int) ->
     return rows
 
 
-def results(model: Any, engine: Any, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Run the cases of some kinds on a model's `generate` and on its engine.
+def results(
+    model: Any, engine: Any, names: Mapping[str, Sequence[int]], *, is_first_shared: bool
+) -> list[dict[str, Any]]:
+    """Run the cases on a model's `generate` and on its engine; return the rows of each.
 
-    Each result has the rows, and for an engine a digest of what `generate_batch` returns.
+    A result of an engine also has a digest of what `generate_batch` returns. `names` has the shapes of the weights, of
+    which the model has the first ones of `weights`. `is_first_shared` leaves out cases whose samples draw several first
+    tokens.
     """
     found: list[dict[str, Any]] = []
+    calls_often = False
     for case in cases():
-        if case.kind not in kinds:
+        if is_first_shared and case.draws_several_first_tokens:
             continue
+        if case.kind == "tools" and not calls_often:
+            calls_often = True
+            model.load_state_dict(weights(names, calls_often=True), strict=True, assign=True)
         if case.kind == "naive":
             tokens = [int(token) for token in model.generate(list(case.prompt), **case.arguments)]
             found.append({"kind": case.kind, "rows": [[tokens, [1] * len(tokens)]]})

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.nanochat_parity import cases
+from benchmarks.nanochat_parity.commits import Conditions
 from nano_inference.config import EngineConfig, KernelsName
 from nano_inference.nanochat import GPT, Engine
+from nano_inference.nanochat.opening import open_tensors
 
 TOLERANCE = 2e-5
 """Of float32 logits, whose size is up to 15."""
@@ -32,6 +34,9 @@ class Finding(NamedTuple):
 class Comparison(NamedTuple):
     """This package beside one commit of upstream."""
 
+    generation: str
+    overrides: tuple[str, ...]
+    """Constants that the weights do not show."""
     logits: float
     """Largest difference."""
     found: Mapping[str, Finding]
@@ -47,16 +52,23 @@ class Comparison(NamedTuple):
         return self.logits <= TOLERANCE and all(one.equal == one.total for one in self.found.values())
 
 
-def compare(recorded: Mapping[str, Any], overrides: Sequence[str], *, kernels: KernelsName = "auto") -> Comparison:
-    """Run the cases on the weights of a recording (`upstream.py`), and return what is equal."""
+def compare(recorded: Mapping[str, Any], conditions: Conditions, *, kernels: KernelsName = "auto") -> Comparison:
+    """Run the cases on the weights of a recording (`upstream.py`), and return what is equal.
+
+    Raises `ModelError` for weights that this package does not load.
+    """
     shapes = recorded["shapes"]
     windows = {"window_pattern": cases.WINDOWS} if "resid_lambdas" in shapes else {}
-    model = GPT.from_state_dict(cases.weights(shapes), {**cases.CONFIG, **windows}, overrides=overrides)
+    overrides = conditions.overrides
+    if cases.has_bigrams(shapes):
+        overrides = tuple(one for one in overrides if not one.startswith("decode_window="))
+    opened = open_tensors(cases.weights(shapes), {**cases.CONFIG, **windows}, overrides)
+    model = GPT.of(opened)
     config = EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, num_threads=1, kernels=kernels)
     logits_TV = model.forward(torch.tensor([cases.scored()]))[0, -cases.LAST :].double()
     expected_TV = torch.tensor(recorded["logits"], dtype=torch.float64)
-    kinds = list(dict.fromkeys(one["kind"] for one in recorded["cases"]))
-    own = cases.results(model, Engine(model, cases.Tokenizer(), config=config), kinds)
+    engine = Engine(model, cases.Tokenizer(), config=config)
+    own = cases.results(model, engine, shapes, is_first_shared=conditions.is_first_shared)
     found: dict[str, Finding] = {}
     for ours, theirs in zip(own, recorded["cases"], strict=True):
         rows = [[*map(list, row)] for row in ours["rows"]]
@@ -66,6 +78,8 @@ def compare(recorded: Mapping[str, Any], overrides: Sequence[str], *, kernels: K
             found["batch"] = found.get("batch", Finding()).plus(ours["batch"] == theirs["batch"], 1)
     masks = [mask for one in recorded["cases"] for _, mask in one["rows"]]
     return Comparison(
+        overrides=overrides,
+        generation=str(opened.inferred.values["generation"].value) if opened.inferred else "",
         logits=float((logits_TV - expected_TV).abs().max()),
         found=found,
         calls=sum(map(forced_runs, masks)),
