@@ -72,10 +72,11 @@ def test_hints_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"context_management": BODY["context_management"]}, "context_management"),
         ({"output_config": {"effort": "max"}}, "output_config.effort"),
+        ({"metadata": {"user_id": "u"}}, "metadata"),
     ],
 )
 def test_strict_server_refuses_hints(strict: Running, fields: JSON, param: str) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "metadata": {"user_id": "u"}, **MARK}
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **MARK}
     assert strict.post(PATH, {**body, "thinking": {"type": "disabled"}, "context_management": {}}).status_code == 200
     reply = strict.post(PATH, {**body, **fields})
     assert (reply.status_code, reply.json()["error"]["details"]["param"]) == (400, param), reply.text

@@ -172,7 +172,7 @@ SEEN: Mapping[str, frozenset[str]] = MappingProxyType(
 """Aspect of a reply -> names of its fields. Further aspects: "error", "form", "id", "reply"."""
 VOLATILE = frozenset(
     {"id", "request_id", "call_id", "item_id", "created", "created_at", "completed_at", "e2e_latency", "timings"}
-    | {"sequence_number"}
+    | {"sequence_number", "signature"}
     | {"total_duration", "prompt_eval_duration", "eval_duration"}
 )
 """Different each time."""
@@ -345,7 +345,11 @@ TOOL_FIELDS: Table = {
 """Tool fields on all paths with messages."""
 NAMED: JSON = {"type": "function", "function": {"name": "f"}}
 CALLING: Table = {
+UNFIT: JSON = {"name": "f", "parameters": {"type": "object", "not": {"required": ["x"]}}}
+"""A function whose schema no grammar can enforce."""
     "tool_choice": turn("calls", "required", "none", tools=TOOLS, **SURE),
+    "tools.function.strict": turn("error", True, False, tools=[{"type": "function", "function": UNFIT}]),
+    "functions.strict": turn("error", True, False, functions=[UNFIT]),
     "tool_choice.type": turn("error", "allowed_tools", "function", tools=TOOLS, tool_choice=NAMED, **SURE),
     "tool_choice.function": turn("error", ABSENT, {"name": "f"}, tools=TOOLS, tool_choice=NAMED, **SURE),
     "tool_choice.function.name": turn("calls", "f", "long_g", tools=TOOLS, tool_choice=NAMED, **SURE),
@@ -534,7 +538,7 @@ OWN_RESPONSES: Table = {
     "text.format.description": turn("echo", "d", "e", text=FORMAT, **SURE_HERE),
     "text.format.schema": turn("text", {"enum": [1]}, {"enum": [2]}, text=FORMAT, **SURE_HERE),
     "text.format.strict": turn("echo", True, False, text=FORMAT, **SURE_HERE),
-    "text.verbosity": turn("echo", "low", "high"),
+    "text.verbosity": idle("low", "high"),
     "tools": turn("prompt", FLAT, FLAT[:1]),
     "tools.type": turn("error", "web_search", "function", tools=FLAT),
     "tools.name": turn("prompt", "f", "another", tools=FLAT),
@@ -874,6 +878,7 @@ OLLAMA_CHAT_TABLE: Table = {
     "messages.tool_calls.function": turn(
         "prompt", OLLAMA_CALL["function"], {"name": "ff"}, at="messages.1.tool_calls.0.function", messages=OLLAMA_CALLED
     ),
+    "tools.function.strict": CALLING["tools.function.strict"],
     "messages.tool_calls.function.name": turn(
         "prompt", "f", "ff", at="messages.1.tool_calls.0.function.name", messages=OLLAMA_CALLED
     ),
@@ -1040,8 +1045,8 @@ UNSEEN = frozenset({"reasoning.summary", "reasoning.generate_summary"})
 INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         COMPLETE: BOOKS,
-        CHAT: BOOKS | SPOKEN,
-        RESPONSES: BOOKS - {"store"} | UNSEEN | {"stream_options.include_usage"},
+        CHAT: BOOKS,
+        RESPONSES: BOOKS - {"store"} | UNSEEN | {"stream_options.include_usage", "text.verbosity"},
         COMPACT: frozenset({"prompt_cache_key", "service_tier"}),
         INPUT_TOKENS: UNSEEN
         | {"text.format.name", "text.format.description", "text.format.strict", "text.verbosity"}
@@ -1061,7 +1066,6 @@ INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
         SGLANG: frozenset({"log_metrics", "no_logs", "background"}),
         EMBED: frozenset({"user"}),
-        OLLAMA_CHAT: frozenset({"tools.function.strict"}),
         TOKENIZE: SPOKEN | {"parallel_tool_calls"},
         TEMPLATE: SPOKEN | {"parallel_tool_calls"},
         COUNT_CHAT: SPOKEN | {"parallel_tool_calls"},

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from nano_inference.server.config import ServerConfig
+from tests.server.mounted import GENERATING
 from tests.server.scripted import make_scripted
+from tests.server.test_every_parameter import BASES
 from tests.server.test_responses import streamed
-from tests.server.tiny import Running, make_tiny, running
+from tests.server.tiny import FIM_TOKENS, Running, make_tiny, running
 
 JSON = dict[str, Any]
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 FUNCTION: JSON = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}}
 SEARCH: JSON = {"type": "web_search", "external_web_access": False}
 SPACE: JSON = {"type": "namespace", "name": "agents", "description": "Work on agents.", "tools": [FUNCTION]}
+HELLO: list[JSON] = [{"role": "user", "content": "a"}]
 AGENT: JSON = {
     "input": "hi",
     "tool_choice": "auto",
@@ -42,7 +45,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    directory = make_tiny(tmp_path_factory.mktemp("strict"), positions=2048)
+    directory = make_tiny(tmp_path_factory.mktemp("strict"), positions=2048, special=FIM_TOKENS)
     with running(directory, ServerConfig(port=0, log_requests=False, strict=True)) as one:
         yield one
 
@@ -56,7 +59,7 @@ def test_agents_request_is_answered_and_its_hints_are_logged_once(
     lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert lines == [
         "unknown fields are ignored: 'client_metadata'",
-        "fields without effect are ignored: 'reasoning.summary', 'tools.web_search'",
+        "fields without effect are ignored: 'prompt_cache_key', 'reasoning.summary', 'tools.web_search'",
     ]
     assert [tool["type"] for tool in replies[0].json()["tools"]] == ["function", "namespace"], "without the search"
 
@@ -109,6 +112,16 @@ def test_choice_needs_a_function_that_is_not_left_out(scripted: Running) -> None
         (RESPONSES, {"tools": [SEARCH]}, "tools.web_search"),
         (RESPONSES, {"client_metadata": {}}, "client_metadata"),
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+        (RESPONSES, {"user": "u"}, "user"),
+        (CHAT, {"store": True}, "store"),
+        (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        *((CHAT, {name: "x"}, name) for name in ("user", "prompt_cache_key", "safety_identifier", "verbosity")),
+        (CHAT, {"metadata": {"a": "b"}}, "metadata"),
+        (CHAT, {"service_tier": "flex"}, "service_tier"),
+        (CHAT, {"id_slot": 3}, "id_slot"),
+        (CHAT, {"n_discard": 3}, "n_discard"),
+        (CHAT, {"repeat_last_n": 64}, "repeat_last_n"),
     ],
 )
 def test_strict_server_refuses_hints(strict: Running, path: str, fields: JSON, param: str) -> None:
@@ -129,6 +142,56 @@ def test_effort_of_any_value_changes_nothing_without_reasoning(server: Running, 
     assert plain["choices"] == asked["choices"] and plain["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"]
     reply = server.post(RESPONSES, {"input": "a", "max_output_tokens": 4, "reasoning": {"effort": effort}}).json()
     assert reply["reasoning"]["effort"] == effort and reply["usage"]["input_tokens"] == plain["usage"]["prompt_tokens"]
+
+
+DECLARED: list[tuple[str, JSON, str]] = [
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 1, "metadata": {"user_id": "u"}}, "metadata"),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 1, "service_tier": "priority"}, "service_tier"),
+    ("/v1/messages/count_tokens", {"messages": HELLO, "workspace_id": "w"}, "workspace_id"),
+    ("/v1/responses/compact", {"model": "tiny", "input": "a", "prompt_cache_key": "k"}, "prompt_cache_key"),
+    ("/v1/embeddings", {"input": "a", "user": "u"}, "user"),
+    ("/generate", {"text": "a", "log_metrics": False}, "log_metrics"),
+    ("/generate", {"text": "a", "no_logs": True}, "no_logs"),
+    ("/generate", {"text": "a", "background": True}, "background"),
+    *(
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {name: value}}, f"sampling_params.{name}")
+        for name, value in (("detokenize", False), ("flat_logprobs", True), ("skip_clone", True))
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), DECLARED)
+def test_declared_hint_is_accepted_and_refused_by_a_strict_server(
+    server: Running, strict: Running, path: str, body: JSON, param: str
+) -> None:
+    assert server.post(path, body).status_code == 200
+    reply = strict.post(path, body)
+    assert reply.status_code == 400 and repr(param) in reply.text, reply.text
+
+
+@pytest.mark.parametrize("path", [one.path for one in GENERATING])
+def test_spaces_between_special_tokens_are_a_hint_on_every_route(server: Running, strict: Running, path: str) -> None:
+    name, base = "spaces_between_special_tokens", BASES[path]
+    for value in (True, False):
+        body = {**base, name: value}
+        if "sampling_params" in base:
+            body = {**base, "sampling_params": {**base["sampling_params"], name: value}}
+        reply, refusal = server.post(path, body), strict.post(path, body)
+        assert reply.status_code == (400 if path == "/infill" else 200) and name not in reply.text, reply.text
+        assert (refusal.status_code, name in refusal.text) == ((200, False) if value else (400, True)), refusal.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, RESPONSES, "/v1/messages"])
+@pytest.mark.parametrize("name", ["repeat_last_n", "penalty_last_n"])
+def test_window_of_penalties_is_refused_with_a_penalty(server: Running, path: str, name: str) -> None:
+    body = {**BASES[path], name: 64}
+    assert server.post(path, body).status_code == 200
+    if path == "/v1/messages":
+        return  # it has no penalties
+    for penalty in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}):
+        reply = server.post(path, {**body, **penalty})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name), reply.text
+        assert server.post(path, {**body, **penalty, name: -1}).status_code == 200
 
 
 def test_progress_is_a_hint_where_no_stream_can_report_it(scripted: Running, strict: Running) -> None:

@@ -298,6 +298,13 @@ def test_each_parameter_changes_the_sampled_tokens(server: Running, change: JSON
     assert complete(server, **{**HOT, **change}, return_tokens=True)["tokens"] != plain
 
 
+def test_seeds_have_64_bits(server: Running) -> None:
+    for seed in (2**63, 2**64 - 1):
+        one, two = (complete(server, **{**HOT, "seed": seed})["content"] for _ in range(2))
+        assert one == two != complete(server, **{**HOT, "seed": seed - 1})["content"]
+    assert server.post("/completion", {"prompt": "a", "seed": 2**64}).status_code == 400
+
+
 @pytest.mark.parametrize("seed", [-1, 2**32 - 1, None])
 def test_default_seeds_are_random(server: Running, seed: Any) -> None:
     assert complete(server, **{**HOT, "seed": seed})["content"] != complete(server, **{**HOT, "seed": seed})["content"]
@@ -322,6 +329,7 @@ def test_answer_has_the_requested_structure(server: Running, fields: JSON) -> No
 WITHOUT_EFFECT: list[JSON] = [
     {"samplers": [], "mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0},
     {"id_slot": -1, "n_keep": 0, "return_progress": True, "post_sampling_probs": False, "grammar": ""},
+    {"id_slot": 0, "n_keep": 5, "n_discard": 5},
     {"top_n_sigma": -1, "dynatemp_range": 0, "t_max_predict_ms": 0, "lora": [], "json_schema": None},
 ]
 
@@ -344,12 +352,9 @@ REFUSED: list[tuple[JSON, str]] = [
     ({"xtc_probability": 0.5}, "xtc_probability"),
     ({"top_n_sigma": 1.0}, "top_n_sigma"),
     ({"adaptive_target": 0.5}, "adaptive_target"),
-    ({"n_keep": 5}, "n_keep"),
-    ({"n_discard": 5}, "n_discard"),
     ({"n_indent": 5}, "n_indent"),
     ({"min_keep": 5}, "min_keep"),
     ({"t_max_predict_ms": 5}, "t_max_predict_ms"),
-    ({"id_slot": 0}, "id_slot"),
     ({"image_data": [{"data": "a", "id": 1}]}, "image_data"),
     ({"multimodal_data": ["a"]}, "multimodal_data"),
     ({"lora": [{"id": 0, "scale": 1.0}]}, "lora"),

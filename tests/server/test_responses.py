@@ -715,9 +715,11 @@ def test_strict_server_accepts_all_fields_of_the_api(tiny_directory: Path) -> No
         "conversation": None,
         "truncation": "disabled",
         "reasoning": {},
-        "text": {"verbosity": "low"},
+        "text": {"verbosity": "medium"},
     }
     with mounted(tiny_directory, strict=True) as server:
-        assert server.post(PATH, {**REQUEST, **known, "service_tier": "auto"}).status_code == 200
+        assert (
+            server.post(PATH, {**REQUEST, **known, "service_tier": "auto", "metadata": {"a": "b"}}).status_code == 200
+        )
         reply = server.post(PATH, {**REQUEST, "tempo": 1})
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unknown_field")

@@ -136,6 +136,7 @@ def test_named_tokens_have_log_probabilities_of_their_own(server: Running) -> No
     assert rows[0][0] == plain["output_top_logprobs"][0][1]
     assert all(value < 0 for row in rows for value, _, _ in row)
     assert meta["output_top_logprobs"] == plain["output_top_logprobs"]
+    assert "input_token_ids_logprobs" not in meta, "named tokens are of the output"
     each = generate(server, HOT, **options, input_ids=[ids("hello"), [5]], token_ids_logprob=[named, []])
     assert each[0]["meta_info"]["output_token_ids_logprobs"] == rows
     assert "output_token_ids_logprobs" not in each[1]["meta_info"]

@@ -37,6 +37,7 @@ from nano_inference.text.tool_format import (
     Tool,
     ToolFormat,
     calls_grammar,
+    calls_in_text_grammar,
     tool_format,
 )
 from nano_inference.text.tool_json import MAX_DEPTH, MAX_SCALAR, JsonState, is_object, step
@@ -602,6 +603,30 @@ def test_grammar_allows_an_answer_instead_of_calls(fmt: ToolFormat) -> None:
     grammar = calls_grammar(TOOLS, fmt, answer={"type": "object", "properties": {"a": {"enum": [1, 2]}}})
     assert allows(grammar, written(fmt, BERN, NOTHING)) and allows(grammar, '{"a": 2}')
     assert not allows(grammar, '{"a": 3}') and not allows(grammar, "[]")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("special", [True, False])
+def test_strict_grammar_allows_text_and_calls_that_fit(fmt: ToolFormat, special: bool) -> None:
+    tokens = SPECIAL if special else {}
+    grammar = calls_in_text_grammar(TOOLS, fmt, {"get_weather"}, special=tokens)
+    for text in ("", "Hello\n", "a < b, [1] and {2}", "first\n\n second"):
+        assert allows(grammar, text, special)
+    for calls in ([BERN], [BERN, NOTHING, BERN], [("now", '{"a": [1]}')], [("log", "{}"), BERN]):
+        assert allows(grammar, written(fmt, *calls), special)
+        if not fmt.is_whole:
+            assert allows(grammar, f"I ask.\n{written(fmt, *calls)}", special)
+            assert allows(grammar, f"{written(fmt, *calls)}\nand {written(fmt, BERN)} done", special)
+    for name, arguments in [
+        ("rm", "{}"),
+        ("get_weather", "{}"),
+        ("get_weather", '{"city": "Rom"}'),
+        ("get_weather", '{"city": "Bern", "other": 1}'),
+        ("log", "[]"),
+    ]:
+        assert not allows(grammar, written(fmt, (name, arguments)), special)
+        if not fmt.is_whole:
+            assert not allows(grammar, f"I ask.{written(fmt, BERN)} {written(fmt, (name, arguments))}", special)
 
 
 def test_grammar_without_a_matching_function_is_refused() -> None:

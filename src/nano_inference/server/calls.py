@@ -30,13 +30,13 @@ from nano_inference.server.shape import ReplyShape
 from nano_inference.server.structured import FIELDS, Structure, structure_of
 from nano_inference.server.ticket import PromptRequest
 from nano_inference.server.tools import ToolUse, requested_tools
-from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.unsupported import refuse_unsupported, refuse_window
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.dialogue import shown
 from nano_inference.text.kinds import Tool
 from nano_inference.text.stop_regex import stop_regex_matcher
 from nano_inference.text.stops import stop_matcher
-from nano_inference.text.tool_format import calls_grammar
+from nano_inference.text.tool_format import calls_grammar, calls_in_text_grammar
 from nano_inference.text.tools import resume_program, special_tokens
 from nano_inference.types import FROM_THE_PROMPT, BadRequest, Beginning, MatcherFactory, SamplingParams, TokenProgram
 
@@ -71,6 +71,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     shape = _shape(body, config, model, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     shape = _with_extras(shape, body, config)
     params = _sampling_params(body, model, config, shape, max_tokens)
+    refuse_window(extra, params)
     return _call(body, model, "completion", name, prompts, params, shape, asked, salt, shape.tool)
 
 
@@ -114,11 +115,12 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         prefilled = _prefilled(body, model, shape, prompts[0], max_tokens, has_others=has_others)
         prompts, shape, program = [prefilled.prompt], prefilled.shape, prefilled.program
     params = _sampling_params(body, model, config, shape, max_tokens)
+    refuse_window(extra, params)
     if use is not None and use.parses:
         special = special_tokens(model.tokenizer)
         markers = frozenset(special[mark] for mark in (use.format.begin, use.format.end) if mark in special)
         shape = replace(shape, functions=use, markers=markers)
-        structure = _structure(structure, use, special)
+        structure = _structure(structure, use, special, "functions" if body.functions else "tools")
     beginning = Beginning(min(len(shape.prefix_ids), len(prompts[0].ids)), body.sample_index or 0)
     return _call(body, model, "chat", name, prompts, params, shape, structure, salt, program, beginning)
 
@@ -194,17 +196,26 @@ def _requested_structure(body: Sampling) -> Structure | None:
     return structure_of({name: getattr(body, name) for name in FIELDS})
 
 
-def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]) -> Structure | None:
-    """Return the structure of an answer with tools: the requested one, tool calls, or either. Raises `ApiError`."""
+def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int], field: str) -> Structure | None:
+    """Return the structure of an answer with tools: the requested one, tool calls, or either. Raises `ApiError`.
+
+    `field` is the name of the tools in the body.
+    """
     if asked is None and not use.must_call:
-        return None
+        return _strict_structure(use, special, field) if use.strict else None
     # An answer that must be a call has no content to which a structure could apply.
     answer = None if asked is None or use.must_call else _answer_or_call(asked, use)
-    with api_errors("tools"):
+    with api_errors(field):
         grammar = calls_grammar(
             use.functions, use.format, name=use.name, parallel=use.parallel, special=special, answer=answer
         )
-    return Structure("tools" if answer is None or asked is None else asked.field, grammar)
+    return Structure(field if answer is None or asked is None else asked.field, grammar)
+
+
+def _strict_structure(use: ToolUse, special: Mapping[str, int], field: str) -> Structure:
+    """Return the structure of free text in which calls of strict functions follow their schemas. Raises `ApiError`."""
+    with api_errors(field):
+        return Structure(field, calls_in_text_grammar(use.functions, use.format, use.strict, special=special))
 
 
 def _answer_or_call(asked: Structure, use: ToolUse) -> Mapping[str, Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 import uuid
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,7 +28,7 @@ from nano_inference.server.refusals import api_errors
 from nano_inference.server.schema import Body, CountOrOff, Salt, Samples
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
-from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.unsupported import EMPTY, refuse_unsupported
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TrainingSample
 
@@ -36,12 +36,13 @@ from nano_inference.types import BadRequest, EngineRequest, SamplingParams, Trai
 class EmbeddingBody(Body):
     """POST /v1/embeddings."""
 
+    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"user": EMPTY}
+
     input: Inputs
     model: Annotated[str, Field(max_length=512)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Samples | None = None
     user: str | None = None
-
     pooling: Literal["mean", "last"] | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: CountOrOff | None = None

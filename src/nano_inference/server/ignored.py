@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import Body
-from nano_inference.server.unsupported import hinting_fields, unknown_fields
+from nano_inference.server.unsupported import hinting_fields, is_one_of, unknown_fields
 
 _MAX_LOGGED = 1000
 
@@ -28,10 +27,10 @@ class IgnoredFields:
         """Log each unknown field and each hint without effect once; with `strict`, raise `ApiError`."""
         dialogue = model.dialogue
         hints = [
-            *found_in(body, hinting_fields),
+            *found_in(body, hints_of),
             *body.hints(lambda name: dialogue is not None and dialogue.knows(name)),
         ]
-        for kind, names in (("unknown fields", found_in(body, unknown_fields)), ("fields without effect", hints)):
+        for kind, names in (("unknown fields", found_in(body, unknown_in)), ("fields without effect", hints)):
             if names and self.strict:
                 shown = ", ".join(repr(name[:64]) for name in names[:8])
                 raise ApiError(400, f"{kind}: {shown}", param=names[0][:64], code="unknown_field")
@@ -45,9 +44,21 @@ class IgnoredFields:
             _log.warning("%s are ignored: %s%s", kind, shown, f" and {len(new) - 8} more" if new[8:] else "")
 
 
-def found_in(body: Body, find: Callable[[Mapping[str, Any]], list[str]]) -> list[str]:
-    """Return what `find` returns of a body's undeclared fields, and of those of `reported_parts`, each once."""
-    names = [name for name in find(body.model_extra or {}) if name not in body.neutral_names]
+def unknown_in(body: Body) -> list[str]:
+    """Return the names of a body's unknown fields."""
+    return [name for name in unknown_fields(body.model_extra or {}) if name not in body.neutral_names]
+
+
+def hints_of(body: Body) -> list[str]:
+    """Return the names of a body's hints whose value is not neutral: undeclared ones, then declared ones."""
+    names = [name for name in hinting_fields(body.model_extra or {}) if name not in body.neutral_names]
+    given = (name for name, neutral in body.idle_values.items() if not is_one_of(getattr(body, name, None), neutral))
+    return [*names, *given]
+
+
+def found_in(body: Body, find: Callable[[Body], list[str]]) -> list[str]:
+    """Return the names that `find` returns of a body and of its `reported_parts`, each once."""
+    names = find(body)
     for part in body.reported_parts:
         value = getattr(body, part, None)
         for one in value if isinstance(value, list) else [value]:

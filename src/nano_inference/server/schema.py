@@ -6,13 +6,14 @@ fields without support are in `unsupported`; unknown fields are in `model_extra`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from nano_inference.config import MAX_LINEAGE
+from nano_inference.server.unsupported import LABELS, OFF
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
@@ -36,6 +37,8 @@ Factor = Annotated[float, Field(ge=0.01, le=100)]
 CountOrOff = Annotated[int, Field(ge=-1, le=INT32)]
 """-1: off, or no limit."""
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+SeedOrRandom = Annotated[int, Field(ge=-1, le=2**64 - 1)]
+"""-1: random."""
 Alternatives = Annotated[int, Field(ge=0, le=1_000_000)]
 AlternativesOrAll = Annotated[int, Field(ge=-1, le=1_000_000)]
 """-1 is the whole vocabulary."""
@@ -80,6 +83,8 @@ class Body(BaseModel):
     """Known fields outside the model, which are not reported as unknown."""
     reported_parts: ClassVar[tuple[str, ...]] = ("stream_options", "options")
     """Fields with objects whose unknown fields are reported, too."""
+    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Declared fields that are hints with any other than these values."""
 
     def hints(self, knows: Callable[[str], bool]) -> Iterable[str]:
         """Return the given fields on which no token of the answer depends, and that `strict` refuses.
@@ -106,7 +111,7 @@ class FunctionSpec(Body):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments object; None for a function without arguments."""
     strict: bool | None = None
-    """Ignored: the schema is enforced if a call is required, and not enforced with tool_choice auto."""
+    """True: with tool_choice auto, too, the arguments follow the schema. They always do if a call is required."""
 
 
 class Tool(Body):
@@ -146,6 +151,8 @@ class ToolFields(Body):
 
 class StreamOptions(Body):
     """Additional content of a stream."""
+
+    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": OFF}
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -191,6 +198,8 @@ class SamplingFields(Body):
 
 class Sampling(SamplingFields):
     """The fields that completions and chat completions share."""
+
+    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = LABELS
 
     model: Annotated[str, Field(max_length=512)] | None = None
     stream: bool | None = None

@@ -38,6 +38,8 @@ class ToolUse:
     parallel: bool
     """True if a reply may have several calls; False with a named function."""
     calculator: bool
+    strict: frozenset[str]
+    """Names of the functions whose arguments follow their schema in every call."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -90,6 +92,7 @@ def tool_use(
         format=tool_format(template_source),
         parallel=parallel is not False and name is None,
         calculator=any(tool.type == "calculator" for tool in tools),
+        strict=frozenset(tool.function.name for tool in tools if tool.function and tool.function.strict),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,37 @@ def calls_grammar(
         rules += ["start: calls | answer", f"answer: %json {schema}"]
     markers = frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
     return Grammar("calls", "\n".join([rule, f"call: {calls}", *rules]) + "\n", markers)
+
+
+def calls_in_text_grammar(
+    tools: Sequence[Tool], fmt: ToolFormat, strict: Collection[str], *, special: Mapping[str, int] = _NO_SPECIAL
+) -> Grammar:
+    """Return the grammar, in llguidance's Lark, of a reply of free text and any number of calls.
+
+    Arguments of the functions `strict` match the schema, those of others are any object. `special` as for
+    `calls_grammar`. In a format without markers, a reply that begins with a brace is a call.
+    """
+    functions = [_loosened(tool["function"], strict) for tool in tools]
+    begin, end = _terminal(fmt.begin, special), _terminal(fmt.end, special) if fmt.end else ""
+    text = r"(.|\n)"
+    if fmt.is_whole:
+        first = "[^ \\t\\r\\n{]" if fmt.begin in special else f"[^ \\t\\r\\n{{{re.escape(fmt.begin[0])}]"
+        rules = [f'start: {begin}? call ("; " call)* | PROSE?', rf"PROSE: /[ \t\r\n]*{first}{text}*/"]
+    else:
+        inner = '" "? "[" call (", " call)* "]"' if fmt.is_list else f'"\\n" call "\\n" {end}'
+        is_token = fmt.begin in special
+        lead = f"TEXT? {begin}" if is_token else "before"
+        rules = [f"start: ({lead} {inner})* TEXT?", f"TEXT: /{text}+/"]
+        rules += [] if is_token else [f"before[lazy]: /{text}*{re.escape(fmt.begin)}/"]
+    calls = " | ".join(f"call{index}" for index in range(len(functions)))
+    rules += [line for index, function in enumerate(functions) for line in _call_rules(index, function, fmt)]
+    markers = frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
+    return Grammar("calls", "\n".join([*rules, f"call: {calls}"]) + "\n", markers)
+
+
+def _loosened(function: Mapping[str, Any], strict: Collection[str]) -> Mapping[str, Any]:
+    """Return a function whose arguments are any object unless its name is in `strict`."""
+    return function if function["name"] in strict else {**function, "parameters": {"additionalProperties": True}}
 
 
 def _terminal(marker: str, special: Mapping[str, int]) -> str:

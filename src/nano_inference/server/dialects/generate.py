@@ -84,6 +84,11 @@ class GenerateParams(SamplingFields):
     """vLLM's SamplingParams with vLLM's defaults; the model's recommended values are not applied."""
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED_PARAMS)
+    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "detokenize": (None, True),
+        "flat_logprobs": OFF,
+        "skip_clone": OFF,
+    }
 
     n: Samples | None = 1
     temperature: Temperature | None = 1.0

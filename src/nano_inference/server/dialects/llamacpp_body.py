@@ -17,6 +17,7 @@ from nano_inference.server.schema import (
     Penalty,
     PositiveShare,
     Samples,
+    SeedOrRandom,
     Share,
     Stops,
     Temperature,
@@ -32,13 +33,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
     "grammar_lazy": OFF,
     **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
-    **dict.fromkeys(("n_keep", "n_indent", "min_keep", "n_discard", "t_max_predict_ms"), (None, 0)),
+    **dict.fromkeys(("n_indent", "min_keep", "t_max_predict_ms"), (None, 0)),
     "typical_p": (None, 1, 1.0),
     "tfs_z": (None, 1, 1.0),
     "top_n_sigma": (None, -1, -1.0, 0, 0.0),
     "adaptive_target": (None, -1, -1.0),
-    "id_slot": (None, -1),
-    "reasoning_format": (None, "none"),
+    "reasoning_format": (None, "none", "auto"),
     "reasoning_budget_tokens": (None, -1),
 }
 """Unsupported fields of llama.cpp's request -> the values that are accepted because they have no effect."""
@@ -67,7 +67,7 @@ class LlamaFields(Body):
     """-1: all tokens; 0: no penalty. Other windows are not supported."""
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
-    seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = -1
+    seed: SeedOrRandom | None = -1
     stop: Stops | None = None
     ignore_eos: bool | None = None
     logit_bias: (

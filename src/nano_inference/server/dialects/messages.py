@@ -27,7 +27,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.translating import as_body, errors_reworded, rename_structures, unsupported_field
-from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported
+from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported, refuse_window
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "container": (None,),

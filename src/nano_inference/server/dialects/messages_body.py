@@ -5,8 +5,8 @@ Fields as in platform.claude.com/docs/en/api/messages. `messages.py` rejects tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -23,6 +23,7 @@ from nano_inference.server.schema import (
     Temperature,
     effort_hints,
 )
+from nano_inference.server.unsupported import EMPTY, LABELS
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_-]+$")]
 BlockId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -159,6 +160,8 @@ class OutputConfig(Body):
 class CountTokensBody(Body):
     """POST /v1/messages/count_tokens: the fields that determine the prompt."""
 
+    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"user_profile_id": EMPTY, "workspace_id": EMPTY}
+
     model: Annotated[str, Field(max_length=512)] | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Texts | None = None
@@ -193,6 +196,11 @@ class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
     max_tokens: Samples
+    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CountTokensBody.idle_values,
+        **{name: LABELS[name] for name in ("metadata", "service_tier")},
+    }
+
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: Temperature | None = None

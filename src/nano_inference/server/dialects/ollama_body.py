@@ -21,6 +21,7 @@ from nano_inference.server.schema import (
     Factor,
     Penalty,
     Samples,
+    SeedOrRandom,
     Share,
     Stops,
     Temperature,
@@ -65,7 +66,7 @@ class OllamaOptions(Body):
     top_p: Share | None = None
     """0 is not refused, because Ollama's clients send it for the most likely token."""
     min_p: Share | None = None
-    seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
+    seed: SeedOrRandom | None = None
     """-1: random."""
     stop: Stops | None = None
     repeat_penalty: Factor | None = None

@@ -2,7 +2,7 @@
 
 POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact; GET and DELETE of stored replies. Unless
 `store` is false, a reply is stored for the API key of its request (`reply_store`), and `previous_response_id` continues
-it. The sampling fields of /v1/chat/completions are extensions. Accepted and ignored: `metadata`, `user`,
+it. The sampling fields of /v1/chat/completions are extensions. Accepted and ignored: `metadata` (returned), `user`,
 `safety_identifier`, `prompt_cache_key`, `service_tier`, `verbosity`, `text.verbosity`, `reasoning.summary` and
 `reasoning.generate_summary` (replies have no reasoning items), `tools.external_web_access` (false; the tool is left
 out), `stream_options.include_obfuscation`, `stream_options.include_usage` (streams always end with the usage), and
@@ -35,7 +35,6 @@ from nano_inference.server.dialects.responses_body import (
     PromptFields,
     ResponsesBody,
     TextFormat,
-    TextOptions,
     is_left_out,
 )
 from nano_inference.server.dialects.responses_chat import (
@@ -56,7 +55,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies
 from nano_inference.server.schema import Body, ChatBody, Sampling
 from nano_inference.server.translating import as_body, errors_reworded, refuse, rename_structures, unsupported_field
-from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported
+from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported, refuse_window
 
 LOGPROBS: Final = "message.output_text.logprobs"
 """The value of `include` that adds log-probabilities."""
@@ -177,7 +176,9 @@ def _chat_call(
     messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
     tools = [one.place for one in functions]
     with errors_reworded(lambda text: with_own_names(text, messages.places, tools)):
-        return chat_call(as_body(_chat_of(body, messages.chat, functions), ChatBody), model, config, salt)
+        call = chat_call(as_body(_chat_of(body, messages.chat, functions), ChatBody), model, config, salt)
+    refuse_window(body.model_extra or {}, call.requests[0].params)
+    return call
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -256,8 +257,8 @@ def _chat_of(body: ResponsesBody, messages: Sequence[JSON], functions: Sequence[
 def _echo(body: ResponsesBody, call: Call) -> JSON:
     """Return the fields that a response repeats from its request; sampling parameters are the values in effect."""
     params = call.requests[0].params
-    text = body.text or TextOptions()
-    form = {"type": "text"} if text.format is None else _shown_format(text.format)
+    given = None if body.text is None else body.text.format
+    form = {"type": "text"} if given is None else _shown_format(given)
     return {
         "background": False,
         "frequency_penalty": params.frequency_penalty,
@@ -273,7 +274,7 @@ def _echo(body: ResponsesBody, call: Call) -> JSON:
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "temperature": params.temperature,
-        "text": {"format": form, "verbosity": text.verbosity or "medium"},
+        "text": {"format": form, "verbosity": "medium"},
         "tool_choice": body.tool_choice or "auto",
         "tools": [_shown_tool(tool) for tool in body.tools or () if not is_left_out(tool)],
         "top_logprobs": body.top_logprobs or 0,

@@ -6,12 +6,13 @@ Fields as in openai/types/responses/response_create_params.py, `response_compact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from nano_inference.server.schema import MAX_MESSAGES, Alternatives, Body, Samples, Sampling, TextPart, effort_hints
+from nano_inference.server.unsupported import LABELS, is_one_of
 
 MAX_TOOLS = 1024
 LOCAL_SEARCH = "web_search"
@@ -109,12 +110,18 @@ class PromptFields(Body):
                 if getattr(self.reasoning, name) is not None:
                     yield f"reasoning.{name}"
             yield from effort_hints(self.reasoning.effort, "reasoning.effort", knows)
+        if self.text is not None and not is_one_of(self.text.verbosity, LABELS["verbosity"]):
+            yield "text.verbosity"
         if any(is_left_out(tool) for tool in self.tools or ()):
             yield f"tools.{LOCAL_SEARCH}"
 
 
 class ResponsesBody(Sampling, PromptFields):
     """POST /v1/responses."""
+
+    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: neutral for name, neutral in LABELS.items() if name not in ("store", "metadata")
+    }
 
     input: str | Items
     max_output_tokens: Samples | None = None
@@ -147,6 +154,10 @@ class InputTokensBody(PromptFields):
 
 class CompactBody(Body):
     """POST /v1/responses/compact."""
+
+    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: LABELS[name] for name in ("prompt_cache_key", "service_tier")
+    }
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     input: str | Items | None = None

@@ -150,6 +150,11 @@ class SglangBody(Body):
     """POST /generate. A list has one entry for each prompt."""
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
+    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "log_metrics": (None, True),
+        "no_logs": OFF,
+        "background": OFF,
+    }
     reported_parts: ClassVar[tuple[str, ...]] = ("sampling_params",)
 
     text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | None = None

@@ -125,7 +125,6 @@ class SglangReply(Reply):
             found = [one.top or () for one in entries]  # a forced token has none
             named = [top if len(top) >= num_named else () for top in found]
             fields["output_token_ids_logprobs"] = [self._triples(top, num_named) for top in named]
-            fields["input_token_ids_logprobs"] = []
         return fields
 
     def _input_logprobs(self, transcript: Transcript, options: PromptOptions) -> JSON:
