@@ -61,7 +61,7 @@ def test_hints_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         for _ in range(2):
             answer(server, thinking={"type": "enabled", "budget_tokens": 1024})
     lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
-    names = "'context_management', 'output_config.effort', 'thinking', 'thinking.budget_tokens'"
+    names = "'context_management', 'metadata', 'output_config.effort', 'thinking', 'thinking.budget_tokens'"
     assert lines == [f"fields without effect are ignored: {names}"]
 
 

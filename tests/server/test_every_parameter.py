@@ -27,6 +27,7 @@ from nano_inference.server.dialects.responses_body import InputTokensBody
 from nano_inference.server.dialects.responses_summary import encoded
 from nano_inference.server.schema import Body
 from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
+from tests.server.reasoner import make_reasoner
 from tests.server.tiny import FIM_TOKENS, Running, make_tiny, running
 
 JSON = dict[str, Any]
@@ -344,12 +345,12 @@ TOOL_FIELDS: Table = {
 }
 """Tool fields on all paths with messages."""
 NAMED: JSON = {"type": "function", "function": {"name": "f"}}
-CALLING: Table = {
 UNFIT: JSON = {"name": "f", "parameters": {"type": "object", "not": {"required": ["x"]}}}
 """A function whose schema no grammar can enforce."""
-    "tool_choice": turn("calls", "required", "none", tools=TOOLS, **SURE),
+CALLING: Table = {
     "tools.function.strict": turn("error", True, False, tools=[{"type": "function", "function": UNFIT}]),
     "functions.strict": turn("error", True, False, functions=[UNFIT]),
+    "tool_choice": turn("calls", "required", "none", tools=TOOLS, **SURE),
     "tool_choice.type": turn("error", "allowed_tools", "function", tools=TOOLS, tool_choice=NAMED, **SURE),
     "tool_choice.function": turn("error", ABSENT, {"name": "f"}, tools=TOOLS, tool_choice=NAMED, **SURE),
     "tool_choice.function.name": turn("calls", "f", "long_g", tools=TOOLS, tool_choice=NAMED, **SURE),
@@ -478,6 +479,9 @@ CHAT_TABLE: Table = {
     "answer_token_ids": turn("prompt", [84, 85], [84, 86, 87]),
     "kv_transfer_params": turn("prompt", {"prompt_token_ids": ids("xy")}),
     "kv_transfer_params.prompt_token_ids": turn("prompt", ids("xy"), ids("xz")),
+    "reasoning_format": turn("text", "none", "auto", model="reasoner"),
+    "separate_reasoning": turn("text", False, True, model="reasoner"),
+    "include_reasoning": turn("form", False, True, model="reasoner"),
     "sample_index": turn("text", 0, 1, temperature=1.0, seed=1, max_tokens=8),
     "lineage": turn("error", "another"),
     "max_completion_tokens": turn("tokens", 2, 3),
@@ -681,6 +685,8 @@ ANTHROPIC: Table = {
 MUST: JSON = {"tools": WORKS, "max_tokens": 120}
 MESSAGES_TABLE: Table = {
     **ANTHROPIC,
+    "thinking.display": turn("text", "omitted", "summarized", model="reasoner", thinking={"type": "enabled"}),
+    "tools.strict": turn("error", True, False, tools=[{"name": "f", "input_schema": UNFIT["parameters"]}]),
     **only(SAMPLING, "stream", "temperature", "top_p", "seed", "max_tokens", "return_token_ids"),
     "top_k": turn("tokens", 1, 0),
     "stop_sequences": turn("end", ["a"], ["b"], max_tokens=60, output_format={"type": "json_schema", "schema":
@@ -872,13 +878,13 @@ OLLAMA_CHAT_TABLE: Table = {
     **only(READING, "messages", "messages.content"),
     **only(READING, *(name for name in READING if name.startswith("tools"))),
     "messages.role": turn("text", "user", "assistant", at="messages.1.role", messages=user("abc") * 2),
+    "tools.function.strict": CALLING["tools.function.strict"],
     "messages.thinking": shown_by("test_thinking_of_earlier_answers"),
     "messages.tool_name": shown_by("test_thinking_of_earlier_answers"),
     "messages.tool_calls": turn("prompt", [OLLAMA_CALL], at="messages.1.tool_calls", messages=OLLAMA_CALLED),
     "messages.tool_calls.function": turn(
         "prompt", OLLAMA_CALL["function"], {"name": "ff"}, at="messages.1.tool_calls.0.function", messages=OLLAMA_CALLED
     ),
-    "tools.function.strict": CALLING["tools.function.strict"],
     "messages.tool_calls.function.name": turn(
         "prompt", "f", "ff", at="messages.1.tool_calls.0.function.name", messages=OLLAMA_CALLED
     ),
@@ -954,14 +960,15 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Running]]:
-    """Servers of the tiny model (start token, template variables, room for tools) and of the calculator model."""
+    """Servers of the tiny model (start token, template variables, room for tools), the calculator's and a reasoner."""
     directory = make_tiny(tmp_path_factory.mktemp("every"), 4096, special=FIM_TOKENS)
     core = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     core.post_processor = tokenizers.processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 258)])
     core.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TALK)
-    with mounted(directory, NANOCHATS) as tiny, running(CALCULATOR) as calculator:
-        yield {"tiny": tiny, "calculator": calculator}
+    reasoner = make_reasoner(tmp_path_factory.mktemp("reasoner"))
+    with mounted(directory, NANOCHATS) as tiny, running(CALCULATOR) as calculator, running(reasoner) as reasoning:
+        yield {"tiny": tiny, "calculator": calculator, "reasoner": reasoning}
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -1051,7 +1058,7 @@ INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
         INPUT_TOKENS: UNSEEN
         | {"text.format.name", "text.format.description", "text.format.strict", "text.verbosity"}
         | {"tools.strict", "tools.tools.strict", "parallel_tool_calls"},
-        MESSAGES: CLAUDE | {"metadata", "service_tier"},
+        MESSAGES: CLAUDE - {"tools.strict", "thinking.display"} | {"metadata", "service_tier"},
         COUNT: CLAUDE
         | {
             "cache_control",

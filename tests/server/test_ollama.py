@@ -17,7 +17,6 @@ from nano_inference.server.dialects.ollama import ollama_chat_call
 from nano_inference.server.dialects.ollama_body import OllamaChatBody
 from nano_inference.server.dialects.ollama_models import VERSION
 from nano_inference.server.dialects.ollama_reply import Pieces
-from nano_inference.server.dialects.ollama_thinking import Thinking
 from nano_inference.server.errors import ApiError
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content
 from tests.server.mounted import JSON, ids
@@ -189,12 +188,12 @@ def test_names_without_a_tag_mean_latest(server: Running, tiny_directory: Path) 
 
 
 def test_complete_calls_have_arguments_as_objects() -> None:
-    pieces = Pieces(splits_thinking=False, starts_inside=False)
+    pieces = Pieces()
     events = [CallStart(0, "f"), CallArguments(0, '{"x"'), CallArguments(0, ": 1}")]
-    assert pieces.add([Content("a"), *events[:2]], is_end=False) == {"content": "a"}
+    assert pieces.add([Content("a"), *events[:2]]) == {"content": "a"}
     call = {"function": {"index": 0, "name": "f", "arguments": {"x": 1}}}
-    assert pieces.add([events[2], CallEnd(0)], is_end=False) == {"content": "", "tool_calls": [call]}
-    assert pieces.add([CallStart(1, "g"), CallArguments(1, '{"y')], is_end=True) == {"content": ""}, "it was cut off"
+    assert pieces.add([events[2], CallEnd(0)]) == {"content": "", "tool_calls": [call]}
+    assert pieces.add([CallStart(1, "g"), CallArguments(1, '{"y')]) == {"content": ""}, "it was cut off"
 
 
 def test_answer_with_a_call(tmp_path: Path) -> None:
@@ -252,26 +251,6 @@ def test_reasoning_is_separate_if_the_prompt_opens_it(thinker: Running) -> None:
         assert "".join(one["message"].get(name, "") for one in lines) == answer["message"].get(name, "")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-@pytest.mark.parametrize(
-    ("text", "inside", "expected"),
-    [
-        ("<think>\na </thin b</think>\n\nc </think>", False, ("a </thin b", "c </think>")),
-        ("  <think>a</think>b", False, ("a", "b")),
-        ("a</think>b", True, ("a", "b")),
-        ("plain <think>a</think>", False, ("", "plain <think>a</think>")),
-        ("<thi", False, ("", "<thi")),
-        ("<think>a </thi", False, ("a </thi", "")),
-        ("", True, ("", "")),
-    ],
-)
-def test_thinking_is_split_from_content(text: str, inside: bool, expected: tuple[str, str], size: int) -> None:
-    state = Thinking(starts_inside=inside)
-    pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    found = [state.push(piece) for piece in pieces] + [state.push("", is_end=True)]
-    assert ("".join(one for one, _ in found), "".join(two for _, two in found)) == expected
-
-
 # ---- options
 
 
@@ -314,6 +293,14 @@ def test_answer_fills_the_context_by_default(server: Running) -> None:
         asked = {"stream": False, "options": {"temperature": 0, "seed": 1, **options}, "raw": True}
         answer = server.post(GENERATE, {"prompt": "hello", **asked}).json()
         assert answer["done_reason"] == "stop" or answer["eval_count"] == 512 - 5
+
+
+def test_seeds_have_64_bits(server: Running) -> None:
+    hot = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "num_predict": 30}
+    for seed in (2**63, 2**64 - 1):
+        one, two = (text_of(whole(server, CHAT, options={**hot, "seed": seed})) for _ in range(2))
+        assert one == two != text_of(whole(server, CHAT, options={**hot, "seed": seed - 1}))
+    assert server.post(CHAT, body(CHAT, options={"seed": 2**64})).status_code == 400
 
 
 def test_a_seed_of_minus_one_is_random(server: Running) -> None:

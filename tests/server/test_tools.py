@@ -23,7 +23,7 @@ from nano_inference.server.tools import (
     requested_tools,
     tool_use,
 )
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from nano_inference.text.tool_format import HERMES, LLAMA
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -214,10 +214,12 @@ def entry(number: int, name: str, arguments: str) -> dict[str, Any]:
 
 def test_message_content() -> None:
     both = [entry(0, "weather", '{"city": "Bern"}'), entry(1, "now", "{}")]
-    assert message_content(EVENTS, new_id=ids()) == ("I look.Done", both)
-    assert message_content(EVENTS[2:6], new_id=ids()) == (None, both[:1])
-    assert message_content([Content("Hi")]) == ("Hi", []) and message_content([]) == ("", [])
-    assert message_content(EVENTS[2:4], new_id=ids()) == (None, [entry(0, "weather", '{"city": ')])
+    assert message_content(EVENTS, new_id=ids()) == ("I look.Done", both, "")
+    assert message_content(EVENTS[2:6], new_id=ids()) == (None, both[:1], "")
+    assert message_content([Content("Hi")]) == ("Hi", [], "") and message_content([]) == ("", [], "")
+    assert message_content([Reasoning("a"), Reasoning("b"), Content("c")]) == ("c", [], "ab")
+    assert message_content([Reasoning("a")]) == (None, [], "a")
+    assert message_content(EVENTS[2:4], new_id=ids()) == (None, [entry(0, "weather", '{"city": ')], "")
     reported = message_content(EVENTS)
     message = ChatCompletionMessage.model_validate({"role": "assistant", **reported._asdict()})
     assert message.tool_calls is not None and message.tool_calls[0].type == "function"

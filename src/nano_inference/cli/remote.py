@@ -219,7 +219,7 @@ class RemoteBackend:
         if question.has_tokens:
             body |= {"logprobs": True, "top_logprobs": max(NUM_ALTERNATIVES, params.logprobs or 0)}
         if self.is_ours:
-            body["return_token_ids"] = True
+            body |= {"return_token_ids": True, "reasoning_format": "none"}
             body |= {"calculator": True} if self.calculator else {}
         return body
 

@@ -16,6 +16,7 @@ from nano_inference.server.detokenizer import (
     detokenize,
     flush,
     start_detokenizer,
+    token_bytes_of,
 )
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, SERVER_SENT_EVENTS, StreamForm, events
@@ -23,8 +24,9 @@ from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest, SampleTimes
 from nano_inference.server.tools import ToolUse, is_reported
 from nano_inference.text.dialogue import Part
+from nano_inference.text.reasoning import ReasoningSplitter
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import CallEnd, CallsState, Content, Event, finish, push, start
+from nano_inference.text.tool_calls import CallEnd, CallsState, Content, Event, Reasoning, finish, push, start
 from nano_inference.types import Delta, StopReason, TrainingSample
 
 JSON = dict[str, Any]
@@ -74,6 +76,8 @@ class Transcript:
     parts: list[Part] = field(default_factory=list)
     call_parser: CallsState | None = None
     """State of the tool call parser; None if calls are not parsed."""
+    reasoning: ReasoningSplitter | None = None
+    """None if reasoning is part of the text."""
     events: list[Event] = field(default_factory=list)
     num_calls: int = 0
     """Complete tool calls."""
@@ -85,13 +89,15 @@ class Transcript:
     def add_delta(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> DecodedDelta:
         """Add a delta; return it decoded. `keep`: keep text and entries, for a reply that is not streamed."""
         self.detokenizer, decoded = detokenize(self.detokenizer, delta, shape, tokenizer)
-        decoded = self._parse_calls(decoded, shape.functions, is_end=delta.sample is not None)
+        decoded = self._split(decoded, shape, is_end=delta.sample is not None)
+        if self.reasoning is not None:
+            self.reasoning.count(token_bytes_of(token, tokenizer) for token in delta.token_ids)
         self.append(decoded, keep=keep)
         return decoded
 
     def cut_short(self, shape: ReplyShape, reason: str) -> DecodedDelta:
         """End the sample at the deadline; return the text that was held back."""
-        decoded = self._parse_calls(flush(self.detokenizer, shape, reason), shape.functions, is_end=True)
+        decoded = self._split(flush(self.detokenizer, shape, reason), shape, is_end=True)
         self.append(decoded)
         return decoded
 
@@ -109,15 +115,25 @@ class Transcript:
             self.events += decoded.events
         self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
 
-    def _parse_calls(self, decoded: DecodedDelta, use: ToolUse | None, *, is_end: bool) -> DecodedDelta:
-        """Parse tool calls in the text; leave out events that the client does not get."""
+    def _split(self, decoded: DecodedDelta, shape: ReplyShape, *, is_end: bool) -> DecodedDelta:
+        """Split the text into reasoning, content and tool calls; leave out events that the client does not get."""
+        if self.reasoning is None or shape.reasoning is None:
+            return decoded._replace(events=tuple(self._parsed(decoded.text, shape.functions, is_end=is_end)))
+        thought, text = self.reasoning.push(decoded.text, is_end=is_end)
+        events = self._parsed(text, shape.functions, is_end=is_end)
+        return decoded._replace(
+            events=(*((Reasoning(thought),) if thought and not shape.reasoning.is_hidden else ()), *events)
+        )
+
+    def _parsed(self, text: str, use: ToolUse | None, *, is_end: bool) -> list[Event]:
+        """Return the content and the calls that a text adds."""
         if self.call_parser is None or use is None:
-            return decoded._replace(events=(Content(decoded.text),) if decoded.text else ())
-        self.call_parser, events = push(self.call_parser, decoded.text)
+            return [Content(text)] if text else []
+        self.call_parser, events = push(self.call_parser, text)
         events = [*events, *finish(self.call_parser)] if is_end else events
         events = [event for event in events if is_reported(event, use)]
         self.num_calls += sum(isinstance(event, CallEnd) for event in events)
-        return decoded._replace(events=tuple(events))
+        return events
 
 
 def transcripts_of(call: Call, times: Sequence[Sequence[SampleTimes]] | None = None) -> list[Transcript]:
@@ -130,6 +146,7 @@ def transcripts_of(call: Call, times: Sequence[Sequence[SampleTimes]] | None = N
             index=prompt * call.num_samples + sample,
             detokenizer=start_detokenizer(call.shape, prompt),
             call_parser=call_parser,
+            reasoning=_splitter(call.shape),
             times=None if times is None else times[prompt][sample],
         )
         for prompt in range(len(call.requests))
@@ -137,8 +154,18 @@ def transcripts_of(call: Call, times: Sequence[Sequence[SampleTimes]] | None = N
     ]
 
 
+def _splitter(shape: ReplyShape) -> ReasoningSplitter | None:
+    start = shape.reasoning
+    return None if start is None else ReasoningSplitter(starts_inside=start.is_inside, prefix=start.prefix)
+
+
+def num_reasoning_tokens(transcripts: Iterable[Transcript]) -> int:
+    """Return the number of tokens of samples' reasoning, which are included in the output's."""
+    return sum(one.reasoning.num_tokens for one in transcripts if one.reasoning is not None)
+
+
 def usage(call: Call, transcripts: Iterable[Transcript], *, with_cached: bool = True) -> JSON:
-    """Return OpenAI's `usage` object: each prompt counted once, and every output token."""
+    """Return OpenAI's `usage` object: each prompt counted once, every output token, and reasoning if there is any."""
     transcripts = list(transcripts)
     num_prompt = sum(len(request.prompt) for request in call.requests)
     num_new = sum(len(transcript.token_ids) for transcript in transcripts)
@@ -147,6 +174,8 @@ def usage(call: Call, transcripts: Iterable[Transcript], *, with_cached: bool = 
         firsts = (transcript.sample for transcript in transcripts if transcript.index % call.num_samples == 0)
         cached = sum(sample.num_cached_tokens for sample in firsts if sample is not None)
         out["prompt_tokens_details"] = {"cached_tokens": cached}
+    if (num_reasoning := num_reasoning_tokens(transcripts)) > 0:
+        out["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     return out
 
 

@@ -23,6 +23,7 @@ from nano_inference.server.prompts import (
     require_dialogue,
     with_prefill,
 )
+from nano_inference.server.reasoning import with_reasoning
 from nano_inference.server.refusals import api_errors, to_api_error
 from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.schema import ChatBody, CompletionBody, LlamaExtras, Sampling
@@ -98,6 +99,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         raise ApiError(400, f"{field} must be at least 1 in a chat", param=field)
     use = requested_tools(body, require_dialogue(model).tool_template)
     prompts = [chat_prompt(body, model, extra, max_tokens, use)]
+    rendered = prompts[0]
     structure = _requested_structure(body)
     has_others = structure is not None or (use is not None and bool(use.functions))
     shape = _shape(
@@ -116,11 +118,14 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         prompts, shape, program = [prefilled.prompt], prefilled.shape, prefilled.program
     params = _sampling_params(body, model, config, shape, max_tokens)
     refuse_window(extra, params)
+    is_free = structure is None and not (use is not None and use.must_call)
     if use is not None and use.parses:
         special = special_tokens(model.tokenizer)
         markers = frozenset(special[mark] for mark in (use.format.begin, use.format.end) if mark in special)
         shape = replace(shape, functions=use, markers=markers)
         structure = _structure(structure, use, special, "functions" if body.functions else "tools")
+    whole = None if is_free else structure
+    shape = with_reasoning(shape, body, config, model.tokenizer, rendered.ids, rendered.echo, whole)
     beginning = Beginning(min(len(shape.prefix_ids), len(prompts[0].ids)), body.sample_index or 0)
     return _call(body, model, "chat", name, prompts, params, shape, structure, salt, program, beginning)
 

@@ -17,6 +17,7 @@ from nano_inference.types import LogprobsMode
 
 GenerationConfig = Literal["auto", "none"]
 Pooling = Literal["mean", "last"]
+ReasoningFormat = Literal["auto", "none"]
 
 
 class SettingError(ValueError):
@@ -32,6 +33,7 @@ DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
     {
         "logprobs_mode": ("raw", "processed"),
         "generation_config": ("auto", "none"),
+        "reasoning_format": ("auto", "none"),
         "max_queued_requests": (256, 65536),
         "max_admitted_tokens": (1 << 22, 1 << 30),
         "max_n": (16, 1024),
@@ -86,6 +88,10 @@ class ServerConfig:
         False,
         "continue a last message of the assistant, as llama.cpp does, in chats that set neither continue_final_message "
         "nor add_generation_prompt",
+    )
+    reasoning_format: ReasoningFormat = resolved(
+        "reasoning_format",
+        "what a chat's reply does with a model's reasoning: auto returns it apart from the content, none in it",
     )
     temp: float | None = helped(None, "temperature of requests that name none", number(0, 2))
     default_seed: int | None = helped(

@@ -20,7 +20,7 @@ from nano_inference.server.events import DONE, events
 from nano_inference.server.prefill_progress import PrefillProgress
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.timings import metrics_of, timings_of
-from nano_inference.server.tools import call_deltas, message_content
+from nano_inference.server.tools import call_deltas, message_content, reasoning_fields
 from nano_inference.server.verbose import verbose_facts
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
@@ -175,6 +175,8 @@ class OpenAIReply(Reply):
             "stop_reason": transcript.stop_reason,
             "matched_stop": matched_stop(transcript),
         }
+        if message.reasoning:
+            choice["message"] |= reasoning_fields(message.reasoning)
         if message.tool_calls:
             choice["message"]["tool_calls"] = message.tool_calls
         if shape.tool is not None:

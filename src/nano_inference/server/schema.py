@@ -312,6 +312,12 @@ class ChatBody(Sampling, LlamaExtras, RenderingFields):
     top_logprobs: AlternativesOrAll | None = None
     echo: bool | None = None
     kv_transfer_params: TransferFields | None = None
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None
+    """llama.cpp's: "none" leaves the model's reasoning in the content."""
+    separate_reasoning: bool | None = None
+    """SGLang's: False leaves the model's reasoning in the content."""
+    include_reasoning: bool | None = None
+    """vLLM's: False leaves the model's reasoning out of the reply."""
     answer_token_ids: TokenIds | None = None
     """Specific to this server: ids that start the answer; the reply has the rest (with `echo`: all of it)."""
     sample_index: Count | None = None

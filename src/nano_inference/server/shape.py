@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nano_inference.server.tools import ToolUse
 from nano_inference.text.kinds import Tool
+
+
+class ReasoningStart(NamedTuple):
+    """How an answer, whose reasoning is returned separately, begins."""
+
+    is_inside: bool
+    """True if the prompt ends with the mark that opens reasoning."""
+    prefix: str
+    """The beginning of the answer, if the client gave it."""
+    is_hidden: bool
+    """True if the reasoning is not returned at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +45,9 @@ class ReplyShape:
     functions: ToolUse | None = None
     """Tools whose calls are parsed in the text."""
     markers: frozenset[int] = frozenset()
-    """Special tokens that stay visible because they mark tool calls."""
+    """Special tokens that stay visible because they mark tool calls or reasoning."""
+    reasoning: ReasoningStart | None = None
+    """None: reasoning is part of the text."""
     tool: Tool | None = None
     """The calculator that runs during generation."""
     prefix_bytes: bytes = b""

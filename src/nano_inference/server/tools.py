@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import FunctionSpec, NamedFunction, Tool, ToolChoice, ToolFields
-from nano_inference.text.tool_calls import CallArguments, CallStart, Content, Event
+from nano_inference.text.tool_calls import CallArguments, CallStart, Content, Event, Reasoning
 from nano_inference.text.tool_format import ToolFormat, tool_format
 
 MAX_TOOLS_BYTES = 1 << 18
@@ -105,10 +105,11 @@ def call_id() -> str:
 
 
 class MessageContent(NamedTuple):
-    """Content and tool calls of a message."""
+    """Content, tool calls and reasoning of a message."""
 
     content: str | None
     tool_calls: list[dict[str, Any]]
+    reasoning: str = ""
 
 
 def is_reported(event: Event, use: ToolUse) -> bool:
@@ -119,17 +120,22 @@ def is_reported(event: Event, use: ToolUse) -> bool:
     """
     if isinstance(event, Content):
         return not use.must_call
+    if isinstance(event, Reasoning):
+        return True
     return use.parallel or event.index == 0
 
 
 def message_content(events: Iterable[Event], *, new_id: Callable[[], str] = call_id) -> MessageContent:
-    """Return a message's content and calls; the content is None if there are only calls."""
+    """Return a message's content, calls and reasoning; the content is None if there are only the others."""
     content: list[str] = []
+    reasoning: list[str] = []
     pieces: dict[int, list[str]] = {}
     names: dict[int, str] = {}
     for event in events:
         if isinstance(event, Content):
             content.append(event.text)
+        elif isinstance(event, Reasoning):
+            reasoning.append(event.text)
         elif isinstance(event, CallStart):
             names[event.index], pieces[event.index] = event.name, []
         elif isinstance(event, CallArguments):
@@ -137,7 +143,12 @@ def message_content(events: Iterable[Event], *, new_id: Callable[[], str] = call
     functions = [{"name": name, "arguments": "".join(pieces[index])} for index, name in names.items()]
     calls = [{"id": new_id(), "type": "function", "function": function} for function in functions]
     text = "".join(content)
-    return MessageContent(None if calls and not text else text, calls)
+    return MessageContent(None if (calls or reasoning) and not text else text, calls, "".join(reasoning))
+
+
+def reasoning_fields(text: str) -> dict[str, Any]:
+    """Return reasoning as fields of a message: DeepSeek's, SGLang's and llama.cpp's name, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def call_deltas(events: Iterable[Event], *, new_id: Callable[[], str] = call_id) -> list[dict[str, Any]]:
@@ -146,6 +157,8 @@ def call_deltas(events: Iterable[Event], *, new_id: Callable[[], str] = call_id)
     for event in events:
         if isinstance(event, Content):
             deltas.append({"content": event.text})
+        elif isinstance(event, Reasoning):
+            deltas.append(reasoning_fields(event.text))
         elif isinstance(event, CallStart):
             function = {"name": event.name, "arguments": ""}
             entry = {"index": event.index, "id": new_id(), "type": "function", "function": function}

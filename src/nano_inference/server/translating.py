@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from pydantic_core import to_json
 
 from nano_inference.admission import Limits
 from nano_inference.server.body import parse
-from nano_inference.server.call import Call
+from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import completion_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
@@ -115,6 +115,15 @@ def refuse_unknown(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, .
         if name not in neutral and name not in HINTS:
             place = f"{where}{name[:64]}"
             raise ApiError(400, f"{place} is not a known field", param=place, code="unknown_field")
+
+
+def with_current_reasoning(messages: Sequence[JSON]) -> list[JSON]:
+    """Return a chat's messages; those before the user's last text without `reasoning_content`."""
+    start = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return [
+        {name: value for name, value in message.items() if index > start or name != "reasoning_content"}
+        for index, message in enumerate(messages)
+    ]
 
 
 def given_fields(body: Body) -> dict[str, Any]:

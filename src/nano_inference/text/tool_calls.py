@@ -39,6 +39,13 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the model's reasoning before the answer, which `text.reasoning` splits off before calls are parsed."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallStart:
     """The start of a call of a known function."""
 
@@ -61,7 +68,7 @@ class CallEnd:
     index: int
 
 
-Event = Content | CallStart | CallArguments | CallEnd
+Event = Content | Reasoning | CallStart | CallArguments | CallEnd
 
 
 class _Call(NamedTuple):

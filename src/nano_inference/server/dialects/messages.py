@@ -2,9 +2,8 @@
 
 A body is translated to a chat completion's, and the names of fields in its errors are translated back. Accepted and
 ignored: `metadata`, `service_tier`, `cache_control` (all prefixes are cached; it only changes how `usage` counts),
-`user_profile_id`, `workspace_id`, `citations`, `tools.strict` (arguments follow their schema whenever a call is
-required), `thinking.budget_tokens`, `thinking.display`, `context_management` with edits of thinking blocks (which are
-always left out), the query `beta`, and the headers `anthropic-version` and `anthropic-beta`.
+`user_profile_id`, `workspace_id`, `citations`, `thinking.budget_tokens`, `context_management` with edits of thinking
+blocks (which are always left out), the query `beta`, and the headers `anthropic-version` and `anthropic-beta`.
 """
 
 from __future__ import annotations
@@ -75,7 +74,13 @@ def messages_call(body: MessagesBody, model: ServedModel, config: ServerConfig, 
     is_current = body.output_config is not None and body.output_config.format is not None
     names = {"response_format": "output_config.format" if is_current else "output_format"}
     call = rename_structures(_chat_call(body, model, config, salt), names)
-    reply = partial(MessagesReply, creates_cache=marks_cache(body), edits_context=body.context_management is not None)
+    reply = partial(
+        MessagesReply,
+        creates_cache=marks_cache(body),
+        edits_context=body.context_management is not None,
+        omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
+    )
+    refuse_window(body.model_extra or {}, call.requests[0].params)
     return replace(call, id=f"msg_{uuid.uuid4().hex}", make_reply=reply)
 
 

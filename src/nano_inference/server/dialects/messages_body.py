@@ -127,8 +127,8 @@ class Thinking(Body):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Samples | None = None
     """Ignored: `max_tokens` limits reasoning and answer together."""
-    display: Annotated[str, Field(max_length=64)] | None = None
-    """Ignored: replies have no reasoning blocks."""
+    display: Literal["summarized", "omitted"] | None = None
+    """"omitted" leaves the text of reasoning out; "summarized" is all of it, because nothing is summarized here."""
 
 
 class ContextEdit(Body):
@@ -185,7 +185,8 @@ class CountTokensBody(Body):
         if self.thinking is not None:
             if not knows("enable_thinking") and self.thinking.type != "disabled":
                 yield "thinking"
-            yield from (f"thinking.{name}" for name in ("budget_tokens", "display") if getattr(self.thinking, name))
+            if self.thinking.budget_tokens is not None:
+                yield "thinking.budget_tokens"
         if self.context_management is not None and self.context_management.edits:
             yield "context_management"
         if self.output_config is not None:
@@ -195,12 +196,12 @@ class CountTokensBody(Body):
 class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
-    max_tokens: Samples
     idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CountTokensBody.idle_values,
         **{name: LABELS[name] for name in ("metadata", "service_tier")},
     }
 
+    max_tokens: Samples
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: Temperature | None = None

@@ -27,7 +27,7 @@ from nano_inference.server.dialects.messages_body import (
     ToolUseBlock,
 )
 from nano_inference.server.errors import ApiError
-from nano_inference.server.translating import unsupported_field
+from nano_inference.server.translating import unsupported_field, with_current_reasoning
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -73,16 +73,7 @@ def chat_of(body: CountTokensBody) -> Chat:
     if is_open and messages[-1].get("tool_calls"):
         message = f"{places[-1]}: tool_use must be followed by a message with its tool_result"
         raise ApiError(400, message, param=places[-1])
-    return Chat(_with_current_reasoning(messages), places, is_open)
-
-
-def _with_current_reasoning(messages: Sequence[JSON]) -> list[JSON]:
-    """Return the messages; those before the user's last text without `reasoning_content`."""
-    start = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    return [
-        {name: value for name, value in message.items() if index > start or name != "reasoning_content"}
-        for index, message in enumerate(messages)
-    ]
+    return Chat(with_current_reasoning(messages), places, is_open)
 
 
 def tools_of(tools: Sequence[ToolParam]) -> list[JSON]:

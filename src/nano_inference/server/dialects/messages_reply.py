@@ -1,8 +1,10 @@
-"""Anthropic's replies: a message of text and tool_use blocks, whole or as named events, and the error body.
+"""Anthropic's replies: a message of thinking, text and tool_use blocks, whole or as named events, and the error body.
 
 A whole reply is assembled from the events of its stream. Cached tokens count as `cache_read_input_tokens`; the others
 as `input_tokens`, or as `cache_creation_input_tokens` if the request has `cache_control`. A stream knows the number of
 cached tokens only at its end, so its first event counts none and its `message_delta` has the corrected counts.
+
+The signature of a thinking block is a name without meaning: clients expect one, and this server does not check it.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from typing import Literal, NamedTuple
 
 from pydantic_core import from_json
 
-from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
+from nano_inference.server.call import JSON, Call, Reply, Transcript, num_reasoning_tokens, usage
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
 from nano_inference.server.replies import sample_facts
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Event
+from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Event, Reasoning
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -34,12 +36,22 @@ _ERROR_TYPES = {
 }
 
 
+Kind = Literal["thinking", "text", "tool_use"]
+"""Type of a content block."""
+
+
+_PIECES = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}
+"""Type of a delta -> its field with text."""
+
+
 class BlockState(NamedTuple):
     """State of a message's content blocks while they are streamed."""
 
     num_blocks: int = 0
-    open: Literal["", "text", "tool_use"] = ""
+    open: Kind | None = None
     """Type of the block that has started and not stopped."""
+    is_omitted: bool = False
+    """True if blocks of thinking have no text."""
     has_called: bool = False
     """True after the end of a tool call."""
 
@@ -55,16 +67,20 @@ class MessagesReply(Reply):
         *,
         creates_cache: bool = False,
         edits_context: bool = False,
+        omits_thinking: bool = False,
     ) -> None:
-        """`creates_cache`: the request has `cache_control`; `edits_context`: it has `context_management`."""
+        """`creates_cache`: the request has `cache_control`; `edits_context`: it has `context_management`.
+
+        `omits_thinking`: blocks of thinking have no text, as with `thinking.display` omitted.
+        """
         self._call = call
         self._creates_cache = creates_cache
         self._edits_context = edits_context
-        self._state = BlockState()
+        self._state = BlockState(is_omitted=omits_thinking)
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        state, events = content_events(BlockState(), transcripts[0].events, self._call.id)
-        content = content_of([*events, *_stop_block(state)])
+        state, events = content_events(self._state, transcripts[0].events, self._call.id)
+        content = content_of([*events, *_stop_block(state, self._call.id)])
         return message(self._call, content) | self._ending(transcripts, state)
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
@@ -82,7 +98,7 @@ class MessagesReply(Reply):
         ending = self._ending(transcripts, self._state)
         delta = {name: ending.pop(name) for name in ("stop_reason", "stop_sequence")}
         last = [{"type": "message_delta", "delta": delta, **ending}, {"type": "message_stop"}]
-        return named_events([*_stop_block(self._state), *last])
+        return named_events([*_stop_block(self._state, self._call.id), *last])
 
     def error_events(self, error: ApiError) -> bytes:
         return named_events([error_body(error)])
@@ -124,11 +140,14 @@ def content_of(events: Iterable[JSON]) -> list[JSON]:
             pieces.append([])
         elif one["type"] == "content_block_delta":
             delta = one["delta"]
-            pieces[-1].append(delta["text"] if delta["type"] == "text_delta" else delta["partial_json"])
+            if delta["type"] == "signature_delta":
+                content[-1]["signature"] = delta["signature"]
+            else:
+                pieces[-1].append(delta[_PIECES[delta["type"]]])
     for block, parts in zip(content, pieces, strict=True):
         text = "".join(parts)
-        if block["type"] == "text":
-            block["text"] = text
+        if block["type"] != "tool_use":
+            block[block["type"]] = text
         elif text:
             block["input"] = arguments_of(text)
     return content
@@ -161,12 +180,14 @@ def input_usage(call: Call, transcripts: Sequence[Transcript], *, creates_cache:
     counts = usage(call, transcripts)
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     new = counts["prompt_tokens"] - cached
-    return {
+    fields: JSON = {
         "input_tokens": 0 if creates_cache else new,
         "cache_creation_input_tokens": new if creates_cache else 0,
         "cache_read_input_tokens": cached,
         "output_tokens": counts["completion_tokens"],
     }
+    thinking = num_reasoning_tokens(transcripts)
+    return fields | ({"output_tokens_details": {"thinking_tokens": thinking}} if thinking else {})
 
 
 def stop_reason(call: Call, transcript: Transcript, has_called: bool) -> tuple[str, str | None]:
@@ -187,25 +208,39 @@ def _event(state: BlockState, one: Event, call_id: str) -> tuple[BlockState, lis
     if isinstance(one, CallStart):
         tool_use_id = f"toolu_{call_id.removeprefix('msg_')}_{one.index}"
         use = {"type": "tool_use", "id": tool_use_id, "name": one.name, "input": {}}
-        return _start_block(state, use, "tool_use")
+        return _start_block(state, use, "tool_use", call_id)
     if isinstance(one, CallArguments):
         return state, [_delta(state, {"type": "input_json_delta", "partial_json": one.text})]
     if isinstance(one, CallEnd):
-        return state._replace(open="", has_called=True), _stop_block(state)
+        return state._replace(open=None, has_called=True), _stop_block(state, call_id)
     events: list[JSON] = []
+    if isinstance(one, Reasoning):
+        if state.open != "thinking":
+            state, events = _start_block(
+                state, {"type": "thinking", "thinking": "", "signature": ""}, "thinking", call_id
+            )
+        if not state.is_omitted:
+            events.append(_delta(state, {"type": "thinking_delta", "thinking": one.text}))
+        return state, events
     if state.open != "text":
-        state, events = _start_block(state, {"type": "text", "text": ""}, "text")
+        state, events = _start_block(state, {"type": "text", "text": ""}, "text", call_id)
     return state, [*events, _delta(state, {"type": "text_delta", "text": one.text})]
 
 
-def _start_block(state: BlockState, block: JSON, kind: Literal["text", "tool_use"]) -> tuple[BlockState, list[JSON]]:
+def _start_block(state: BlockState, block: JSON, kind: Kind, call_id: str) -> tuple[BlockState, list[JSON]]:
     start = {"type": "content_block_start", "index": state.num_blocks, "content_block": block}
-    return state._replace(num_blocks=state.num_blocks + 1, open=kind), [*_stop_block(state), start]
+    return state._replace(num_blocks=state.num_blocks + 1, open=kind), [*_stop_block(state, call_id), start]
 
 
 def _delta(state: BlockState, delta: JSON) -> JSON:
     return {"type": "content_block_delta", "index": state.num_blocks - 1, "delta": delta}
 
 
-def _stop_block(state: BlockState) -> list[JSON]:
-    return [{"type": "content_block_stop", "index": state.num_blocks - 1}] if state.open else []
+def _stop_block(state: BlockState, call_id: str) -> list[JSON]:
+    if state.open is None:
+        return []
+    stop = {"type": "content_block_stop", "index": state.num_blocks - 1}
+    if state.open != "thinking":
+        return [stop]
+    signature = f"sig_{call_id.removeprefix('msg_')}_{state.num_blocks - 1}"
+    return [_delta(state, {"type": "signature_delta", "signature": signature}), stop]

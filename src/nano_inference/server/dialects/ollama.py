@@ -102,7 +102,9 @@ def _chat(
     *,
     is_chat: bool,
 ) -> Call:
-    """Return the call of a chat completion with these fields."""
+    """Return the call of a chat completion with these fields; reasoning is in the text if `think` is false."""
+    if body.think is not None:
+        fields |= {"separate_reasoning": body.think is not False}
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     with renamed_errors(names):
@@ -112,7 +114,7 @@ def _chat(
 
 def _answered(body: OllamaTextBody, call: Call, *, is_chat: bool) -> Call:
     """Return a call whose reply is Ollama's."""
-    return replace(call, make_reply=partial(OllamaReply, is_chat=is_chat, splits_thinking=bool(body.think)))
+    return replace(call, make_reply=partial(OllamaReply, is_chat=is_chat))
 
 
 def _empty_call(body: OllamaTextBody, model: ServedModel, kind: Any) -> Call:

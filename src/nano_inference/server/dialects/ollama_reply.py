@@ -10,15 +10,11 @@ from pydantic_core import from_json
 
 from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
-from nano_inference.server.dialects.ollama_thinking import Thinking
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import line
 from nano_inference.server.replies import token_logprobs
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
-
-_PROMPT_END = 16
-"""Tokens of a prompt that are searched for the mark that opens reasoning."""
+from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
 
 def error_body(error: ApiError) -> JSON:
@@ -48,26 +44,24 @@ def _nanoseconds(start: float | None, end: float | None) -> int:
 class Pieces:
     """Collects what a reply's text contains: reasoning, content, and complete calls with their arguments as objects."""
 
-    def __init__(self, *, splits_thinking: bool, starts_inside: bool) -> None:
-        self._thinking = Thinking(starts_inside=starts_inside) if splits_thinking else None
+    def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._arguments: dict[int, list[str]] = {}
 
-    def add(self, events: Iterable[Event], *, is_end: bool) -> JSON:
+    def add(self, events: Iterable[Event]) -> JSON:
         """Return the fields of a message that these events add; a call is returned when it is complete."""
-        content, calls = "", []
+        content, thinking, calls = "", "", []
         for event in events:
             if isinstance(event, Content):
                 content += event.text
+            elif isinstance(event, Reasoning):
+                thinking += event.text
             elif isinstance(event, CallStart):
                 self._names[event.index], self._arguments[event.index] = event.name, []
             elif isinstance(event, CallArguments):
                 self._arguments[event.index].append(event.text)
             elif isinstance(event, CallEnd):
                 calls.append(self._call(event.index))
-        thinking = ""
-        if self._thinking is not None:
-            thinking, content = self._thinking.push(content, is_end=is_end)
         fields: JSON = {"content": content}
         if thinking:
             fields["thinking"] = thinking
@@ -91,28 +85,25 @@ class OllamaReply(Reply):
         created: int,
         *,
         is_chat: bool,
-        splits_thinking: bool = False,
         end: str | None = None,
     ) -> None:
         self._call = call
         self._tokenizer = tokenizer
         self._is_chat = is_chat
         self._end = end
-        known = [token for token in call.requests[0].prompt if token < tokenizer.vocab_size] if splits_thinking else []
-        prompt = tokenizer.decode(known[-_PROMPT_END:], skip_special=False) if known else ""
-        self._pieces = Pieces(splits_thinking=splits_thinking, starts_inside=prompt.rstrip().endswith("<think>"))
+        self._pieces = Pieces()
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         if not transcripts:
             return self._part({"content": ""}) | {"done": True, "done_reason": self._end}
         (transcript,) = transcripts
-        fields = self._pieces.add(transcript.events, is_end=True)
+        fields = self._pieces.add(transcript.events)
         return self._part(fields, transcript.entries) | self._ending(transcript)
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return a line with what a delta adds and, at the end, one with the counts and durations."""
         is_end = decoded.finish_reason is not None
-        fields = self._pieces.add(decoded.events, is_end=is_end)
+        fields = self._pieces.add(decoded.events)
         has_more = len(fields) > 1 or fields["content"] or (self._call.shape.logprobs is not None and decoded.entries)
         data = line(self._part(fields, decoded.entries) | {"done": False}) if has_more else b""
         return data + (line(self._part({"content": ""}) | self._ending(transcript)) if is_end else b"")

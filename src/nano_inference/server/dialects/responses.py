@@ -4,10 +4,10 @@ POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact; GET an
 `store` is false, a reply is stored for the API key of its request (`reply_store`), and `previous_response_id` continues
 it. The sampling fields of /v1/chat/completions are extensions. Accepted and ignored: `metadata` (returned), `user`,
 `safety_identifier`, `prompt_cache_key`, `service_tier`, `verbosity`, `text.verbosity`, `reasoning.summary` and
-`reasoning.generate_summary` (replies have no reasoning items), `tools.external_web_access` (false; the tool is left
-out), `stream_options.include_obfuscation`, `stream_options.include_usage` (streams always end with the usage), and
-reasoning items of `input` (chat templates do not render earlier reasoning). The count of tokens also ignores what only
-the answer depends on: `parallel_tool_calls`, `tools.strict`, `tools.tools.strict`, `text.format.name`,
+`reasoning.generate_summary` (reasoning is returned as it is), `tools.external_web_access` (false; the tool is left
+out), `stream_options.include_obfuscation`, and `stream_options.include_usage` (streams always end with the usage).
+Reasoning items of `input` reach the prompt only between the calls of the current turn. The count of tokens also ignores
+what only the answer depends on: `parallel_tool_calls`, `tools.strict`, `tools.tools.strict`, `text.format.name`,
 `text.format.description` and `text.format.strict`.
 """
 
@@ -60,7 +60,7 @@ from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupport
 LOGPROBS: Final = "message.output_text.logprobs"
 """The value of `include` that adds log-probabilities."""
 _ENCRYPTED = "reasoning.encrypted_content"
-"""A value of `include` that agents always send; it has no effect, because replies have no reasoning items."""
+"""The value of `include` that adds `encrypted_content` to reasoning items, which agents send back."""
 
 _UNLIMITED = 1 << 40
 _EMPTY: tuple[Any, ...] = (None, False, [], {})
@@ -119,7 +119,12 @@ def responses_call(
         keep = partial(stored_replies.keep, replies, call.id, to_json(items), lasts)
     namespaces = {one.name: (one.namespace, one.tool.name or "") for one in functions if one.namespace is not None}
     reply = partial(
-        ResponsesReply, echo=_echo(body, call) | {"store": lasts}, id_stem=stem, namespaces=namespaces, keep=keep
+        ResponsesReply,
+        echo=_echo(body, call) | {"store": lasts},
+        id_stem=stem,
+        namespaces=namespaces,
+        keep=keep,
+        encodes_reasoning=_ENCRYPTED in (body.include or ()),
     )
     return replace(call, make_reply=reply)
 

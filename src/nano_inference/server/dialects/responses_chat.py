@@ -20,10 +20,10 @@ from nano_inference.server.dialects.responses_body import (
     TextFormat,
     is_left_out,
 )
-from nano_inference.server.dialects.responses_summary import SUMMARY_HEAD, decoded
+from nano_inference.server.dialects.responses_summary import SUMMARY_HEAD, decoded, text_in
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import TextPart
-from nano_inference.server.translating import unsupported_field
+from nano_inference.server.translating import unsupported_field, with_current_reasoning
 
 CHAT_NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -50,8 +50,13 @@ class Messages:
 
     chat: list[JSON] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    """Reasoning of the assistant's next message."""
 
     def add(self, place: str, **message: Any) -> None:
+        if self.thoughts and message["role"] == "assistant":
+            message["reasoning_content"] = "\n".join(self.thoughts)
+        self.thoughts = []
         self.chat.append(message)
         self.places.append(place)
 
@@ -160,6 +165,7 @@ def response_format(text: TextFormat) -> JSON:
 def messages_of(instructions: str | None, earlier: Sequence[InputItem], new: str | Sequence[InputItem]) -> Messages:
     """Return the conversation as a chat's messages. Raises `ApiError` naming the invalid item.
 
+    Reasoning is passed to the chat template only between the calls of the current turn.
     `earlier` are the items of the replies that the request continues.
     """
     messages = Messages()
@@ -170,9 +176,9 @@ def messages_of(instructions: str | None, earlier: Sequence[InputItem], new: str
         _add_item(messages, item, EARLIER, calls)
     if isinstance(new, str):
         messages.add("input", role="user", content=new)
-        return messages
-    for index, item in enumerate(new):
+    for index, item in enumerate(() if isinstance(new, str) else new):
         _add_item(messages, item, f"input.{index}", calls)
+    messages.chat = with_current_reasoning(messages.chat)
     return messages
 
 
@@ -193,9 +199,18 @@ def _add_item(messages: Messages, item: InputItem, place: str, calls: set[str]) 
         _add_call(messages, {"id": call_id, "type": "function", "function": function}, place)
     elif kind == "function_call_output":
         _add_output(messages, item, place, calls)
+    elif kind == "reasoning":
+        messages.thoughts += [text] if (text := _thought(item)) else []
     elif kind == "compaction":
         summary = decoded(_required(item, place, "encrypted_content"), f"{place}.encrypted_content")
         messages.add(place, role="assistant", content=f"{SUMMARY_HEAD}{summary}")
+
+
+def _thought(item: InputItem) -> str | None:
+    """Return the text of a reasoning item; None for one of another server, which has only its encrypted form."""
+    if item.content:
+        return item.content if isinstance(item.content, str) else "".join(part.text or "" for part in item.content)
+    return None if item.encrypted_content is None else text_in(item.encrypted_content)
 
 
 def _add_output(messages: Messages, item: InputItem, place: str, calls: set[str]) -> None:
@@ -210,10 +225,14 @@ def _add_output(messages: Messages, item: InputItem, place: str, calls: set[str]
 def _add_call(messages: Messages, call: JSON, place: str) -> None:
     """Add a call to the assistant's message before it, or to a new one."""
     last = messages.chat[-1] if messages.chat else {}
-    if last.get("role") == "assistant":
-        messages.chat[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
-    else:
+    if last.get("role") != "assistant":
         messages.add(place, role="assistant", content="", tool_calls=[call])
+        return
+    messages.chat[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
+    if messages.thoughts:
+        thoughts = [last["reasoning_content"]] if "reasoning_content" in last else []
+        messages.chat[-1]["reasoning_content"] = "\n".join([*thoughts, *messages.thoughts])
+        messages.thoughts = []
 
 
 def _required(item: InputItem, place: str, name: str) -> Any:

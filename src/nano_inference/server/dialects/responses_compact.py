@@ -9,6 +9,7 @@ from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.responses_stream import response_usage
 from nano_inference.server.dialects.responses_summary import encoded
 from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.tool_calls import Content
 
 SUMMARY_TOKENS = 1024
 """Most tokens of a summary."""
@@ -31,7 +32,8 @@ class CompactReply(Reply):
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         (transcript,) = transcripts
-        summary = {"id": f"cmp_{self._id_stem}", "type": "compaction", "encrypted_content": encoded(transcript.text)}
+        text = "".join(event.text for event in transcript.events if isinstance(event, Content))
+        summary = {"id": f"cmp_{self._id_stem}", "type": "compaction", "encrypted_content": encoded(text)}
         return {
             "id": self._call.id,
             "object": "response.compaction",

@@ -15,7 +15,12 @@ from nano_inference.server.translating import unsupported_field
 
 _MISSING = "response_not_found"
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
-_PREFIXES: Mapping[str, str] = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
+_PREFIXES: Mapping[str, str] = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
 
 
 def keep(replies: ClientReplies, name: str, items: bytes, lasts: bool, response: JSON) -> bool:

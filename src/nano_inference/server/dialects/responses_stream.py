@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
+from nano_inference.server.call import JSON, Call, Reply, Transcript, num_reasoning_tokens, usage
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
+from nano_inference.server.dialects.responses_summary import encoded
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
 from nano_inference.server.prefill_progress import PrefillProgress
@@ -20,7 +21,7 @@ from nano_inference.server.replies import joined, sample_facts, token_logprobs
 from nano_inference.server.timings import timings_of
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
 _ENDS = {"length": "incomplete", "abort": "cancelled"}
 """Finish reason -> status of the response, if not "completed"."""
@@ -64,6 +65,27 @@ class _Function:
         return head | {"name": self.name, "arguments": "".join(self.arguments)}
 
 
+@dataclass(slots=True)
+class _Reasoning:
+    """A reasoning item in progress."""
+
+    id: str
+    texts: list[str] = field(default_factory=list)
+    is_encoded: bool = False
+    """True if the item has its text as `encrypted_content` too, for clients that send back only this field."""
+
+    def to_dict(self, status: str, *, has_content: bool = True) -> JSON:
+        content = [self.content()] if has_content else []
+        item: JSON = {"id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content}
+        if not self.is_encoded:
+            return item
+        return item | {"encrypted_content": encoded("".join(self.texts)) if has_content else None}
+
+    def content(self) -> JSON:
+        """Return the only element of the item's `content`."""
+        return {"type": "reasoning_text", "text": "".join(self.texts)}
+
+
 class ResponsesReply(Reply):
     """The reply to one call of POST /v1/responses."""
 
@@ -77,30 +99,36 @@ class ResponsesReply(Reply):
         id_stem: str,
         namespaces: Mapping[str, tuple[str, str]] = _NONE,
         keep: Callable[[JSON], bool] | None = None,
+        encodes_reasoning: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`echo`: fields repeated from the request; `id_stem`: common part of the items' ids.
 
         `namespaces`: name of a function in the prompt -> its namespace and name. `keep` stores the final response, and
-        returns False if it cannot be retrieved later.
+        returns False if it cannot be retrieved later. `encodes_reasoning`: reasoning items have `encrypted_content`.
         """
         self._echo = echo
         self._id_stem = id_stem
         self._namespaces = namespaces
         self._keep = keep
+        self._encodes_reasoning = encodes_reasoning
         self._clock = clock
         self._call = call
         self._tokenizer = tokenizer
         self._created = created
         self._items: list[JSON] = []
         """Completed items."""
-        self._open: _Message | _Function | None = None
+        self._open: _Message | _Function | _Reasoning | None = None
+        self._entries: list[LogprobEntry] = []
+        """Log-probabilities of tokens that may be reasoning."""
+        self._num_reasoned = 0
+        """Tokens of reasoning whose log-probabilities were left out."""
         self._num_events = 0
         self._prefill = PrefillProgress(call)
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         (transcript,) = transcripts
-        self._take(transcript.events, transcript.entries, transcript.parts)
+        self._take(transcript.events, self._of_content(transcript, transcript.entries), transcript.parts)
         self._finish(transcript)
         return self._ended(transcript) | self._timings(transcript)
 
@@ -115,7 +143,7 @@ class ResponsesReply(Reply):
             _response_event(_RUNNING, self._response("in_progress")) | {"prompt_progress": one} for one in reports
         ]
         timings = self._timings(transcript)
-        events = self._take(decoded.events, decoded.entries, decoded.parts)
+        events = self._take(decoded.events, self._of_content(transcript, decoded.entries), decoded.parts)
         return self._encode([*states, *(one | timings if one["type"] == _TEXT else one for one in events)])
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
@@ -144,9 +172,35 @@ class ResponsesReply(Reply):
             if isinstance(one, Content):
                 out += self._text(one.text, logprobs, parts)
                 logprobs, parts = [], ()
+            elif isinstance(one, Reasoning):
+                out += self._thought(one.text)
             else:
                 out += self._function(one)
         return out + (self._text("", logprobs, parts) if logprobs else [])
+
+    def _of_content(self, transcript: Transcript, entries: Sequence[LogprobEntry]) -> Sequence[LogprobEntry]:
+        """Return the log-probabilities of tokens after the reasoning; none while it is unknown whether there is any."""
+        if transcript.reasoning is None:
+            return entries
+        self._entries += entries
+        if transcript.reasoning.is_undecided and transcript.finish_reason is None:
+            return ()
+        new = transcript.reasoning.num_tokens - self._num_reasoned
+        self._num_reasoned += min(new, len(self._entries))
+        kept, self._entries = self._entries[new:], []
+        return kept
+
+    def _thought(self, text: str) -> list[JSON]:
+        """Add text to the open reasoning, or to a new one."""
+        start: list[JSON] = []
+        if not isinstance(self._open, _Reasoning):
+            end = self._close()
+            self._open = _Reasoning(self._id("rs"), is_encoded=self._encodes_reasoning)
+            added = self._item_event("output_item.added", item=self._open.to_dict("in_progress", has_content=False))
+            part = self._content_event("content_part.added", self._open, part=self._open.content())
+            start = [*end, added, part]
+        self._open.texts.append(text)
+        return [*start, self._content_event("reasoning_text.delta", self._open, delta=text)]
 
     def _text(self, text: str, logprobs: list[JSON], parts: Sequence[Part]) -> list[JSON]:
         """Add text to the open message, or to a new one."""
@@ -186,6 +240,8 @@ class ResponsesReply(Reply):
             return []
         if isinstance(one, _Message):
             ends, item = self._text_done(one), one.to_dict(status) | facts
+        elif isinstance(one, _Reasoning):
+            ends, item = self._thought_done(one), one.to_dict(status) | facts
         else:
             ends = [] if one.is_complete else [self._arguments_done(one)]
             item = one.to_dict("completed" if one.is_complete else "incomplete") | facts
@@ -201,6 +257,13 @@ class ResponsesReply(Reply):
             self._content_event("content_part.done", message, part=content),
         ]
 
+    def _thought_done(self, reasoning: _Reasoning) -> list[JSON]:
+        content = reasoning.content()
+        return [
+            self._content_event("reasoning_text.done", reasoning, text=content["text"]),
+            self._content_event("content_part.done", reasoning, part=content),
+        ]
+
     def _arguments_done(self, function: _Function) -> JSON:
         arguments = "".join(function.arguments)
         return self._item_event("function_call_arguments.done", item_id=function.id, arguments=arguments)
@@ -208,9 +271,10 @@ class ResponsesReply(Reply):
     def _finish(self, transcript: Transcript) -> list[JSON]:
         """End the last item and add the facts about the sample's tokens to it; an empty answer becomes a message."""
         start: list[JSON] = []
-        if self._open is None:
+        is_cut = transcript.finish_reason in _ENDS
+        if self._open is None or (isinstance(self._open, _Reasoning) and not is_cut):
             start, _ = self._message()
-        status = "incomplete" if transcript.finish_reason in _ENDS else "completed"
+        status = "incomplete" if is_cut else "completed"
         return [*start, *self._close(status, **sample_facts(transcript, self._call.shape))]
 
     def _timings(self, transcript: Transcript) -> JSON:
@@ -252,8 +316,8 @@ class ResponsesReply(Reply):
         """Return an event of the open item."""
         return {"type": f"response.{name}", "output_index": len(self._items)} | fields
 
-    def _content_event(self, name: str, message: _Message, **fields: Any) -> JSON:
-        return self._item_event(name, item_id=message.id, content_index=0) | fields
+    def _content_event(self, name: str, item: _Message | _Reasoning, **fields: Any) -> JSON:
+        return self._item_event(name, item_id=item.id, content_index=0) | fields
 
     def _encode(self, events: Iterable[JSON]) -> bytes:
         """Return numbered server-sent events."""
@@ -273,13 +337,13 @@ def _content(text: str, logprobs: list[JSON]) -> JSON:
 
 
 def response_usage(call: Call, transcript: Transcript) -> JSON:
-    """Return the token counts under this API's names; reasoning tokens are not counted separately."""
+    """Return the token counts under this API's names."""
     counts = usage(call, [transcript])
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens([transcript])},
         "total_tokens": counts["total_tokens"],
     }

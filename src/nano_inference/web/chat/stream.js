@@ -49,7 +49,7 @@ function dataOf(block) {
 export function requestBody(info, messages, sampling, options) {
   const { seed, samples = 1, sample = 0, given = null, echo = false, details = true } = options;
   return {
-    ...streamed(info), messages, ...sampling, seed,
+    ...streamed(info), messages, ...sampling, seed, reasoning_format: "none",
     ...(details ? { logprobs: true, top_logprobs: Math.min(ALTERNATIVES, info.max_logprobs) } : {}),
     ...(samples > 1 ? { n: samples } : {}),
     ...(sample > 0 ? { sample_index: sample } : {}),
