@@ -118,7 +118,8 @@ docs: .venv/ready
 	.venv-clients/aider/bin/python -m pip install aider-chat==0.86.2 \
 		|| echo "WARNING: aider could not be installed: IT IS NOT TESTED (needs Python 3.12 or older)"
 	@npm install --prefix .venv-clients/node --no-audit --no-fund @openai/codex@0.169.0 @continuedev/cli@1.5.47 \
-		|| echo "WARNING: the Codex CLI and Continue's could not be installed: THEY ARE NOT TESTED (needs npm)"
+		@anthropic-ai/claude-code@2.1.197 \
+		|| echo "WARNING: Claude Code, the Codex CLI and Continue's could not be installed: THEY ARE NOT TESTED (needs npm)"
 	touch $@
 
 .venv-clients/open-webui/ready: .venv-clients/ready

@@ -36,6 +36,7 @@ _STREAMED_CALLS = ("tools.py", '"function": {"arguments": event.text}', '"functi
 _STREAMED_TEXT = ("tools.py", 'deltas.append({"content": event.text})', 'deltas.append({"text": event.text})')
 _CALL_ID = ("dialects/responses_stream.py", ', "call_id": self.call_id}', "}")
 _MESSAGE_END = ("dialects/messages_reply.py", '{"type": "message_delta", "delta"', '{"type": "message_end", "delta"')
+_THINKING = ("dialects/messages_reply.py", '"thinking_delta", "thinking": one.text', '"thinking_delta", "text": one.text')
 _PARTIAL_JSON = ("dialects/messages_reply.py", '"partial_json": one.text}', '"json": one.text}')
 
 CHANGES: Sequence[Change] = (
@@ -43,6 +44,8 @@ CHANGES: Sequence[Change] = (
     Change("aider", "a body needs a Content-Type", "guard.py", "kind != wanted and not is_bare", "kind != wanted"),
     route("anthropic", "/v1/messages", "messages"),
     Change("anthropic", "streams of messages have no `message_delta`", *_MESSAGE_END),
+    route("claude_code", "/v1/messages", "messages"),
+    Change("claude_code", "streamed thinking has no text", *_THINKING),
     Change("codex", "`/v1/responses` has another name", *_RESPONSES),
     Change("codex", "function calls of responses have no `call_id`", *_CALL_ID),
     route("continue", "/v1/messages", "messages"),

@@ -21,8 +21,8 @@ TEMPLATE = (
 """With the variable `is_opened` the prompt ends with the mark that opens reasoning."""
 
 
-def make_reasoner(directory: Path, *, special_marks: bool = False) -> Path:
-    """Write a model that answers `ANSWER` after `THOUGHT`, and calls `look` after other reasoning if there are tools.
+def make_reasoner(directory: Path, *, call: str = LOOK, positions: int = 4096, special_marks: bool = False) -> Path:
+    """Write a model that answers `ANSWER` after `THOUGHT`, and writes `call` after other reasoning if there are tools.
 
     The marks are tokens of their own in answers, and parts of tokens before calls. Without thinking it writes `PLAIN`.
     """
@@ -36,8 +36,8 @@ def make_reasoner(directory: Path, *, special_marks: bool = False) -> Path:
         PLAIN: "<|im_end|>",
         _CALLING: "<think>Look",
         "<think>Look": " it up.</think>\n",
-        " it up.</think>\n": LOOK,
-        LOOK: "<|im_end|>",
+        " it up.</think>\n": call,
+        call: "<|im_end|>",
     }
     marks = ("<think>", "</think>") if special_marks else ()
-    return make_following(directory, TEMPLATE, (_ASKED, _PLAINLY, _CALLING, *marks), followers)
+    return make_following(directory, TEMPLATE, (_ASKED, _PLAINLY, _CALLING, *marks), followers, positions)
