@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.process import NEEDED, Served, run, serving
+from tests.clients.recipes import command, snippets
 
 AIDER = Path(sys.prefix) / "aider" / "bin" / "aider"
 pytestmark = pytest.mark.skipif(not AIDER.exists(), reason=f"aider: {NEEDED}")
@@ -46,9 +47,11 @@ def aider(home: Path, server: Served, *arguments: str, provider: str = "openai")
     work = home / "work"
     work.mkdir()
     (work / FILE).write_text(OLD)
-    command = [str(AIDER), "--model", f"{provider}/scripted", "--message", "Print new.", *QUIET, *arguments, FILE]
-    places = {"OPENAI_API_BASE": f"{server.url}/v1", "OPENAI_API_KEY": "none", "OLLAMA_API_BASE": server.url}
-    return run(command, work, HOME=str(home), LITELLM_LOCAL_MODEL_COST_MAP="True", **places)
+    by_openai, by_ollama = (command(recipe) for recipe in snippets("aider", server.url, "scripted"))
+    chosen = by_openai if provider == "openai" else by_ollama
+    model = [word.replace("ollama_chat/", f"{provider}/") for word in chosen.arguments]
+    whole = [str(AIDER), *model, "--message", "Print new.", *QUIET, *arguments, FILE]
+    return run(whole, work, HOME=str(home), LITELLM_LOCAL_MODEL_COST_MAP="True", **chosen.environ)
 
 
 @pytest.mark.parametrize("streams", [True, False])

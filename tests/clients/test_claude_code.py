@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.clients.process import NEEDED, Served, node_program, serving, succeed
+from tests.clients.recipes import command, snippets
 from tests.server.reasoner import ANSWER as SUM
 from tests.server.reasoner import THOUGHT, make_reasoner
 from tests.server.scripted import make_scripted
@@ -49,17 +50,18 @@ def claude(home: Path, server: Served, *arguments: str) -> list[JSON]:
     """Run Claude Code in `home`/work; return the events that it prints."""
     work = home / "work"
     work.mkdir(exist_ok=True)
-    command = [CLAUDE, "--print", "--model", "scripted", "--output-format", "stream-json", "--verbose", *arguments]
+    (recipe,) = snippets("Claude Code", server.url, "scripted")
+    printed = command(recipe)
+    run = [CLAUDE, *printed.arguments, "--print", "--output-format", "stream-json", "--verbose", *arguments]
     environ = {
+        **printed.environ,
         "HOME": str(home),
         "CLAUDE_CONFIG_DIR": str(home / "config"),
-        "ANTHROPIC_BASE_URL": server.url,
-        "ANTHROPIC_AUTH_TOKEN": "none",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
-    printed = succeed(command, work, **environ)
-    return [json.loads(line) for line in printed.splitlines() if line.startswith(b"{")]
+    events = succeed(run, work, **environ)
+    return [json.loads(line) for line in events.splitlines() if line.startswith(b"{")]
 
 
 def blocks(events: list[JSON], kind: str) -> list[JSON]:

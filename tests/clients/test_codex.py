@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.clients.forcing import forcing
 from tests.clients.process import NEEDED, Served, node_program, serving, succeed
+from tests.clients.recipes import block_after
 from tests.server.scripted import make_scripted
 
 CODEX = node_program("codex")
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.skipif(not Path(CODEX).exists(), reason=f"the Codex CLI
 CONTEXT = 131072
 """Codex' first prompt has 39,000 bytes, which are tokens of the scripted model."""
 WRITTEN = "written by the model"
+COMMAND = f"echo '{WRITTEN}' > made.txt; cat made.txt"
 ANSWER = "The file is there."
+FUNCTION = "exec_command"
 ASKING = ("exec", "--skip-git-repo-check", "--json", "--sandbox", "workspace-write")
 JSON = dict[str, Any]
 
@@ -35,8 +39,7 @@ def served(directory: Path, name: str, arguments: JSON) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def commanding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server whose model writes a file by a shell command."""
-    command = {"cmd": f"echo '{WRITTEN}' > made.txt; cat made.txt"}
-    yield from served(tmp_path_factory.mktemp("commanding"), "exec_command", command)
+    yield from served(tmp_path_factory.mktemp("commanding"), FUNCTION, {"cmd": COMMAND})
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +48,13 @@ def delegating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from served(tmp_path_factory.mktemp("delegating"), "multi_agent_v1.close_agent", {"target": "no-agent"})
 
 
-def codex(home: Path, server: Served, *arguments: str, sockets: bool = False) -> list[JSON]:
-    """Run the Codex CLI in `home`/work, over WebSocket if `sockets`; return the events that it prints."""
-    (home / "config.toml").write_text(
-        'model = "scripted"\nmodel_provider = "own"\n\n[model_providers.own]\nname = "own"\n'
-        f'base_url = "{server.url}/v1"\nwire_api = "responses"\nsupports_websockets = {str(sockets).lower()}\n'
-    )
+def codex(home: Path, server: Served, *arguments: str, sockets: bool = False, url: str = "") -> list[JSON]:
+    """Run the Codex CLI in `home`/work, over WebSocket if `sockets`; return the events that it prints.
+
+    `url` is that of a proxy before the server.
+    """
+    config = block_after("`~/.codex/config.toml`", url or server.url, "scripted", "server.md")
+    (home / "config.toml").write_text(f"{config}supports_websockets = {str(sockets).lower()}\n")
     work = home / "work"
     work.mkdir(exist_ok=True)
     printed = succeed([CODEX, *arguments], work, CODEX_HOME=str(home))
@@ -102,3 +106,27 @@ def test_codex_shows_the_servers_refusal(commanding: Served, tmp_path: Path, soc
     with pytest.raises(AssertionError, match="web_search") as caught:
         codex(tmp_path, commanding, *ASKING, "-c", 'web_search="live"', "Search the web.", sockets=sockets)
     assert ('\\"status\\":400' in str(caught.value)) is sockets, "only events of a WebSocket have a status"
+
+
+def forced(body: JSON) -> JSON:
+    """Return Codex' request with a named function and the only command that its schema allows, or with an answer."""
+    schema = {"type": "object", "properties": {"cmd": {"enum": [COMMAND]}}, "required": ["cmd"]}
+    tools = [{**tool, "parameters": schema} if tool.get("name") == FUNCTION else tool for tool in body["tools"]]
+    if any(item.get("type") == "function_call_output" for item in body["input"]):
+        form = {"type": "json_schema", "name": "answer", "schema": {"enum": [ANSWER]}}
+        return {**body, "tools": tools, "tool_choice": "none", "text": {"format": form}}
+    return {**body, "tools": tools, "tool_choice": {"type": "function", "name": FUNCTION}}
+
+
+def test_codex_runs_a_command_that_the_default_model_writes_under_a_grammar(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("llguidance", reason="the extra `grammar`")
+    options = ("--served-model-name", "scripted", "--max-model-len", "16384", "--allow-long-context", "--device", "cpu")
+    with serving(default_model_path, *options, "--num-threads", "1") as server, forcing(server.url, forced) as url:
+        events = codex(tmp_path, server, *ASKING, "Make a file.", url=url)
+        (command,) = completed(events, "command_execution")
+        assert WRITTEN in command["aggregated_output"] and command["exit_code"] == 0
+        assert (tmp_path / "work" / "made.txt").read_text() == f"{WRITTEN}\n"
+        assert [json.loads(one["text"]) for one in completed(events, "agent_message")] == [ANSWER]
+        assert events[-1]["usage"]["cached_input_tokens"] > 8000, "the second request has the first one's prefix"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.process import NEEDED, Served, node_program, run, serving
+from tests.clients.recipes import block_after
 
 CN = node_program("cn")
 pytestmark = pytest.mark.skipif(not Path(CN).exists(), reason=f"Continue's CLI: {NEEDED}")
@@ -35,10 +36,9 @@ def writing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def ask(home: Path, server: Served, provider: str, fields: str = "") -> subprocess.CompletedProcess[bytes]:
     """Run Continue in `home`/work with one question."""
-    (home / "config.yaml").write_text(
-        "name: own\nversion: 1.0.0\nschema: v1\nmodels:\n  - name: scripted\n    model: scripted\n    apiKey: none\n"
-        f"    provider: {provider}\n    apiBase: {server.url}{BASES[provider]}\n{fields}"
-    )
+    config = block_after("### Continue", server.url, "scripted")
+    config = config.replace("provider: openai", f"provider: {provider}")
+    (home / "config.yaml").write_text(config.replace(f"{server.url}/v1", f"{server.url}{BASES[provider]}") + fields)
     work = home / "work"
     work.mkdir()
     command = [CN, "--config", str(home / "config.yaml"), "--auto", "-p", "Make a file."]

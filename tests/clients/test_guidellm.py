@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.clients.process import NEEDED, Served, program, serving, succeed
+from tests.clients.recipes import printed_command
 
 if importlib.util.find_spec("guidellm") is None:  # importing it would replace the event loop policy of this process
     pytest.skip(f"guidellm: {NEEDED}", allow_module_level=True)
@@ -46,14 +47,20 @@ def test_load_has_no_errors_and_finite_metrics(
     default_server: Served, tokenizer_directory: Path, tmp_path: Path, route: str
 ) -> None:
     report = tmp_path / "report.json"
-    command = [
-        *(program("guidellm"), "run", "--disable-console", "--output", f"kind=json,path={report}"),
-        *("--backend", f"kind=openai_http,target={default_server.url},request_format={route}"),
-        *("--profile", "kind=concurrent,streams=4", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}"),
-        *("--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"),
-        *("--tokenizer", f"kind=huggingface_auto,model={tokenizer_directory}"),
-    ]
-    succeed(command, tmp_path)
+    printed = printed_command("guidellm", default_server.url, "default")
+    changes = {
+        "count=40": f"count={NUM_REQUESTS}",
+        "prompt_tokens=64": f"prompt_tokens={PROMPT_TOKENS}",
+        "output_tokens=32": f"output_tokens={OUTPUT_TOKENS}",
+        "A-TOKENIZER": str(tokenizer_directory),
+        "request_format=/v1/completions": f"request_format={route}",
+    }
+    arguments = list(printed.arguments)
+    for old, new in changes.items():
+        assert sum(old in one for one in arguments) == 1
+        arguments = [one.replace(old, new) for one in arguments]
+    quiet = ("--disable-console", "--output", f"kind=json,path={report}")
+    succeed([program("guidellm"), *arguments, *quiet], tmp_path)
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     metrics = benchmark["metrics"]
     assert metrics["request_totals"] == {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.clients.process import NEEDED, Served, program, succeed
+from tests.clients.recipes import printed_command
 
 pytest.importorskip("lm_eval", reason=f"lm-eval: {NEEDED}")
 
@@ -115,6 +116,14 @@ def served(
     return evaluate(tasks, "local-completions", f"{place},{text}", home, "--batch_size", "8")
 
 
+@pytest.fixture(scope="module")
+def printed(tasks: Path, tiny_server: Served, tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
+    """Results of the server by the command of docs/clients.md, with the tasks of this file."""
+    arguments = printed_command("lm-eval", tiny_server.url, "tiny").arguments
+    assert arguments[:4] == ["run", "--model", "local-completions", "--tasks"] and arguments[5] == "--model_args"
+    return evaluate(tasks, "local-completions", arguments[6], tmp_path_factory.mktemp("printed"))
+
+
 def scores(answers: list[Any]) -> list[float]:
     """Return a task's log-likelihoods; an answer to a choice is [log-likelihood, is greedy]."""
     flat = [one for item in answers for one in item]
@@ -150,6 +159,13 @@ def test_requests_have_several_prompts(served: Evaluated, tiny_server: Served) -
     records = [one for one in tiny_server.answers() if one["path"] == "/v1/completions"]
     num_items = sum(len(item) for answers in served.answers.values() for item in answers)
     assert 0 < len(records) < num_items / 2 and all(one["status"] == 200 for one in records)
+
+
+def test_printed_command_gives_the_results_of_transformers(expected: Evaluated, printed: Evaluated) -> None:
+    for task in ("tiny_choice", "tiny_rolling"):
+        pairs = zip(scores(printed.answers[task]), scores(expected.answers[task]), strict=True)
+        assert all(abs(got - reference) / abs(reference) < TOLERANCE for got, reference in pairs)
+    assert printed.answers["tiny_generate"] == expected.answers["tiny_generate"]
 
 
 # ---- remote tokenizer ---------------------------------------------------------------------------------------------
