@@ -86,6 +86,7 @@ CHANGES: Sequence[Change] = (
         *("ray_serve", "a healthy replica is reported as failed", "../integrations/ray_serve.py"),
         *("answer.status_code != 200", "answer.status_code == 200"),
     ),
+    route("recipes", _CHAT, "openai"),
     route("renderers", "/inference/v1/generate", "generate"),
     Change(
         *("renderers", "a listed model has no `max_model_len`", "model.py"),
