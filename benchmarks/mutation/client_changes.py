@@ -36,7 +36,7 @@ _STREAMED_CALLS = ("tools.py", '"function": {"arguments": event.text}', '"functi
 _STREAMED_TEXT = ("tools.py", 'deltas.append({"content": event.text})', 'deltas.append({"text": event.text})')
 _CALL_ID = ("dialects/responses_stream.py", ', "call_id": self.call_id}', "}")
 _MESSAGE_END = ("dialects/messages_reply.py", '{"type": "message_delta", "delta"', '{"type": "message_end", "delta"')
-_THINKING = ("dialects/messages_reply.py", '"thinking_delta", "thinking": one.text', '"thinking_delta", "text": one.text')
+_THINKING = ("dialects/messages_reply.py", '"thinking_delta", "thinking": one', '"thinking_delta", "text": one')
 _PARTIAL_JSON = ("dialects/messages_reply.py", '"partial_json": one.text}', '"json": one.text}')
 
 CHANGES: Sequence[Change] = (

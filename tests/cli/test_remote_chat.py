@@ -22,6 +22,7 @@ from nano_inference.cli import main
 from nano_inference.server.config import ServerConfig
 from tests.cli.screen import terminal
 from tests.cli.scripted import Scripted, chunk, scripted
+from tests.server.reasoner import ANSWER, THOUGHT, make_reasoner
 from tests.server.tiny import Running, make_tiny, running
 
 CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
@@ -65,6 +66,12 @@ def ask(capsys: Capture, url: str, *argv: str, code: int = 0) -> tuple[str, str]
 
 
 # ---- this package's server
+
+
+def test_reasoning_is_shown_as_in_a_local_chat(tmp_path: Path, capsys: Capture) -> None:
+    with running(make_reasoner(tmp_path)) as reasoning:
+        out, _ = ask(capsys, reasoning.url)
+    assert f"<think>{THOUGHT}</think>" in out and ANSWER in out
 
 
 def test_chat_with_nano_inference_server(calculating: Running) -> None:

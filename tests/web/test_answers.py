@@ -18,6 +18,7 @@ def test_answer_text_is_streamed(chat: ChatDriver, fake: FakeServer) -> None:
     chat.wait_until_idle()
     assert answer.body["messages"] == [{"role": "user", "content": "Hello"}]
     assert answer.body["stream"] and answer.body["logprobs"] and answer.body["return_token_ids"]
+    assert answer.body["reasoning_format"] == "none", "the page shows the marks as thoughts"
     chat.watch.assert_clean()
 
 
