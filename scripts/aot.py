@@ -5,9 +5,9 @@
     python scripts/aot.py --pairwise 60 a choice with every kernel and trait (a minute or two at first)
     python scripts/aot.py --triton DIR  with the Triton in DIR (`pip install --target DIR triton==3.6.*`)
 
-Results are stored in .cache/aot by the version of Triton and a hash of the kernel's source. Exits with 1 if
-a configuration does not compile, or exceeds a limit: shared memory of a Hopper block, 255 registers, bytes of stack
-(spilled registers are on the stack).
+Results are stored in .cache/aot by the version of Triton and a hash of the kernel's source, each when it is known: a
+run that was stopped continues there. Below the table are the configurations that use stack, where spilled registers
+are. Exits with 1 if one does not compile, or exceeds a limit: shared memory of a Hopper block, bytes of stack.
 """
 
 from __future__ import annotations
@@ -145,6 +145,13 @@ def table(results: Iterable[Result]) -> Iterator[str]:
         yield f"| `{name}` | {len(part)} | {most[0]:,} | {most[1]} | {most[2]} | {used or '-'} |"
 
 
+def stacks(results: Iterable[Result]) -> Iterator[str]:
+    """Yield a line for each configuration that uses stack, the largest first, after a line with their number."""
+    using = sorted((one for one in results if one.stack), key=lambda one: (-one.stack, one.name))
+    yield f"{len(using)} use stack{':' * bool(using)}"
+    yield from (f"{one.stack:4} bytes  {one.name}" for one in using)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--triton", metavar="DIR", help="directory of an installed Triton; default: the environment's")
@@ -163,23 +170,24 @@ def main() -> int:
         sys.path.insert(0, str(Path(given.triton).resolve()))
     import triton
 
-    from nano_inference.executors.cuda.kernels.configurations import configurations, pairwise
+    from nano_inference.executors.cuda.kernels.configurations import configurations, num_covered, pairwise
 
-    found = tuple(one for one in configurations() if one.name.startswith(given.only))
-    found = tuple(one for one in found if not given.published or PUBLISHED.fullmatch(one.name))
-    found = found if given.pairwise is None else pairwise(found, given.pairwise)
+    whole = tuple(one for one in configurations() if one.name.startswith(given.only))
+    whole = tuple(one for one in whole if not given.published or PUBLISHED.fullmatch(one.name))
+    found = whole if given.pairwise is None else pairwise(whole, given.pairwise)
     started = time.monotonic()
     results = list(ResultCache(triton.__version__).results(found, given.jobs))
     if given.json:
         print("\n".join(json.dumps(asdict(one)) for one in results))
     else:
         print("\n".join(table(results)))
-        spilling = sum(one.stack > 0 for one in results)
         print(
             f"\nTriton {triton.__version__}: {len(results)} configurations for sm_90a in "
-            f"{time.monotonic() - started:.0f} s; {sum(bool(one.error) for one in results)} do not compile; "
-            f"{spilling} use stack, at most {max(one.stack for one in results)} bytes"
+            f"{time.monotonic() - started:.0f} s; {sum(bool(one.error) for one in results)} do not compile"
         )
+        for size, name in ((1, "values"), (2, "pairs of values")):
+            print(f"{num_covered(found, size)} of {num_covered(whole, size)} {name} of kernels and traits occur")
+        print("\n".join(stacks(results)))
     beyond = [one for one in results if not one.is_within_limits]
     for one in beyond:
         print(f"{one.name}: {one.error or one}", file=sys.stderr)

@@ -5,7 +5,7 @@ A configuration needs no GPU: `triton.compile` makes a cubin from the kernel, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
 from types import MappingProxyType
@@ -78,6 +78,8 @@ _ALIGNED = frozenset(
     }
 )
 """Numbers that are multiples of 16 in most models, so that loads are wide."""
+_INPUTS = (1024, 576, 100)
+"""Numbers of inputs of a product for which its constants differ: whole tiles, whole small tiles, and neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +191,11 @@ def _blocks() -> Iterator[Configuration]:
 def _linear() -> Iterator[Configuration]:
     for dtype in DTYPES:
         traits = {"dtype": TYPE_NAMES[dtype]}
-        for outputs, num_in in product((16, 32), (1024, 576, 100)):
-            variant = multiply.range_variant(outputs, num_in, dtype)
-            shape = {"outputs": str(outputs), "inputs": "{BK} even={IS_EVEN}".format(**variant.constants)}
-            yield Configuration(linear.multiply_range, variant, traits | shape)
+        for outputs in (16, 32):
+            kinds = {str(one): one for one in (multiply.range_variant(outputs, size, dtype) for size in _INPUTS)}
+            for variant in kinds.values():
+                shape = {"outputs": str(outputs), "inputs": "{BK} even={IS_EVEN}".format(**variant.constants)}
+                yield Configuration(linear.multiply_range, variant, traits | shape)
         for has_bias in (False, True):
             variant = multiply.merge_variant(has_bias=has_bias)
             yield Configuration(linear.merge_range, variant, {**traits, "bias": str(has_bias)})
@@ -213,6 +216,11 @@ def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuratio
             chosen[found[best].name] = found[best]
             missing -= covers[best]
     return tuple(chosen.values())
+
+
+def num_covered(found: Iterable[Configuration], size: int) -> int:
+    """Return how many different combinations of `size` values occur in configurations; the kernel is a value, too."""
+    return len(frozenset[tuple[str, ...]]().union(*(_combinations(one, size) for one in found)))
 
 
 def _combinations(one: Configuration, size: int) -> frozenset[tuple[str, ...]]:
