@@ -11,7 +11,7 @@ this order, so that a run that is cut off has the most important figures:
   one request, an update under a full batch, and 16 prompts of 1,024 tokens with 16 samples each, with and without
   reading shared keys once; bench.py and one request for Qwen3-0.6B, Llama-3.2-1B and Qwen2.5-7B
 - kernels: single launches and their share of the ceilings
-- profile: which kernels take the time of a decode step, and which are neither ours nor cuBLAS's
+- profile: for each model, which kernels take the time of a decode step, and which are neither ours nor cuBLAS's
 - tests: tests/gpu
 
 Each figure is printed when it is known, with its bar (docs/cuda.md) and roofline where there is one, and written to

@@ -41,10 +41,10 @@ def ceilings(bench: Bench, sink: Sink) -> None:
     sink.add("start of a graph with one small launch", 1e6 * seconds_of(bench, one.zero_), "µs")
 
 
-def profile(bench: Bench, sink: Sink) -> None:
+def profile(bench: Bench, sink: Sink, model: str) -> None:
     """List the kernels of a decode step by time: of one window, divided by its steps."""
     num_rows = bench.sized(256, 4)
-    with open_random(bench, FIRST) as engine:
+    with open_random(bench, model) as engine:
         _decode(bench, engine, num_rows)
         started = time.perf_counter()
         engine.tick()
@@ -56,9 +56,9 @@ def profile(bench: Bench, sink: Sink) -> None:
         raise RuntimeError("the profiler saw no kernel")
 
     def add(name: str, seconds: float) -> None:
-        sink.add(name, 1e6 * seconds / num_steps, "µs a step", share=seconds / total)
+        sink.add(f"{name}, {model}", 1e6 * seconds / num_steps, "µs a step", share=seconds / total)
 
-    sink.add(f"a step of {num_rows} rows without the profiler", 1e6 * window / num_steps, "µs a step")
+    sink.add(f"a step of {num_rows} rows without the profiler, {model}", 1e6 * window / num_steps, "µs a step")
     add("all kernels", total)
     for name in sorted(times, key=lambda one: -times[one])[:MOST_LISTED]:
         add(name[:46], times[name])
@@ -113,9 +113,11 @@ def units(is_dry: bool) -> Iterator[Unit]:
     yield Unit("engine", f"groups of {FIRST}", of(engines.groups, FIRST))
     for name in OTHERS:
         yield Unit("engine", name, of(engines.model, name))
-    for name in [FIRST] if is_dry else SHAPES:
+    shown = [FIRST] if is_dry else SHAPES
+    for name in shown:
         yield Unit("kernels", name, of(kernels, name))
-    yield Unit("profile", "", profile)
+    for name in shown:
+        yield Unit("profile", name, of(profile, name))
     yield Unit("tests", "", tests)
     yield Unit("tests", "compute-sanitizer", sanitize)
 

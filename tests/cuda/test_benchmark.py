@@ -47,6 +47,8 @@ def test_a_dry_run_measures_every_model(tmp_path: Path) -> None:
         for kind in ("bench.py", "one request"):
             figure = by_name[f"{kind}, {model}"]
             assert figure["unit"] == "tokens/s" and min(figure[key] for key in ("value", "bar", "roofline")) > 0
+            assert figure["of roofline"] == figure["value"] / figure["roofline"]
+            assert figure.get("stretch", math.inf) > figure["bar"] and ("stretch" in figure) == (kind == "bench.py")
     assert by_name["ratio of the two, Qwen2.5-0.5B"]["bar"] == 1.5
     assert by_name["longest tick with an update, Qwen2.5-0.5B"]["bar"] > 0
     assert len([line for line in done.stdout.splitlines() if line.startswith("dry ")]) == len(figures)
@@ -60,7 +62,10 @@ def test_what_no_time_is_left_for_is_named() -> None:
 def test_an_unknown_section_is_refused_in_one_line() -> None:
     done = run("--dry", "--only", "engines")
     assert done.returncode == 1
-    assert done.stderr == "--only: there is no section engines; there are ceilings, engine, kernels, profile, tests\n"
+    assert (
+        done.stderr
+        == "--only: there is no section engines; there are ceilings, engine, kernels, profile, tests\n"
+    )
 
 
 def refuse() -> None:
