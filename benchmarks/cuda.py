@@ -13,6 +13,7 @@ this order, so that a run that is cut off has the most important figures:
 - kernels: single launches and their share of the ceilings
 - profile: for each model, which kernels take the time of a decode step, and which are neither ours nor cuBLAS's
 - tests: tests/gpu
+- flashinfer: FlashInfer's decode attention beside ours, if it is installed
 
 Each figure is printed when it is known, with its bar (docs/cuda.md) and roofline where there is one, and written to
 the JSON file. Each model of a section runs in its own process: an error in a kernel spoils that process only. After

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.cuda_parts import engines
 from benchmarks.cuda_parts.device_tests import sanitize, tests
-from benchmarks.cuda_parts.kernels import kernels
+from benchmarks.cuda_parts.kernels import flashinfer, kernels
 from benchmarks.cuda_parts.models import SHAPES, Bench, open_random
 from benchmarks.cuda_parts.report import Report, Sink, Unit, device_name, run_unit
 from benchmarks.cuda_parts.timing import seconds_of
@@ -19,7 +19,7 @@ from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.assemble import CUDA_LOOKAHEAD
 
 FIRST, *OTHERS = SHAPES
-SECTIONS = ("ceilings", "engine", "kernels", "profile", "tests")
+SECTIONS = ("ceilings", "engine", "kernels", "profile", "tests", "flashinfer")
 UNIT_SECONDS = 180.0
 """Most seconds of a unit but the last: a hang of one leaves time for the others."""
 MOST_LISTED = 10
@@ -120,6 +120,8 @@ def units(is_dry: bool) -> Iterator[Unit]:
         yield Unit("profile", name, of(profile, name))
     yield Unit("tests", "", tests)
     yield Unit("tests", "compute-sanitizer", sanitize)
+    for name in shown:  # last: it may compile for minutes
+        yield Unit("flashinfer", name, of(flashinfer, name))
 
 
 def of(measure: Callable[[Bench, Sink, str], None], name: str) -> Callable[[Bench, Sink], None]:

@@ -64,7 +64,7 @@ def test_an_unknown_section_is_refused_in_one_line() -> None:
     assert done.returncode == 1
     assert (
         done.stderr
-        == "--only: there is no section engines; there are ceilings, engine, kernels, profile, tests\n"
+        == "--only: there is no section engines; there are ceilings, engine, kernels, profile, tests, flashinfer\n"
     )
 
 
