@@ -21,7 +21,7 @@ from tests.sim.fakes import Calculator, StopAfter
 from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine
 from tests.test_speculation import REPEATING, asks
 
-LENGTHS = (2, 3, 5, 8, 16)
+LENGTHS = range(2, 17)
 
 
 @pytest.fixture(autouse=True)

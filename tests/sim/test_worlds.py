@@ -174,9 +174,10 @@ def test_abort_returns_partial_samples_and_leaves_others_unaffected(cache_type: 
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-@pytest.mark.parametrize(("lookahead", "guesses"), [(5, False), (16, True)])
-def test_several_tokens_a_step_equal_one(cache_type: str, lookahead: int, guesses: bool) -> None:
-    for seed in range(some(100)):
+@pytest.mark.parametrize("guesses", [False, True])
+def test_several_tokens_a_step_equal_one(cache_type: str, guesses: bool) -> None:
+    for seed in range(some(105)):
+        lookahead = 2 + seed % 15
         world = make_world(seed, cache_type, tight=seed % 2 == 0, lookahead=lookahead, guesses=guesses)
         check_samples(run_world(world, aborts=seed % 3 == 0))
 
