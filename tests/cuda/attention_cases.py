@@ -176,7 +176,7 @@ def cases() -> Iterator[Case]:
     """Yield every case; each returns the largest difference from float64."""
     window, cap, both = AttentionSpec(0.3, 21), AttentionSpec(0.3, None, 2.0), AttentionSpec(0.2, 37, 1.5)
     decode = [(1, 1), (1, 300), (1, 16), (1, 77)]
-    short = [(8, 9), (3, 270), (1, 40), (2, 2)]
+    short, middle = [(8, 9), (3, 270), (1, 40), (2, 2)], [(4, 5), (5, 270), (6, 40), (7, 7)]
     worlds = {
         "decode-ratio7": World(rows=decode, ratio=7, head_dim=64),
         "decode-ratio1-dim80-window": World(rows=[(1, 1), (1, 560), (1, 16)], ratio=1, head_dim=80, spec=window),
@@ -184,7 +184,7 @@ def cases() -> Iterator[Case]:
         "decode-ratio8-dim128-half": World(rows=decode, ratio=8, head_dim=128, dtype=torch.float16),
         "decode-ratio2-dim256-both": World(rows=decode, ratio=2, head_dim=256, spec=both),
         "queries8-ratio6": World(rows=short, ratio=6, head_dim=64),
-        "queries8-ratio4-both": World(rows=short, ratio=4, head_dim=64, spec=both),
+        "queries7-ratio4-both": World(rows=middle, ratio=4, head_dim=64, spec=both),
         "decode-ratio7-bfloat16": World(rows=decode, ratio=7, head_dim=64, dtype=torch.bfloat16),
         "decode-ratio2-dim128-both-bfloat16": World(
             rows=decode, ratio=2, head_dim=128, dtype=torch.bfloat16, spec=both

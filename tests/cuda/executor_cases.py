@@ -18,12 +18,12 @@ from nano_inference.executors.cuda.launchers import Kernels, plain_kernels
 from tests.cuda.case import Case
 from tests.cuda.engines import open_cuda
 from tests.models.families import FAMILIES, make_model
-from tests.nanochat.tiny import base_meta, write_checkpoint
+from tests.nanochat.tiny import base_meta, model_config, write_checkpoint
 
 _SMALL: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
 _MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {**_SMALL, "sliding_window": 10, "num_hidden_layers": 2},
-    "G4": {},
+    "G4": {"n_layer": 2, "window_pattern": "SL"},
 }
 
 
@@ -40,7 +40,7 @@ def _difference(name: str, more: dict[str, Any], kernels: Kernels, device: torch
         if name in FAMILIES:
             make_model(name, path, more)
         else:
-            write_checkpoint(path, name, meta=base_meta(name))
+            write_checkpoint(path, name, config=model_config(name, **more), meta=base_meta(name))
         mine, right = (_samples(path, one, where) for one, where in ((kernels, device), (plain_kernels(), _CPU)))
     if [sample.completion_tokens for sample in mine] != [sample.completion_tokens for sample in right]:
         return float("inf")
