@@ -233,10 +233,11 @@ def _until_stop(tokens: tuple[int, ...], row: Row) -> tuple[int, ...]:
 
 
 def _tops(tops_K2SN: npt.NDArray[np.int32] | None, slot: int, row: Row, size: int) -> tuple[TopLogprobs, ...]:
-    if tops_K2SN is None or not row.params.logprobs:
+    count = row.params.logprobs
+    if tops_K2SN is None or not count:
         return ()
-    ids = tops_K2SN[:size, 0, slot].tolist()
-    values = np.ascontiguousarray(tops_K2SN[:size, 1, slot]).view(np.float32).tolist()
+    ids = tops_K2SN[:size, 0, slot, :count].tolist()
+    values = np.ascontiguousarray(tops_K2SN[:size, 1, slot, :count]).view(np.float32).tolist()
     return tuple(map(tops_of, ids, values))
 
 
