@@ -56,8 +56,8 @@ thorough:
 fast: .venv/ready-dev
 	$(PYTEST) -m "not model"
 
-# Every configuration of the CUDA kernels, compiled without a GPU with both Tritons: hours of one core at first. Results
-# are stored one by one, so a run that was stopped continues.
+# Every configuration of the CUDA kernels, compiled without a GPU with both Tritons: half an hour of one core at first.
+# Results are stored one by one, so a run that was stopped continues.
 aot: .venv/ready-dev .venv/ready-aot .cache/triton-3.6/ready
 	$(BIN)/python scripts/aot.py
 	$(BIN)/python scripts/aot.py --triton .cache/triton-3.6
