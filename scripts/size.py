@@ -21,6 +21,7 @@ CORE_ROOMS = {
         "appending",
         "scheduling",
         "kv",
+        "seeds",
         "sampling",
         "truncation",
         "vocabulary",

@@ -19,7 +19,8 @@ from nano_inference.executors.cpu.drawing import KernelSampler, is_plain, kernel
 from nano_inference.kernels.library import Library
 from nano_inference.logprobs import Normalise
 from nano_inference.runner import DrawExtras, Row, RowResult
-from nano_inference.sampling import WholeVocabulary, uniform
+from nano_inference.sampling import WholeVocabulary
+from nano_inference.seeds import uniform
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.draws import Draw, columns, draw
 

@@ -23,7 +23,7 @@ import transformers
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightError, weights_checksum
 from nano_inference.runner import BlockCopy, Row
-from nano_inference.sampling import uniform
+from nano_inference.seeds import uniform
 from nano_inference.text.stops import stop_matcher
 from nano_inference.types import StepResult
 from tests.models.families import VOCAB_SIZE, gap, reference_logprobs

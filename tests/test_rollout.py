@@ -12,7 +12,7 @@ import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, Rollout, SamplingParams, Turn, run_rollouts
 from nano_inference.rollout import extend, observe, start, to_trl
-from nano_inference.sampling import derive_seed
+from nano_inference.seeds import derive_seed
 from nano_inference.types import BadRequest, EnginePaused, StepResult, TrainingSample
 from tests.models.families import make_model
 from tests.sim.fakes import EOS, Calculator, fake_config, fake_parts, reference

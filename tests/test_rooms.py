@@ -16,7 +16,7 @@ import nano_inference
 HOME = Path(nano_inference.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 LEVELS = (
-    "frozen registry checks",
+    "frozen registry checks seeds",
     "samples",
     "types memory exclusive children",
     "files packages",
@@ -69,6 +69,7 @@ TORCH_FREE = (
     *("calls.py", "control.py", "requests.py", "weights/updates.py"),
     *("speculation.py", "appending.py", "parallel/shard.py", "parallel/messages.py", "parallel/processes.py"),
     "runner.py",
+    "seeds.py",
     "first_names/__init__.py",
     "pool/routing.py",
     *("rollout.py", "ngram_drafter.py"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from nano_inference.admission import Limits, StopMatcherFactory, checked
 from nano_inference.calls import Calls
 from nano_inference.config import EngineConfig
-from nano_inference.sampling import derive_seed
+from nano_inference.seeds import derive_seed
 from nano_inference.sequence import Sequence, start_sequences
 from nano_inference.state import EngineState
 from nano_inference.types import BadRequest, EngineRequest

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nano_inference.checks import check_int, from_known, token_ids
 from nano_inference.engine import InferenceEngine, Progress
-from nano_inference.sampling import derive_seed
+from nano_inference.seeds import derive_seed
 from nano_inference.types import FinishReason, SamplingParams, TokenProgram, TrainingSample
 
 SegmentKind = Literal["prompt", "sampled", "forced", "environment"]

@@ -16,7 +16,7 @@ from nano_inference.pool.loop import LoopThread
 from nano_inference.pool.members import Members
 from nano_inference.pool.updates import Updates
 from nano_inference.pool.worker import Fleet, HeldUpdate, Job, WorkerFacts
-from nano_inference.sampling import derive_seed
+from nano_inference.seeds import derive_seed
 from nano_inference.types import (
     PAUSE_MODES,
     BadRequest,

@@ -16,7 +16,8 @@ from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
 from nano_inference.logprobs import Normalise, Normaliser, divisors_of
 from nano_inference.runner import Row, RowResult
-from nano_inference.sampling import WholeVocabulary, draw, results, uniform
+from nano_inference.sampling import WholeVocabulary, draw, results
+from nano_inference.seeds import uniform
 from nano_inference.truncation import truncation_of
 
 
