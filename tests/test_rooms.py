@@ -6,7 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -63,7 +63,6 @@ TORCH_FREE = (
         "scheduling.py",
         "admission.py",
         "core.py",
-        "engine.py",
     ),
     *("frozen.py", "exclusive.py", "recovery.py", "matching.py", "state.py", "engine_thread.py", "async_engine.py"),
     *("calls.py", "control.py", "requests.py", "weights/updates.py"),
@@ -72,7 +71,7 @@ TORCH_FREE = (
     "seeds.py",
     "first_names/__init__.py",
     "pool/routing.py",
-    *("rollout.py", "ngram_drafter.py"),
+    "ngram_drafter.py",
     *(
         "catalog.py",
         "chat_defaults.py",
@@ -101,6 +100,9 @@ TORCH_FREE = (
     *("nanochat/convert.py", "nanochat/calculator.py", "nanochat/tool.py", "nanochat/dialogue.py", "nanochat/kinds.py"),
     *("nanochat/terms.py", "nanochat/program.py", "nanochat/builtin.py", "nanochat/cli.py"),
 )
+"""Modules that do not load torch when they are imported, neither themselves nor through others."""
+TORCH_THROUGH_OTHERS = ("engine.py", "rollout.py", "reference.py", "workloads.py", "rank.py", "server/opening.py")
+"""Modules that use no torch of their own, but load it with what builds an engine's parts."""
 MUTATORS = {
     *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"),
     *("appendleft", "popleft", "extendleft", "sort", "reverse", "move_to_end", "__setitem__", "__delitem__"),
@@ -139,6 +141,35 @@ def wrong_imports(room: str, tree: ast.AST) -> list[str]:
     """The imports that do not point down."""
     names = [name for name in imported_modules(tree) if name.partition(".")[0] == "nano_inference"]
     return [name for name in names if room_of(name) != room and not LEVEL[room_of(name)] < LEVEL[room]]
+
+
+def early_imports(tree: ast.Module) -> Iterator[str]:
+    """Yield every module that is imported together with the tree's own, not in its functions."""
+    waiting: list[ast.stmt] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imported_modules(ast.Module([node], []))
+            if isinstance(node, ast.ImportFrom):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ClassDef):
+            waiting += [one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)]
+
+
+def loaded_with(path: str, trees: Mapping[str, ast.Module]) -> set[str]:
+    """Return what an import of a file of the package loads: its files by their paths, other packages by their names."""
+    loaded, waiting = {path}, [path]
+    while waiting:
+        here = waiting.pop()
+        found: set[str] = set()
+        for name in early_imports(trees[here]):
+            first, *parts = name.split(".")
+            homes = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+            files = {file for home in homes for file in (f"{home}.py", f"{home}/__init__.py") if file in trees}
+            found |= files if first == "nano_inference" else {first}
+        waiting += [one for one in found - loaded if one in trees]
+        loaded |= found
+    return loaded
 
 
 def globals_written(tree: ast.Module) -> list[str]:
@@ -232,7 +263,26 @@ def test_rooms_without_torch_do_not_import_it(trees: dict[str, ast.Module]) -> N
     free = [*TORCH_FREE, *(path for path in trees if path.startswith("text/"))]
     for path in free:
         imported = {name.partition(".")[0] for name in imported_modules(trees[path])}
-        assert "torch" not in imported, path
+        assert "torch" not in imported | loaded_with(path, trees), path
+
+
+def test_users_of_engines_load_torch_through_others_alone(trees: dict[str, ast.Module]) -> None:
+    for path in TORCH_THROUGH_OTHERS:
+        assert "torch" in loaded_with(path, trees), path
+        assert "torch" not in {name.partition(".")[0] for name in imported_modules(trees[path])}, path
+
+
+def test_an_import_through_another_module_is_seen() -> None:
+    sources = {
+        "a.py": "from nano_inference.b import x",
+        "b/__init__.py": "try:\n    from nano_inference.c import d\nexcept ImportError:\n    pass",
+        "c/__init__.py": "",
+        "c/d.py": "import torch.nn",
+        "e.py": "def f():\n    import nano_inference.c.d",
+    }
+    trees = {path: ast.parse(source) for path, source in sources.items()}
+    assert loaded_with("a.py", trees) == {"a.py", "b/__init__.py", "c/__init__.py", "c/d.py", "torch"}
+    assert loaded_with("e.py", trees) == {"e.py"}
 
 
 def test_only_the_cuda_kernels_import_triton_and_their_package_does_not(trees: dict[str, ast.Module]) -> None:
