@@ -57,7 +57,7 @@ _HOMES = {
     "create_sliding_window_causal_mask": "executors.torch.attention",
     "model_forward": "first_names.forward",
     "run_rollouts": "rollout",
-    "sample_with_logprobs": "sampling",
+    "sample_with_logprobs": "first_names.sampling",
     "save_weights": "weights.directory",
     "schedule": "first_names",
     "weights_checksum": "weights.checksum",

@@ -20,6 +20,7 @@ from nano_inference.first_names import SequenceStatus as SequenceStatus
 from nano_inference.first_names import compute_block_hash as compute_block_hash
 from nano_inference.first_names import schedule as schedule
 from nano_inference.first_names.forward import model_forward as model_forward
+from nano_inference.first_names.sampling import sample_with_logprobs as sample_with_logprobs
 from nano_inference.kv import CacheAllocation as CacheAllocation
 from nano_inference.kv import PagedKVCache as PagedKVCache
 from nano_inference.kv import RadixKVCache as RadixKVCache
@@ -32,7 +33,6 @@ from nano_inference.rollout import Rollout as Rollout
 from nano_inference.rollout import Segment as Segment
 from nano_inference.rollout import Turn as Turn
 from nano_inference.rollout import run_rollouts as run_rollouts
-from nano_inference.sampling import sample_with_logprobs as sample_with_logprobs
 from nano_inference.scheduling import SchedulerOutput as SchedulerOutput
 from nano_inference.scheduling import SeqView as SeqView
 from nano_inference.spmd import SpmdEngine as SpmdEngine

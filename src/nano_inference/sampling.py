@@ -26,7 +26,7 @@ from torch import Tensor
 from nano_inference.logprobs import COLDEST, Normalise, Normaliser, at, floor_logprobs, normalise, top_logprobs
 from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.seeds import uniform
-from nano_inference.truncation import NO_TRUNCATION, Truncation, truncate, truncation_of
+from nano_inference.truncation import Truncation, truncate, truncation_of
 from nano_inference.types import SamplingMask, TokenLogprob, TopLogprobs
 from nano_inference.vocabulary import Vocabulary
 
@@ -182,46 +182,6 @@ def _choose(scaled_BV: Tensor, argmax_B: Tensor | None, rows: Sequence[Row], voc
         return token_B
     is_greedy_B = torch.tensor([row.params.temperature == 0 for row in rows], device=scaled_BV.device)
     return torch.where(is_greedy_B, argmax_B, token_B)
-
-
-def sample_with_logprobs(
-    logits_BV: Tensor,
-    temperatures_B: Tensor,
-    *,
-    top_ks: Sequence[int] | None = None,
-    top_ps: Sequence[float] | None = None,
-    min_ps: Sequence[float] | None = None,
-    uniforms_B: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sample one token a row; return tokens [B] int64 and their log-probabilities [B] float32 after truncation.
-
-    Temperature 0 is argmax, with the log-probability of temperature 1. Without `uniforms_B` ([B] in [0, 1)), uses
-    torch's default generator. Raises `ValueError` if shapes disagree.
-    """
-    if logits_BV.dim() != 2 or temperatures_B.shape != (logits_BV.size(0),):
-        shapes = f"{tuple(logits_BV.shape)} and {tuple(temperatures_B.shape)}"
-        raise ValueError(f"logits must be [B, V] and temperatures [B], got {shapes}")
-    num_rows = logits_BV.size(0)
-    for name, values in {"top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps, "uniforms_B": uniforms_B}.items():
-        if values is not None and len(values) != num_rows:
-            raise ValueError(f"{name} must hold one value for each of {num_rows} rows, got {len(values)}")
-    temperatures = temperatures_B.tolist()
-    if not all(0 <= t < float("inf") for t in temperatures):
-        raise ValueError(f"temperatures must be finite and >= 0, got {temperatures}")
-    logits_BV = logits_BV.to(torch.float32, copy=True)
-    argmax_B = logits_BV.argmax(dim=-1)
-    scaled_BV = scaled(logits_BV, temperatures)
-    cuts = [NO_TRUNCATION] * num_rows
-    for index in range(num_rows):
-        if temperatures[index]:
-            top_k = 0 if top_ks is None else max(0, int(top_ks[index]))
-            top_p = 1.0 if top_ps is None else float(top_ps[index])
-            cuts[index] = Truncation(top_k, top_p, 0.0 if min_ps is None else float(min_ps[index]))
-    truncate(logits_BV, scaled_BV, cuts)
-    if uniforms_B is None:
-        uniforms_B = torch.rand(num_rows, dtype=torch.float64, device=logits_BV.device)
-    token_B = torch.where(temperatures_B == 0, argmax_B, invert_cdf(scaled_BV, uniforms_B.double()))
-    return token_B, normalise(logits_BV, temperatures).logprobs(at(logits_BV, token_B)).squeeze(-1)
 
 
 def _needs_raw(row: Row) -> bool:

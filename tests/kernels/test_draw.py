@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nano_inference import sample_with_logprobs
 from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
-from nano_inference.sampling import sample_with_logprobs
 from tests.kernels import reference
 from tests.kernels.conftest import Team
 from tests.kernels.steps import random

@@ -1,7 +1,8 @@
 """Names of the library's first description, in the forms that it gave them.
 
 Nothing here computes: records are those of the core, functions convert their arguments and call the core's.
-`model_forward` is in `first_names/forward.py`, because it needs torch.
+`model_forward` and `sample_with_logprobs` are in `first_names/forward.py` and `first_names/sampling.py`, because they
+need torch.
 """
 
 from __future__ import annotations
