@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference import sampling
 from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
+from nano_inference.executors import sampling
 from nano_inference.executors.cpu import drawing
 from nano_inference.executors.cpu.drawing import KernelSampler, is_plain, kernel_normalise
+from nano_inference.executors.sampling import WholeVocabulary
 from nano_inference.kernels.library import Library
 from nano_inference.logprobs import Normalise
 from nano_inference.runner import DrawExtras, Row, RowResult
-from nano_inference.sampling import WholeVocabulary
 from nano_inference.seeds import uniform
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.draws import Draw, columns, draw

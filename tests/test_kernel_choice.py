@@ -14,10 +14,10 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams, assemb
 from nano_inference.executors.cpu.drawing import KernelSampler
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.store import KernelStore
+from nano_inference.executors.sampling import draw
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.kernels.compile import best_isa, cpu_flags, cpu_has
-from nano_inference.sampling import draw
 from tests.kernels.steps import have_ended, threads_here
 from tests.models.families import gap, make_model
 

@@ -111,10 +111,10 @@ SUMS = {"log_softmax", "logsumexp", "softmax", "softmin", "logaddexp", "cross_en
 NOT_FOR_LOGPROBS = {
     ("executors/torch/attention/sdpa.py", "softmax"),
     ("nanochat/columns.py", "softmax"),  # weights of a draw, upstream's
-    ("sampling.py", "log_softmax"),  # weights of a draw, whose bits decide tokens
-    ("sampling.py", "softmax"),
+    ("executors/sampling.py", "log_softmax"),  # weights of a draw, whose bits decide tokens
+    ("executors/sampling.py", "softmax"),
 }
-NUMERIC = ("executors/", "kernels/", "logprobs.py", "models/", "nanochat/", "sampling.py")
+NUMERIC = ("executors/", "kernels/", "logprobs.py", "models/", "nanochat/")
 LOGS = {
     ("logprobs.py", "log_"),
     ("executors/cuda/kernels/sampler.py", "log"),  # in float64; tests/cuda compares it with float64 at 512k logits
@@ -151,7 +151,7 @@ def test_one_function_of_torch_and_one_of_c_compute_log_sum_exps() -> None:
 
 
 def test_sampling_probabilities_are_used_only_for_sampling() -> None:
-    tree = ast.parse((HOME / "sampling.py").read_text())
+    tree = ast.parse((HOME / "executors" / "sampling.py").read_text())
     users = {
         function.name: sorted(ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call))
         for function in tree.body

@@ -22,9 +22,9 @@ from nano_inference.executors import step as step_module
 from nano_inference.executors.batch import Scored
 from nano_inference.executors.cpu.drawing import kernel_normalise
 from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.sampling import WholeVocabulary
 from nano_inference.executors.step import score_rows
 from nano_inference.runner import DrawExtras, RowResult
-from nano_inference.sampling import WholeVocabulary
 from nano_inference.sequence import Sequence, finish, start_sequences, to_delta, to_sample
 from nano_inference.types import EngineRequest, LogprobsMode, TokenLogprob, VersionSpan, spans_of
 from tests.draws import draw

@@ -23,6 +23,7 @@ from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.devices import available_memory, pick_device, pick_dtype, rank_device
 from nano_inference.executors.loading import LoadProgress, load_weights
 from nano_inference.executors.protocol import CacheSize, Executor
+from nano_inference.executors.sampling import draw
 from nano_inference.executors.step import Sampler
 from nano_inference.executors.torch.attention import pick
 from nano_inference.executors.torch.executor import TorchExecutor
@@ -51,7 +52,6 @@ from nano_inference.parallel.processes import Processes
 from nano_inference.parallel.shard import check_divisible
 from nano_inference.parallel.staged import Whole
 from nano_inference.runner import Runner
-from nano_inference.sampling import draw
 from nano_inference.text.kinds import Tokenizer, TokenizerKind, TokenizerSource
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import load_tokenizer

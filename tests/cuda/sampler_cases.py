@@ -25,8 +25,8 @@ from nano_inference.executors.cuda.sample_records import (
     Tables,
     new_scratch,
 )
+from nano_inference.executors.sampling import draw as reference_draw
 from nano_inference.runner import Row
-from nano_inference.sampling import draw as reference_draw
 from nano_inference.seeds import uniform
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.cuda.case import Case, error

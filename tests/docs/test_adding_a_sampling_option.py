@@ -33,7 +33,7 @@ DRAWS_ON_RANKS = """
 import dataclasses, sys
 sys.path.insert(0, ".")
 import torch
-from nano_inference.sampling import draw
+from nano_inference.executors.sampling import draw
 from nano_inference.types import SamplingParams
 from tests.parallel.test_vocabulary import drawn, row
 rows = [

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from nano_inference.executors.ahead import joined, sample_ahead
 from nano_inference.executors.batch import Rows, Scored, drawn, in_step_order, split_at_answers, wanted
+from nano_inference.executors.vocabulary import Vocabulary
 from nano_inference.logprobs import floor_logprobs
 from nano_inference.models.program import Program
 from nano_inference.runner import Row, RowResult
 from nano_inference.types import TopLogprobs
-from nano_inference.vocabulary import Vocabulary
 
 _SCORE_ELEMENTS = 1 << 24
 """Largest number of logits in memory while a prompt is scored, instead of all [T, V]."""

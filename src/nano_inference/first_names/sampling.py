@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nano_inference.executors.sampling import invert_cdf, scaled
+from nano_inference.executors.truncation import NO_TRUNCATION, Truncation, truncate
 from nano_inference.logprobs import at, normalise
-from nano_inference.sampling import invert_cdf, scaled
-from nano_inference.truncation import NO_TRUNCATION, Truncation, truncate
 
 
 def sample_with_logprobs(

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nano_inference.executors.sampling import draw, results
 from nano_inference.logprobs import at, normalise
 from nano_inference.runner import Row, RowResult
-from nano_inference.sampling import draw, results
 
 _KEPT_BYTES = 32 << 20
 """Most bytes of random numbers kept per call; two columns are always kept."""

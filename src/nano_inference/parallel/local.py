@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from nano_inference.executors.loading import LoadProgress, known_sources, load_weights
+from nano_inference.executors.sampling import draw
 from nano_inference.executors.torch.attention import Backend
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loader.sources import WeightSource
@@ -20,7 +21,6 @@ from nano_inference.parallel.operations import operations_of
 from nano_inference.parallel.shard import shard
 from nano_inference.parallel.sources import parts_of
 from nano_inference.parallel.vocabulary import ShardedVocabulary
-from nano_inference.sampling import draw
 
 Result = TypeVar("Result")
 

@@ -12,13 +12,13 @@ from functools import partial
 
 from torch import Tensor
 
+from nano_inference.executors.sampling import WholeVocabulary, draw, results
+from nano_inference.executors.truncation import truncation_of
 from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
 from nano_inference.logprobs import Normalise, Normaliser, divisors_of
 from nano_inference.runner import Row, RowResult
-from nano_inference.sampling import WholeVocabulary, draw, results
 from nano_inference.seeds import uniform
-from nano_inference.truncation import truncation_of
 
 
 class KernelSampler:

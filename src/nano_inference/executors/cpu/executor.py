@@ -22,6 +22,7 @@ from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.executors.cpu.weights import CpuStaged, Rounding, values_of
 from nano_inference.executors.devices import free_bytes
 from nano_inference.executors.protocol import CacheSize
+from nano_inference.executors.sampling import WholeVocabulary
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput
@@ -32,7 +33,6 @@ from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
 from nano_inference.runner import BlockCopy, RowResult
-from nano_inference.sampling import WholeVocabulary
 
 Ropes = tuple[tuple[Tensor, Tensor], ...]
 

@@ -21,10 +21,10 @@ from nano_inference.executors.cuda.slots import (
     write_stops,
 )
 from nano_inference.executors.cuda.vocabulary import VocabularyTables
+from nano_inference.executors.sampling import draw as reference_draw
+from nano_inference.executors.sampling import results
+from nano_inference.executors.truncation import truncation_of
 from nano_inference.runner import DrawExtras, Row, RowResult
-from nano_inference.sampling import draw as reference_draw
-from nano_inference.sampling import results
-from nano_inference.truncation import truncation_of
 from nano_inference.types import TopLogprobs
 
 

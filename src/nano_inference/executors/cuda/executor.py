@@ -27,6 +27,7 @@ from nano_inference.executors.cuda.weights import install, stage_weights
 from nano_inference.executors.cuda.windows import Windows, fits_window
 from nano_inference.executors.devices import free_bytes, release_unused
 from nano_inference.executors.protocol import CacheSize
+from nano_inference.executors.sampling import WHOLE
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Result, run_step
 from nano_inference.executors.step_input import ForwardInput
@@ -36,7 +37,6 @@ from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, la
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
 from nano_inference.runner import BlockCopy, RowResult
-from nano_inference.sampling import WHOLE
 
 StepperFactory = Callable[[Callable[[StepKey], None], torch.device], Stepper]
 

@@ -25,8 +25,8 @@ from nano_inference.executors.cuda.slots import (
     write_params,
     write_stops,
 )
+from nano_inference.executors.truncation import truncation_of
 from nano_inference.runner import DrawExtras, Row, RowResult
-from nano_inference.truncation import truncation_of
 from nano_inference.types import TopLogprobs
 
 _FINE, _MEDIUM = 16, 128

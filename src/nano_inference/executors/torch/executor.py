@@ -16,6 +16,7 @@ from nano_inference.config import KvDtype
 from nano_inference.executors.batch import Rows, build
 from nano_inference.executors.devices import free_bytes, release_unused
 from nano_inference.executors.protocol import CacheSize, Executor
+from nano_inference.executors.sampling import WHOLE, draw
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput
@@ -23,13 +24,12 @@ from nano_inference.executors.torch.attention import Backend, StepContext
 from nano_inference.executors.torch.compiled import OPERATIONS, CompiledPart, Operations
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, layout_of
+from nano_inference.executors.vocabulary import Vocabulary
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import Copy, Keep, Store
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
 from nano_inference.runner import BlockCopy, RowResult
-from nano_inference.sampling import WHOLE, draw
-from nano_inference.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nano_inference.executors.truncation import Truncation, truncate, truncation_of
+from nano_inference.executors.vocabulary import Vocabulary
 from nano_inference.logprobs import COLDEST, Normalise, Normaliser, at, floor_logprobs, normalise, top_logprobs
 from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.seeds import uniform
-from nano_inference.truncation import Truncation, truncate, truncation_of
 from nano_inference.types import SamplingMask, TokenLogprob, TopLogprobs
-from nano_inference.vocabulary import Vocabulary
 
 _CDF_BLOCK = 512
 
