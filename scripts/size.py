@@ -23,7 +23,7 @@ CORE_ROOMS = {
         "kv",
         "seeds",
     ),
-    *("matching", "ngram_drafter", "speculation", "runner", "core", "recovery", "state", "exclusive", "calls"),
+    *("matching", "drafts", "speculation", "runner", "core", "recovery", "state", "exclusive", "calls"),
     *("control", "engine", "engine_thread", "async_engine"),
 }
 MOST_CORE_LINES = 5_500

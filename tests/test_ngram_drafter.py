@@ -12,16 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nano_inference.drafts import Draft, Offer, choose_drafts
 from nano_inference.ngram_drafter import (
     CANDIDATES,
     FIRST_CHANCE,
     LONGEST,
     RATE,
-    Draft,
     NgramDrafter,
-    Offer,
     TextIndex,
-    choose_drafts,
     continuation,
 )
 

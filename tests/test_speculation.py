@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.ngram_drafter import Draft, NgramDrafter
+from nano_inference.assemble import assemble
+from nano_inference.drafts import Draft, MakeDrafter
+from nano_inference.ngram_drafter import NgramDrafter
 from nano_inference.types import StepStats
 from tests.models.families import VOCAB_SIZE, make_model
 from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts, parrot
@@ -80,9 +82,56 @@ def drafted(stats: list[StepStats]) -> tuple[int, int]:
     return sum(one.num_drafted for one in stats), sum(one.num_accepted for one in stats)
 
 
-def fake(cache_type: str = "radix", num_blocks: int = 200, block_size: int = 4, **options: Any) -> InferenceEngine:
+class NotingDrafter(NgramDrafter):
+    """Notes which samples are open, as (request, sample)."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.open_samples: set[tuple[int, int]] = set()
+
+    def open(self, sample_id: int, request_id: int, tokens: Sequence[int], num_prompt: int) -> None:
+        super().open(sample_id, request_id, tokens, num_prompt)
+        self.open_samples.add((request_id, sample_id))
+
+    def close(self, sample_id: int, request_id: int) -> None:
+        super().close(sample_id, request_id)
+        self.open_samples.discard((request_id, sample_id))
+
+
+class FixedDrafter:
+    """Proposes the same tokens for every sample, none if there are none."""
+
+    def __init__(self) -> None:
+        self.tokens: tuple[int, ...] = ()
+        self.num_drafts = 0
+        self._disabled: set[int] = set()
+
+    def open(self, sample_id: int, request_id: int, tokens: Sequence[int], num_prompt: int) -> None:
+        self._disabled.discard(sample_id)
+
+    def close(self, sample_id: int, request_id: int) -> None: ...
+
+    def disable(self, sample_id: int) -> None:
+        self._disabled.add(sample_id)
+
+    def draft(self, sample_id: int) -> Draft:
+        self.num_drafts += 1
+        return Draft() if sample_id in self._disabled else Draft(self.tokens, 1.0)
+
+    def last_draft(self, sample_id: int) -> tuple[int, ...]:
+        return self.tokens
+
+
+def fake(
+    cache_type: str = "radix",
+    num_blocks: int = 200,
+    block_size: int = 4,
+    make_drafter: MakeDrafter = NgramDrafter,
+    **options: Any,
+) -> InferenceEngine:
     """An engine with speculation, on a fake model that repeats itself."""
     parts = fake_parts(cache_type, num_blocks, block_size, drawing=parrot)
+    parts = replace(parts, make_drafter=make_drafter)
     return InferenceEngine(fake_config(speculation="ngram", **options), parts=parts)
 
 
@@ -176,18 +225,18 @@ def test_drafts_come_from_an_ended_sample() -> None:
     assert counts[1] - counts[0] < 20
 
 
-def test_ended_requests_free_their_index() -> None:
-    engine = fake()
-    drafter: NgramDrafter = engine._state.core._speculator.drafter  # type: ignore[attr-defined]
+def test_ended_samples_are_closed_in_the_drafter() -> None:
+    drafter = NotingDrafter(5)
+    engine = fake(make_drafter=lambda limit: drafter)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     ids = [engine.add_request([1, 2, 3], params, 3, make_matcher=matcher) for matcher in (None, StopAfter, None)]
-    assert drafter.num_requests == 2
+    assert {request for request, _ in drafter.open_samples} == {ids[0], ids[2]}, "a matcher excludes drafts"
     engine.step()
     engine.abort(ids[0])
-    assert drafter.num_requests == 1
+    assert {request for request, _ in drafter.open_samples} == {ids[2]}
     while engine.has_pending():
         engine.step()
-    assert drafter.num_requests == 0
+    assert not drafter.open_samples
 
 
 def test_no_drafts_by_default(tiny: Path) -> None:
@@ -395,29 +444,20 @@ def test_failed_step_with_drafts_changes_no_output(tiny: Path, error: BaseExcept
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_draft_with_nonfinite_logits_changes_no_output(
-    tiny: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with open_engine(tiny, kernels=kernels, speculation="ngram", block_size=8) as engine:
-        torn = {name: weight.clone() for name, weight in engine.parts.executor.weight_values()}
+def test_draft_with_nonfinite_logits_changes_no_output(tiny: Path, kernels: Any) -> None:
+    params, drafter = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), FixedDrafter()
+    config = EngineConfig(str(tiny), kernels=kernels, speculation="ngram", block_size=8, device="cpu", num_threads=1)
+    parts = replace(assemble(replace(config, kv_cache_bytes=16 << 20)), make_drafter=lambda limit: drafter)
+    with InferenceEngine(config, parts=parts) as engine:
+        assert parts.executor is not None
+        torn = {name: weight.clone() for name, weight in parts.executor.weight_values()}
         poison = next(token for token in range(VOCAB_SIZE) if token not in (1, 2, 3))
         torn["model.embed_tokens.weight"][poison] = float("nan")
         engine.update_weights(torn, allow_nonfinite=True, blocking=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(NgramDrafter, "draft", lambda *_: Draft())
-            expected = engine.generate([[1, 2, 3]], params)[0]
+        expected = engine.generate([[1, 2, 3]], params)[0]
         assert poison not in expected.completion_tokens and expected.finish_reason == "length"
-        first = expected.completion_tokens[1]
-        asked = []
-
-        def poisoned(drafter: NgramDrafter, sample_id: int) -> Draft:
-            asked.append(sample_id)
-            return Draft() if drafter._samples[sample_id].is_disabled else Draft((first, poison, poison), 1.0)
-
-        monkeypatch.setattr(NgramDrafter, "draft", poisoned)
-        monkeypatch.setattr(NgramDrafter, "last_draft", lambda *_: (first, poison, poison))
+        drafter.tokens, drafter.num_drafts = (expected.completion_tokens[1], poison, poison), 0
         sample = engine.generate([[1, 2, 3]], params)[0]
-    assert asked and sample.finish_reason == "length"
+    assert drafter.num_drafts and sample.finish_reason == "length"
     assert sample.completion_tokens == expected.completion_tokens
     assert torch.tensor(sample.logprobs).sub(torch.tensor(expected.logprobs)).abs().max() < 1e-5

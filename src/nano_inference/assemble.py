@@ -15,6 +15,7 @@ import torch
 from nano_inference.admission import StopMatcherFactory
 from nano_inference.catalog import default_cache, resolve
 from nano_inference.config import AttentionName, Dtype, EngineConfig
+from nano_inference.drafts import MakeDrafter
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.weights import Rounding
 from nano_inference.executors.cuda.executor import CudaExecutor
@@ -44,6 +45,7 @@ from nano_inference.loader.rounding import measured_sources
 from nano_inference.models.config import ModelConfig, with_length
 from nano_inference.models.families import Family, program_of
 from nano_inference.models.program import Program
+from nano_inference.ngram_drafter import NgramDrafter
 from nano_inference.parallel.executor import ShardedExecutor
 from nano_inference.parallel.leader import Leader
 from nano_inference.parallel.links import Links, local_links
@@ -87,6 +89,8 @@ class EngineParts:
     is_on_cuda: bool = False
     caches_by_prompt: bool = False
     """See `Limits`."""
+    make_drafter: MakeDrafter = NgramDrafter
+    """Used with `speculation="ngram"`."""
     executor: Executor | None = None
     """The runner if it is an executor; None for a test's runner."""
 

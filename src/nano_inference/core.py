@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from nano_inference.appending import append_prompt_results, append_result
 from nano_inference.config import SchedulerConfig
+from nano_inference.drafts import MakeDrafter
 from nano_inference.kv import Hit, KVManager
 from nano_inference.recovery import Checkpoint, checkpoint, clear_prompt_results, rebuild_matcher, restart, roll_back
 from nano_inference.runner import BlockCopy, Row, RowResult, Runner
@@ -23,7 +24,9 @@ from nano_inference.types import Delta, OnRunning, StepResult, StepStats, Weight
 class Core:
     """Owns the queues and hands out block ids through its KV manager. The only place where a `Sequence` changes."""
 
-    def __init__(self, runner: Runner, kv: KVManager, limits: SchedulerConfig, *, vocab_size: int) -> None:
+    def __init__(
+        self, runner: Runner, kv: KVManager, limits: SchedulerConfig, make_drafter: MakeDrafter, *, vocab_size: int
+    ) -> None:
         self.version = 0
         """Number of weight installations since the start."""
         self.labels: dict[int, WeightLabel] = {}
@@ -38,7 +41,7 @@ class Core:
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
         """Ascending by id, that is, oldest first."""
-        self._speculator = Speculator(limits.max_draft_tokens)
+        self._speculator = Speculator(make_drafter, limits.max_draft_tokens)
         self._open: Counter[int] = Counter()
         """Request id -> number of its sequences that have not ended."""
         self._started: set[int] = set()

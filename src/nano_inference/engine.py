@@ -17,7 +17,7 @@ from nano_inference.checks import check_bool, unit_vector
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.control import Control
 from nano_inference.core import Core
-from nano_inference.ngram_drafter import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS
+from nano_inference.drafts import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS
 from nano_inference.requests import RequestQueue
 from nano_inference.runner import ClosedRunner
 from nano_inference.sequence import Sequence
@@ -391,7 +391,7 @@ def _new_core(config: EngineConfig, parts: EngineParts) -> Core:
         max_draft_tokens=config.max_draft_tokens if config.speculation == "ngram" else 0,
         weight_tokens=CUDA_WEIGHT_TOKENS if parts.is_on_cuda else CPU_WEIGHT_TOKENS,
     )
-    return Core(parts.runner, parts.kv, limits, vocab_size=parts.vocab_size)
+    return Core(parts.runner, parts.kv, limits, parts.make_drafter, vocab_size=parts.vocab_size)
 
 
 def _limits_of(parts: EngineParts, lineage: str) -> Limits:

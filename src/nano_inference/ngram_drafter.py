@@ -1,7 +1,7 @@
 """N-gram drafting: proposes the tokens that followed the last occurrence of a sample's final tokens.
 
 Occurrences are searched in the prompt and in all samples of the request. A step samples at the position of each draft
-token, so a wrong draft costs time and never changes an output token. Integers only; costs are counted in tokens.
+token, so a wrong draft costs time and never changes an output token. Integers only.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
+
+from nano_inference.drafts import Draft
 
 SHORTEST = 2
 """Tokens that must match before an occurrence counts."""
@@ -22,46 +23,6 @@ FIRST_CHANCE = 0.6
 """Acceptance that is assumed for a sample before its first draft was verified."""
 RATE = 0.125
 """Weight of each new outcome in the running estimate of acceptance."""
-CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS = 6, 128
-"""Tokens whose arithmetic takes as long as reading the weights. CPU: fitted to steps of 1 to 24 tokens, which gave 5
-(int8) to 10 (weights as in the file). CUDA: computed from arithmetic and memory throughput of devices."""
-
-
-class Draft(NamedTuple):
-    """Draft tokens, and the probability that each is accepted if those before it are."""
-
-    tokens: tuple[int, ...] = ()
-    chance: float = 0.0
-
-
-class Offer(NamedTuple):
-    """The most draft tokens that a row could compute, and their acceptance."""
-
-    limit: int
-    chance: float
-
-
-def choose_drafts(offers: Sequence[Offer], num_tokens: int, room: int, weight_tokens: int) -> list[int]:
-    """Return how many draft tokens each row computes in a step that computes `num_tokens` without any.
-
-    Maximises accepted tokens per unit of time. A step of n tokens is modelled to take n + w, where w = `weight_tokens`.
-    Tokens that are not drafts are worth 1; the j-th draft token of a row is worth chance^j, the probability that it is
-    accepted. The most probable remaining token is added while chance^j · (n + w) > worth, up to `room` tokens: small
-    steps accept doubtful drafts, large steps only nearly certain ones.
-    """
-    counts = [0] * len(offers)
-    heap = [(-offer.chance, index) for index, offer in enumerate(offers) if offer.limit > 0]
-    heapify(heap)
-    worth, duration = float(num_tokens), num_tokens + weight_tokens
-    while heap and room > 0 and -heap[0][0] * duration > worth:
-        chance, index = heap[0]
-        counts[index] += 1
-        room, worth, duration = room - 1, worth - chance, duration + 1
-        if counts[index] < offers[index].limit:
-            heapreplace(heap, (chance * offers[index].chance, index))
-        else:
-            heappop(heap)
-    return counts
 
 
 class Occurrence(NamedTuple):

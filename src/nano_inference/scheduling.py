@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.ngram_drafter import Offer, choose_drafts
+from nano_inference.drafts import Offer, choose_drafts
 
 OVERTAKERS = 256
 """Most younger sequences that start while an older one waits for blocks or for budget."""

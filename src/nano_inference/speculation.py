@@ -1,11 +1,11 @@
-"""`Speculator`: connects the core's sequences to the n-gram drafter. The core verifies the draft tokens."""
+"""`Speculator`: connects the core's sequences to a drafter. The core verifies the draft tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from nano_inference.ngram_drafter import NgramDrafter
+from nano_inference.drafts import MakeDrafter
 from nano_inference.scheduling import SeqView
 from nano_inference.sequence import Sequence
 
@@ -13,22 +13,23 @@ from nano_inference.sequence import Sequence
 class Speculator:
     """Owns a drafter of at most `limit` draft tokens for a row; 0 turns speculation off."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, make_drafter: MakeDrafter, limit: int) -> None:
+        self._make_drafter = make_drafter
         self._limit = limit
-        self.drafter = NgramDrafter(limit)
+        self._drafter = make_drafter(limit)
 
     def open(self, seq: Sequence) -> None:
         """Register a new sequence. All sequences of a request are registered before any of them runs."""
         if self._limit and seq.can_speculate:
-            self.drafter.open(seq.id, seq.request_id, seq.tokens, seq.num_prompt)
+            self._drafter.open(seq.id, seq.request_id, seq.tokens, seq.num_prompt)
 
     def close(self, seq: Sequence) -> None:
         """Forget a sequence that has ended."""
-        self.drafter.close(seq.id, seq.request_id)
+        self._drafter.close(seq.id, seq.request_id)
 
     def restart(self, live: Iterable[Sequence]) -> None:
         """Replace all sequences by these, after an interrupted step; acceptance estimates start again."""
-        self.drafter = NgramDrafter(self._limit)
+        self._drafter = self._make_drafter(self._limit)
         for seq in live:
             self.open(seq)
 
@@ -39,15 +40,15 @@ class Speculator:
         found: list[SeqView] = []
         for seq, view in zip(running, views, strict=True):
             if view.num_tokens - view.num_computed == 1 and not seq.banned:
-                draft = self.drafter.draft(seq.id)
+                draft = self._drafter.draft(seq.id)
                 view = view._replace(num_drafts=len(draft.tokens), draft_chance=draft.chance)
             found.append(view)
         return found
 
     def drafts(self, seq: Sequence, count: int) -> tuple[int, ...]:
         """Return the first `count` draft tokens that `with_drafts` proposed for a sequence."""
-        return self.drafter.last_draft(seq.id)[:count] if count else ()
+        return self._drafter.last_draft(seq.id)[:count] if count else ()
 
     def disable(self, seq: Sequence) -> None:
         """Propose no more draft tokens for a sequence."""
-        self.drafter.disable(seq.id)
+        self._drafter.disable(seq.id)
