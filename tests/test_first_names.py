@@ -31,7 +31,7 @@ from nano_inference import (
 )
 from nano_inference.first_names import blocks_of, new_sequence, status_of
 from nano_inference.kv import compute_block_hash as core_hash
-from nano_inference.scheduling import schedule as core_schedule
+from nano_inference.scheduling import plan_step
 from tests.models.families import VOCAB_SIZE, make_model
 
 LIMITS = SchedulerConfig(max_batch_size=4, max_tokens_per_batch=32, block_size=4)
@@ -82,7 +82,8 @@ def test_schedule_plans_sequences_as_their_counts(num_free: int) -> None:
         SeqView(2, 5, 4, 1, num_private=0, max_new=8),
     ]
     plan = schedule([fresh], [old, young], num_free, LIMITS)
-    assert plan == core_schedule(views[:1], views[1:], num_free, LIMITS)
+    assert (plan.work, plan.preempted_seqs) == plan_step(views[:1], views[1:], num_free, LIMITS)
+    assert sorted((*plan.prefill_seqs, *plan.decode_seqs)) == sorted(work.id for work in plan.work)
     assert plan == schedule([fresh], [old, views[2]], num_free, LIMITS) or num_free < 9
     if num_free == 0:
         assert plan.preempted_seqs, "no block is free, so the youngest is preempted"

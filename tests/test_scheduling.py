@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.scheduling import STREAM_LOOKAHEAD, SchedulerOutput, SeqView, Work, schedule
+from nano_inference.scheduling import STREAM_LOOKAHEAD, SeqView, StepPlan, Work, plan_step
 
 State = tuple[list[SeqView], list[SeqView], int, SchedulerConfig]
 
@@ -53,21 +53,26 @@ def random_state(rng: random.Random) -> State:
     return waiting, running, rng.randrange(14), cfg
 
 
-def states() -> Iterator[tuple[State, SchedulerOutput]]:
+def states() -> Iterator[tuple[State, StepPlan]]:
     for seed in range(3000):
         state = random_state(random.Random(seed))
-        yield state, schedule(*state)
+        yield state, plan_step(*state)
+
+
+def decoding_in(plan: StepPlan) -> tuple[int, ...]:
+    """Return the ids that compute their last token and sample the next."""
+    return tuple(work.id for work in plan.work if work.num_tokens == 1 and work.num_sampled)
 
 
 def test_plan_respects_budget_and_blocks() -> None:
     for (waiting, running, free, cfg), plan in states():
         views = {v.id: v for v in (*waiting, *running)}
         admitted = [views[work.id] for work in plan.work if work.id >= 100]
-        given_back = sum(views[id].num_private for id in plan.preempted_seqs)
+        given_back = sum(views[id].num_private for id in plan.preempted)
         taken = sum(work.num_blocks for work in plan.work) + sum(v.idle_hit for v in admitted)
         assert taken <= free + given_back
         assert sum(work.num_tokens for work in plan.work) <= cfg.max_tokens_per_batch
-        assert len(running) - len(plan.preempted_seqs) + len(admitted) <= cfg.max_batch_size
+        assert len(running) - len(plan.preempted) + len(admitted) <= cfg.max_batch_size
 
 
 def test_every_row_has_the_blocks_it_needs_and_no_more() -> None:
@@ -88,18 +93,15 @@ def test_plan_lists_each_sequence_once_in_order() -> None:
         order = [v.id for v in (*running, *waiting)]
         ids = [work.id for work in plan.work]
         assert ids == sorted(set(ids), key=order.index), "oldest first, each once"
-        assert sorted((*plan.prefill_seqs, *plan.decode_seqs)) == sorted(ids)
-        decodes = tuple(work.id for work in plan.work if work.num_tokens == 1 and work.num_sampled)
-        assert plan.decode_seqs == decodes
-        assert not set(ids) & set(plan.preempted_seqs)
+        assert not set(ids) & set(plan.preempted)
 
 
 def test_youngest_are_preempted_and_the_oldest_continues() -> None:
     num_preempting = 0
     for (_, running, _, _), plan in states():
         ids = [v.id for v in running]
-        count = len(plan.preempted_seqs)
-        assert list(plan.preempted_seqs) == ids[::-1][:count]
+        count = len(plan.preempted)
+        assert list(plan.preempted) == ids[::-1][:count]
         if ids and plan.work[:1] != () and plan.work[0].id == ids[0]:
             num_preempting += count > 0
         else:
@@ -111,7 +113,7 @@ def test_preempting_step_admits_no_sequence() -> None:
     num_admitting = 0
     for _, plan in states():
         admitted = [work.id for work in plan.work if work.id >= 100]
-        assert not (admitted and plan.preempted_seqs)
+        assert not (admitted and plan.preempted)
         num_admitting += bool(admitted)
     assert num_admitting > 500
 
@@ -129,9 +131,9 @@ def test_a_plan_is_a_pure_function() -> None:
     for seed in range(500):
         state = random_state(random.Random(seed))
         before = copy.deepcopy(state)
-        first = schedule(*state)
+        first = plan_step(*state)
         assert state == before
-        assert schedule(iter(state[0]), tuple(state[1]), *state[2:]) == first
+        assert plan_step(iter(state[0]), tuple(state[1]), *state[2:]) == first
 
 
 def readable(count: int, *, num_tokens: int = 4, **more: object) -> Iterator[SeqView]:
@@ -143,37 +145,37 @@ def readable(count: int, *, num_tokens: int = 4, **more: object) -> Iterator[Seq
 
 def test_queue_is_read_only_while_there_is_room() -> None:
     full = [decoding(i, 3) for i in range(3)]
-    assert len(schedule(readable(5), full, 99, config(max_batch_size=8)).work) == 8, "seats"
-    assert len(schedule(readable(0), full, 99, config(max_batch_size=3)).work) == 3, "no seat"
-    assert len(schedule(readable(2), [], 99, config(budget=8)).work) == 2, "budget"
-    assert len(schedule(readable(0), full, 99, config(budget=3)).work) == 3, "no budget"
-    assert len(schedule(readable(2), [], 2, config()).work) == 1, "blocks: one is kept spare for the admitted"
+    assert len(plan_step(readable(5), full, 99, config(max_batch_size=8)).work) == 8, "seats"
+    assert len(plan_step(readable(0), full, 99, config(max_batch_size=3)).work) == 3, "no seat"
+    assert len(plan_step(readable(2), [], 99, config(budget=8)).work) == 2, "budget"
+    assert len(plan_step(readable(0), full, 99, config(budget=3)).work) == 3, "no budget"
+    assert len(plan_step(readable(2), [], 2, config()).work) == 1, "blocks: one is kept spare for the admitted"
     tight = [decoding(i, 5) for i in range(3)]
-    assert schedule(readable(0), tight, 0, config()).preempted_seqs == (2, 1), "a step that preempts"
+    assert plan_step(readable(0), tight, 0, config()).preempted == (2, 1), "a step that preempts"
 
 
 def test_sequence_waits_for_a_block_that_another_computes() -> None:
     waiting = [view(100 + i, 9, next_key="same") for i in range(3)] + [view(103, 9, next_key="other")]
-    plan = schedule(waiting, [], 99, config())
+    plan = plan_step(waiting, [], 99, config())
     assert [work.id for work in plan.work] == [100, 103]
     busy = [view(1, 30, 4, 1, next_key="same")]
-    assert [work.id for work in schedule(waiting, busy, 99, config(budget=100)).work] == [1, 103]
+    assert [work.id for work in plan_step(waiting, busy, 99, config(budget=100)).work] == [1, 103]
     alone = [view(100 + i, 9) for i in range(3)]
-    assert len(schedule(alone, [], 99, config()).work) == 3, "None names no block"
-    assert len(schedule(waiting, [], 99, config(max_batch_size=3)).work) == 1, "a follower keeps its seat"
+    assert len(plan_step(alone, [], 99, config()).work) == 3, "None names no block"
+    assert len(plan_step(waiting, [], 99, config(max_batch_size=3)).work) == 1, "a follower keeps its seat"
 
 
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
     v = view(100, 100, max_new=5)
-    plan = schedule([v], [], 50, config(budget=16))
+    plan = plan_step([v], [], 50, config(budget=16))
     seen = []
-    while not plan.decode_seqs:
+    while not decoding_in(plan):
         work = plan.work[0]
         seen.append(work)
         done = v.num_computed + work.num_tokens
         v = v._replace(num_computed=done, num_blocks=v.num_blocks + work.num_blocks)
         v = v._replace(num_tokens=v.num_tokens + work.num_sampled)
-        plan = schedule([], [v], 50, config(budget=16))
+        plan = plan_step([], [v], 50, config(budget=16))
     assert [work.num_tokens for work in seen] == [16] * 6 + [4]
     assert [work.num_sampled for work in seen] == [0] * 6 + [1]
     assert sum(work.num_blocks for work in seen) == 25
@@ -181,39 +183,38 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
 
 def test_decoding_rows_keep_their_token_while_a_long_prompt_is_read() -> None:
     running = [view(0, 100, 0, 0, max_new=5), *(decoding(i, 6) for i in range(1, 6))]
-    plan = schedule([], running, 99, config(budget=8))
+    plan = plan_step([], running, 99, config(budget=8))
     assert [work.num_tokens for work in plan.work] == [3, 1, 1, 1, 1, 1]
-    assert plan.decode_seqs == (1, 2, 3, 4, 5)
-    assert plan.prefill_seqs == (0,)
-    plan = schedule([], running, 99, config(budget=3))
+    assert decoding_in(plan) == (1, 2, 3, 4, 5) and {work.id for work in plan.work} == set(range(6))
+    plan = plan_step([], running, 99, config(budget=3))
     assert [(work.id, work.num_tokens) for work in plan.work] == [(0, 1), (1, 1), (2, 1)], "the oldest first"
-    plan = schedule([view(100, 50)], running[1:], 99, config(budget=8))
+    plan = plan_step([view(100, 50)], running[1:], 99, config(budget=8))
     assert [work.num_tokens for work in plan.work] == [1] * 5 + [3], "newcomers take what is left"
 
 
 def test_lookahead_reserves_the_slots_of_tokens_not_yet_drawn() -> None:
     row = decoding(0, 8)._replace(max_new=9)
-    assert schedule([], [row], 9, config(lookahead=1)).work == (Work(0, 1, 0, 1),)
-    assert schedule([], [row], 9, config(lookahead=2)).work == (Work(0, 1, 1, 2),)
-    assert schedule([], [row], 9, config(lookahead=6)).work == (Work(0, 1, 2, 6),)
-    assert schedule([], [row._replace(max_new=1)], 9, config(lookahead=6)).work == (Work(0, 1, 0, 1),)
+    assert plan_step([], [row], 9, config(lookahead=1)).work == (Work(0, 1, 0, 1),)
+    assert plan_step([], [row], 9, config(lookahead=2)).work == (Work(0, 1, 1, 2),)
+    assert plan_step([], [row], 9, config(lookahead=6)).work == (Work(0, 1, 2, 6),)
+    assert plan_step([], [row._replace(max_new=1)], 9, config(lookahead=6)).work == (Work(0, 1, 0, 1),)
     scoring = view(100, 8, max_new=0)
-    assert schedule([scoring], [], 9, config(lookahead=6)).work == (Work(100, 8, 2, 0),)
+    assert plan_step([scoring], [], 9, config(lookahead=6)).work == (Work(100, 8, 2, 0),)
 
 
 def test_lookahead_changes_neither_the_rows_of_a_step_nor_who_is_preempted() -> None:
     num_ahead = 0
     for (waiting, running, free, cfg), plan in states():
-        single = schedule(waiting, running, free, dataclasses.replace(cfg, lookahead=1))
+        single = plan_step(waiting, running, free, dataclasses.replace(cfg, lookahead=1))
         assert [work[:2] for work in plan.work] == [work[:2] for work in single.work]
-        assert plan.preempted_seqs == single.preempted_seqs
+        assert plan.preempted == single.preempted
         num_ahead += sum(work.num_sampled > 1 for work in plan.work)
     assert num_ahead > 50
 
 
 def sampled(waiting: Iterable[SeqView], *running: SeqView, free: int = 99, lookahead: int = 16) -> list[int]:
     """Return how many tokens each row of a step samples."""
-    return [work.num_sampled for work in schedule(waiting, running, free, config(lookahead=lookahead)).work]
+    return [work.num_sampled for work in plan_step(waiting, running, free, config(lookahead=lookahead)).work]
 
 
 def test_rows_sample_one_token_while_a_prompt_is_computed() -> None:
@@ -246,13 +247,13 @@ def test_lookahead_takes_free_blocks_only() -> None:
 def test_a_row_with_drafts_does_not_look_ahead() -> None:
     rows = [decoding(0, 8)._replace(num_drafts=3, draft_chance=1.0), decoding(1, 8)]
     cfg = dataclasses.replace(config(lookahead=4), max_draft_tokens=5, weight_tokens=30)
-    plan = schedule((), rows, 99, cfg)
+    plan = plan_step((), rows, 99, cfg)
     assert [(work.num_sampled, work.num_drafts) for work in plan.work] == [(1, 3), (4, 0)]
 
 
 def test_preemption_stops_as_soon_as_there_is_room() -> None:
     running = [decoding(i, 5) for i in range(4)]  # each needs one more block and holds one
-    seen = [(p.preempted_seqs, [w.id for w in p.work]) for p in (schedule([], running, n, config()) for n in range(5))]
+    seen = [(p.preempted, [w.id for w in p.work]) for p in (plan_step([], running, n, config()) for n in range(5))]
     assert seen == [((3, 2), [0, 1]), ((3, 2), [0, 1]), ((3,), [0, 1, 2]), ((3,), [0, 1, 2]), ((), [0, 1, 2, 3])]
 
 
@@ -269,11 +270,11 @@ def test_drafts_use_only_the_rest_of_the_budget() -> None:
     for seed in range(6000):
         rng = random.Random(seed)
         waiting, running, free, cfg = guessing(random_state(rng), rng)
-        plan = schedule(waiting, running, free, cfg)
-        plain = schedule(waiting, running, free, dataclasses.replace(cfg, max_draft_tokens=0))
+        plan = plan_step(waiting, running, free, cfg)
+        plain = plan_step(waiting, running, free, dataclasses.replace(cfg, max_draft_tokens=0))
         views = {v.id: v for v in (*waiting, *running)}
         assert [work[:2] + work[3:4] for work in plan.work] == [work[:2] + work[3:4] for work in plain.work]
-        assert (plan.preempted_seqs, plan.decode_seqs) == (plain.preempted_seqs, plain.decode_seqs)
+        assert (plan.preempted, decoding_in(plan)) == (plain.preempted, decoding_in(plain))
         assert sum(work.num_tokens + work.num_drafts for work in plan.work) <= cfg.max_tokens_per_batch
         left = free - sum(work.num_blocks for work in plan.work)
         left -= sum(views[work.id].idle_hit for work in plan.work if work.id >= 100)
@@ -282,26 +283,28 @@ def test_drafts_use_only_the_rest_of_the_budget() -> None:
             if not work.num_drafts:
                 assert work == without
                 continue
-            assert work.id in plan.decode_seqs and work.num_drafts <= min(v.num_drafts, v.max_new - 1)
+            assert work.id in decoding_in(plan) and work.num_drafts <= min(v.num_drafts, v.max_new - 1)
             num_slots = v.num_tokens + work.num_drafts
             assert work.num_blocks == max(0, -(-num_slots // cfg.block_size) - v.num_blocks)
-            assert not plan.preempted_seqs
+            assert not plan.preempted
             assert work.num_blocks == without.num_blocks or left >= len(plan.work), "a block for each that runs"
             num_guessing += 1
             num_taking += work.num_blocks > without.num_blocks
-        num_cut += sum(w.num_drafts for w in plan.work) < sum(w.num_drafts for w in schedule([], running, 99, cfg).work)
+        num_cut += sum(w.num_drafts for w in plan.work) < sum(
+            w.num_drafts for w in plan_step([], running, 99, cfg).work
+        )
     assert min(num_guessing, num_taking, num_cut) > 150, (num_guessing, num_taking, num_cut)
 
 
 def test_drafts_leave_one_block_for_each_row() -> None:
     rows = [decoding(i, 4)._replace(num_drafts=3, draft_chance=0.99) for i in range(2)]
     cfg = dataclasses.replace(config(), max_draft_tokens=5)
-    plans = [schedule([], rows, free, cfg).work for free in (0, 2, 3, 4)]
+    plans = [plan_step([], rows, free, cfg).work for free in (0, 2, 3, 4)]
     assert [[(w.num_blocks, w.num_drafts) for w in plan] for plan in plans] == [
         [(0, 0), (0, 0)], [(0, 0), (0, 0)], [(1, 3), (0, 0)], [(1, 3), (1, 3)]
     ]  # fmt: skip
     last = [rows[0]._replace(max_new=1), rows[1]._replace(max_new=2)]
-    assert [w.num_drafts for w in schedule([], last, 9, cfg).work] == [0, 1], "no further than it may go"
+    assert [w.num_drafts for w in plan_step([], last, 9, cfg).work] == [0, 1], "no further than it may go"
     busy = [view(0, 60), *(row._replace(id=row.id + 1) for row in rows), view(3, 60), view(4, 12)]
-    plan = schedule([], busy, 99, cfg)
+    plan = plan_step([], busy, 99, cfg)
     assert [(w.num_tokens, w.num_drafts) for w in plan.work] == [(24, 0), (1, 1), (1, 1), (24, 0), (12, 0)], "62 of 64"

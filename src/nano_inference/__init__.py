@@ -37,7 +37,7 @@ _HOMES = {
     "SamplingParams": "types",
     "SpmdEngine": "spmd",
     "SchedulerConfig": "config",
-    "SchedulerOutput": "scheduling",
+    "SchedulerOutput": "first_names",
     "Segment": "rollout",
     "SeqView": "scheduling",
     "Sequence": "first_names",

@@ -15,6 +15,7 @@ from nano_inference.executors.torch.store import KVStore as KVStore
 from nano_inference.first_names import Block as Block
 from nano_inference.first_names import KVCacheManager as KVCacheManager
 from nano_inference.first_names import RadixAttention as RadixAttention
+from nano_inference.first_names import SchedulerOutput as SchedulerOutput
 from nano_inference.first_names import Sequence as Sequence
 from nano_inference.first_names import SequenceStatus as SequenceStatus
 from nano_inference.first_names import compute_block_hash as compute_block_hash
@@ -33,7 +34,6 @@ from nano_inference.rollout import Rollout as Rollout
 from nano_inference.rollout import Segment as Segment
 from nano_inference.rollout import Turn as Turn
 from nano_inference.rollout import run_rollouts as run_rollouts
-from nano_inference.scheduling import SchedulerOutput as SchedulerOutput
 from nano_inference.scheduling import SeqView as SeqView
 from nano_inference.spmd import SpmdEngine as SpmdEngine
 from nano_inference.types import BadRequest as BadRequest

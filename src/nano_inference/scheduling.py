@@ -25,7 +25,6 @@ sequence is preempted for more than one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
@@ -79,20 +78,6 @@ class Work(NamedTuple):
     """Draft tokens to compute after those; one more token is sampled at each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerOutput:
-    """A plan for one step."""
-
-    prefill_seqs: tuple[int, ...]
-    """Ids that compute more than one token, or sample none."""
-    decode_seqs: tuple[int, ...]
-    """Ids that compute their last token and sample the next."""
-    preempted_seqs: tuple[int, ...]
-    """Ids whose blocks are taken away, youngest first."""
-    work: tuple[Work, ...]
-    """Every scheduled sequence, oldest first."""
-
-
 def share(config: SchedulerConfig) -> int:
     """Return the tokens of a step that one prompt gets while other sequences decode or a prompt ends in the step.
 
@@ -114,7 +99,7 @@ def seats(config: SchedulerConfig) -> int:
 
 
 class StepPlan(NamedTuple):
-    """The internal form of `SchedulerOutput`."""
+    """What one step computes."""
 
     work: tuple[Work, ...]
     """Every scheduled sequence, oldest first."""
@@ -148,20 +133,6 @@ class _Plan:
         self.work.append(work)
         self.budget -= work.num_tokens
         self.free -= work.num_blocks + view.idle_hit
-
-
-def schedule(
-    waiting: Iterable[SeqView], running: Sequence[SeqView], num_free_blocks: int, config: SchedulerConfig
-) -> SchedulerOutput:
-    """Return the plan of `plan_step`, with the ids of prefilling and of decoding sequences."""
-    plan = plan_step(waiting, running, num_free_blocks, config)
-    is_decode = [work.num_tokens == 1 and work.num_sampled > 0 for work in plan.work]
-    return SchedulerOutput(
-        prefill_seqs=tuple(w.id for w, decode in zip(plan.work, is_decode, strict=True) if not decode),
-        decode_seqs=tuple(w.id for w, decode in zip(plan.work, is_decode, strict=True) if decode),
-        preempted_seqs=plan.preempted,
-        work=plan.work,
-    )
 
 
 def plan_step(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.scheduling import OVERTAKERS, SchedulerOutput, SeqView, reserve, schedule, seats, share
+from nano_inference.scheduling import OVERTAKERS, SeqView, StepPlan, plan_step, reserve, seats, share
 
 Arrivals = Callable[[int], list[tuple[int, int]]]
 """Maps a step's number to the (prompt tokens, new tokens) of the requests that arrive before it."""
@@ -59,12 +59,12 @@ class World:
         self.lives.append(life)
         return life
 
-    def step(self) -> SchedulerOutput:
+    def step(self) -> StepPlan:
         """Plan a step, check it, and apply it."""
-        plan = schedule(iter(self.waiting), tuple(self.running), self.free, self.config)
-        assert plan.work or plan.preempted_seqs or not (self.running or self.waiting), "a step without work"
+        plan = plan_step(iter(self.waiting), tuple(self.running), self.free, self.config)
+        assert plan.work or plan.preempted or not (self.running or self.waiting), "a step without work"
         self.check(plan)
-        for id in plan.preempted_seqs:
+        for id in plan.preempted:
             victim = self.running.pop()
             assert victim.id == id
             self.free += victim.num_blocks
@@ -77,12 +77,10 @@ class World:
         assert 0 <= self.free <= self.num_blocks
         return plan
 
-    def check(self, plan: SchedulerOutput) -> None:
+    def check(self, plan: StepPlan) -> None:
         """Decoding rows get their token; a prompt gets more than its share only if no other row can use the step."""
         planned = {work.id: work for work in plan.work}
-        decoding = [
-            v.id for v in self.running if v.num_tokens - v.num_computed == 1 and v.id not in plan.preempted_seqs
-        ]
+        decoding = [v.id for v in self.running if v.num_tokens - v.num_computed == 1 and v.id not in plan.preempted]
         assert all(id in planned for id in decoding), "a decoding row was left out"
         largest = max((work.num_tokens for work in plan.work), default=0)
         if decoding or any(work.num_sampled for work in plan.work if work.num_tokens <= share(self.config)):
@@ -227,17 +225,17 @@ def waiting(*views: SeqView) -> Iterator[SeqView]:
 def test_followers_of_a_prompt_do_not_slow_it() -> None:
     followers = [SeqView(id, 6900, 0, 0, next_key="same", max_new=9) for id in range(1, 8)]
     leader = SeqView(0, 6900, 0, 0, next_key="same", max_new=9)
-    assert [w.num_tokens for w in schedule(waiting(leader, *followers), [], 10**4, limits(256)).work] == [256]
+    assert [w.num_tokens for w in plan_step(waiting(leader, *followers), [], 10**4, limits(256)).work] == [256]
     leader = leader._replace(num_computed=256, num_blocks=16)
-    assert [w.num_tokens for w in schedule(waiting(*followers), [leader], 10**4, limits(256)).work] == [256]
+    assert [w.num_tokens for w in plan_step(waiting(*followers), [leader], 10**4, limits(256)).work] == [256]
     other = SeqView(8, 10, 0, 0, next_key="other", max_new=9)
-    assert [w.num_tokens for w in schedule(waiting(*followers, other), [leader], 10**4, limits(256)).work] == [64, 10]
+    assert [w.num_tokens for w in plan_step(waiting(*followers, other), [leader], 10**4, limits(256)).work] == [64, 10]
 
 
 def test_a_long_prompt_that_a_short_one_follows_counts_as_short() -> None:
     busy = [SeqView(id, 6000 + 100 * id, 16, 1, next_key=id) for id in range(8)]
     follower = SeqView(9, 40, 16, 1, next_key=7, max_new=9)
-    plain = schedule((), busy, 10**4, limits(256))
+    plain = plan_step((), busy, 10**4, limits(256))
     assert [work.id for work in plain.work] == [0, 1, 2, 3]
-    plan = schedule(waiting(follower), busy, 10**4, limits(256))
+    plan = plan_step(waiting(follower), busy, 10**4, limits(256))
     assert [work.id for work in plan.work] == [0, 1, 2, 7], "it computes the block that the short one waits for"

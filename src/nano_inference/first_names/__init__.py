@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from nano_inference import kv, scheduling
+from nano_inference import kv
 from nano_inference.checks import check_int
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv import RadixKVCache
-from nano_inference.scheduling import SchedulerOutput, SeqView
+from nano_inference.scheduling import SeqView, Work, plan_step
 from nano_inference.sequence import Sequence as Sequence
 from nano_inference.sequence import start_sequences
 from nano_inference.types import EngineRequest, SamplingParams
@@ -35,6 +36,20 @@ class SequenceStatus(Enum):
     """It holds no blocks: it is new, or was preempted."""
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """A plan for one step."""
+
+    prefill_seqs: tuple[int, ...]
+    """Ids that compute more than one token, or sample none."""
+    decode_seqs: tuple[int, ...]
+    """Ids that compute their last token and sample the next."""
+    preempted_seqs: tuple[int, ...]
+    """Ids whose blocks are taken away, youngest first."""
+    work: tuple[Work, ...]
+    """Every scheduled sequence, oldest first."""
 
 
 class Block(NamedTuple):
@@ -86,14 +101,21 @@ def schedule(
     num_free_blocks: int,
     config: SchedulerConfig,
 ) -> SchedulerOutput:
-    """Return the plan of `scheduling.schedule`, for counts or for sequences; finished sequences are left out.
+    """Return the plan of `scheduling.plan_step`, for counts or for sequences; finished sequences are left out.
 
     `num_computed` and `blocks` of a waiting sequence are its cache hit, as `KVCacheManager.allocate` returns it.
     """
     queue = tuple(waiting)
     holders = Counter(block for one in (*queue, *running) if isinstance(one, Sequence) for block in one.blocks)
     views = [[_view(one, holders) for one in each if not _is_finished(one)] for each in (queue, running)]
-    return scheduling.schedule(tuple(views[0]), views[1], num_free_blocks, config)
+    plan = plan_step(tuple(views[0]), views[1], num_free_blocks, config)
+    decode = dict.fromkeys(work.id for work in plan.work if work.num_tokens == 1 and work.num_sampled)
+    return SchedulerOutput(
+        prefill_seqs=tuple(work.id for work in plan.work if work.id not in decode),
+        decode_seqs=tuple(decode),
+        preempted_seqs=plan.preempted,
+        work=plan.work,
+    )
 
 
 def compute_block_hash(token_ids: Seq[int], prefix_hash: int | None = -1) -> int:
