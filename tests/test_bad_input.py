@@ -18,10 +18,11 @@ from nano_inference import (
     EngineRequest,
     InferenceEngine,
     ModelError,
+    PagedKVCache,
+    RadixKVCache,
     SamplingParams,
     sample_with_logprobs,
 )
-from nano_inference.kv import make_kv
 from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.types import TrainingSample
 from tests.models.families import VOCAB_SIZE, make_model
@@ -270,9 +271,9 @@ def test_allowed_tokens_that_are_all_stop_tokens_are_refused_with_min_tokens(tin
         ours.add_request(PROMPT, SamplingParams(min_tokens=4, allowed_token_ids=[3], stop_token_ids=[3]))
 
 
-@pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_invalid_allocate_arguments_change_nothing(cache_type: Any) -> None:
-    kv = make_kv(cache_type, 8, 4)
+@pytest.mark.parametrize("kind", [PagedKVCache, RadixKVCache])
+def test_invalid_allocate_arguments_change_nothing(kind: Any) -> None:
+    kv = kind(8, 4)
     blocks = kv.allocate(range(10)).block_ids
     for wrong in ((blocks, 11), (blocks, -1), (blocks[1:], None), ((*blocks, 7), None), ((), None)):
         with pytest.raises(ValueError, match=r"num_computed|block_ids"):

@@ -35,6 +35,7 @@ from nano_inference.scheduling import plan_step
 from tests.models.families import VOCAB_SIZE, make_model
 
 LIMITS = SchedulerConfig(max_batch_size=4, max_tokens_per_batch=32, block_size=4)
+CACHES = [PagedKVCache, RadixKVCache]
 TEXTS = [[5, 9, 30, 2, 44, 7, 7, 1, 3], [8], [4, 5, 6], [1]]
 
 
@@ -141,7 +142,53 @@ def test_caches_are_instances_of_the_protocol() -> None:
     assert not isinstance({}, KVCacheManager) and not isinstance(KVStore, KVCacheManager)
 
 
-@pytest.mark.parametrize("kind", [PagedKVCache, RadixAttention])
+@pytest.mark.parametrize("kind", CACHES)
+def test_allocate_and_deallocate_reuse_cached_prefixes(kind: Any) -> None:
+    kv = kind(8, 4)
+    first = kv.allocate(range(10))
+    assert (len(first.block_ids), first.cached_length, kv.num_free_blocks()) == (3, 0, 5)
+    assert kv.allocate(range(10)).cached_length == 0, "nothing is found before its K/V exists"
+    kv.deallocate(first.block_ids)
+    again = kv.allocate(range(10))
+    assert (again.block_ids[:2], again.cached_length) == (first.block_ids[:2], 8)
+    kv.deallocate(again.block_ids)
+    with pytest.raises(ValueError, match="deallocated already"):
+        kv.deallocate(again.block_ids)
+    with pytest.raises(ValueError, match="token_ids"):
+        kv.allocate([])
+    for num_computed, expected in ((0, 0), (7, 4)):
+        blocks = kv.allocate(range(50, 60)).block_ids
+        kv.deallocate(blocks, num_computed)
+        kv.check()
+        allocation = kv.allocate(range(50, 60))
+        assert allocation.cached_length == expected
+        kv.deallocate(allocation.block_ids, 0)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_prompt_without_room_changes_nothing(kind: Any) -> None:
+    kv = kind(4, 2)
+    kv.deallocate(kv.allocate([1, 2, 3, 4]).block_ids)
+    kv.allocate([8])
+    for prompt in ([1, 2, 3, 4, 5, 6, 7], [9] * 7):
+        with pytest.raises(CacheFull, match="4 KV blocks requested, 3 "):
+            kv.allocate(prompt)
+        kv.check()
+        assert kv.num_free_blocks() == 3
+    assert kv.allocate([1, 2, 3, 4, 5, 6]).cached_length == 4
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_reset_forgets_allocated_prompts(kind: Any) -> None:
+    kv = kind(4, 2)
+    blocks = kv.allocate([1, 2, 3]).block_ids
+    kv.reset()
+    with pytest.raises(ValueError, match="not allocated"):
+        kv.deallocate(blocks)
+    assert kv.num_free_blocks() == 4
+
+
+@pytest.mark.parametrize("kind", CACHES)
 def test_a_published_prefix_is_found_while_its_owner_holds_it(kind: Any) -> None:
     kv, prompt = kind(8, 4), list(range(9))
     owner = kv.allocate(prompt)

@@ -69,6 +69,7 @@ TORCH_FREE = (
     "runner.py",
     "seeds.py",
     "first_names/__init__.py",
+    "first_names/caches.py",
     "pool/routing.py",
     "drafts.py",
     "ngram_drafter.py",

@@ -13,18 +13,18 @@ from nano_inference.executors.torch.attention import (
 )
 from nano_inference.executors.torch.store import KVStore as KVStore
 from nano_inference.first_names import Block as Block
-from nano_inference.first_names import KVCacheManager as KVCacheManager
-from nano_inference.first_names import RadixAttention as RadixAttention
 from nano_inference.first_names import SchedulerOutput as SchedulerOutput
 from nano_inference.first_names import Sequence as Sequence
 from nano_inference.first_names import SequenceStatus as SequenceStatus
 from nano_inference.first_names import compute_block_hash as compute_block_hash
 from nano_inference.first_names import schedule as schedule
+from nano_inference.first_names.caches import CacheAllocation as CacheAllocation
+from nano_inference.first_names.caches import KVCacheManager as KVCacheManager
+from nano_inference.first_names.caches import PagedKVCache as PagedKVCache
+from nano_inference.first_names.caches import RadixAttention as RadixAttention
+from nano_inference.first_names.caches import RadixKVCache as RadixKVCache
 from nano_inference.first_names.forward import model_forward as model_forward
 from nano_inference.first_names.sampling import sample_with_logprobs as sample_with_logprobs
-from nano_inference.kv import CacheAllocation as CacheAllocation
-from nano_inference.kv import PagedKVCache as PagedKVCache
-from nano_inference.kv import RadixKVCache as RadixKVCache
 from nano_inference.pool.local import LocalFleet as LocalFleet
 from nano_inference.pool.pool import RolloutPool as RolloutPool
 from nano_inference.pool.ray_workers import RayFleet as RayFleet

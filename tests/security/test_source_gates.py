@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 import nano_inference
-from nano_inference.kv import hashing, make_kv
+from nano_inference import PagedKVCache, RadixKVCache
+from nano_inference.kv import hashing
 
 HOME = Path(nano_inference.__file__).parent
 PICKLE_NAMES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "_codecs"}
@@ -252,12 +252,12 @@ def test_blocks_are_named_by_a_cryptographic_hash_of_128_bits(trees: dict[str, a
     assert max(hashing.compute_block_hash([i]).bit_length() for i in range(99)) > 120
 
 
-@pytest.mark.parametrize("cache_type", ["radix", "paged"])
-def test_tokens_with_equal_python_hashes_are_no_hit(cache_type: Literal["radix", "paged"]) -> None:
+@pytest.mark.parametrize("kind", [RadixKVCache, PagedKVCache])
+def test_tokens_with_equal_python_hashes_are_no_hit(kind: type[RadixKVCache | PagedKVCache]) -> None:
     """The tree compares the tokens themselves, the table their digests; neither trusts `hash`."""
     ours, theirs = [0] * 9, [2**61 - 1] * 9
     assert hash(tuple(ours)) == hash(tuple(theirs))
-    cache = make_kv(cache_type, 8, 4)
+    cache = kind(8, 4)
     cache.deallocate(cache.allocate(ours).block_ids)
     found = cache.allocate(theirs)
     assert found.cached_length == 0

@@ -12,19 +12,16 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from nano_inference import kv
 from nano_inference.checks import check_int
 from nano_inference.config import SchedulerConfig
-from nano_inference.kv import RadixKVCache
 from nano_inference.scheduling import SeqView, Work, plan_step
 from nano_inference.sequence import Sequence as Sequence
 from nano_inference.sequence import start_sequences
 from nano_inference.types import EngineRequest, SamplingParams
 
-RadixAttention = RadixKVCache
-"""SGLang's name for prefix reuse by a tree of tokens."""
 _LARGEST_HASH = (1 << 128) - 1
 _NO_LIMIT = 1 << 30
 
@@ -60,11 +57,6 @@ class Block(NamedTuple):
     """The tokens whose K/V it has room for; fewer than a block's size in the last one."""
     hash: int | None
     """`compute_block_hash` of the tokens, after the hash of the block before; None unless the block is full."""
-
-
-@runtime_checkable
-class KVCacheManager(kv.KVCacheManager, Protocol):
-    """`kv.KVCacheManager`, for `isinstance`: an object with the four methods, whatever its class."""
 
 
 def new_sequence(prompt: Seq[int], params: SamplingParams | None = None, *, id: int = 0, seed: int = 0) -> Sequence:

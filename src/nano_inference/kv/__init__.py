@@ -13,29 +13,13 @@ inside a block. Invariants of both, verified by `check()`:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from nano_inference.config import CacheType
 from nano_inference.kv.hashing import compute_block_hash as compute_block_hash
 from nano_inference.kv.paged import PagedKVCache as PagedKVCache
-from nano_inference.kv.pool import CacheAllocation as CacheAllocation
 from nano_inference.kv.pool import Hit as Hit
 from nano_inference.kv.pool import KVManager as KVManager
 from nano_inference.kv.pool import Salt as Salt
 from nano_inference.kv.radix import RadixKVCache as RadixKVCache
-
-
-class KVCacheManager(Protocol):
-    """The minimal public interface, prompts in and block tables out; `KVManager` documents the methods."""
-
-    def allocate(self, token_ids: Sequence[int]) -> CacheAllocation: ...
-
-    def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None: ...
-
-    def num_free_blocks(self) -> int: ...
-
-    def flush(self) -> int: ...
 
 
 def make_kv(cache_type: CacheType, num_blocks: int, block_size: int) -> KVManager:

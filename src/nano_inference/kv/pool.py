@@ -16,8 +16,6 @@ from nano_inference.types import CacheFull
 Salt = tuple[int, str]
 """Weight version and cache namespace: prefixes are shared only between equal salts."""
 
-NO_SALT: Salt = (0, "")
-
 
 class Hit(NamedTuple):
     """Cached K/V that a prompt can reuse."""
@@ -29,13 +27,6 @@ class Hit(NamedTuple):
     partial_block: int = -1
     """A block whose first `partial_tokens` slots continue the prefix, to be copied and never shared; -1 is none."""
     partial_tokens: int = 0
-
-
-class CacheAllocation(NamedTuple):
-    """A prompt's blocks; the K/V of its first `cached_length` tokens exists."""
-
-    block_ids: tuple[int, ...]
-    cached_length: int
 
 
 class BlockPool:
@@ -120,8 +111,6 @@ class KVManager(ABC):
         """Make every block blank; forget every prefix and reference. Can be interrupted and called again."""
         self._pool = BlockPool(self.num_blocks)
         self._forget_all()
-        self._allocated: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        """The last block of each `allocate`, which is private -> its blocks and the prompt's tokens."""
 
     def num_free_blocks(self) -> int:
         """Return how many blocks have no reference, with or without findable K/V."""
@@ -176,29 +165,3 @@ class KVManager(ABC):
     @abstractmethod
     def _is_findable(self, block: int) -> bool:
         """Return whether a block that nothing holds is part of a prefix that can be found; called once on release."""
-
-    def allocate(self, token_ids: Sequence[int]) -> CacheAllocation:
-        """Return a prompt's blocks, whole cached ones first. Raises `CacheFull` and then changes nothing."""
-        hit = self.peek(token_ids, NO_SALT)
-        if not token_ids:
-            raise ValueError("token_ids must hold at least one token")
-        num_fresh = -(-len(token_ids) // self.block_size) - len(hit.blocks)
-        if num_fresh + hit.num_idle > self.num_free_blocks():
-            raise CacheFull(f"{num_fresh + hit.num_idle} KV blocks requested, {self.num_free_blocks()} are free")
-        blocks = self.hold(hit) + self.take(num_fresh)
-        self._allocated[blocks[-1]] = tuple(blocks), tuple(token_ids)
-        return CacheAllocation(tuple(blocks), len(hit.blocks) * self.block_size)
-
-    def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None:
-        """Release a prompt's blocks and publish its first `num_computed` tokens (default: all).
-
-        Raises `ValueError` when the blocks were not allocated, or were deallocated before.
-        """
-        blocks, tokens = self._allocated.get(block_ids[-1], ((), ())) if block_ids else ((), ())
-        if not blocks or tuple(block_ids) != blocks:
-            raise ValueError("block_ids were not allocated, or were deallocated already")
-        if num_computed is not None:
-            check_int("num_computed", num_computed, 0, len(tokens))
-        del self._allocated[blocks[-1]]
-        computed = tokens[:num_computed]
-        self.release(self.publish(computed, NO_SALT, block_ids, 0, len(computed)))
