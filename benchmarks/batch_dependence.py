@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.assemble import load_model
 from nano_inference.catalog import default_cache, resolve
 from nano_inference.executors.batch import build
 from nano_inference.executors.forward import model_forward
+from nano_inference.executors.opening import load_model
 from nano_inference.executors.sampling import invert_cdf
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.executors.torch.ops import linear

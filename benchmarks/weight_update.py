@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.assemble import load_model, locate
+from nano_inference.assemble import locate
 from nano_inference.config import KernelsName
+from nano_inference.executors.opening import load_model
 from nano_inference.loader.checkpoint import open_checkpoint
 
 PATHS: Mapping[str, KernelsName] = MappingProxyType({"torch": "off", "C kernels": "auto"})

@@ -16,7 +16,7 @@ from benchmarks.cuda_parts.models import SHAPES, Bench, open_random
 from benchmarks.cuda_parts.report import Report, Sink, Unit, device_name, run_unit
 from benchmarks.cuda_parts.timing import seconds_of
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.assemble import CUDA_LOOKAHEAD
+from nano_inference.executors.opening import CUDA_LOOKAHEAD
 
 FIRST, *OTHERS = SHAPES
 SECTIONS = ("ceilings", "engine", "kernels", "profile", "tests", "flashinfer")

@@ -14,18 +14,13 @@ import torch
 
 from nano_inference.admission import StopMatcherFactory
 from nano_inference.catalog import default_cache, resolve
-from nano_inference.config import AttentionName, Dtype, EngineConfig
+from nano_inference.config import EngineConfig
 from nano_inference.drafts import MakeDrafter
-from nano_inference.executors.cpu.executor import CpuExecutor
-from nano_inference.executors.cpu.weights import Rounding
-from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.launchers import Kernels, triton_kernels
-from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.devices import available_memory, pick_device, pick_dtype, rank_device
-from nano_inference.executors.loading import LoadProgress, load_weights
+from nano_inference.executors.loading import LoadProgress
+from nano_inference.executors.opening import ROUNDINGS, load_cuda_model, load_kernel_model, load_model
 from nano_inference.executors.protocol import CacheSize, Executor
-from nano_inference.executors.sampling import draw
-from nano_inference.executors.step import Sampler
 from nano_inference.executors.torch.attention import pick
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.kernels.compile import (
@@ -41,9 +36,8 @@ from nano_inference.kernels.library import Library
 from nano_inference.kinds import ModelKinds, installed_kinds
 from nano_inference.kv import KVManager, make_kv
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loader.rounding import measured_sources
 from nano_inference.models.config import ModelConfig, with_length
-from nano_inference.models.families import Family, program_of
+from nano_inference.models.families import program_of
 from nano_inference.models.program import Program
 from nano_inference.ngram_drafter import NgramDrafter
 from nano_inference.parallel.executor import ShardedExecutor
@@ -60,10 +54,6 @@ from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest
 from nano_inference.weights.sync import WeightSyncManager
 
-ROUNDINGS: Mapping[Dtype, Rounding] = {"auto": "own", "float32": "own", "bfloat16": "bfloat16", "int8": "int8"}
-"""How the kernels store weights; "own" keeps the file's values exactly, in as few bytes as they need."""
-CUDA_LOOKAHEAD = 16
-"""Default of `EngineConfig.lookahead` with the CUDA kernels."""
 _COPY_SHARE = 8
 """The default KV cache of a copied engine has one block for 8 of the original."""
 
@@ -338,77 +328,6 @@ def _why_no_kernels(config: EngineConfig, device: torch.device) -> str | None:
     if config.kernels != "auto" and not cpu_has(config.kernels, cpu_flags()):
         return f"this machine's CPU has no {config.kernels}"
     return None
-
-
-def load_kernel_model(
-    checkpoint: Checkpoint,
-    library: Library,
-    rounding: Rounding,
-    max_model_len: int,
-    progress: LoadProgress | None = None,
-    *,
-    families: Mapping[str, Family] | None = None,
-) -> CpuExecutor:
-    """Pack a checkpoint's weights for the kernels. A dynamic rope's base is fixed from `max_model_len`.
-
-    `families` are those of `program_of`. Raises `ModelError` if the files do not have the model's weights.
-    """
-    config = with_length(checkpoint.config, max_model_len)
-    executor = CpuExecutor(config, program_of(config, families), library, max_model_len, rounding)
-    load_weights(executor, checkpoint.sources, progress)
-    return executor
-
-
-def load_cuda_model(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    kernels: Kernels,
-    config: EngineConfig,
-    progress: LoadProgress | None = None,
-    *,
-    families: Mapping[str, Family] | None = None,
-) -> Executor:
-    """Load a checkpoint's weights for the CUDA kernels.
-
-    Raises `ValueError` naming what the kernels do not support, and `ModelError` as the other loaders.
-    """
-    max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
-    limits = Limits(
-        max_len=max_model_len,
-        max_rows=config.max_batch_size,
-        max_tokens=max(config.max_tokens_per_batch, config.max_batch_size),
-        lookahead=config.lookahead or CUDA_LOOKAHEAD,
-        is_deterministic=config.deterministic,
-    )
-    model = with_length(checkpoint.config, max_model_len)
-    dtype = pick_dtype(config.dtype, device)
-    executor = CudaExecutor(model, program_of(model, families), device, dtype, kernels, limits)
-    sources, error = measured_sources(checkpoint.sources, dtype)
-    load_weights(executor, sources, progress)
-    if error.squares:
-        _log.warning("%s; dtype=float32 keeps them", error)
-    return executor
-
-
-def load_model(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_model_len: int,
-    progress: LoadProgress | None = None,
-    *,
-    attention: AttentionName = "auto",
-    sampler: Sampler = draw,
-    families: Mapping[str, Family] | None = None,
-) -> TorchExecutor:
-    """Load a checkpoint's weights for torch. A dynamic rope's base is fixed from `max_model_len`.
-
-    `families` are those of `program_of`. Raises `ModelError` if the files do not have the model's weights.
-    """
-    config = with_length(checkpoint.config, max_model_len)
-    executor = TorchExecutor(config, program_of(config, families), device, dtype, pick(attention, device), sampler)
-    load_weights(executor, checkpoint.sources, progress)
-    return executor
 
 
 def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -> int:

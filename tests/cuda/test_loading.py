@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig
-from nano_inference.assemble import load_cuda_model, pick_cuda_kernels
+from nano_inference.assemble import pick_cuda_kernels
 from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.launchers import plain_kernels
 from nano_inference.executors.cuda.measure import largest_steps
 from nano_inference.executors.cuda.memory import Limits
+from nano_inference.executors.opening import load_cuda_model
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.loader.rounding import measured_sources

@@ -20,8 +20,8 @@ import transformers
 from safetensors import safe_open
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from nano_inference.assemble import load_model
 from nano_inference.executors.forward import model_forward
+from nano_inference.executors.opening import load_model
 from nano_inference.executors.step_input import ForwardInput, Span
 from nano_inference.executors.torch.executor import new_store
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint

@@ -16,10 +16,10 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 from tiny_models import converted, finish, random_blocks, read_all, write_metadata
 
-from nano_inference.assemble import load_kernel_model
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.opening import load_kernel_model
 from nano_inference.kernels.library import BF16, F16, F32, INT8
 from nano_inference.kernels.matrix import GGML
 from nano_inference.loader.checkpoint import open_checkpoint

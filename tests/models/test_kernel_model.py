@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.assemble import load_kernel_model, load_model, pick_kernels
+from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
 from nano_inference.executors.batch import Rows, in_step_order
 from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.opening import load_kernel_model, load_model
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.kernels.library import Library

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference.assemble import load_model
+from nano_inference.executors.opening import load_model
 from nano_inference.loader import gguf_file, safetensors_file
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.loader.gguf_file import read_gguf

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference.assemble import load_model
+from nano_inference.executors.opening import load_model
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.text import hf
 from nano_inference.text.chat import load_chat_template

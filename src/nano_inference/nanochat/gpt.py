@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.assemble import ROUNDINGS, load_model, pick_kernels
+from nano_inference.assemble import pick_kernels
 from nano_inference.config import Dtype, EngineConfig
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.devices import pick_device, pick_dtype
 from nano_inference.executors.loading import load_weights
+from nano_inference.executors.opening import ROUNDINGS, load_model
 from nano_inference.executors.protocol import Executor
 from nano_inference.executors.step import Sampler
 from nano_inference.executors.torch.executor import TorchExecutor
