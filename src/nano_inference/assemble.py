@@ -12,10 +12,10 @@ from typing import cast
 
 import torch
 
-from nano_inference.admission import StopMatcherFactory
+from nano_inference.admission import Limits, StopMatcherFactory
 from nano_inference.catalog import default_cache, resolve
-from nano_inference.config import EngineConfig
-from nano_inference.drafts import MakeDrafter
+from nano_inference.config import EngineConfig, SchedulerConfig
+from nano_inference.drafts import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS, MakeDrafter
 from nano_inference.executors.cuda.launchers import Kernels, triton_kernels
 from nano_inference.executors.devices import available_memory, pick_device, pick_dtype, rank_device
 from nano_inference.executors.loading import LoadProgress
@@ -47,17 +47,35 @@ from nano_inference.parallel.local import load_part
 from nano_inference.parallel.processes import Processes
 from nano_inference.parallel.shard import check_divisible
 from nano_inference.parallel.staged import Whole
-from nano_inference.runner import Runner
+from nano_inference.runner import BlockCopy, Row, RowResult, Runner
 from nano_inference.text.kinds import Tokenizer, TokenizerKind, TokenizerSource
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest
+from nano_inference.types import BadRequest, EngineDead
 from nano_inference.weights.sync import WeightSyncManager
 
 _COPY_SHARE = 8
 """The default KV cache of a copied engine has one block for 8 of the original."""
 
 _log = logging.getLogger("nano_inference")
+
+
+class ClosedRunner:
+    """The runner of an engine that was shut down."""
+
+    failure = None
+
+    def run(
+        self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
+    ) -> Mapping[int, RowResult]:
+        """Raise `EngineDead`."""
+        raise EngineDead("the engine was shut down")
+
+    def free_cache(self) -> None: ...
+
+    def restore_cache(self) -> None: ...
+
+    def recover(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +106,34 @@ class EngineParts:
     def code(self) -> str:
         """'torch', or the instruction set of the CPU kernels."""
         return "torch" if self.executor is None else self.executor.code
+
+    def scheduler_config(self, config: EngineConfig) -> SchedulerConfig:
+        """Return the limits of a step of these parts."""
+        return SchedulerConfig(
+            max_batch_size=config.max_batch_size,
+            max_tokens_per_batch=config.max_tokens_per_batch,
+            block_size=self.kv.block_size,
+            lookahead=self.lookahead,
+            max_draft_tokens=config.max_draft_tokens if config.speculation == "ngram" else 0,
+            weight_tokens=CUDA_WEIGHT_TOKENS if self.is_on_cuda else CPU_WEIGHT_TOKENS,
+        )
+
+    def limits(self, lineage: str) -> Limits:
+        """Return the limits that a request to these parts must respect."""
+        return Limits(
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            num_blocks=self.kv.num_blocks,
+            block_size=self.kv.block_size,
+            hidden_size=self.checkpoint.config.hidden_size if self.checkpoint else 0,
+            eos_token_ids=self.eos_token_ids,
+            caches_by_prompt=self.caches_by_prompt,
+            lineage=lineage,
+        )
+
+    def closed(self) -> EngineParts:
+        """Return the parts of the engine after its shutdown: no model, and a runner that raises `EngineDead`."""
+        return replace(self, runner=ClosedRunner(), executor=None, weights=None)
 
 
 def assemble(

@@ -14,12 +14,10 @@ from nano_inference.admission import Limits, requests_for, score_starts, scoring
 from nano_inference.assemble import EngineParts, assemble, copied_parts
 from nano_inference.calls import DeltaStream, as_call
 from nano_inference.checks import check_bool, unit_vector
-from nano_inference.config import EngineConfig, SchedulerConfig
+from nano_inference.config import EngineConfig
 from nano_inference.control import Control
 from nano_inference.core import Core
-from nano_inference.drafts import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS
 from nano_inference.requests import RequestQueue
-from nano_inference.runner import ClosedRunner
 from nano_inference.sequence import Sequence
 from nano_inference.state import EngineState
 from nano_inference.types import (
@@ -58,9 +56,9 @@ class InferenceEngine(Control):
         """`parts` replaces what `config` would build, in tests and copies."""
         self.config = config
         self.parts = assemble(config) if parts is None else parts
-        state = EngineState(_new_core(config, self.parts))
+        state = EngineState(self._new_core())
         super().__init__(state, self.parts.runner, self.parts.kv, self.parts.weights, weights_in)
-        limits = _limits_of(self.parts, config.lineage or secrets.token_hex(8))
+        limits = self.parts.limits(config.lineage or secrets.token_hex(8))
         self._queue = RequestQueue(config, limits, self.parts.stop_matcher, self._state, self.calls)
         self._group: WeightGroup | None = None
 
@@ -291,9 +289,9 @@ class InferenceEngine(Control):
             self._group.close()
         if self.parts.executor is not None:
             self.parts.executor.close()
-        self._runner, self._weights = ClosedRunner(), None
-        self.parts = replace(self.parts, runner=ClosedRunner(), executor=None, weights=None)
-        self._state.reset(_new_core(self.config, self.parts))
+        self.parts = self.parts.closed()
+        self._runner, self._weights = self.parts.runner, None
+        self._state.reset(self._new_core())
 
     def __enter__(self) -> Self:
         return self
@@ -347,6 +345,12 @@ class InferenceEngine(Control):
 
     # ---- running requests to their end ------------------------------------------------------------------------------
 
+    def _new_core(self) -> Core:
+        """Return a core with empty queues."""
+        parts = self.parts
+        limits = parts.scheduler_config(self.config)
+        return Core(parts.runner, parts.kv, limits, parts.make_drafter, vocab_size=parts.vocab_size)
+
     def _admit_all(self, requests: Seq[EngineRequest], prefixes: Seq[str] = ()) -> list[list[Sequence]]:
         self._require_alive()
         return self._queue.admit_all(requests, prefixes)
@@ -379,32 +383,6 @@ class InferenceEngine(Control):
                 return delta
             self._require_running()
             self.tick()
-
-
-def _new_core(config: EngineConfig, parts: EngineParts) -> Core:
-    """Return a core with empty queues."""
-    limits = SchedulerConfig(
-        max_batch_size=config.max_batch_size,
-        max_tokens_per_batch=config.max_tokens_per_batch,
-        block_size=parts.kv.block_size,
-        lookahead=parts.lookahead,
-        max_draft_tokens=config.max_draft_tokens if config.speculation == "ngram" else 0,
-        weight_tokens=CUDA_WEIGHT_TOKENS if parts.is_on_cuda else CPU_WEIGHT_TOKENS,
-    )
-    return Core(parts.runner, parts.kv, limits, parts.make_drafter, vocab_size=parts.vocab_size)
-
-
-def _limits_of(parts: EngineParts, lineage: str) -> Limits:
-    return Limits(
-        vocab_size=parts.vocab_size,
-        max_model_len=parts.max_model_len,
-        num_blocks=parts.kv.num_blocks,
-        block_size=parts.kv.block_size,
-        hidden_size=parts.checkpoint.config.hidden_size if parts.checkpoint else 0,
-        eos_token_ids=parts.eos_token_ids,
-        caches_by_prompt=parts.caches_by_prompt,
-        lineage=lineage,
-    )
 
 
 def _samples_in(deltas: Iterable[Delta]) -> tuple[TrainingSample, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from nano_inference.types import EngineDead, LogprobsMode, SamplingMask, SamplingParams, TopLogprobs
+from nano_inference.types import LogprobsMode, SamplingMask, SamplingParams, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,21 +108,3 @@ class Runner(Protocol):
 
     def recover(self) -> None:
         """Undo the effects of an interrupted `run`. Can be interrupted and called again."""
-
-
-class ClosedRunner:
-    """The runner of an engine that was shut down."""
-
-    failure = None
-
-    def run(
-        self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
-    ) -> Mapping[int, RowResult]:
-        """Raise `EngineDead`."""
-        raise EngineDead("the engine was shut down")
-
-    def free_cache(self) -> None: ...
-
-    def restore_cache(self) -> None: ...
-
-    def recover(self) -> None: ...
