@@ -1,6 +1,6 @@
-"""Sampling defaults of chats in the terminal and on the web page.
+"""Sampling defaults: which fields a model's files may set, and those of chats in the terminal and on the web page.
 
-These clients send the defaults explicitly; the HTTP API and the Python API do not apply them.
+These clients send the defaults of chats explicitly; the HTTP API and the Python API do not apply them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from nano_inference.types import MODELS_OWN, SamplingParams
+from nano_inference.types import SamplingParams
 
 ChatSource = Literal["the model's generation_config.json", "measured for this model", "default for chats"]
 
+MODELS_OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling fields whose default may come from the model's `generation_config.json`, as in vLLM."""
 CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
 CHAT_MAX_TOKENS = 1024
 """Default limit on an answer's tokens, unless the catalog has another."""

@@ -104,10 +104,6 @@ class TokenProgram(Protocol):
         """Take a sampled token; return the next state and the tokens to force after it."""
 
 
-MODELS_OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling fields whose default may come from the model's `generation_config.json`, as in vLLM."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample the tokens of one request. Raises `ValueError` naming an invalid field.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from nano_inference.chat_defaults import MODELS_OWN
 from nano_inference.cli import chat, local, main
 from nano_inference.cli.answer import Answer
 from nano_inference.cli.conversation import Sampling
@@ -22,7 +23,7 @@ from nano_inference.cli.spelling import Typed
 from nano_inference.config import EngineConfig
 from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.nanochat.rules import GENERATIONS
-from nano_inference.types import MODELS_OWN, SamplingParams
+from nano_inference.types import SamplingParams
 from tests.nanochat.tiny import SPECIAL_IDS, base_meta, state_dict, write_checkpoint, write_tokenizer
 from tests.nanochat.tiny import model_config as tiny_config
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from cyclopts import App, Argument
 
+from nano_inference.chat_defaults import MODELS_OWN
 from nano_inference.cli.arguments import heading_of, key_of, kind_of, options_of, takes_list, variable_of
 from nano_inference.cli.config_file import NOT_IN_FILES
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.help_texts import EXAMPLES, KINDS, LONG, MAIN, SAMPLING, VALUES
-from nano_inference.types import MODELS_OWN, BadRequest
+from nano_inference.types import BadRequest
 
 LEFT = 30
 """Width of the left column."""

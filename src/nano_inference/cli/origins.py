@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from cyclopts import App, Argument, ArgumentCollection, Token
 
-from nano_inference.chat_defaults import CHAT_FIELDS
+from nano_inference.chat_defaults import CHAT_FIELDS, MODELS_OWN
 from nano_inference.cli.arguments import heading_of, is_secret, key_of, options_of
 from nano_inference.cli.config_file import NOT_IN_FILES
-from nano_inference.types import MODELS_OWN
 
 BUILT_IN = "built-in"
 UNLESS_MODEL = "built-in, unless the model has its own"

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nano_inference.chat_defaults import MODELS_OWN
 from nano_inference.loader.inferred import Inferred
 from nano_inference.loader.sources import WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.text.kinds import TokenizerSource
-from nano_inference.types import MODELS_OWN, ModelError, SamplingParams
+from nano_inference.types import ModelError, SamplingParams
 
 _SPARE = 1 << 23
 """Values (32 MB): mismatches of small models are reported by weight name, when they are loaded."""

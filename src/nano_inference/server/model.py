@@ -10,13 +10,13 @@ from typing import Any
 
 import nano_inference
 from nano_inference.admission import Limits
-from nano_inference.chat_defaults import ChatDefaults
+from nano_inference.chat_defaults import MODELS_OWN, ChatDefaults
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.text.dialogue import Dialogue
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import MODELS_OWN, SamplingParams
+from nano_inference.types import SamplingParams
 
 OWNER = "nano-inference"
 """`owned_by` of the models in GET /v1/models."""
