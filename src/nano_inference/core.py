@@ -20,6 +20,8 @@ from nano_inference.sequence import Sequence, finish, to_delta, to_row
 from nano_inference.speculation import Speculator
 from nano_inference.types import Delta, OnRunning, StepResult, StepStats, WeightLabel
 
+_NOTHING_COUNTED = StepStats()
+
 
 class Core:
     """Owns the queues and hands out block ids through its KV manager. The only place where a `Sequence` changes."""
@@ -314,7 +316,7 @@ class Core:
         if not drafting:
             youngest = max(seqs, key=lambda seq: seq.id)
             deltas.append(self.abort(youngest, f"out of memory: {error}" if str(error) else "out of memory"))
-        return self.result(deltas, num_preempted=len(seqs))
+        return self.result(deltas, StepStats(num_preempted=len(seqs)))
 
     def _preempt_oldest_last(self, seqs: Seq[Sequence]) -> None:
         """Preempt sequences so that the oldest is first in the queue."""
@@ -344,8 +346,7 @@ class Core:
                 deltas.append(to_delta(seq, num_added, self.version, self.labels))
             if seq.finish_reason:
                 self._leave(seq)
-        return self.result(
-            deltas,
+        counted = StepStats(
             num_rows=len(rows),
             num_computed=sum(len(row.tokens) for row in rows),
             num_sampled=num_sampled,
@@ -353,26 +354,12 @@ class Core:
             num_drafted=sum(row.num_drafts for row in rows),
             num_accepted=num_accepted,
         )
+        return self.result(deltas, counted)
 
-    def result(
-        self,
-        deltas: Seq[Delta],
-        *,
-        num_rows: int = 0,
-        num_computed: int = 0,
-        num_sampled: int = 0,
-        num_preempted: int = 0,
-        num_drafted: int = 0,
-        num_accepted: int = 0,
-    ) -> StepResult:
-        """Return deltas and a step's counters, with the current state of the queues and the cache."""
-        stats = StepStats(
-            num_rows=num_rows,
-            num_computed=num_computed,
-            num_sampled=num_sampled,
-            num_preempted=num_preempted,
-            num_drafted=num_drafted,
-            num_accepted=num_accepted,
+    def result(self, deltas: Seq[Delta], counted: StepStats = _NOTHING_COUNTED) -> StepResult:
+        """Return deltas and a step's counters, completed by the current state of the queues and the cache."""
+        stats = replace(
+            counted,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_free_blocks=self._kv.num_free_blocks(),

@@ -333,8 +333,7 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
     scorer = seq.leader or seq
     scored = params.prompt_logprobs is not None
     num_scores = _num_finite(scorer.scores)
-    embedding = _embedding(seq)
-    error = _embedding_error(seq, embedding)
+    embedding, error = _embedding(seq)
     if num_scores < len(scorer.scores):
         error = "the prompt's log-probabilities are not finite"
     return TrainingSample(
@@ -375,19 +374,14 @@ def _tops(seq: Sequence, start: int) -> tuple[TopLogprobs, ...] | None:
     )
 
 
-def _embedding(seq: Sequence) -> tuple[float, ...] | None:
-    """Return the mean of the pooled hidden states if they are complete and finite."""
-    if seq.request.params.pooling is None or seq.finish_reason != "length" or not seq.pooled:
-        return None
+def _embedding(seq: Sequence) -> tuple[tuple[float, ...] | None, str | None]:
+    """Return the mean of the pooled hidden states, and why a sequence that reached its length lacks it."""
+    if seq.request.params.pooling is None or seq.finish_reason != "length":
+        return None, None
+    if not seq.pooled:
+        return None, "the runner reports no hidden states"
     mean = float32(total / seq.num_pooled for total in seq.pooled)
-    return mean if all(map(math.isfinite, mean)) else None
-
-
-def _embedding_error(seq: Sequence, embedding: tuple[float, ...] | None) -> str | None:
-    """Return why a sequence that reached its length lacks the requested embedding; None if it does not."""
-    if seq.request.params.pooling is None or seq.finish_reason != "length" or embedding is not None:
-        return None
-    return "the prompt's hidden states are not finite" if seq.pooled else "the runner reports no hidden states"
+    return (mean, None) if all(map(math.isfinite, mean)) else (None, "the prompt's hidden states are not finite")
 
 
 def _num_finite(scores: list[float]) -> int:

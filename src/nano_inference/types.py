@@ -244,15 +244,15 @@ class EngineRequest:
 class StepStats:
     """Counters of one step, for metrics and progress bars."""
 
-    num_rows: int
-    num_computed: int
+    num_rows: int = 0
+    num_computed: int = 0
     """Tokens computed by the model, rejected draft tokens included."""
-    num_sampled: int
-    num_preempted: int
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    weight_version: int
+    num_sampled: int = 0
+    num_preempted: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    weight_version: int = 0
     num_drafted: int = 0
     """Draft tokens among `num_computed`."""
     num_accepted: int = 0
