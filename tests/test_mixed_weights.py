@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams, Traini
 from nano_inference.assemble import assemble
 from nano_inference.kv import Hit, KVManager
 from nano_inference.runner import BlockCopy, Row, RowResult, Runner
-from nano_inference.types import ON_RUNNING, OnRunning
+from nano_inference.types import OnRunning
 from nano_inference.weights.sync import WeightSyncManager
 from tests.effort import some
 from tests.sim.fakes import Calculator
@@ -413,7 +413,7 @@ def is_stuck(world: World, how: OnRunning) -> bool:
 def update(world: World) -> None:
     """Begin to install other weights; those that come in flight are held back for some steps."""
     engine, rng = world.engine, world.rng
-    how = rng.choice((*ON_RUNNING, "keep"))
+    how = rng.choice((*get_args(OnRunning), "keep"))
     if is_stuck(world, how):
         return
     if engine.weight_info().update != "idle":
@@ -634,7 +634,7 @@ def test_every_token_agrees_with_the_weights_of_its_kv(pool: Pool) -> None:
         found, more = judged(seed, ("radix", "paged")[seed % 2], pool)
         counts += found
         gaps += more
-    kinds = [f"{how}, {kind}" for how in ON_RUNNING for kind in ("blocking", "in flight")]
+    kinds = [f"{how}, {kind}" for how in get_args(OnRunning) for kind in ("blocking", "in flight")]
     acts = ["aborted", "resumed", "refused", "pause", "sleep", "discarded", "preempted", "spanning", "copies"]
     assert min(counts[what] for what in kinds + acts) >= some(2), counts
     assert min(counts[what] for what in ("hits", "forced", "mixed", "scored")) >= some(50), counts

@@ -150,11 +150,6 @@ class NgramDrafter:
         self._requests: dict[int, _Request] = {}
         self._samples: dict[int, _Sample] = {}
 
-    @property
-    def num_requests(self) -> int:
-        """Requests with an index."""
-        return len(self._requests)
-
     def open(self, sample_id: int, request_id: int, tokens: Sequence[int], num_prompt: int) -> None:
         """Register a sample; its caller appends to `tokens`. All samples of a request are registered first."""
         request = self._requests.get(request_id)

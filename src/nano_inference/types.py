@@ -41,9 +41,7 @@ OnRunning = Literal["keep", "recompute", "abort", "wait"]
 PauseMode = Literal["keep", "wait", "abort"]
 UpdateState = Literal["idle", "staging", "staged", "failed"]
 
-ON_RUNNING: tuple[OnRunning, ...] = get_args(OnRunning)
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
-LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 
 
 class BadRequest(ValueError):

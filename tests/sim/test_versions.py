@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import get_args
 
 import pytest
 
 from nano_inference.engine import InferenceEngine
-from nano_inference.types import ON_RUNNING, SamplingParams, TrainingSample, WeightError
+from nano_inference.types import OnRunning, SamplingParams, TrainingSample, WeightError
 from tests.effort import some
 from tests.sim.fakes import Calculator, StopAfter, fake_config
 from tests.sim.versioned import VersionedRunner, new_weights, next_token, parrot, replay, score, versioned_engine
@@ -71,7 +72,7 @@ def arrive(world: World) -> None:
 def update(world: World) -> None:
     """Install new weights in one of the ways there are; what may still be read changes with it."""
     engine, rng = world.engine, world.rng
-    how = rng.choice(ON_RUNNING)
+    how = rng.choice(get_args(OnRunning))
     if how == "wait" and engine.is_asleep:
         return
     label = rng.choice([None, f"step-{engine.get_weight_version() + 1}"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 from differential.models import HUGE_VOCAB
 from nano_inference import SamplingParams, TrainingSample
-from nano_inference.types import LOGPROBS_MODES, Beginning, StopReason
+from nano_inference.types import Beginning, LogprobsMode, StopReason
 
 TEMPERATURES = (0.0, 0.0, 0.5, 0.8, 1.0, 1.0, 1.3, 2.5)
 
@@ -137,7 +138,7 @@ def random_params(rng: random.Random, bounds: Bounds, num_prompt: int, *, has_ma
         seed=rng.randrange(-100, 2**40) if rng.random() < 0.7 else None,
         logprobs=rng.choice([None, None, 0, 1, 5]),
         prompt_logprobs=rng.choice([None, None, None, 0, 3]),
-        logprobs_mode=rng.choice([None, *LOGPROBS_MODES]),
+        logprobs_mode=rng.choice([None, *get_args(LogprobsMode)]),
         raw_logprobs=rng.random() < 0.4,
         sampling_mask=rng.random() < (0.05 if is_huge else 0.3),
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
 from differential.models import HUGE_VOCAB, changed, named
 from differential.worlds import Fault, HeldWeights, World, require
 from nano_inference import UpdateBusy, WeightError
-from nano_inference.types import ON_RUNNING, OnRunning
+from nano_inference.types import OnRunning
 from nano_inference.weights.directory import save_weights, weights_in
 from nano_inference.weights.staging import NamedWeights
 
@@ -25,7 +27,7 @@ def mark_abortable(world: World) -> None:
 def update(world: World) -> None:
     """Install other weights in one of the ways there are."""
     engine, rng = world.engine, world.rng
-    how: OnRunning = rng.choice((*ON_RUNNING, "keep"))
+    how: OnRunning = rng.choice((*get_args(OnRunning), "keep"))
     if is_stuck(world, how):
         return
     if engine.weight_info().update != "idle":

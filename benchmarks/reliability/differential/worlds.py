@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import transformers
@@ -22,7 +22,7 @@ from nano_inference.executors.cuda.launchers import plain_kernels
 from nano_inference.executors.opening import load_cuda_model
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.runner import Runner
-from nano_inference.types import LOGPROBS_MODES, Delta, EnginePaused, OnRunning
+from nano_inference.types import Delta, EnginePaused, LogprobsMode, OnRunning
 
 ComputePath = Literal["c", "torch", "cuda"]
 """`cuda` is the CUDA executor on CPU tensors, with plain kernels."""
@@ -155,7 +155,7 @@ def make_world(
         speculation=rng.choice(["off", "ngram"]),
         max_draft_tokens=rng.choice([1, 3, 5]),
         lookahead=random.Random(f"lookahead {seed} {family} {path}").choice([1, 2, 5, 16]),
-        logprobs_mode=rng.choice(LOGPROBS_MODES),
+        logprobs_mode=rng.choice(get_args(LogprobsMode)),
         seed=rng.randrange(100),
     )
     parts = cuda_parts(config) if path == "cuda" else assemble(config)
