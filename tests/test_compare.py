@@ -56,7 +56,7 @@ def test_failed_engine_is_reported_and_others_run() -> None:
     assert len(cells[SLOW.name]["values"]) == 2
 
 
-def test_who_becomes_the_fastest_has_as_many_turns() -> None:
+def test_new_fastest_program_gets_as_many_turns() -> None:
     def turn(plan: Plan, repetition: int) -> compare.Figures:
         rate = 1.0 if plan is FAST and repetition else RATES[plan.name]
         return {"decode1": ("tok/s", rate)}
@@ -95,7 +95,7 @@ def test_a_failure_after_the_first_turn_keeps_what_was_measured_and_ends_the_tur
     assert len(cells[OURS.name]["values"]) == 3
 
 
-def test_who_does_less_than_is_asked_is_never_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_that_lacks_a_feature_is_never_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
     plans = [*PLANS, Plan(name="plain", precision=QUANTISED, lacks=("rollout",))]
     cells = {name: report.cell("", [rate]) for name, rate in (RATES | {"plain": 99.0}).items()}
     assert report.fastest("rollout", cells, plans, (FLOAT, QUANTISED)) == SMALL.name

@@ -84,7 +84,7 @@ def one_of(found: Draw, place: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_who_is_special(name: str, sampler: KernelSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_draw_plain_rows_only(name: str, sampler: KernelSampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wish that the kernels do not know of goes to `sampling.draw`, and no other row does."""
     asked = []
 

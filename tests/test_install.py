@@ -226,7 +226,7 @@ def test_nvidia_smi_without_a_gpu_changes_nothing(script: str, index: str, tmp_p
 
 @needs_linux_without_gpu
 def test_it_installs_into_an_environment_whose_making_was_interrupted_and_not_twice(index: str, tmp_path: Path) -> None:
-    """`test_what_pip_cannot_install_ends_in_one_line_of_ours` makes an environment from nothing."""
+    """`test_failed_pip_install_ends_in_one_line` makes an environment from nothing."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     first = install(str(venv), "--source", index)

@@ -45,7 +45,7 @@ def test_table_without_extensions_has_the_built_in_rows() -> None:
         ("two = registry_broken:TWO", "ValueError: a number is odd"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_its_package(install, tmp_path: Path, points: str, why: str) -> None:
+def test_unusable_entry_point_is_refused_with_its_package(install, tmp_path: Path, points: str, why: str) -> None:
     install("registry_bad", "ONE = 1\nWORD = 'two'", points)
     (tmp_path / "registry_broken.py").write_text("raise ValueError('''a number\nis odd''')")
     with pytest.raises(PluginError, match=f"entry point {GROUP} .* of the package registry_bad: .*{why}") as caught:

@@ -170,7 +170,7 @@ class Trainer:
         self.args, self.use_vllm = SimpleNamespace(**{**defaults, **args}), False
 
 
-def test_what_the_backend_lacks_is_refused_by_name(model_path: Path) -> None:
+def test_unsupported_options_of_trl_are_refused_by_name(model_path: Path) -> None:
     with open_engine(model_path) as engine:
         with pytest.raises(ValueError, match=r"shards its weights \(FSDP\)"):
             use_engine(Trainer("FSDP"), engine)

@@ -135,7 +135,7 @@ def test_limits_of_a_response_are_verls(directory: Path) -> None:
     run(directory, work, max_model_len=64)
 
 
-def test_what_would_change_the_answer_is_refused_by_name(directory: Path) -> None:
+def test_unsupported_options_of_verl_are_refused_by_name(directory: Path) -> None:
     async def work(server: RolloutServer) -> None:
         for field, value in (("guided", 1), ("top_p", 3), ("n", 2)):
             with pytest.raises(ValueError, match=field):

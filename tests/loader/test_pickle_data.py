@@ -64,7 +64,7 @@ def test_calls_and_instances_are_records(tmp_path: Path, protocol: int) -> None:
 
 
 @pytest.mark.parametrize("value", [open, Plain, Plain(1), Runs(eval, "1"), {1}, 1.5, 1 << 80, bytearray(1)])
-def test_what_is_not_listed_is_refused(value: Any) -> None:
+def test_types_that_are_not_listed_are_refused(value: Any) -> None:
     with pytest.raises(PickleError):
         read_data(pickle.dumps([value]), NOTHING)
 

@@ -29,7 +29,9 @@ FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_la
     ],
     ids=["heads", "kv heads", "mlp", "odd mlp", "vocabulary"],
 )
-def test_what_a_size_does_not_divide_is_named(changes: dict[str, Any], size: int, message: str, tmp_path: Path) -> None:
+def test_indivisible_model_is_refused_by_what_size_does_not_divide(
+    changes: dict[str, Any], size: int, message: str, tmp_path: Path
+) -> None:
     make_model("llama-ratio1-untied", tmp_path, FOUR_HEADS | changes)
     with pytest.raises(ValueError, match=f"^tensor_parallel: {message}$"):
         InferenceEngine(config_of(tmp_path, tensor_parallel=size))

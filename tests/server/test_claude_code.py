@@ -97,7 +97,7 @@ def counts(usage: JSON) -> tuple[int, int, int]:
     return usage["input_tokens"], usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]
 
 
-def test_what_is_new_in_the_cache_is_counted(scripted: Running) -> None:
+def test_usage_counts_tokens_written_to_the_cache(scripted: Running) -> None:
     other = [{"role": "user", "content": [{"type": "text", "text": "never sent before", **MARK}]}]
     asked = {"messages": other, "system": "A prompt of its own, which no other test has sent."}
     size = scripted.post(COUNT, {"messages": other, "system": asked["system"], "tools": [TOOL]}).json()["input_tokens"]

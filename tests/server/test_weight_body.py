@@ -112,7 +112,7 @@ def test_a_body_that_is_wrong_at_its_end_leaves_the_old_weights(server: Running,
     assert checksum(server) == before
 
 
-def test_what_is_refused_before_the_body_is_read(server: Running, body: bytes) -> None:
+def test_invalid_headers_are_refused_before_the_body_is_read(server: Running, body: bytes) -> None:
     refused(send(server, body, **{"content-type": "application/json"}), 415, "application/octet-stream")
     refused(send(server, body, **{"content-encoding": "gzip"}), 415, "Content-Encoding")
     refused(send(server, body, **{"authorization": "Bearer another-key"}), 403, "admin key")
