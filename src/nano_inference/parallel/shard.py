@@ -70,11 +70,6 @@ class Shard:
     """By weight; a weight without a cut is whole."""
     vocabulary: VocabularyPart
 
-    def shape_of(self, spec: WeightSpec) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a weight of the whole program."""
-        cut = self.cuts.get(spec.name)
-        return spec.shape if cut is None else _resized(spec, cut).shape
-
 
 def shard(program: Program, rank: int, size: int) -> Shard:
     """Return one rank's part of a program.
