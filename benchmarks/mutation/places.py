@@ -75,11 +75,11 @@ def skipped_nodes(tree: ast.Module) -> set[int]:
 
 
 def all_mutants(package: Path, rooms: frozenset[str]) -> list[Mutant]:
-    """Return every mutant of the rooms."""
+    """Return every mutant of the rooms, which are top-level modules, folders, or modules in folders."""
     found = []
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
-        if name.partition("/")[0].removesuffix(".py") not in rooms:
+        if not {name.partition("/")[0].removesuffix(".py"), name.removesuffix(".py")} & rooms:
             continue
         tree = ast.parse(path.read_text())
         skipped = skipped_nodes(tree)
