@@ -109,8 +109,8 @@ def placed(imports: Mapping[str, set[str]]) -> dict[str, Box]:
 
 
 def mean_x(rooms: Iterable[str], boxes: Mapping[str, Box]) -> float:
-    """Return the middle of the rooms that are placed already."""
-    middles = [boxes[room].x + boxes[room].width / 2 for room in rooms if room in boxes]
+    """Return the middle of the rooms that are placed already; in one order, because sums of floats depend on it."""
+    middles = [boxes[room].x + boxes[room].width / 2 for room in sorted(rooms) if room in boxes]
     return sum(middles) / len(middles) if middles else WIDTH / 2
 
 
