@@ -25,7 +25,7 @@ BANDS = {
     "Models and files": "models loader text kinds",
     "Core": "kv runner matching sequence scheduling admission drafts speculation appending recovery core state",
     "Executors and weights": "executors weights parallel",
-    "Engine": "calls requests control ngram_drafter assemble engine rank spmd",
+    "Engine": "calls requests step_control control ngram_drafter assemble engine rank spmd",
     "Faces of the engine": "engine_thread async_engine rollout reference workloads first_names pool",
     "Wings": "server integrations cli nanochat",
 }

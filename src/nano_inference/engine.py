@@ -1,4 +1,4 @@
-"""`InferenceEngine`: the public interface, from token ids to token ids. `control` decides whether steps may run."""
+"""`InferenceEngine`: the public interface, from token ids to token ids. `StepControl` decides when steps may run."""
 
 from __future__ import annotations
 
