@@ -36,7 +36,7 @@ PUBLISHED = re.compile(
     r"|norm_row dtype=bf16 width=(1024|2048|4096) more=\w+ weight=True"
     r"|rotate_head dtype=bf16 (head_dim=(64|128) rotary=True norm=none|head_dim=128 rotary=True norm=first\+weight)"
     r"|(multiply|merge)_range dtype=bf16 .*|(activate|embed)_block dtype=bf16 kind=0|(load|advance)_rows"
-    r"|adjust_chunk dtype=bf16 cap=False|top_row dtype=bf16 cap=False cut=False"
+    r"|mix_block dtype=bf16 a=False|adjust_chunk dtype=bf16 cap=False|top_row dtype=bf16 cap=False cut=False"
     r"|(sum_chunk|draw_row|cut_row) (dtype=bf16 cap=False )?(cut=\w+ )?vocabulary=(131072|262144)"
 )
 """Names of the configurations that Qwen2.5-0.5B, Qwen3-0.6B, Llama-3.2-1B and Qwen2.5-7B use, and truncation."""
