@@ -9,10 +9,9 @@ The tests are copied to a temporary folder with stand-ins for `tests/utils.py`, 
 modules of vLLM that they import (`vllm_plugin.py`). The interpreter needs this package, `openai`, `anthropic`,
 `transformers`, `pytest-asyncio`, `pytest-timeout`, `regex`, `jsonschema`, `prometheus_client`, `requests` and `httpx`.
 
-Three runs: most files with the default model, answers cut off at a context of 1,536 tokens; one that compares the
-context's length with 8,192; and two, about reasoning and functions, with a model whose weights are set so that it
-reasons and calls functions, as the default model cannot (`agent_model.py`); its tokens are bytes, so its contexts are
-four times as long. The cache has blocks of 16 tokens, as vLLM's. On two cores about half an hour.
+Three runs: most files with the default model, answers cut off at a context of 1,536 tokens; two that need 8,192; and
+three, about reasoning and functions, with a model whose weights are set so that it reasons and calls functions, as the
+default model cannot (`agent_model.py`); its tokens are bytes, so its contexts are four times as long. The cache has blocks of 16 tokens, as vLLM's. On two cores about half an hour.
 """
 
 from __future__ import annotations
@@ -33,18 +32,21 @@ ROOT = HERE.parents[1]
 FILES = (
     *("openai/chat_completion/test_chat.py", "openai/chat_completion/test_chat_completion.py"),
     *("openai/chat_completion/test_chat_echo.py", "openai/chat_completion/test_chat_logit_bias_validation.py"),
-    "openai/chat_completion/test_completion_with_function_calling.py",
     "openai/chat_completion/test_enable_force_include_usage.py",
     *("openai/chat_completion/test_logprob_token_ids.py", "openai/chat_completion/test_root_path.py"),
     *("openai/completion/test_completion.py", "openai/completion/test_prompt_validation.py"),
     *("openai/completion/test_token_in_token_out.py", "openai/models/test_models.py"),
-    *("openai/test_chunked_prompt.py", "openai/test_return_token_ids.py", "openai/test_return_tokens_as_ids.py"),
+    *("openai/test_return_token_ids.py", "openai/test_return_tokens_as_ids.py"),
     *("serve/instrumentator/test_basic.py", "serve/instrumentator/test_metrics.py"),
     *("serve/instrumentator/test_orca_metrics.py", "serve/instrumentator/test_uds.py"),
 )
 """Below tests/entrypoints, with the default model."""
-LONG = ("serve/tokenize/test_tokenization.py",)
-AGENT = ("openai/chat_completion/test_include_reasoning.py", "anthropic/test_messages.py")
+LONG = ("serve/tokenize/test_tokenization.py", "openai/test_chunked_prompt.py")
+AGENT = (
+    "openai/chat_completion/test_include_reasoning.py",
+    "openai/chat_completion/test_completion_with_function_calling.py",
+    "anthropic/test_messages.py",
+)
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """File of the default model in the cache."""
 
@@ -62,7 +64,7 @@ def main() -> int:
         home = Path(folder)
         lay_out(given.suite, home)
         default = {"NANO_MODEL": "default", "NANO_TOKENIZER": str(given.cache), "NANO_TOKENIZER_FILE": MODEL}
-        agent = write_agent(home / "agent")
+        agent = write_agent(home / "agent", "get_current_weather")
         acting = {"NANO_MODEL": str(agent), "NANO_TOKENIZER": str(agent), "NANO_SCALE": "4"}
         for files, model, context in ((AGENT, acting, 8192), (LONG, default, 8192), (FILES, default, 1536)):
             chosen = [name for name in files if given.only in name]

@@ -448,6 +448,7 @@ REFUSED: tuple[tuple[JSON, str], ...] = (
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input.1.type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type"),
 )
 
 
