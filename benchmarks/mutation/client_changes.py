@@ -1,6 +1,7 @@
-"""Changes of the server that break what a client relies on, for `client_mutants.py`: at least one per test file.
+"""Changes of the server that break what a client or trainer relies on, for `client_mutants.py`.
 
-A change is a route under another name, or a field of a reply or a check of a request that some client needs.
+At least one for each test file of tests/clients. A change is a route under another name, or a field of a reply or a
+check of a request that some client needs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class Change:
     """One replacement in the sources."""
 
     client: str
-    """The file tests/clients/test_CLIENT.py must notice it."""
+    """The file tests/clients/test_CLIENT.py must notice it, or tests/ROOM/test_CLIENT.py if it is ROOM/CLIENT."""
     breaks: str
     """What no longer works, for the table."""
     path: str
@@ -23,10 +24,21 @@ class Change:
     """Text that is in the file once."""
     new: str
 
+    @property
+    def test(self) -> str:
+        """Path of the file that must notice it."""
+        room, _, name = self.client.rpartition("/")
+        return f"tests/{room or 'clients'}/test_{name}.py"
+
 
 def route(client: str, path: str, file: str) -> Change:
     """Return the change that serves a route under another path."""
     return Change(client, f"`{path}` has another name", f"dialects/{file}.py", f'path="{path}"', f'path="{path}-gone"')
+
+
+def rl_route(client: str, path: str, file: str) -> Change:
+    """Return the change that serves a trainer's route under another path."""
+    return Change(client, f"`{path}` has another name", f"rl/{file}.py", f'"{path}": ', f'"{path}-gone": ')
 
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -36,8 +48,12 @@ _STREAMED_CALLS = ("tools.py", '"function": {"arguments": event.text}', '"functi
 _STREAMED_TEXT = ("tools.py", 'deltas.append({"content": event.text})', 'deltas.append({"text": event.text})')
 _CALL_ID = ("dialects/responses_stream.py", ', "call_id": self.call_id}', "}")
 _MESSAGE_END = ("dialects/messages_reply.py", '{"type": "message_delta", "delta"', '{"type": "message_end", "delta"')
-_THINKING = ("dialects/messages_reply.py", '"thinking_delta", "thinking": one', '"thinking_delta", "text": one')
+_THINKING = ("dialects/messages_reply.py", '_delta", "thinking": one.text', '_delta", "text": one.text')
 _PARTIAL_JSON = ("dialects/messages_reply.py", '"partial_json": one.text}', '"json": one.text}')
+_COMPLETE = (
+    *("ended samples are reported as complete", "../integrations/verl/server.py"),
+    *('"aborted" if sample.finish_reason == "abort" else "completed"', '"completed"'),
+)
 
 CHANGES: Sequence[Change] = (
     route("aider", _CHAT, "openai"),
@@ -96,8 +112,30 @@ CHANGES: Sequence[Change] = (
     Change("smolagents", "chats have no `tool_calls`", *_CALLS),
     route("verifiers", _CHAT, "openai"),
     route("verifiers", "/inference/v1/generate", "generate"),
+    Change("verl", *_COMPLETE),
+    route("server/openai_client", _CHAT, "openai"),
+    route("server/claude_code", "/v1/messages", "messages"),
     Change(
-        *("verl", "ended samples are reported as complete", "../integrations/verl/server.py"),
-        *('"aborted" if sample.finish_reason == "abort" else "completed"', '"completed"'),
+        *("server/claude_code", "what is new in the cache is not counted", "dialects/messages_reply.py"),
+        *('tokens": new if creates_cache else 0', 'tokens": 0'),
+    ),
+    route("server/continue", "/api/generate", "ollama"),
+    route("server/open_webui", "/api/tags", "ollama"),
+    rl_route("server/slime", "/weights_checker", "sglang"),
+    Change(
+        *("server/slime", "kept tokens of top_p have another name", "dialects/sglang_reply.py"),
+        *('{"top_p_token_ids": _int32', '{"top_p_tokens": _int32'),
+    ),
+    rl_route("server/areal", "/update_weights_from_distributed", "sglang"),
+    rl_route("server/weights_from_tensor", "/update_weights_from_tensor", "sglang"),
+    rl_route("server/prime_rl", "/init_broadcaster", "prime_rl"),
+    rl_route("server/pipeline_rl", "/receive_weight_update", "prime_rl"),
+    Change(
+        *("weights/stateless_group", "NCCL's id is asked under another key", "../weights/stateless.py"),
+        *('"broadcast_from/0/0"', '"broadcast_from/0/1"'),
+    ),
+    Change(
+        *("integrations/trl", "log-probabilities of samples are 0", "../integrations/trl.py"),
+        *("[[logprob] for logprob in sample.logprobs]", "[[0.0] for _ in sample.logprobs]"),
     ),
 )
