@@ -11,8 +11,8 @@ modules of vLLM that they import (`vllm_plugin.py`). The interpreter needs this 
 
 Three runs: most files with the default model, answers cut off at a context of 1,536 tokens; two that need 8,192; and
 three, about reasoning and functions, with a model whose weights are set so that it reasons and calls functions, as the
-default model cannot (`agent_model.py`); its tokens are bytes, so its contexts are four times as long. The cache has
-blocks of 16 tokens, as vLLM's. On two cores about half an hour.
+default model cannot (`agent_model.py`); its tokens are bytes, so its contexts are four times as long. The
+cache has blocks of 16 tokens, as vLLM's. On two cores about half an hour.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def _known(name: str) -> Any:
     if name == "current_platform":
         no = types.SimpleNamespace(is_rocm=lambda: False, is_cuda=lambda: False, is_xpu=lambda: False)
         return types.SimpleNamespace(**vars(no), is_cpu=lambda: True, is_tpu=lambda: False)
-    if name == "VLLM_USE_RUST_FRONTEND":
-        return False
+    if name == "envs":
+        return types.SimpleNamespace(VLLM_USE_RUST_FRONTEND=False)
     if name.endswith(("Error", "Exception")):
         return type(name, (Exception,), {})
     mock = MagicMock(name=name)
