@@ -138,4 +138,5 @@ CHANGES: Sequence[Change] = (
         *("integrations/trl", "log-probabilities of samples are 0", "../integrations/trl.py"),
         *("[[logprob] for logprob in sample.logprobs]", "[[0.0] for _ in sample.logprobs]"),
     ),
+    Change("integrations/verl", *_COMPLETE),
 )
