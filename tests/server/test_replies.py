@@ -296,18 +296,9 @@ def test_completion_chunks() -> None:
     written = transcripts[1].add_delta(
         delta([EMOJI[1]], sample=sample_of(EMOJI, "length", None)), call.shape, TOKENIZER
     )
-    (last,) = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcripts[1], written)
-    assert (last["choices"][0]["text"], last["choices"][0]["finish_reason"]) == ("😀", "length")
-    assert last["choices"][0]["token_ids"] == [EMOJI[1]]
-
-
-def test_end_without_text_has_a_chunk_of_its_own() -> None:
-    call = call_of(token_ids=True)
-    (transcript,) = transcripts_of(call)
-    written = transcript.add_delta(delta([END], sample=sample_of([END], "stop", None)), call.shape, TOKENIZER)
-    ids, end = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcript, written)
-    assert (ids["choices"][0]["token_ids"], ids["choices"][0]["finish_reason"]) == ([END], None)
-    assert (end["choices"][0]["text"], end["choices"][0]["finish_reason"]) == ("", "stop")
+    text, end = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcripts[1], written)
+    assert text["choices"][0]["text"] == "😀"
+    assert (end["choices"][0]["text"], end["choices"][0]["finish_reason"]) == ("", "length")
     assert "token_ids" not in end["choices"][0]
 
 
@@ -333,8 +324,8 @@ def test_cut_short_returns_held_back_text() -> None:
     written = transcript.cut_short(ReplyShape(), "timeout")
     assert (written.text, written.finish_reason, written.stop_reason) == ("ab", "length", "timeout")
     assert (transcript.text, transcript.finish_reason, transcript.stop_reason) == ("ab", "length", "timeout")
-    (last,) = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcript, written)
-    assert (last["choices"][0]["text"], last["choices"][0]["stop_reason"]) == ("ab", "timeout")
+    text, end = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcript, written)
+    assert (text["choices"][0]["text"], end["choices"][0]["stop_reason"]) == ("ab", "timeout")
     assert OpenAIReply(call, TOKENIZER, 1).body([transcript])["usage"]["completion_tokens"] == 2
 
 

@@ -87,7 +87,7 @@ class OpenAIReply(Reply):
         return chunks
 
     def delta_chunks(self, transcript: Transcript, decoded: DecodedDelta) -> list[JSON]:
-        """Return the chunks of one delta; the last chunk with text, else an empty one, has the finish reason."""
+        """Return the chunks of one delta: its content, and at its end an empty chunk with the finish reason."""
         shape = self._shape
         extras: JSON = {}
         if shape.logprobs is not None and decoded.entries:
@@ -104,7 +104,8 @@ class OpenAIReply(Reply):
         if decoded.finish_reason is not None:
             reasons = {"stop_reason": decoded.stop_reason, "matched_stop": matched_stop(transcript)}
             reasons |= version_facts(transcript, shape)
-            if not (chunks and _has_text(chunks[-1]["choices"][0])):
+            # vLLM, whose option it is, sends no chunk without tokens while it counts them
+            if not (self._call.continuous_usage and decoded.text and chunks):
                 chunks.append(self._chunk(transcript.index, {} if self._is_chat else ""))
             chunks[-1]["choices"][0] |= {**reasons, "finish_reason": finish_reason_of(transcript)}
             chunks[-1] |= self._verbose(transcript)
@@ -227,11 +228,6 @@ def matched_stop(transcript: Transcript) -> StopReason | None:
     if transcript.finish_reason != "stop":
         return None
     return transcript.token_ids[-1] if transcript.stop_reason is None else transcript.stop_reason
-
-
-def _has_text(choice: Mapping[str, Any]) -> bool:
-    """Return True if a chunk's choice adds text, other than reasoning or arguments of a call."""
-    return bool(choice["text"] if "text" in choice else choice["delta"].get("content"))
 
 
 def _chat_deltas(decoded: DecodedDelta, shape: ReplyShape, has_extras: bool) -> list[JSON]:
