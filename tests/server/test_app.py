@@ -875,8 +875,8 @@ def test_chats_without_v1_are_openais(server: Running) -> None:
         assert chunks[-1] == "[DONE]" and chunks[0]["object"] == "chat.completion.chunk"
     refused = server.post("/chat/completions", {"messages": HELLO, "model": "absent"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-    refused = server.post("/chat/completions", {"messages": [{"role": "a b", "content": "x"}]}).json()["error"]
-    assert refused["param"] == "messages.0.role" and "[A-Za-z]" in refused["message"]
+    refused = server.post("/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}).json()["error"]
+    assert refused["param"] == "messages.0.role" and "'developer'" in refused["message"]
     refused = server.post("/chat/completions", {"messages": [{"role": "user", "content": "x" * 600}]}).json()["error"]
     assert (refused["type"], refused["n_ctx"]) == ("exceed_context_size_error", 512)
 

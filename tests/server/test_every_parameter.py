@@ -924,7 +924,7 @@ DETOKENIZE_TABLE: Table = {
 TEMPLATE_TABLE: Table = {**READING, **RENDERED_TOOL_FIELDS, "model": turn("error", "other", "tiny")}
 COUNT_CHAT_TABLE: Table = {
     **seen_as("reply", {**READING, **RENDERED_TOOL_FIELDS}),
-    "messages.role": turn("error", "a b", "user"),
+    "messages.role": turn("error", "robot", "user"),
     "model": turn("error", "other", "tiny"),
 }
 TABLES: Mapping[str, Table] = MappingProxyType(

@@ -9,15 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import api_errors
-from nano_inference.server.schema import (
-    ROLES,
-    ChatBody,
-    CompletionBody,
-    Message,
-    RenderingFields,
-    Sampling,
-    TextPart,
-)
+from nano_inference.server.schema import ChatBody, CompletionBody, Message, RenderingFields, Sampling, TextPart
 from nano_inference.server.template_variables import check_variables
 from nano_inference.server.tools import ToolUse
 from nano_inference.text.dialogue import Dialogue, Rendering
@@ -78,27 +70,14 @@ def read_messages(
 ) -> tuple[Sequence[Mapping[str, Any]], Rendering]:
     """Return a body's messages and rendering options for the chat template, with tools. Raises `ApiError`."""
     rendering = rendering_of(body, dialogue, extra)
-    plain = plain_messages(body.messages or (), dialogue)
-    messages: Sequence[Mapping[str, Any]] = plain
+    messages: Sequence[Mapping[str, Any]] = plain_messages(body.messages or (), dialogue)
     functions = () if use is None else use.functions
     if functions or any(_has_calls(message) for message in messages):
         with api_errors("messages"):
             messages = with_tools(messages, functions, dialogue.tool_template)
     if functions and speaks_of_tools(dialogue.tool_template):
         rendering = replace(rendering, tools=functions)
-    others = {index: message for index, message in enumerate(plain) if message["role"] not in ROLES}
-    if others:
-        with api_errors("messages"):
-            _check_roles(others, dialogue.text(messages, rendering))
     return messages, rendering
-
-
-def _check_roles(others: Mapping[int, Mapping[str, Any]], text: str) -> None:
-    """Raise `ApiError` for a message that the template left out of `text`, as most do if they do not know its role."""
-    for index, message in others.items():
-        if str(message["content"] or "").strip() not in text:
-            shown = f"messages.{index}.role"
-            raise ApiError(400, f"{shown}: the chat template has no role {message['role']!r}", param=shown)
 
 
 def _has_calls(message: Mapping[str, Any]) -> bool:

@@ -271,15 +271,10 @@ class TextPart(Body):
     text: str | None = None
 
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-"""Roles of OpenAI's API."""
-
-
 class Message(Body):
     """One message of a chat; further fields (name, tool_calls, tool_call_id) are passed to the chat template."""
 
-    role: Annotated[str, Field(max_length=64, pattern="^[A-Za-z][A-Za-z0-9_-]*$")]
-    """One of `ROLES`, or another name that the model's chat template writes, such as Llama's `ipython`."""
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
 
 
