@@ -72,24 +72,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Exempt imported modules from garbage collection: with torch and Transformers a full collection is slow."""
-    freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Exempt what a file leaves behind, too: after thousands of tests a collection would take most of their time."""
-    yield
-    if nextitem is None or nextitem.path != item.path:
-        freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter's end free what `freeze` has left out."""
-    gc.unfreeze()
-
-
-def freeze() -> None:
-    """Free garbage, and leave all other objects out of later collections."""
     gc.collect()
     gc.freeze()
 
