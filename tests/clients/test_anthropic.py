@@ -132,7 +132,7 @@ def test_refusals_raise_the_clients_errors(tiny_server: Served) -> None:
     with pytest.raises(anthropic.NotFoundError, match="claude") as lost:
         client.messages.create(**(REQUEST | {"model": "claude"}))
     assert lost.value.type == "not_found_error"
-    with pytest.raises(anthropic.BadRequestError, match="longer than the context"):
+    with pytest.raises(anthropic.BadRequestError, match="available context size"):
         client.messages.create(**(REQUEST | {"messages": [{"role": "user", "content": "a" * 4000}], "stream": True}))
     with pytest.raises(anthropic.BadRequestError, match="web_search_20250305"):
         client.messages.create(**REQUEST, tools=[{"type": "web_search_20250305", "name": "web_search"}])

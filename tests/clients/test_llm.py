@@ -45,4 +45,4 @@ def test_llm_prints_the_servers_answer(tiny_server: Served, home: Path) -> None:
 
 def test_llm_prints_the_servers_error(home: Path) -> None:
     done = run([program("llm"), "-m", "tiny", "a" * 4000, *OPTIONS], home, LLM_USER_PATH=str(home))
-    assert done.returncode != 0 and b"longer than the context" in done.stderr
+    assert done.returncode != 0 and b"available context size" in done.stderr
