@@ -36,6 +36,14 @@ def default_model_path() -> Path:
     return resolve("default", default_cache(os.environ))
 
 
+@pytest.fixture(autouse=True)
+def same_threads_afterwards() -> Iterator[None]:
+    """Give each test torch's number of threads back, which an engine sets for the whole process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
     """Put the process's logging back as it was."""

@@ -8,7 +8,7 @@ keys of long rows at other places, and `embed`'s mean, whose sum over positions 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,12 +133,6 @@ class ThreadsKept:
 
     def __exit__(self, *_: object) -> None:
         torch.set_num_threads(self.before)
-
-
-@pytest.fixture(autouse=True)
-def same_threads_afterwards() -> Iterator[None]:
-    with ThreadsKept():
-        yield
 
 
 def together(ours: InferenceEngine, places: range) -> list[TrainingSample]:

@@ -24,12 +24,6 @@ from tests.test_speculation import REPEATING, asks
 LENGTHS = range(2, 17)
 
 
-@pytest.fixture(autouse=True)
-def same_threads_afterwards() -> Iterator[None]:
-    with ThreadsKept():
-        yield
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lookahead")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -17,7 +17,7 @@ from nano_inference.runner import BlockCopy, Row, RowResult, Runner
 from nano_inference.types import OnRunning
 from tests.cuda.engines import executor_of
 from tests.models.families import make_model
-from tests.test_batch_invariance import ThreadsKept, open_engine
+from tests.test_batch_invariance import open_engine
 from tests.test_lookahead import PLAIN, bare, finish, run_until
 from tests.test_speculation import REPEATING
 
@@ -27,12 +27,6 @@ TIMEOUT_S = 60.0
 
 Engine = AsyncEngine[InferenceEngine]
 Call = Callable[[Engine], Coroutine[Any, Any, Any]]
-
-
-@pytest.fixture(autouse=True)
-def same_threads_afterwards() -> Iterator[None]:
-    with ThreadsKept():
-        yield
 
 
 @pytest.fixture(scope="module")

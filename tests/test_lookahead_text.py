@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +47,6 @@ class World:
 
     def text(self, sample: TrainingSample) -> str:
         return self.tokenizer.decode(sample.completion_tokens)
-
-
-@pytest.fixture(autouse=True)
-def same_threads_afterwards() -> Iterator[None]:
-    with ThreadsKept():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,6 @@ from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine
 
 Ask = tuple[list[int], SamplingParams, int]
 REPEATING = [5, 9, 30, 2, 44, 5, 9, 30]
-
-
-@pytest.fixture(autouse=True)
-def same_threads_afterwards() -> Iterator[None]:
-    with ThreadsKept():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ from tests.cuda.strict import Strictly
 from tests.models.families import make_model
 from tests.test_batch_invariance import ThreadsKept
 from tests.test_lookahead import REQUESTS, run_all
-
-
-@pytest.fixture(autouse=True)
-def same_threads_afterwards() -> Iterator[None]:
-    with ThreadsKept():
-        yield
 
 
 def assert_same(mine: list[TrainingSample], right: list[TrainingSample]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +13,6 @@ from nano_inference.executors.cuda.launchers import Kernels, plain_kernels
 from tests.cuda.engines import open_cuda
 from tests.cuda.family_checks import HALF_BOUNDS, float32_gap, half_gap
 from tests.cuda.models import config_of
-from tests.test_batch_invariance import ThreadsKept
-
-
-@pytest.fixture(autouse=True)
-def same_threads_afterwards() -> Iterator[None]:
-    with ThreadsKept():
-        yield
 
 
 def open_ours(path: Path, *, dtype: str = "float32", kernels: Kernels | None = None) -> InferenceEngine:

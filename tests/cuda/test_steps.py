@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from nano_inference.executors.cuda.launchers import plain_kernels
 from tests.cuda.engines import open_cuda
 from tests.cuda.models import NAMES, config_of, write_model
 from tests.cuda.strict import VIEWS, Strictly
-from tests.test_batch_invariance import ThreadsKept
 
 PARAMS = (
     SamplingParams(max_tokens=20, seed=1),
@@ -28,12 +26,6 @@ PARAMS = (
     SamplingParams(max_tokens=20, seed=4, presence_penalty=0.5, logit_bias={3: 2.0}, raw_logprobs=True),
 )
 RAW = SamplingParams(seed=5, raw_logprobs=True)
-
-
-@pytest.fixture(autouse=True)
-def same_threads_afterwards() -> Iterator[None]:
-    with ThreadsKept():
-        yield
 
 
 @pytest.fixture(scope="module")

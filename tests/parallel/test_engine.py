@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,9 @@ from tests.loader import tiny_models
 from tests.models.families import FAMILIES, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
 from tests.parallel.ranks import open_ranks
-from tests.test_batch_invariance import ThreadsKept
 from tests.test_lookahead import REQUESTS, run_all
 
 TOLERANCE = 2e-5
-
-
-@pytest.fixture(autouse=True)
-def same_threads_afterwards() -> Iterator[None]:
-    with ThreadsKept():
-        yield
 
 
 def config_of(path: Path, **options: Any) -> EngineConfig:

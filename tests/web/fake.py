@@ -206,10 +206,18 @@ def serving(root: str = "", port: int = 0) -> Iterator[FakeServer]:
     fake.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     config = uvicorn.Config(fake.app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: server.run(sockets=[listening]))
+    thread = threading.Thread(target=lambda: asyncio.run(_serve(server, listening)))
     thread.start()
     try:
         yield fake
     finally:
         server.should_exit = server.force_exit = True
         thread.join(20)
+
+
+async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:
+    """Serve until the server is to exit, then close its connections, also those with an answer that goes on."""
+    await server.serve(sockets=[listening])
+    for connection in server.server_state.connections:
+        connection.transport.abort()
+    await asyncio.sleep(0)  # here they close

@@ -22,17 +22,15 @@ JSON_LINES = StreamForm("application/x-ndjson", b"")  # clients parse every line
 DONE = b"data: [DONE]\n\n"
 """End of OpenAI's streams."""
 
-
-_LINE_SEPARATORS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
-"""Valid inside JSON, but Python's `str.splitlines` ends a line there, and so do clients that read lines by it (httpx's
-`iter_lines`, which the `ollama` package uses)."""
-_ESCAPES = tuple((character.encode(), escape.encode()) for character, escape in _LINE_SEPARATORS)
+_ESCAPES = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
+"""Characters that JSON may contain, but at which Python's `str.splitlines` ends a line, and so do clients that read
+lines by it (httpx's `iter_lines`, which the `ollama` package uses); and their escapes."""
 
 
 def one_line(encoded: bytes) -> bytes:
     """Return JSON without the characters at which some clients split lines: inside its strings they become escapes."""
-    for character, escape in _ESCAPES:
-        encoded = encoded.replace(character, escape)
+    for char, escape in _ESCAPES:
+        encoded = encoded.replace(char, escape)
     return encoded
 
 
