@@ -216,7 +216,7 @@ def serving(root: str = "", port: int = 0) -> Iterator[FakeServer]:
 
 
 async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:
-    """Serve until the server is to exit, then close its connections, also those with an answer that goes on."""
+    """Serve until the server is to exit, then close its connections, also those with an unfinished answer."""
     await server.serve(sockets=[listening])
     for connection in server.server_state.connections:
         connection.transport.abort()
