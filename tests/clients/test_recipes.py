@@ -54,16 +54,34 @@ def test_pydantic_ai(tiny_server: Served, answer: str) -> None:
     places = ("pydantic_ai.models.openai.OpenAIChatModel", "pydantic_ai.providers.openai.OpenAIProvider")
     model = made("pydantic-ai", tiny_server, *places)
     agent = importlib.import_module("pydantic_ai").Agent(model, model_settings={"temperature": 0, "max_tokens": 8})
-    assert asyncio.run(agent.run("hi")).output == answer
+
+    async def run() -> Any:
+        async with model.client:  # a client that is left open is reported in a later test
+            return await agent.run("hi")
+
+    assert asyncio.run(run()).output == answer
 
 
 def test_openai_agents(tiny_server: Served, answer: str) -> None:
-    model = made("openai-agents", tiny_server, "agents.OpenAIChatCompletionsModel", "openai.AsyncOpenAI")
-    agents = importlib.import_module("agents")
+    agents = pytest.importorskip("agents", reason=f"openai-agents: {NEEDED}")
+    openai = importlib.import_module("openai")
+    clients: list[Any] = []
+
+    def make_client(**options: Any) -> Any:
+        clients.append(openai.AsyncOpenAI(**options))
+        return clients[0]
+
+    names = {"OpenAIChatCompletionsModel": agents.OpenAIChatCompletionsModel, "AsyncOpenAI": make_client}
+    model = value(snippets("openai-agents", tiny_server.url, "tiny")[0], names)
     settings = agents.ModelSettings(temperature=0, max_tokens=8)
     agent = agents.Agent(name="a", model=model, model_settings=settings)
     agents.set_tracing_disabled(True)
-    assert asyncio.run(agents.Runner.run(agent, "hi")).final_output == answer
+
+    async def run() -> Any:
+        async with clients[0]:
+            return await agents.Runner.run(agent, "hi")
+
+    assert asyncio.run(run()).final_output == answer
 
 
 def test_smolagents(tiny_server: Served, answer: str) -> None:
