@@ -1,6 +1,6 @@
 """Measure the CUDA executor on one GPU, with random weights at the sizes of published models; no network is needed.
 
-    python benchmarks/cuda.py [--only SECTION,…] [--out FILE.json] [--seconds 580]
+    python benchmarks/cuda.py [--only SECTION,…] [--model NAME] [--out FILE.json] [--seconds 580]
     python benchmarks/cuda.py --dry
 
 Needs torch, triton, numpy, safetensors and tokenizers; the package itself is imported from this checkout. Sections, in
@@ -36,6 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="run every line on a CPU; figures mean nothing")
     parser.add_argument("--only", default="", help="sections, with commas")
+    parser.add_argument("--model", default="", help="of what is measured for each model, only this one's")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which nothing runs any more")
     given = parser.parse_args()

@@ -19,7 +19,16 @@ from benchmarks.cuda_parts.report import Sink
 from benchmarks.cuda_parts.timing import seconds_of
 from nano_inference.executors.cuda.groups import Prefix, group_tables
 from nano_inference.executors.cuda.passes import PartialMemory
-from nano_inference.executors.cuda.records import SPLIT, Cache, Groups, Partials, Rows, group_rows, num_splits
+from nano_inference.executors.cuda.records import (
+    SPLIT,
+    Cache,
+    Groups,
+    Partials,
+    Rows,
+    group_rows,
+    num_splits,
+    range_memory,
+)
 from nano_inference.executors.cuda.sample_records import new_scratch
 from nano_inference.executors.cuda.slots import MOST_TOPS, SlotMemory
 from nano_inference.executors.cuda.vocabulary import VocabularyTables
@@ -204,10 +213,10 @@ def _rows(bench: Bench, shape: Shape) -> Iterator[Launch]:
 
     yield Launch(f"gate, {num_rows} rows", activate, 3.0 * act.nbytes)
     weight_NK, few, product = _random(bench, 2 * inner, width), _random(bench, 1, width), _random(bench, 1, 2 * inner)
-    part = torch.zeros(64 * 2 * inner, device=bench.device)
+    memory = range_memory(64 * 2 * inner, bench.device)
 
     def multiply() -> None:
-        bench.kernels.multiply.multiply(product, few, weight_NK, None, part)
+        bench.kernels.multiply.multiply(product, few, weight_NK, None, memory)
 
     yield Launch("product, 1 row", multiply, float(weight_NK.nbytes))
     many = _random(bench, num_rows, 2 * inner)

@@ -138,10 +138,17 @@ def wanted(only: str) -> set[str]:
     return set(names)
 
 
+def is_of_model(unit: Unit, name: str) -> bool:
+    """Return whether a unit measures no model in particular, or this one; all if there is no name."""
+    return name in unit.name or not any(model in unit.name for model in SHAPES)
+
+
 def run_sections(given: argparse.Namespace) -> int:
     """Run the sections that the options of benchmarks/cuda.py name; return 1 if something failed."""
     started = time.monotonic()
     names = wanted(given.only)
+    if given.model not in ("", *SHAPES):
+        raise SystemExit(f"--model: there is no model {given.model}; there are {', '.join(SHAPES)}")
     device = "CPU" if given.dry else device_name()
     if device is None:
         raise SystemExit("torch sees no CUDA device; --dry runs on a CPU")
@@ -149,7 +156,7 @@ def run_sections(given: argparse.Namespace) -> int:
     report = Report(given.dry, given.out, known)
     print(f"{device}, torch {torch.__version__}", flush=True)
     for unit in units(given.dry):
-        if unit.section in names:
+        if unit.section in names and is_of_model(unit, given.model):
             most_s = math.inf if unit.section == "tests" else UNIT_SECONDS
             run_unit(unit, report, started + given.seconds, most_s)
     print(f"{time.monotonic() - started:.0f} s")

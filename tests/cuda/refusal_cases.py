@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nano_inference.executors.cuda.launchers import Kernels
-from nano_inference.executors.cuda.records import Partials
+from nano_inference.executors.cuda.records import Partials, range_memory
 from nano_inference.executors.cuda.sample_records import new_scratch
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from tests.cuda.attention_cases import World
@@ -20,6 +20,7 @@ def messages(kernels: Kernels, device: torch.device) -> Iterator[tuple[str, Call
     q_THD, cache, rows, _ = world.on(device)
     out, spec = torch.empty_like(q_THD), AttentionSpec(1.0)
     wide, huge = torch.zeros(17, 32, device=device), torch.zeros(1, 16385, device=device)
+    long, memory = torch.zeros(17, 600, device=device), range_memory(10, device)
 
     def attends(q: torch.Tensor, dim: int = 64) -> Callable[[], None]:
         kept = cache._replace(k_SJD=cache.k_SJD[..., :dim], v_SJD=cache.v_SJD[..., :dim])
@@ -31,8 +32,8 @@ def messages(kernels: Kernels, device: torch.device) -> Iterator[tuple[str, Call
     if kernels.has_fixed_heads:
         yield "query heads per kv head", attends(q_THD.new_zeros(1, 18, 64))
         yield "head_dim", attends(q_THD.new_zeros(1, 2, 40), 40)
-    yield "16 tokens", lambda: kernels.multiply.multiply(wide, wide, wide, None, wide)
-    yield "part_ZTN", lambda: kernels.multiply.multiply(wide[:4], wide[:4, :17], wide[:, :17], None, wide[0])
+    yield "16 tokens", lambda: kernels.multiply.multiply(wide, wide, wide, None, memory)
+    yield "part_ZTN", lambda: kernels.multiply.multiply(wide[:4], long[:4], long, None, memory)
     yield "vocabularies", lambda: new_scratch(1, (1 << 19) + 1, 0, torch.device("meta"))
     yield "16384", lambda: kernels.operate.norm(huge, huge, None, eps=0.0)
     yield "contiguous", lambda: kernels.operate.softcap(wide.t(), 1.0)

@@ -68,6 +68,17 @@ def test_an_unknown_section_is_refused_in_one_line() -> None:
     )
 
 
+def test_one_model_is_measured_alone() -> None:
+    done = run("--dry", "--seconds", "0", "--only", "ceilings,engine,kernels,tests", "--model", "Qwen2.5-0.5B")
+    names = [line.split(" · ")[0].split()[2] for line in done.stdout.splitlines() if line.startswith("dry ")]
+    assert names == ["ceilings", "Qwen2.5-0.5B", "groups", "Qwen2.5-0.5B", "tests", "compute-sanitizer"]
+
+
+def test_an_unknown_model_is_refused_in_one_line() -> None:
+    done = run("--dry", "--model", "Qwen4")
+    assert done.returncode == 1 and done.stderr.startswith("--model: there is no model Qwen4; there are Qwen2.5-0.5B,")
+
+
 def refuse() -> None:
     raise ValueError
 

@@ -21,6 +21,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": None,
+    "attn_implementation": "eager",  # with "sdpa", some releases of Transformers leave out Gemma 2's soft cap
 }
 _LLAMA3_ROPE = {
     "rope_type": "llama3",

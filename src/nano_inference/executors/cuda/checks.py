@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.records import HEAD_DIMS, MOST_ROWS, RATIOS, Cache, Groups, group_rows, num_ranges
+from nano_inference.executors.cuda.records import (
+    HEAD_DIMS,
+    MOST_ROWS,
+    RATIOS,
+    Cache,
+    Groups,
+    RangeMemory,
+    group_rows,
+    num_ranges,
+)
 from nano_inference.executors.cuda.sample_records import Scratch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -89,16 +98,16 @@ def check_heads_of_rows(q_THD: Tensor, qkv_TW: Tensor, cos_LF: Tensor | None, ca
         )
 
 
-def check_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, part_ZTN: Tensor) -> None:
+def check_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, memory: RangeMemory) -> None:
     """Check the arguments of `multiply`."""
     check_dtype("x", x_TK)
     check_rows(out=out_TN, x=x_TK, weight=weight_NK)
     (num_out, num_in), num_tokens = weight_NK.shape, x_TK.size(0)
     if num_tokens > MOST_ROWS:
         raise ValueError(f"multiply supports {MOST_ROWS} tokens, got {num_tokens}: use a matrix product")
-    needed = num_ranges(num_out, num_in) * num_tokens * num_out
-    if part_ZTN.numel() < needed:
-        raise ValueError(f"part_ZTN must have {needed} values, got {part_ZTN.numel()}")
+    ranges, given = num_ranges(num_out, num_in), memory.part_ZTN.numel()
+    if ranges > 1 and given < ranges * num_tokens * num_out:
+        raise ValueError(f"part_ZTN must have {ranges * num_tokens * num_out} values, got {given}")
 
 
 def check_logits(out: Scratch, logits_BV: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nano_inference.executors.cuda.records import Cache, Groups, HeadNorms, Partials, Rows
+from nano_inference.executors.cuda.records import Cache, Groups, HeadNorms, Partials, RangeMemory, Rows
 from nano_inference.executors.cuda.sample_records import Scratch, Slots, Tables
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from nano_inference.models.ops import Activation, TableRows
@@ -109,7 +109,7 @@ class ProductKernels(Protocol):
     """The matrix product with few rows."""
 
     def multiply(
-        self, out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, part_ZTN: Tensor
+        self, out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, memory: RangeMemory
     ) -> None:
         """Write x Wᵀ + bias for at most `records.MOST_ROWS` tokens."""
 

@@ -146,14 +146,15 @@ def multiply(machine: Machine, out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, 
     for start in range(0, num_tokens, MOST_ROWS):
         size = min(MOST_ROWS, num_tokens - start)
         machine.kernels.multiply.multiply(
-            out_TN.narrow(0, start, size), x_TK.narrow(0, start, size), weight_NK, bias_N, machine.part_N
+            out_TN.narrow(0, start, size), x_TK.narrow(0, start, size), weight_NK, bias_N, machine.ranges
         )
 
 
 def part_size(part: Sequence[Op]) -> int:
     """Return how many values of scratch memory `multiply` needs for a part of a program."""
     shapes = [(sum(op.widths), op.matrices[0].shape[1]) for op in part if isinstance(op, ops.Linear)]
-    return max((num_ranges(*shape) * MOST_ROWS * shape[0] for shape in shapes), default=0)
+    sizes = [(num_ranges(*shape), MOST_ROWS * shape[0]) for shape in shapes]
+    return max((ranges * size for ranges, size in sizes if ranges > 1), default=0)
 
 
 def _head_norm(state: Lowering, op: ops.HeadNorm, live: frozenset[str]) -> None:

@@ -12,7 +12,7 @@ from nano_inference.executors.cuda.draws import DrawMemory
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.lower import lower, part_size
 from nano_inference.executors.cuda.passes import PartialMemory
-from nano_inference.executors.cuda.records import num_splits
+from nano_inference.executors.cuda.records import num_splits, range_memory
 from nano_inference.executors.cuda.registers import Columns, Lowered, Machine, Registers, Ropes
 from nano_inference.executors.cuda.sample_records import MOST_TOKENS, new_scratch
 from nano_inference.executors.cuda.slots import MOST_TOPS, SlotMemory
@@ -107,7 +107,7 @@ def check_program(program: Program, kernels: Kernels, limits: Limits) -> None:
             weights=TorchWeights(layout_of(program), stacks),
             ropes=tuple((torch.empty(0, device=meta), torch.empty(0, device=meta)) for _ in program.ropes),
             one_1=torch.empty(1, device=meta),
-            part_N=torch.empty(0, device=meta),
+            ranges=range_memory(0, meta),
         )
         lowered_parts(program, machine, limits)
     except ValueError as error:
@@ -130,7 +130,7 @@ class StepMemory:
             weights=weights,
             ropes=rope_tables(program, limits.max_len, dtype, device),
             one_1=torch.ones(1, device=device),
-            part_N=torch.zeros(part_size(program.ops), device=device),
+            ranges=range_memory(part_size(program.ops), device),
             is_deterministic=limits.is_deterministic,
         )
         self.parts = lowered_parts(program, self.machine, limits)

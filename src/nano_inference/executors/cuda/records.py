@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 SPLIT = 256
@@ -20,10 +21,13 @@ GROUP_ROWS = 32
 """Rows of a group's tile: rows of the step times query heads per kv head."""
 MOST_ROWS = 16
 """Most tokens of `multiply`."""
-TILE_IN = 128
+TILE_OUT, TILE_IN = 32, 128
+"""Outputs and inputs of a tile of `multiply`."""
 _PROGRAMS = 264
 """Programs to aim at: two for each of a Hopper GPU's 132 multiprocessors."""
 _FEWEST_IN = 256
+MOST_TILES = _PROGRAMS
+"""Most tiles of outputs of a product with several ranges: with more, one range is enough."""
 
 
 class Cache(NamedTuple):
@@ -63,6 +67,22 @@ class Partials(NamedTuple):
     score_THN: Tensor
 
 
+class RangeMemory(NamedTuple):
+    """Scratch memory of `multiply`, for the sums of ranges."""
+
+    part_ZTN: Tensor
+    """float32, uninitialised, contiguous: at least num_ranges(N, K) · T · N values if there are several ranges."""
+    done_I: Tensor
+    """int32, `MOST_TILES` values: zeros before and after each product."""
+
+
+def range_memory(num_values: int, device: torch.device) -> RangeMemory:
+    """Allocate memory for products that need `num_values` sums."""
+    return RangeMemory(
+        torch.zeros(num_values, device=device), torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+    )
+
+
 def num_splits(length: int) -> int:
     """Return the number of splits of a row with `length` keys."""
     return -(-length // SPLIT)
@@ -89,14 +109,9 @@ class HeadNorms:
     k_D: Tensor | None = None
 
 
-def tile_out(num_out: int) -> int:
-    """Return the outputs of a program."""
-    return 32 if num_out >= 4096 else 16
-
-
 def range_size(num_out: int, num_in: int) -> int:
     """Return how many inputs each range has. It depends on the matrix only, never on the number of rows."""
-    programs = -(-num_out // tile_out(num_out))
+    programs = -(-num_out // TILE_OUT)
     size = num_in
     while size > _FEWEST_IN and programs * -(-num_in // size) < _PROGRAMS:
         size = -(-size // 2 // TILE_IN) * TILE_IN

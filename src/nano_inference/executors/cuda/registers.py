@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.passes import Pass
-from nano_inference.executors.cuda.records import NormOrder
+from nano_inference.executors.cuda.records import NormOrder, RangeMemory
 from nano_inference.executors.torch.weights import TorchWeights
 from nano_inference.models import ops
 from nano_inference.models.ops import Number, Op
@@ -92,8 +92,8 @@ class Machine:
     ropes: Ropes
     one_1: Tensor
     """The number 1, float32 [1]."""
-    part_N: Tensor
-    """Scratch memory of `multiply`, float32."""
+    ranges: RangeMemory
+    """Scratch memory of `multiply`."""
     is_deterministic: bool = False
     """Compute every matrix product in tiles of `MOST_ROWS` rows, whatever their number."""
 

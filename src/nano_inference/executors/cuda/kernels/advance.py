@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nano_inference.executors.cuda.kernels.language import begin_kernel
+
 RUNNING, STOPPED, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -26,6 +28,7 @@ def load_rows(
     C: tl.constexpr,
 ) -> None:
     """Write the inputs of each row's step; position -1 and length 0 if the slot is not running. Grid: (rows / C,)."""
+    begin_kernel()
     row_C = tl.program_id(0) * C + tl.arange(0, C)
     valid_C = row_C < num_rows
     slot_C = tl.load(slot_B + row_C, mask=valid_C, other=0).to(tl.int64)
@@ -60,6 +63,7 @@ def advance_rows(
     C: tl.constexpr,
 ) -> None:
     """Append running rows' tokens and log-probabilities to their slots' rings; update the slots. Grid: (rows / C,)."""
+    begin_kernel()
     row_C = tl.program_id(0) * C + tl.arange(0, C)
     valid_C = row_C < num_rows
     slot_C = tl.load(slot_B + row_C, mask=valid_C, other=0).to(tl.int64)

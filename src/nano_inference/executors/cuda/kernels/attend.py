@@ -39,14 +39,13 @@ def attend_variant(kind: Kind, dtype: torch.dtype, ratio: int, head_dim: int, *,
         "P": padded(head_dim),
         "G": ratio,
         "M": _DECODE_ROWS if kind == "split" else _CHUNK_ROWS if is_large_chunk else GROUP_ROWS,
-        "C": 16 if is_float32 else 64 if is_large_chunk else 32,
+        "C": 16 if is_float32 else 64 if head_dim <= 128 else 32,
         "HAS_CAP": has_cap,
         "UPCAST": False,
     }
     if kind != "chunk":
         constants["SPLIT"] = SPLIT
-    is_deep = kind != "chunk" and not is_float32 and head_dim <= 128
-    return Variant(constants=constants, num_warps=8 if is_float32 else 4, num_stages=3 if is_deep else 2)
+    return Variant(constants=constants, num_warps=8 if is_float32 else 4, num_stages=2)
 
 
 def merge_variant(head_dim: int) -> Variant:

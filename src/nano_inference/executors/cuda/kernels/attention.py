@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nano_inference.executors.cuda.kernels.language import capped, dot
+from nano_inference.executors.cuda.kernels.language import begin_kernel, capped, dot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -127,6 +127,7 @@ def attend_split(
     UPCAST: tl.constexpr,
 ) -> None:
     """Attend for M // G queries of one row over one split. Grid: (rows · num_tiles, kv heads, splits)."""
+    begin_kernel()
     row = tl.program_id(0) // num_tiles
     first_query = tl.program_id(0) % num_tiles * (M // G)
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -188,6 +189,7 @@ def attend_group(
     UPCAST: tl.constexpr,
 ) -> None:
     """Attend for M // G decode rows over one split of their common prefix. Grid: (tiles, kv heads, splits)."""
+    begin_kernel()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     place_M, dim_P = tl.arange(0, M), tl.arange(0, P)
     row_M = tl.load(row_QX + tile * (M // G) + place_M // G, mask=place_M < M // G * G, other=-1)
@@ -224,6 +226,7 @@ def merge_split(
     SPLIT: tl.constexpr,
 ) -> None:
     """Add the partial results of one head of one token, in ascending order of splits. Grid: (tokens, heads)."""
+    begin_kernel()
     token = tl.program_id(0).to(tl.int64)
     head = token * tl.num_programs(1) + tl.program_id(1)
     position = tl.load(position_T + token)
@@ -268,6 +271,7 @@ def attend_chunk(
     UPCAST: tl.constexpr,
 ) -> None:
     """Attend for M // G queries of one row over all their keys. Grid: (rows · num_tiles, kv heads)."""
+    begin_kernel()
     row = tl.program_id(0) // num_tiles
     first_query = tl.program_id(0) % num_tiles * (M // G)
     kv_head = tl.program_id(1)

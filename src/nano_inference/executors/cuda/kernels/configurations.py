@@ -39,6 +39,7 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("table_RB", "start_R", "length_R", "shared_R", "row_QX", "shared_Q", "position_T"), "*i32"),
         **dict.fromkeys(("x_TK", "weight_NK", "bias_N", "out_TN"), "*P"),
         **dict.fromkeys(("part_THND", "score_THN", "part_ZTN"), "*fp32"),
+        "done_I": "*i32",
         **dict.fromkeys(("scale", "cap"), "fp32"),
         "logits_BV": "*P",
         **dict.fromkeys(("x_TW", "more_TW", "sum_TW", "weight_W", "out_TW", "gate_TW", "up_TW", "y_TW", "v_TW"), "*P"),
@@ -146,9 +147,7 @@ def _sampler() -> Iterator[Configuration]:
                 yield Configuration(sampler.draw_row, variant, {**more, "vocabulary": str(size)})
     for size in sizes:
         yield Configuration(select.cut_row, sample.cut_variant(size), {"vocabulary": str(size)})
-        for has_cut in (False, True):
-            variant = sample.sum_variant(size, has_cut=has_cut)
-            yield Configuration(sampler.sum_chunk, variant, {"cut": str(has_cut), "vocabulary": str(size)})
+        yield Configuration(sampler.sum_chunk, sample.sum_variant(size), {"vocabulary": str(size)})
     for kernel in (advance.load_rows, advance.advance_rows):
         yield Configuration(kernel, sample.advance_variant(), {})
 
@@ -191,14 +190,11 @@ def _blocks() -> Iterator[Configuration]:
 def _linear() -> Iterator[Configuration]:
     for dtype in DTYPES:
         traits = {"dtype": TYPE_NAMES[dtype]}
-        for outputs in (16, 32):
-            kinds = {str(one): one for one in (multiply.range_variant(outputs, size, dtype) for size in _INPUTS)}
-            for variant in kinds.values():
-                shape = {"outputs": str(outputs), "inputs": "{BK} even={IS_EVEN}".format(**variant.constants)}
-                yield Configuration(linear.multiply_range, variant, traits | shape)
-        for has_bias in (False, True):
-            variant = multiply.merge_variant(has_bias=has_bias)
-            yield Configuration(linear.merge_range, variant, {**traits, "bias": str(has_bias)})
+        for is_split, has_bias in product((False, True), (False, True)):
+            found = [multiply.range_variant(size, dtype, is_split=is_split, has_bias=has_bias) for size in _INPUTS]
+            for variant in {str(one): one for one in found}.values():
+                shape = {"inputs": "{BK} even={IS_EVEN}".format(**variant.constants), "split": str(is_split)}
+                yield Configuration(linear.multiply_range, variant, traits | shape | {"bias": str(has_bias)})
 
 
 def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuration, ...]:

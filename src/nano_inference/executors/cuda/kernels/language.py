@@ -4,6 +4,22 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
+
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def begin_kernel() -> None:
+    """Start a kernel: every kernel calls it before it reads or writes memory.
+
+    On a Hopper GPU or a later one, a kernel with few programs starts while the one before it ends (programmatic
+    dependent launch): it waits here until that one and its writes are complete, and lets the next one do the same.
+    """
+    if not IS_INTERPRETED and cuda_capability_geq(9):
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

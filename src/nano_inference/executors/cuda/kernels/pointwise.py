@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nano_inference.executors.cuda.kernels.language import capped, rounded, sigmoid, tanh
+from nano_inference.executors.cuda.kernels.language import begin_kernel, capped, rounded, sigmoid, tanh
 
 SILU, GELU_TANH, RELU_SQUARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PREVIOUS, PAIR = tl.constexpr(1), tl.constexpr(2)
@@ -45,6 +45,7 @@ def norm_row(
     HAS_OFFSET: tl.constexpr,
 ) -> None:
     """Write sum = x + more, and norm(sum); or norm(x). Grid: (T,)."""
+    begin_kernel()
     row = tl.program_id(0).to(tl.int64)
     column_P = tl.arange(0, P)
     valid_P = column_P < width
@@ -150,6 +151,7 @@ def rotate_head(
     HAS_OFFSET: tl.constexpr,
 ) -> None:
     """Write one query head, or one key head or value head to the cache. Grid: (T, q heads + 2 · kv heads)."""
+    begin_kernel()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(position_T + token)
     dim_P = tl.arange(0, P)
@@ -191,6 +193,7 @@ def activate_block(
     KIND: tl.constexpr,
 ) -> None:
     """Write act(gate) · up, or relu(gate)². Grid: (T, W / C)."""
+    begin_kernel()
     row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     valid_C = column_C < width
     x_C = tl.load(gate_TW + row * x_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
@@ -222,6 +225,7 @@ def mix_block(
     HAS_A: tl.constexpr,
 ) -> None:
     """Write a · x + sign · b · y, or x + sign · b · y; each product is rounded. Grid: (T, W / C)."""
+    begin_kernel()
     row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     valid_C = column_C < width
     x_C = tl.load(x_TW + row * x_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
@@ -246,6 +250,7 @@ def gate_values_block(
     C: tl.constexpr,
 ) -> None:
     """Add scale · sigmoid(gate of the kv head) · more to v, in place. Grid: (T, W / C)."""
+    begin_kernel()
     row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     valid_C = column_C < width
     v_C = tl.load(v_TW + row * v_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
@@ -269,6 +274,7 @@ def smear_block(
     C: tl.constexpr,
 ) -> None:
     """Add share · sigmoid(gate) · before to x, in place, for tokens with a previous token. Grid: (T, W / C)."""
+    begin_kernel()
     row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     valid_C = column_C < width
     if tl.load(previous_T + row) >= 0:
@@ -281,6 +287,7 @@ def smear_block(
 @triton.jit
 def softcap_block(x_TW: tl.tensor, stride: tl.tensor, width: tl.tensor, cap: tl.tensor, C: tl.constexpr) -> None:
     """Replace x by cap · tanh(x / cap). Grid: (T, W / C)."""
+    begin_kernel()
     row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     valid_C = column_C < width
     x_C = tl.load(x_TW + row * stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
@@ -301,6 +308,7 @@ def embed_block(
     KIND: tl.constexpr,
 ) -> None:
     """Write scale · table[row of the token]. Grid: (T, W / C)."""
+    begin_kernel()
     place, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     valid_C = column_C < width
     row = tl.load(token_T + place).to(tl.int64)

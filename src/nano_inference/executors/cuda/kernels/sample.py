@@ -24,10 +24,9 @@ def adjust_variant(*, has_cap: bool) -> Variant:
     return Variant(constants={"C": CHUNK, "HAS_CAP": has_cap}, num_warps=4, fuses=False)
 
 
-def sum_variant(vocab_size: int, *, has_cut: bool) -> Variant:
-    """Return the constants of the masses of chunks."""
-    constants = {"C": CHUNK, "NP": padded_chunks(vocab_size), "HAS_CUT": has_cut}
-    return Variant(constants=constants, num_warps=4, fuses=False)
+def sum_variant(vocab_size: int) -> Variant:
+    """Return the constants of the masses that truncation keeps."""
+    return Variant(constants={"C": CHUNK, "NP": padded_chunks(vocab_size)}, num_warps=4, fuses=False)
 
 
 def draw_variant(vocab_size: int, *, has_cap: bool, has_cut: bool) -> Variant:
@@ -85,8 +84,8 @@ def adjust(
         sampler.adjust_chunk,
         (slot_B.size(0), out.best.size(1)),
         logits_BV,
-        *(out.work, out.best, out.raw_best, out.raw_mass, slot_B),
-        *(slots.report, slots.repetition, slots.presence, slots.frequency),
+        *(out.work, out.best, out.mass, out.raw_best, out.raw_mass, slot_B),
+        *(slots.temperature, slots.report, slots.repetition, slots.presence, slots.frequency),
         *(slots.count_row, slots.bias_row, slots.mask_row, slots.min_tokens, slots.num_new, slots.stop),
         *(tables.count, tables.bias, tables.mask),
         *(logits_BV.stride(0), vocab_size, slots.stop.size(1), tables.mask.size(1), softcap or 1.0),
@@ -113,11 +112,12 @@ def draw(
     `has_cut`: `cut` was called for this step. The other arguments are those of `adjust`.
     """
     vocab_size = out.work.size(1)
-    sum_variant(vocab_size, has_cut=has_cut).launch(
-        sampler.sum_chunk,
-        (slot_B.size(0), out.best.size(1)),
-        *(out.work, out.best, out.mass, out.kept, out.cut_key, out.cut_id, slot_B, slots.temperature, vocab_size),
-    )
+    if has_cut:
+        sum_variant(vocab_size).launch(
+            sampler.sum_chunk,
+            (slot_B.size(0), out.best.size(1)),
+            *(out.work, out.best, out.kept, out.cut_key, out.cut_id, slot_B, slots.temperature, vocab_size),
+        )
     draw_variant(vocab_size, has_cap=softcap is not None, has_cut=has_cut).launch(
         sampler.draw_row,
         (slot_B.size(0),),

@@ -1,8 +1,8 @@
 """Kernels that turn logits into a token and its log-probability (`sampling` is the reference).
 
-Three steps over chunks of the vocabulary: `adjust_chunk` writes adjusted logits and chunk maxima, `sum_chunk` the
-masses of the chunks, `draw_row` inverts the CDF in ascending order of ids. Before `sum_chunk`, `select.cut_row` finds
-which tokens truncation keeps. Masses and log-sum-exps are float64:
+Over chunks of the vocabulary, `adjust_chunk` writes adjusted logits, their maxima and masses; `draw_row` inverts the
+CDF in ascending order of ids. If rows truncate, `select.cut_row` finds which tokens are kept, and `sum_chunk` their
+masses. Masses and log-sum-exps are float64:
 
     log-probability = (x - best) / T - log Σ e^((x - best) / T),   rounded to float32 once.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nano_inference.executors.cuda.kernels.language import capped, mix64
+from nano_inference.executors.cuda.kernels.language import begin_kernel, capped, mix64
 
 RAW, TEMPERED, PROCESSED, WANTS_RAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 
@@ -32,13 +32,28 @@ def penalised(
 
 
 @triton.jit
+def divisor_of(temperature: tl.tensor) -> tl.tensor:
+    """Return what logits are divided by, float64; temperature 0 counts as 1."""
+    return tl.where(temperature == 0.0, 1.0, tl.maximum(temperature, 1e-30)).to(tl.float64)
+
+
+@triton.jit
+def relative_mass(x_C: tl.tensor, best: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    """Return Σ e^((x - best) · inverse), float64; 0 if there is no token, where `best` is -inf."""
+    shift = tl.where(best == float("-inf"), 0.0, best).to(tl.float64)
+    return tl.sum(tl.exp((x_C.to(tl.float64) - shift) * inverse), 0)
+
+
+@triton.jit
 def adjust_chunk(
     logits_BV: tl.tensor,
     work_BV: tl.tensor,
     best_BN: tl.tensor,
+    mass_BN: tl.tensor,
     raw_best_BN: tl.tensor,
     raw_mass_BN: tl.tensor,
     slot_B: tl.tensor,
+    temperature_S: tl.tensor,
     report_S: tl.tensor,
     repetition_S: tl.tensor,
     presence_S: tl.tensor,
@@ -60,7 +75,10 @@ def adjust_chunk(
     C: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ) -> None:
-    """Write the adjusted logits of one chunk, their maximum, and the mass of the unmodified ones. Grid: (B, N)."""
+    """Write the adjusted logits of one chunk, their maximum, and their mass relative to it; those of the unmodified
+    logits, too, if the row reports them. Grid: (B, N).
+    """
+    begin_kernel()
     row, chunk, num_chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slot_B + row).to(tl.int64)
     id_C = chunk * C + tl.arange(0, C)
@@ -71,9 +89,8 @@ def adjust_chunk(
     report = tl.load(report_S + slot)
     if (report == RAW) | (report >= WANTS_RAW):
         raw_best = tl.max(x_C, 0)
-        shift = tl.where(raw_best == float("-inf"), 0.0, raw_best).to(tl.float64)
         tl.store(raw_best_BN + row * num_chunks + chunk, raw_best)
-        tl.store(raw_mass_BN + row * num_chunks + chunk, tl.sum(tl.exp(x_C.to(tl.float64) - shift), 0))
+        tl.store(raw_mass_BN + row * num_chunks + chunk, relative_mass(x_C, raw_best, 1.0))
     counts = tl.load(count_row_S + slot).to(tl.int64)
     if counts >= 0:
         count_C = tl.load(count_PV + counts * vocab_size + id_C, mask=valid_C, other=0)
@@ -91,7 +108,10 @@ def adjust_chunk(
         for index in range(num_stops):
             x_C = tl.where(id_C == tl.load(stop_SX + slot * num_stops + index), float("-inf"), x_C)
     tl.store(work_BV + row * vocab_size + id_C, x_C, mask=valid_C)
-    tl.store(best_BN + row * num_chunks + chunk, tl.max(x_C, 0))
+    best = tl.max(x_C, 0)
+    tl.store(best_BN + row * num_chunks + chunk, best)
+    inverse = 1.0 / divisor_of(tl.load(temperature_S + slot))
+    tl.store(mass_BN + row * num_chunks + chunk, relative_mass(x_C, best, inverse))
 
 
 @triton.jit
@@ -130,15 +150,13 @@ def is_kept(
 @triton.jit
 def weights(x_C: tl.tensor, best: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """Return e^((x - best) / T) in float64; temperature 0 counts as 1."""
-    divisor = tl.where(temperature == 0.0, 1.0, tl.maximum(temperature, 1e-30)).to(tl.float64)
-    return tl.exp((x_C.to(tl.float64) - best.to(tl.float64)) / divisor)
+    return tl.exp((x_C.to(tl.float64) - best.to(tl.float64)) / divisor_of(temperature))
 
 
 @triton.jit
 def sum_chunk(
     work_BV: tl.tensor,
     best_BN: tl.tensor,
-    mass_BN: tl.tensor,
     kept_BN: tl.tensor,
     cut_key_B: tl.tensor,
     cut_id_B: tl.tensor,
@@ -147,22 +165,18 @@ def sum_chunk(
     vocab_size: tl.tensor,
     C: tl.constexpr,
     NP: tl.constexpr,
-    HAS_CUT: tl.constexpr,
 ) -> None:
-    """Write the mass of one chunk, of all tokens and of those that truncation keeps. Grid: (B, N)."""
+    """Write the mass of one chunk's tokens that truncation keeps, relative to the row's best logit. Grid: (B, N)."""
+    begin_kernel()
     row, chunk, num_chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(temperature_S + tl.load(slot_B + row))
     best = best_of(best_BN, row, num_chunks, NP)
     id_C = chunk * C + tl.arange(0, C)
     valid_C = id_C < vocab_size
     x_C = tl.load(work_BV + row * vocab_size + id_C, mask=valid_C, other=float("-inf"))
-    weight_C = tl.where(valid_C, weights(x_C, best, temperature), 0.0)
-    mass = tl.sum(weight_C, 0)
-    tl.store(mass_BN + row * num_chunks + chunk, mass)
-    if HAS_CUT:
-        kept_C = is_kept(x_C, id_C, best, temperature, tl.load(cut_key_B + row), tl.load(cut_id_B + row))
-        mass = tl.sum(tl.where(kept_C, weight_C, 0.0), 0)
-    tl.store(kept_BN + row * num_chunks + chunk, mass)
+    kept_C = is_kept(x_C, id_C, best, temperature, tl.load(cut_key_B + row), tl.load(cut_id_B + row))
+    weight_C = tl.where(valid_C & kept_C, weights(x_C, best, temperature), 0.0)
+    tl.store(kept_BN + row * num_chunks + chunk, tl.sum(weight_C, 0))
 
 
 @triton.jit
@@ -260,13 +274,17 @@ def draw_row(
 
     normaliser: the best logit, log mass of all and of kept tokens; the unmodified logits' best and log mass.
     """
+    begin_kernel()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_B + row).to(tl.int64)
     temperature, report = tl.load(temperature_S + slot), tl.load(report_S + slot)
     chunk_N = tl.arange(0, NP)
     at_N, valid_N = row * num_chunks + chunk_N, chunk_N < num_chunks
     best_N = tl.load(best_BN + at_N, mask=valid_N, other=float("-inf"))
-    kept_N = tl.load(kept_BN + at_N, mask=valid_N, other=0.0)
+    mass_N = tl.load(mass_BN + at_N, mask=valid_N, other=0.0) * weights(best_N, tl.max(best_N, 0), temperature)
+    kept_N = mass_N
+    if HAS_CUT:
+        kept_N = tl.load(kept_BN + at_N, mask=valid_N, other=0.0)
     position = tl.load(position_S + slot).to(tl.int64) + 1
     uniform = uniform_of(tl.load(seed_S + slot), tl.load(sample_S + slot).to(tl.int64), position)
     work_V = work_BV + row * vocab_size
@@ -276,11 +294,10 @@ def draw_row(
     )  # fmt: skip
     tl.store(token_B + row, token)
 
-    divisor = tl.where(temperature == 0.0, 1.0, tl.maximum(temperature, 1e-30)).to(tl.float64)
     best = tl.max(best_N, 0).to(tl.float64)
-    log_mass = tl.log(tl.sum(tl.load(mass_BN + at_N, mask=valid_N, other=0.0), 0))
+    log_mass = tl.log(tl.sum(mass_N, 0))
     log_kept = tl.log(tl.sum(kept_N, 0))
-    y = (tl.load(work_V + token).to(tl.float64) - best) / divisor
+    y = (tl.load(work_V + token).to(tl.float64) - best) / divisor_of(temperature)
     processed = (y - log_kept).to(tl.float32)
     logprob = tl.where(report % 4 == TEMPERED, (y - log_mass).to(tl.float32), processed)
     tl.store(normaliser_B5 + row * 5, best)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nano_inference.executors.cuda.kernels.language import capped
+from nano_inference.executors.cuda.kernels.language import begin_kernel, capped
 from nano_inference.executors.cuda.kernels.sampler import PROCESSED, RAW, best_of, is_kept, key_of, scaled
 
 
@@ -164,6 +164,7 @@ def cut_row(
     NP: tl.constexpr,
 ) -> None:
     """Write which tokens truncation keeps: those with a larger key, and equal ones up to an id. Grid: (B,)."""
+    begin_kernel()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_B + row).to(tl.int64)
     temperature = tl.load(temperature_S + slot)
@@ -225,6 +226,7 @@ def top_row(
 
     Each pass finds the largest (key, -id) below the last one found.
     """
+    begin_kernel()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_B + row).to(tl.int64)
     temperature, report = tl.load(temperature_S + slot), tl.load(report_S + slot) % 4

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_MOST_EARLY = 2048
+"""Programs of a kernel that may start early: more would wait where the programs of the kernel before it could run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +39,14 @@ class Variant:
             num_warps=self.num_warps,
             num_stages=self.num_stages,
             enable_fp_fusion=self.fuses,
+            **({"launch_pdl": True} if prod(grid) <= _MOST_EARLY and starts_early(arguments[0].device) else {}),
         )
+
+
+@lru_cache(maxsize=8)
+def starts_early(device: torch.device) -> bool:
+    """Return whether kernels on this device start while those before them end (`language.begin_kernel`)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def padded(size: int) -> int:
