@@ -125,7 +125,7 @@ class StepControl:
         try:
             if weights is not None:
                 weights.begin_step()
-            is_urgent = weights is not None and weights.state == "staging"  # it gathers between steps
+            is_urgent = weights is not None and weights.takes_turns
             result = self._state.step(admit_new=admit_new, is_urgent=is_urgent)
         finally:
             if weights is not None:

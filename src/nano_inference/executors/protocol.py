@@ -65,6 +65,8 @@ class Executor(Protocol):
     device: torch.device
     lookahead: int
     """Default of `EngineConfig.lookahead`."""
+    steps_share_processors: bool
+    """Whether steps run on the processors that gather new weights, so that both must take turns."""
 
     @property
     def code(self) -> str:

@@ -45,6 +45,7 @@ class ShardedExecutor:
         self.program = whole.program
         self.device = own.device
         self.lookahead = own.lookahead
+        self.steps_share_processors = own.steps_share_processors
         self._own, self._whole, self._leader, self._is_fed = own, whole, leader, is_fed
         self._number, self._numbers = number, count(1) if numbers is None else numbers
         self._rows = RowCoder()

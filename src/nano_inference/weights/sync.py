@@ -127,6 +127,11 @@ class WeightSyncManager:
             raise job.take_failure()
 
     @property
+    def takes_turns(self) -> bool:
+        """Return True while an update is gathered between steps: the end of a step lets it go on."""
+        return self._job is not None and self._job.takes_turns and self.state == "staging"
+
+    @property
     def is_held(self) -> bool:
         """Return True while staged weights wait for `release`."""
         return self._job is not None and self._job.is_held and self.state == "staged"
@@ -151,7 +156,7 @@ class WeightSyncManager:
 
     def begin_step(self) -> None:
         """Called by the engine thread before a step: lets the staging thread copy its share first."""
-        if self._job is not None:
+        if self._job is not None and self._job.takes_turns:
             self._job.gate.begin_step()
 
     def end_step(self) -> None:
@@ -263,6 +268,7 @@ class _Job:
         """The version of the new weights; set when the swap starts."""
         self.is_cancelled = threading.Event()
         self._timeout = timeout
+        self.takes_turns = executor.steps_share_processors
         self.gate = StepGate(share_of(executor.weight_bytes))
         self._deadline = None if timeout is None else time.monotonic() + timeout
 
@@ -281,7 +287,7 @@ class _Job:
 
     def _stage(self) -> Any:
         executor, rules = self._executor, self._rules
-        pace = self._pace if self.thread else None
+        pace = self._pace if self.thread and self.takes_turns else None
         staged = executor.stage(pace=pace, check_finite=not rules.allow_nonfinite)
         staging = Staging(executor.program, staged, rules)
         source = pairs(self._named)
@@ -307,6 +313,7 @@ class _Job:
     def _next(self, source: Iterator[tuple[object, object]]) -> tuple[object, object] | None:
         """Return the source's next pair; wrap its exceptions in `WeightError`."""
         self.gate.start_reading()
+        self._check_cancelled()
         try:
             return next(source, None)
         except (WeightError, MemoryError):
@@ -319,6 +326,9 @@ class _Job:
     def _pace(self, num_bytes: int) -> None:
         """Wait until no step runs. Raises `WeightError` if the update was cancelled."""
         self.gate.wait_for_turn(num_bytes)
+        self._check_cancelled()
+
+    def _check_cancelled(self) -> None:
         if self.is_cancelled.is_set():
             raise WeightError("the update was cancelled")
 

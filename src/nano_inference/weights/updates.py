@@ -66,6 +66,9 @@ class Weights(Protocol):
     def state(self) -> UpdateState: ...
 
     @property
+    def takes_turns(self) -> bool: ...
+
+    @property
     def is_held(self) -> bool: ...
 
     @property

@@ -54,6 +54,7 @@ class CpuExecutor:
     """Owns packed weights, the KV cache and a step's buffers; satisfies `protocol.Executor`, which documents it."""
 
     lookahead = 1
+    steps_share_processors = True
     failure = None
 
     def __init__(

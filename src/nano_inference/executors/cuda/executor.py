@@ -50,6 +50,7 @@ class CudaExecutor:
     """Owns a model's weights, its KV cache and the memory of its steps; satisfies `protocol.Executor`."""
 
     code = "cuda"
+    steps_share_processors = False
     failure = None
 
     def __init__(

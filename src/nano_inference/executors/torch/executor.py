@@ -59,6 +59,7 @@ class TorchExecutor:
 
     code = "torch"
     lookahead = 1
+    steps_share_processors = True
     failure = None
 
     def __init__(
