@@ -36,7 +36,7 @@ PUBLISHED = re.compile(
     r"attend_\w+ dtype=bf16 (ratio=7 head_dim=(64|128)|ratio=4 head_dim=64|ratio=2 head_dim=128) cap=False"
     r"|merge_split dtype=bf16 head_dim=(64|128)"
     r"|norm_row dtype=bf16 width=(1024|2048|4096) more=\w+ weight=True"
-    r"|rotate_head dtype=bf16 (head_dim=(64|128) rotary=True norm=none|head_dim=128 rotary=True norm=first\+weight)"
+    r"|rotate_heads dtype=bf16 (head_dim=(64|128) rotary=True norm=none|head_dim=128 rotary=True norm=first\+weight)"
     r"|multiply_range dtype=bf16 .*|(activate|embed)_block dtype=bf16 kind=0|(load|advance)_rows"
     r"|mix_block dtype=bf16 a=False|adjust_chunk dtype=bf16 cap=False|top_row dtype=bf16 cap=False cut=False"
     r"|(sum_chunk|draw_row|cut_row) (dtype=bf16 cap=False )?(cut=\w+ )?vocabulary=(131072|262144)"

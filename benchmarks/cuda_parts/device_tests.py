@@ -10,18 +10,23 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from benchmarks.cuda_parts.metadata import is_installed, write_metadata
 from benchmarks.cuda_parts.models import Bench
 from benchmarks.cuda_parts.report import Sink
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = ("--noconftest", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "default", "--tb=line", "-rfE")
+OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-W", "default", "--tb=line", "-rfE")
 """conftest.py needs hypothesis; a warning of another version of torch is no failure."""
 PYTEST = (sys.executable, "-P", "-m", "pytest", *OPTIONS)
+ALONE = ("-p", "no:xdist")
+MEMORY = "tests/gpu/test_memory.py"
+"""Needs the GPU for itself."""
 TOOLKITS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 """Where compute-sanitizer may be beside the PATH."""
 UNCACHED: Mapping[str, str] = MappingProxyType({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
@@ -36,7 +41,25 @@ def tests(bench: Bench, sink: Sink) -> None:
         sink.add("tests/gpu", "not run: pytest is not installed")
         compare(bench, sink)
         return
-    _run(sink, "tests/gpu", [*PYTEST, "tests/gpu"], ("FAILED", "ERROR"))
+    words = ("FAILED", "ERROR")
+    with tempfile.TemporaryDirectory() as folder:
+        more = metadata_path(Path(folder))
+        _run(sink, "tests/gpu", [*PYTEST, *parallel(), "tests/gpu", f"--ignore={MEMORY}"], words, more)
+        _run(sink, MEMORY, [*PYTEST, *ALONE, MEMORY], words, more)
+
+
+def metadata_path(folder: Path) -> dict[str, str]:
+    """Return the variables with which Python finds the package's metadata, which is written if it is not installed."""
+    if is_installed():
+        return {}
+    write_metadata(ROOT, folder)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
+def parallel() -> tuple[str, ...]:
+    """Return pytest's options for a process on every second core, if it has xdist: most of the time is compiling."""
+    count = (os.cpu_count() or 1) // 2
+    return ("-n", str(count)) if count > 1 and importlib.util.find_spec("xdist") is not None else ALONE
 
 
 def sanitize(bench: Bench, sink: Sink) -> None:
@@ -46,7 +69,7 @@ def sanitize(bench: Bench, sink: Sink) -> None:
     if bench.is_dry or missing or program is None:
         sink.add("compute-sanitizer", f"not run: {'it needs a GPU' if bench.is_dry else missing + ' is not installed'}")
         return
-    command = [program, "--tool", "memcheck", "--error-exitcode", "9", *PYTEST, "tests/gpu/test_kernels.py"]
+    command = [program, "--tool", "memcheck", "--error-exitcode", "9", *PYTEST, *ALONE, "tests/gpu/test_kernels.py"]
     _run(sink, "compute-sanitizer", command, ("FAILED", "ERROR", "========= "), UNCACHED)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cuda_parts import device_tests, timing
+from benchmarks.cuda_parts import device_tests, metadata, timing
 from benchmarks.cuda_parts.device_tests import compare
 from benchmarks.cuda_parts.engines import workload
 from benchmarks.cuda_parts.models import SHAPES, Bench, config_of
@@ -175,7 +176,7 @@ def test_failures_of_the_gpu_tests_are_named(
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
     pipe = Pipe()
     device_tests.tests(open_bench(is_dry=True), Sink("tests", pipe, {}, 0.0))  # type: ignore[arg-type]
-    assert [one["value"] for one in pipe.found] == values
+    assert [one["value"] for one in pipe.found] == values * 2  # all tests, and those that need the GPU for themselves
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,15 @@ def test_gpu_tests_that_take_too_long_are_stopped(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(subprocess, "run", stop)
     pipe = Pipe()
     device_tests.tests(open_bench(is_dry=True), Sink("tests", pipe, {}, 0.0))  # type: ignore[arg-type]
-    assert [one["value"] for one in pipe.found] == ["stopped after 1 s: ...F"]
+    assert [one["value"] for one in pipe.found] == ["stopped after 1 s: ...F"] * 2
+
+
+def test_a_checkout_that_is_not_installed_has_the_entry_points_of_the_package(tmp_path: Path) -> None:
+    metadata.write_metadata(ROOT, tmp_path)
+    (written,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    installed = importlib.metadata.distribution(written.name)
+    found, expected = ({(p.group, p.name, p.value) for p in one.entry_points} for one in (written, installed))
+    assert found == {point for point in expected if point[0] != "console_scripts"}
 
 
 def test_a_graph_is_timed_without_what_comes_before(monkeypatch: pytest.MonkeyPatch) -> None:

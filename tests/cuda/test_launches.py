@@ -46,7 +46,7 @@ KEYS = (
     StepKey(1, 2, False, True, False),
 )
 KERNELS = {
-    *("embed_block", "norm_row", "rotate_head", "activate_block", "mix_block", "multiply_range"),
+    *("embed_block", "norm_row", "rotate_heads", "activate_block", "mix_block", "multiply_range"),
     *("attend_group", "attend_split", "merge_split", "load_rows", "adjust_chunk", "cut_row", "sum_chunk", "draw_row"),
     *("top_row", "advance_rows"),
 }

@@ -170,7 +170,7 @@ def _rows() -> Iterator[Configuration]:
             )
             traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim), "rotary": str(has_rotary)}
             traits["norm"] = f"{order}{'+weight' * has_weight}{'+offset' * has_offset}"
-            yield Configuration(pointwise.rotate_head, variant, traits)
+            yield Configuration(pointwise.rotate_heads, variant, traits)
 
 
 def _blocks() -> Iterator[Configuration]:

@@ -17,8 +17,8 @@ from nano_inference.executors.cuda.kernels.variant import Variant, padded
 from nano_inference.executors.cuda.records import NORM_ORDERS, Cache, HeadNorms, NormOrder
 from nano_inference.models.ops import Activation, TableRows
 
-COLUMNS = 1024
-"""Columns per program."""
+COLUMNS, HEADS = 1024, 16
+"""Columns, and heads of a token, per program."""
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
 TABLE_ROWS: tuple[TableRows, ...] = ("token", "previous", "pair")
 
@@ -32,9 +32,9 @@ def norm_variant(width: int, *, has_more: bool, has_weight: bool, has_offset: bo
 
 def rotate_variant(head_dim: int, order: NormOrder, *, has_rotary: bool, has_weight: bool, has_offset: bool) -> Variant:
     """Return the constants of `rotate_and_store`."""
-    constants = {"D": head_dim, "P": padded(head_dim), "HAS_ROTARY": has_rotary, "NORM": NORM_ORDERS.index(order)}
-    constants |= {"HAS_WEIGHT": has_weight, "HAS_OFFSET": has_offset}
-    return Variant(constants=constants, num_warps=1, fuses=False)
+    constants = {"D": head_dim, "P": padded(head_dim), "H": HEADS, "HAS_ROTARY": has_rotary}
+    constants |= {"NORM": NORM_ORDERS.index(order), "HAS_WEIGHT": has_weight, "HAS_OFFSET": has_offset}
+    return Variant(constants=constants, num_warps=4, fuses=False)
 
 
 def block_variant(**constants: int | bool) -> Variant:
@@ -95,8 +95,8 @@ def rotate_and_store(
     )
     cos, sin, q_norm, k_norm = (qkv_TW if one is None else one for one in (cos_LF, sin_LF, norms.q_D, norms.k_D))
     variant.launch(
-        pointwise.rotate_head,
-        (num_tokens, num_heads + 2 * num_kv),
+        pointwise.rotate_heads,
+        (num_tokens, -(-(num_heads + 2 * num_kv) // HEADS)),
         *(qkv_TW, q_norm, k_norm, cos, sin, position_T, row_T, cache.table_RB, q_THD, cache.k_SJD, cache.v_SJD),
         *(qkv_TW.stride(0), cache.table_RB.stride(0), num_heads, num_kv, cache.block_size),
         *(norms.eps, norms.offset, rotary_dim),

@@ -63,9 +63,9 @@ def norm_row(
 
 @triton.jit
 def head_norm(
-    x_P: tl.tensor,
-    inverse: tl.tensor,
-    norm_D: tl.tensor,
+    x_HP: tl.tensor,
+    inverse_H: tl.tensor,
+    norm_HD: tl.tensor,
     at_P: tl.tensor,
     offset: tl.tensor,
     out: tl.tensor,
@@ -73,24 +73,30 @@ def head_norm(
     HAS_WEIGHT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
 ) -> tl.tensor:
-    """Return elements of a head times the inverse of its root mean square, weighted and rounded."""
-    x_P = x_P * inverse
+    """Return elements of heads times the inverse of each head's root mean square, weighted and rounded.
+
+    `norm_HD` points to the weights of each head.
+    """
+    x_HP = x_HP * inverse_H[:, None]
     if HAS_WEIGHT:
-        weight_P = tl.load(norm_D + at_P, mask=at_P < D, other=0.0).to(tl.float32)
-        x_P = weighted(x_P, weight_P, offset, out, HAS_OFFSET)
-    return rounded(x_P, out)
+        weight_HP = tl.load(norm_HD[:, None] + at_P[None, :], mask=(at_P < D)[None, :], other=0.0).to(tl.float32)
+        x_HP = weighted(x_HP, weight_HP, offset, out, HAS_OFFSET)
+    return rounded(x_HP, out)
 
 
 @triton.jit
-def turned_head(
-    head_D: tl.tensor,
-    norm_D: tl.tensor,
+def turned_heads(
+    x_HP: tl.tensor,
+    head_HD: tl.tensor,
+    valid_H: tl.tensor,
+    norm_HD: tl.tensor,
     cos_LF: tl.tensor,
     sin_LF: tl.tensor,
     position: tl.tensor,
     eps: tl.tensor,
     offset: tl.tensor,
     rotary_dim: tl.tensor,
+    out: tl.tensor,
     D: tl.constexpr,
     P: tl.constexpr,
     HAS_ROTARY: tl.constexpr,
@@ -98,32 +104,36 @@ def turned_head(
     HAS_WEIGHT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
 ) -> tl.tensor:
-    """Return a head [P] after its norm, before or after the rotation of its first `rotary_dim` dimensions."""
+    """Return heads after their norm, before or after the rotation of their first `rotary_dim` dimensions.
+
+    `head_HD` points to the heads whose elements are `x_HP`.
+    """
     dim_P = tl.arange(0, P)
-    x_P = tl.load(head_D + dim_P, mask=dim_P < D, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x_P * x_P, 0) / D + eps)
+    inverse_H = tl.rsqrt(tl.sum(x_HP * x_HP, 1) / D + eps)
     if NORM == NORM_FIRST:
-        x_P = head_norm(x_P, inverse, norm_D, dim_P, offset, head_D, D, HAS_WEIGHT, HAS_OFFSET)
+        x_HP = head_norm(x_HP, inverse_H, norm_HD, dim_P, offset, out, D, HAS_WEIGHT, HAS_OFFSET)
     if HAS_ROTARY:
         half = rotary_dim // 2
         is_low_P, turns_P = dim_P < half, dim_P < rotary_dim
         partner_P = tl.where(is_low_P, dim_P + half, dim_P - half)
-        other_P = tl.load(head_D + partner_P, mask=turns_P, other=0.0).to(tl.float32)
+        mask_HP = valid_H[:, None] & turns_P[None, :]
+        other_HP = tl.load(head_HD[:, None] + partner_P[None, :], mask=mask_HP, other=0.0).to(tl.float32)
         if NORM == NORM_FIRST:
-            other_P = head_norm(other_P, inverse, norm_D, partner_P, offset, head_D, D, HAS_WEIGHT, HAS_OFFSET)
+            other_HP = head_norm(other_HP, inverse_H, norm_HD, partner_P, offset, out, D, HAS_WEIGHT, HAS_OFFSET)
         at_P = position.to(tl.int64) * half + tl.where(is_low_P, dim_P, partner_P)
         cos_P = tl.load(cos_LF + at_P, mask=turns_P, other=1.0).to(tl.float32)
         sin_P = tl.load(sin_LF + at_P, mask=turns_P, other=0.0).to(tl.float32)
-        turned_P = rounded(x_P * cos_P, head_D) + other_P * tl.where(is_low_P, -sin_P, sin_P)
-        x_P = tl.where(turns_P, rounded(turned_P, head_D), x_P)
+        sin_P = tl.where(is_low_P, -sin_P, sin_P)
+        turned_HP = rounded(x_HP * cos_P[None, :], out) + other_HP * sin_P[None, :]
+        x_HP = tl.where(turns_P[None, :], rounded(turned_HP, out), x_HP)
     if NORM == NORM_LAST:
-        inverse = tl.rsqrt(tl.sum(x_P * x_P, 0) / D + eps)
-        x_P = head_norm(x_P, inverse, norm_D, dim_P, offset, head_D, D, HAS_WEIGHT, HAS_OFFSET)
-    return x_P
+        inverse_H = tl.rsqrt(tl.sum(x_HP * x_HP, 1) / D + eps)
+        x_HP = head_norm(x_HP, inverse_H, norm_HD, dim_P, offset, out, D, HAS_WEIGHT, HAS_OFFSET)
+    return x_HP
 
 
 @triton.jit
-def rotate_head(
+def rotate_heads(
     qkv_TW: tl.tensor,
     q_norm_D: tl.tensor,
     k_norm_D: tl.tensor,
@@ -145,39 +155,36 @@ def rotate_head(
     rotary_dim: tl.tensor,
     D: tl.constexpr,
     P: tl.constexpr,
+    H: tl.constexpr,
     HAS_ROTARY: tl.constexpr,
     NORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
 ) -> None:
-    """Write one query head, or one key head or value head to the cache. Grid: (T, q heads + 2 · kv heads)."""
+    """Write H heads of a token: queries, and keys and values to the cache. Grid: (T, (q heads + 2 · kv heads) / H)."""
     begin_kernel()
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head_H = tl.program_id(0).to(tl.int64), tl.program_id(1) * H + tl.arange(0, H)
     position = tl.load(position_T + token)
-    dim_P = tl.arange(0, P)
-    head_D = qkv_TW + token * stride + head * D
     if position >= 0:
-        if head < num_q:
-            x_P = turned_head(
-                head_D, q_norm_D, cos_LF, sin_LF, position, eps, offset, rotary_dim,
-                D, P, HAS_ROTARY, NORM, HAS_WEIGHT, HAS_OFFSET,
-            )  # fmt: skip
-            at_D = q_THD + (token * num_q + head) * D
-            tl.store(at_D + dim_P, x_P.to(q_THD.dtype.element_ty), mask=dim_P < D)
-        else:
+        dim_P = tl.arange(0, P)
+        is_q_H, is_turned_H, valid_H = head_H < num_q, head_H < num_q + num_kv, head_H < num_q + 2 * num_kv
+        head_HD = qkv_TW + token * stride + head_H * D
+        inside_HP = valid_H[:, None] & (dim_P < D)[None, :]
+        given_HP = tl.load(head_HD[:, None] + dim_P[None, :], mask=inside_HP, other=0.0)
+        norm_HD = tl.where(is_q_H, q_norm_D, k_norm_D)
+        turned_HP = turned_heads(
+            given_HP.to(tl.float32), head_HD, valid_H, norm_HD, cos_LF, sin_LF, position, eps, offset, rotary_dim,
+            qkv_TW, D, P, HAS_ROTARY, NORM, HAS_WEIGHT, HAS_OFFSET,
+        ).to(qkv_TW.dtype.element_ty)  # fmt: skip
+        at_HP = (token * num_q + head_H)[:, None] * D + dim_P[None, :]
+        tl.store(q_THD + at_HP, turned_HP, mask=inside_HP & is_q_H[:, None])
+        if tl.program_id(1) * H + H > num_q:
             table_B = table_RB + tl.load(row_T + token).to(tl.int64) * table_stride
             slot = tl.load(table_B + position // block_size).to(tl.int64) * block_size + position % block_size
-            if head < num_q + num_kv:
-                x_P = turned_head(
-                    head_D, k_norm_D, cos_LF, sin_LF, position, eps, offset, rotary_dim,
-                D, P, HAS_ROTARY, NORM, HAS_WEIGHT, HAS_OFFSET,
-                )  # fmt: skip
-                at_D = k_SJD + (slot * num_kv + head - num_q) * D
-                tl.store(at_D + dim_P, x_P.to(k_SJD.dtype.element_ty), mask=dim_P < D)
-            else:
-                v_P = tl.load(head_D + dim_P, mask=dim_P < D, other=0.0)
-                at_D = v_SJD + (slot * num_kv + head - num_q - num_kv) * D
-                tl.store(at_D + dim_P, v_P.to(v_SJD.dtype.element_ty), mask=dim_P < D)
+            at_HP = (slot * num_kv + head_H - num_q)[:, None] * D + dim_P[None, :]
+            tl.store(k_SJD + at_HP, turned_HP, mask=inside_HP & (is_turned_H & ~is_q_H)[:, None])
+            at_HP = (slot * num_kv + head_H - num_q - num_kv)[:, None] * D + dim_P[None, :]
+            tl.store(v_SJD + at_HP, given_HP, mask=inside_HP & ~is_turned_H[:, None])
 
 
 @triton.jit
