@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -26,6 +27,9 @@ settings.load_profile("steady")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# nanobind reports as leaked what the collection at the interpreter's end leaves.
+atexit.register(gc.unfreeze)
+
 # Tiny models gain nothing from more, and two processes of tests would wait for each other's threads.
 torch.set_num_threads(1)
 
@@ -42,6 +46,16 @@ def same_threads_afterwards() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_afterwards() -> Iterator[None]:
+    """Exempt what each file leaves behind from later collections, which would walk over all earlier files' objects.
+
+    A fixture, not a hook: pytest reports what the collection finds open in this file, not in the next one.
+    """
+    yield
+    freeze()
 
 
 @pytest.fixture
@@ -80,6 +94,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Exempt imported modules from garbage collection: with torch and Transformers a full collection is slow."""
+    freeze()
+
+
+def freeze() -> None:
+    """Free garbage, and exempt all other objects from later collections."""
     gc.collect()
     gc.freeze()
 
