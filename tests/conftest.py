@@ -10,6 +10,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+# Before torch is loaded: its idle threads busy-wait, which takes the cores from the tests of the other process.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
