@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser
 
 from nano_inference.catalog import default_cache
 from nano_inference.config import EngineConfig
@@ -17,7 +18,8 @@ from nano_inference.server.opening import open_model
 from tests.docs.furniture import NANOCHAT_HOME, furnish
 from tests.docs.shell import Place
 from tests.server.tiny import Running, make_tiny, running
-from tests.web.conftest import browser, context  # noqa: F401  (fixtures)
+from tests.web.chromium import launched
+from tests.web.conftest import context  # noqa: F401  (a fixture)
 
 SERVED = "smollm2-135m-instruct"
 """The name under which the pages ask for a model."""
@@ -68,6 +70,13 @@ def default_server(default_model_path: Path) -> Iterator[Running]:
 
     with running(default_model_path, make=opened) as server:
         yield server
+
+
+@pytest.fixture(scope="module")  # not longer: it occupies this thread's event loop, which other tests need
+def browser() -> Iterator[Browser]:
+    """A headless Chromium."""
+    with launched() as browser:
+        yield browser
 
 
 @pytest.fixture

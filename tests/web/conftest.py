@@ -6,31 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, expect
 
 from tests.server.tiny import make_tiny, running
 from tests.web.chat_driver import ChatDriver
-from tests.web.chromium import chromium_path
+from tests.web.chromium import launched
 from tests.web.fake import TIMEOUT_S, FakeServer, serving
-
-_ARGUMENTS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-)
 
 expect.set_options(timeout=1000 * TIMEOUT_S)
 
 
-@pytest.fixture(scope="module")  # not longer: it occupies this thread's event loop, which other tests need
+@pytest.fixture(scope="package")  # not longer: it occupies this thread's event loop, which other tests need
 def browser() -> Iterator[Browser]:
     """A headless Chromium; without one the tests are skipped (`make browser` installs it)."""
-    path = chromium_path()
-    if path is None:
-        pytest.skip("NO BROWSER: no Chromium on this machine; `make browser` installs Debian's")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(_ARGUMENTS))
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
