@@ -33,11 +33,12 @@ from nano_inference.server.keys import KeyRing
 from nano_inference.server.openapi import openapi
 from nano_inference.server.rl.routes import ADMIN_PATHS, QUESTIONS
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
+from tests.effort import some
 from tests.server.tiny import Running, running
 
 DIALECTS = installed_dialects()
-EXAMPLES = 10
-"""Requests for each operation; the more thorough run takes 200."""
+EXAMPLES = some(15)
+"""Requests for each operation."""
 MAX_LEN = 64
 CHECKS = [
     not_a_server_error,
