@@ -49,6 +49,7 @@ _STREAMED_TEXT = ("tools.py", 'deltas.append({"content": event.text})', 'deltas.
 _CALL_ID = ("dialects/responses_stream.py", ', "call_id": self.call_id}', "}")
 _MESSAGE_END = ("dialects/messages_reply.py", '{"type": "message_delta", "delta"', '{"type": "message_end", "delta"')
 _THINKING = ("dialects/messages_reply.py", '_delta", "thinking": one.text', '_delta", "text": one.text')
+_RESPONSE = ("dialects/ollama_reply.py", '"response" if name == "content"', '"text" if name == "content"')
 _PARTIAL_JSON = ("dialects/messages_reply.py", '"partial_json": one.text}', '"json": one.text}')
 _COMPLETE = (
     *("ended samples are reported as complete", "../integrations/verl/server.py"),
@@ -58,6 +59,9 @@ _COMPLETE = (
 CHANGES: Sequence[Change] = (
     route("aider", _CHAT, "openai"),
     Change("aider", "a body needs a Content-Type", "guard.py", "kind != wanted and not is_bare", "kind != wanted"),
+    route("aider", "/api/chat", "ollama"),
+    route("aider", "/api/generate", "ollama"),
+    Change("aider", "answers of `/api/generate` have no `response`", *_RESPONSE),
     route("anthropic", "/v1/messages", "messages"),
     Change("anthropic", "streams of messages have no `message_delta`", *_MESSAGE_END),
     route("claude_code", "/v1/messages", "messages"),
