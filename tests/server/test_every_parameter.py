@@ -582,8 +582,6 @@ OWN_RESPONSES: Table = {
     "moderation": turn("error", {"model": "m"}),
     "previous_response_id": turn("error", "resp_1"),
     "prompt": turn("error", {"id": "p"}),
-    "prompt_cache_options": turn("error", {"mode": "explicit"}),
-    "prompt_cache_retention": turn("error", "24h", "in_memory"),
     "truncation": turn("error", "auto", "disabled"),
     "access_programs": turn("error", {"cyber": "standard"}),
     "image": turn("error", {"context_compression": "enabled"}),
@@ -597,7 +595,7 @@ COMPACT_TABLE: Table = {
     **{name: case._replace(what="reply") if case.what == "prompt" else case for name, case in
        only(OWN_RESPONSES, *(name for name in OWN_RESPONSES if name == "input" or name.startswith("input."))).items()
        },
-    **only(OWN_RESPONSES, "prompt_cache_options", "prompt_cache_retention", "previous_response_id", "image"),
+    **only(OWN_RESPONSES, "previous_response_id", "image"),
     **only(INFORMING, "prompt_cache_key", "service_tier"),
     "model": turn("error", "other", "tiny"),
     "instructions": turn("reply", "Be.", "Be short."),

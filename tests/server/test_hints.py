@@ -119,6 +119,8 @@ def test_choice_needs_a_function_that_is_not_left_out(scripted: Running) -> None
         *((CHAT, {name: "x"}, name) for name in ("user", "prompt_cache_key", "safety_identifier", "verbosity")),
         (CHAT, {"metadata": {"a": "b"}}, "metadata"),
         (CHAT, {"service_tier": "flex"}, "service_tier"),
+        *((path, {"prompt_cache_retention": "24h"}, "prompt_cache_retention") for path in (CHAT, RESPONSES)),
+        (RESPONSES, {"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
         (CHAT, {"id_slot": 3}, "id_slot"),
         (CHAT, {"n_discard": 3}, "n_discard"),
         (CHAT, {"repeat_last_n": 64}, "repeat_last_n"),
@@ -149,6 +151,11 @@ DECLARED: list[tuple[str, JSON, str]] = [
     ("/v1/messages", {"messages": HELLO, "max_tokens": 1, "service_tier": "priority"}, "service_tier"),
     ("/v1/messages/count_tokens", {"messages": HELLO, "workspace_id": "w"}, "workspace_id"),
     ("/v1/responses/compact", {"model": "tiny", "input": "a", "prompt_cache_key": "k"}, "prompt_cache_key"),
+    *(
+        (path, {"model": "tiny", "input": "a", name: value}, name)
+        for path in (RESPONSES, "/v1/responses/compact")
+        for name, value in (("prompt_cache_options", {"mode": "explicit"}), ("prompt_cache_retention", "24h"))
+    ),
     ("/v1/embeddings", {"input": "a", "user": "u"}, "user"),
     ("/generate", {"text": "a", "log_metrics": False}, "log_metrics"),
     ("/generate", {"text": "a", "no_logs": True}, "no_logs"),

@@ -416,8 +416,6 @@ REFUSED: tuple[tuple[JSON, str], ...] = (
     ({"moderation": {"model": "m"}}, "moderation"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"prompt": {"id": "p"}}, "prompt"),
-    ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
-    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
     ({"background_options": {"completion_window": "8h"}}, "background_options"),
     ({"truncation": "auto"}, "truncation"),
     ({"access_programs": {"cyber": "standard"}}, "access_programs"),

@@ -85,6 +85,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 HINTS: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
     "prediction": EMPTY,
+    "prompt_cache_options": EMPTY,
+    "prompt_cache_retention": (None, "in_memory"),
     # vLLM: options of beam search and of images, which are refused themselves; no tokenizer here adds spaces
     "length_penalty": (None, 1, 1.0),
     "early_stopping": OFF,

@@ -72,8 +72,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "max_tool_calls": (None,),
     "moderation": (None,),
     "prompt": (None,),
-    "prompt_cache_options": (None,),
-    "prompt_cache_retention": (None, "in_memory"),
     "truncation": (None, "disabled"),
     "access_programs": (None,),
     "image": (None,),

@@ -139,8 +139,6 @@ class ResponsesBody(Sampling, PromptFields):
     max_tool_calls: Any = None
     moderation: Any = None
     prompt: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
     access_programs: Any = None
     image: Any = None
 
@@ -164,8 +162,6 @@ class CompactBody(Body):
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
     service_tier: str | None = None
     image: Any = None
 
