@@ -4,43 +4,41 @@ A node's label is the tokens of its block: `block_size` of them, or fewer while 
 full nodes have children. A prompt that diverges inside a block may copy the matching slots (`Hit.partial_block`), so
 that a hit is exact to the token.
 
+A node is the number of its block, and the root of a salt is a negative number: the tree is a few dicts of numbers and
+labels. With an object for each node, a long generation would leave Python's garbage collector new objects to search in
+every step.
+
 Blocks are released from the last to the first, and a sequence that holds a node holds its parent, so the least recently
 released node is always a leaf: eviction never searches the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from nano_inference.kv.pool import Hit, KVManager, Salt
 
 _PARTIAL_CANDIDATES = 8
 """Most nodes compared, newest first, for a partial match: bounds the work, not the correctness."""
-
-
-class _Node:
-    """A published block, or the root of one salt (block -1)."""
-
-    __slots__ = ("block", "by_first", "children", "parent", "salt", "tokens")
-
-    def __init__(self, parent: _Node | None, salt: Salt, tokens: tuple[int, ...], block: int) -> None:
-        self.parent = parent
-        self.salt = salt
-        self.tokens = tokens
-        self.block = block
-        self.children: dict[tuple[int, ...], _Node] = {}
-        """Full children by label."""
-        self.by_first: dict[int, dict[int, _Node]] = {}
-        """All children: first token of the label -> block -> node, newest last."""
+Label = tuple[int, ...]
 
 
 class RadixKVCache(KVManager):
     """The tree of published blocks; see `KVManager`."""
 
     def _forget_all(self) -> None:
-        self._roots: dict[Salt, _Node] = {}
-        self._node_of: dict[int, _Node] = {}
+        self._roots: dict[Salt, int] = {}
+        self._salt_of: dict[int, Salt] = {}
+        """Root -> its salt."""
+        self._label_of: dict[int, Label] = {}
+        self._parent_of: dict[int, int] = {}
+        self._full: dict[tuple[int, Label], int] = {}
+        """(parent, label) -> full child."""
+        self._by_first: dict[tuple[int, int], dict[int, None]] = {}
+        """(parent, first token of the label) -> children, newest last."""
+        self._num_children: dict[int, int] = {}
+        """Parent -> number of its children, if it has any."""
 
     def peek(self, tokens: Sequence[int], salt: Salt) -> Hit:
         """Return the whole blocks that these tokens can share, and the block of which they can copy a part."""
@@ -49,16 +47,16 @@ class RadixKVCache(KVManager):
         limit = len(tokens) - 1
         while node is not None and (len(found) + 1) * self.block_size <= limit:
             start = len(found) * self.block_size
-            child = node.children.get(tuple(tokens[start : start + self.block_size]))
+            child = self._full.get((node, tuple(tokens[start : start + self.block_size])))
             if child is None:
                 break
-            found.append(child.block)
+            found.append(child)
             node = child
         num_idle = sum(not self._pool.refs[block] for block in found)
         start = len(found) * self.block_size
         if node is None or start >= limit:
             return Hit(tuple(found), num_idle)
-        block, count = _longest_match(node, tuple(tokens[start : min(limit, start + self.block_size)]))
+        block, count = self._longest_match(node, tuple(tokens[start : min(limit, start + self.block_size)]))
         return Hit(tuple(found), num_idle, block, count)
 
     def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
@@ -67,103 +65,121 @@ class RadixKVCache(KVManager):
         table = list(blocks)
         if not end:
             return table
-        parent = self._node_of.get(blocks[start - 1]) if start else self._root(salt)
+        parent: int | None = blocks[start - 1] if start else self._root(salt)
         for index in range(start, -(-end // size)):
-            if parent is None or (parent.block >= 0 and len(parent.tokens) < size):
+            if parent is None or not self._can_have_children(parent):
                 break  # the prefix is private or flushed, so its continuations cannot be found
             label = tuple(tokens[index * size : min(end, (index + 1) * size)])
-            owner = parent.children.get(label)
+            owner = self._full.get((parent, label)) if len(label) == size else None
             if owner is None:
                 parent = self._place(parent, label, table[index])
                 continue
-            if owner.block != table[index]:
-                self._pool.hold([owner.block])
+            if owner != table[index]:
+                self._pool.hold([owner])
                 self.release([table[index]])
-                table[index] = owner.block
+                table[index] = owner
             parent = owner
-        if not start and not self._roots[salt].by_first:
-            del self._roots[salt]
+        if not start:
+            self._drop_unused_root(self._roots[salt])
         return table
 
     def check(self) -> None:
         self._pool.check()
-        seen = [node for root in self._roots.values() for node in self._walk(root)]
-        assert len(seen) == len(self._node_of)
-        assert all(self._node_of[node.block] is node for node in seen)
+        for root in self._roots.values():
+            assert root in self._num_children, "a root has at least one child"
+        seen = list(self._walk(self._roots.values()))
+        assert len(seen) == len(self._label_of) == len(self._parent_of) == len(set(seen))
+        assert {salt: root for root, salt in self._salt_of.items()} == self._roots
+        assert all(self._by_first.values())
+        assert sum(self._num_children.values()) == sum(map(len, self._by_first.values())) == len(seen)
+        for (parent, label), node in self._full.items():
+            assert self._parent_of[node] == parent and self._label_of[node] == label
+            assert len(label) == self.block_size
         order = {block: rank for rank, block in enumerate(self._pool.idle())}
-        assert order.keys() == {node.block for node in seen if not self._pool.refs[node.block]}
+        assert order.keys() == {node for node in seen if not self._pool.refs[node]}
         for node in seen:
-            parent = node.parent
-            if parent is not None and parent.block >= 0 and not self._pool.refs[parent.block]:
-                assert not self._pool.refs[node.block] and order[node.block] < order[parent.block]
+            parent = self._parent_of[node]
+            if parent >= 0 and not self._pool.refs[parent]:
+                assert not self._pool.refs[node] and order[node] < order[parent]
 
-    def _is_findable(self, block: int) -> bool:
-        return block in self._node_of
-
-    def _root(self, salt: Salt) -> _Node:
-        """Return the root of a salt; create it if there is none."""
-        if salt not in self._roots:
-            self._roots[salt] = _Node(None, salt, (), -1)
-        return self._roots[salt]
-
-    def _walk(self, root: _Node) -> Iterator[_Node]:
-        """Yield every node below a root; assert that its links are consistent."""
-        assert root.by_first, "a root has at least one child"
-        stack = [root]
+    def _walk(self, roots: Iterable[int]) -> Iterator[int]:
+        """Yield every node below these; assert that its links are consistent."""
+        family: dict[int, list[int]] = {}
+        for (parent, first), group in self._by_first.items():
+            family.setdefault(parent, []).extend(group)
+            assert all(self._label_of[child][0] == first for child in group)
+        stack = list(roots)
         while stack:
             node = stack.pop()
-            family = [child for group in node.by_first.values() for child in group.values()]
-            assert all(node.by_first.values())
-            assert all(node.children[label].tokens == label for label in node.children)
-            assert all(child in family for child in node.children.values())
-            for child in family:
-                assert child.parent is node and 0 < len(child.tokens) <= self.block_size
-                assert node.by_first[child.tokens[0]][child.block] is child
-            assert len(node.tokens) == self.block_size or not family or node is root
-            stack += family
-            if node is not root:
+            children = family.get(node, [])
+            assert len(children) == self._num_children.get(node, 0)
+            assert not children or self._can_have_children(node)
+            for child in children:
+                assert self._parent_of[child] == node and 0 < len(self._label_of[child]) <= self.block_size
+            stack += children
+            if node >= 0:
                 yield node
 
-    def _place(self, parent: _Node, label: tuple[int, ...], block: int) -> _Node | None:
+    def _is_findable(self, block: int) -> bool:
+        return block in self._label_of
+
+    def _can_have_children(self, node: int) -> bool:
+        """Return whether a node is a root, or a published full block."""
+        return node < 0 or len(self._label_of.get(node, ())) == self.block_size
+
+    def _root(self, salt: Salt) -> int:
+        """Return the root of a salt; create it if there is none."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = min(self._salt_of, default=0) - 1
+            self._salt_of[root] = salt
+        return root
+
+    def _drop_unused_root(self, node: int) -> None:
+        """Forget a root without children."""
+        if node < 0 and node not in self._num_children:
+            del self._roots[self._salt_of.pop(node)]
+
+    def _place(self, parent: int, label: Label, block: int) -> int | None:
         """Add a block below its parent, or extend its label; return None if a partial block is already there."""
-        node = self._node_of.get(block)
-        full = len(label) == self.block_size
-        if node is None:
-            if not full and _longest_match(parent, label)[1] == len(label):
+        known = self._label_of.get(block)
+        is_full = len(label) == self.block_size
+        if known is None:
+            if not is_full and self._longest_match(parent, label)[1] == len(label):
                 return None
-            node = self._node_of[block] = _Node(parent, parent.salt, label, block)
-            parent.by_first.setdefault(label[0], {})[block] = node
-        elif len(label) > len(node.tokens):
-            node.tokens = label
-        if full:
-            parent.children[label] = node
-        return node
+            self._parent_of[block] = parent
+            self._by_first.setdefault((parent, label[0]), {})[block] = None
+            self._num_children[parent] = self._num_children.get(parent, 0) + 1
+        if known is None or len(label) > len(known):
+            self._label_of[block] = label
+        if is_full:
+            self._full[parent, label] = block
+        return block
 
     def _forget(self, block: int) -> None:
         """Remove a leaf from the tree, and its root if the root has no other child."""
-        node = self._node_of.pop(block)
-        parent = node.parent
-        assert parent is not None and not node.by_first, "only leaves are evicted"
-        group = parent.by_first[node.tokens[0]]
+        assert block not in self._num_children, "only leaves are evicted"
+        label, parent = self._label_of.pop(block), self._parent_of.pop(block)
+        group = self._by_first[parent, label[0]]
         del group[block]
         if not group:
-            del parent.by_first[node.tokens[0]]
-        if parent.children.get(node.tokens) is node:
-            del parent.children[node.tokens]
-        if parent.block < 0 and not parent.by_first:
-            del self._roots[parent.salt]
+            del self._by_first[parent, label[0]]
+        self._num_children[parent] -= 1
+        if not self._num_children[parent]:
+            del self._num_children[parent]
+        if self._full.get((parent, label)) == block:
+            del self._full[parent, label]
+        self._drop_unused_root(parent)
 
-
-def _longest_match(parent: _Node, tokens: tuple[int, ...]) -> tuple[int, int]:
-    """Return the child block with the longest common prefix with `tokens`, and its length; (-1, 0) if none."""
-    best_block, best_count = -1, 0
-    group = parent.by_first.get(tokens[0], {})
-    for block in islice(reversed(group), _PARTIAL_CANDIDATES):
-        count = 0
-        for token, other in zip(tokens, group[block].tokens, strict=False):
-            if token != other:
-                break
-            count += 1
-        if count > best_count:
-            best_block, best_count = block, count
-    return best_block, best_count
+    def _longest_match(self, parent: int, tokens: Label) -> tuple[int, int]:
+        """Return the child with the longest common prefix with `tokens`, and its length; (-1, 0) if none."""
+        best_block, best_count = -1, 0
+        for block in islice(reversed(self._by_first.get((parent, tokens[0]), {})), _PARTIAL_CANDIDATES):
+            count = 0
+            for token, other in zip(tokens, self._label_of[block], strict=False):
+                if token != other:
+                    break
+                count += 1
+            if count > best_count:
+                best_block, best_count = block, count
+        return best_block, best_count
