@@ -156,7 +156,7 @@ class InferenceEngine(Control):
     def add(self, request: EngineRequest, *, claim: bool = False, for_call: bool = False) -> int:
         """Queue a request and return its id, as `add_request` does. Raises `BadRequest`."""
         (sequences,) = self._admit_all([request])
-        return self._queue.enqueue(sequences, claimed=claim or for_call, is_owned=for_call)
+        return self._queue.enqueue(sequences, claimed=claim, is_owned=for_call)
 
     @as_call
     def wait_for_any(self, request_ids: Iterable[int], progress: Progress | None = None) -> list[int]:
@@ -360,7 +360,7 @@ class InferenceEngine(Control):
         ids = [sequences[0].request_id for sequences in admitted]
         try:
             for sequences in admitted:
-                self._queue.enqueue(sequences, claimed=True, is_owned=True)
+                self._queue.enqueue(sequences, claimed=False, is_owned=True)
             for one in ids:  # one by one: the cost of a step must not grow with the number of ids
                 self.wait_for_any((one,), progress)
         finally:

@@ -59,7 +59,7 @@ class RequestQueue:
             self._next_sequence += len(sequences)
             if is_owned:
                 self._calls.own(request_id)
-            self._state.requests.open(request_id, sequences, claimed=claimed)
+            self._state.requests.open(request_id, sequences, claimed=claimed, is_owned=is_owned)
             self._state.core.enqueue(sequences)
 
         self._state.change(enqueue)

@@ -33,6 +33,8 @@ class OpenRequests:
         """Request id -> its sequences that have not ended."""
         self._mailboxes: dict[int, deque[Delta]] = {}
         """Claimed request -> its deltas that were not taken."""
+        self._collections: dict[int, list[TrainingSample]] = {}
+        """Request of a running call, unless claimed -> its finished samples; its deltas are not kept."""
         self._unread: set[int] = set()
         """Claimed requests with new deltas since the last `take_deltas`."""
         self._finished: list[TrainingSample] = []
@@ -44,10 +46,12 @@ class OpenRequests:
     def has_finished(self) -> bool:
         return bool(self._finished)
 
-    def open(self, request_id: int, sequences: list[Sequence], *, claimed: bool) -> None:
-        """Register a request; a claimed one gets a mailbox for its deltas."""
+    def open(self, request_id: int, sequences: list[Sequence], *, claimed: bool, is_owned: bool) -> None:
+        """Register a request; a claimed one gets a mailbox for its deltas, another one of a call a list for samples."""
         if claimed:
             self._mailboxes[request_id] = deque()
+        elif is_owned:
+            self._collections[request_id] = []
         self._live[request_id] = sequences
 
     def sequences(self, request_ids: Iterable[int] | None = None) -> list[Sequence]:
@@ -82,13 +86,16 @@ class OpenRequests:
         return found
 
     def close(self, request_id: int) -> list[TrainingSample]:
-        """Remove the mailbox of a claimed request that has ended; return its samples in order."""
-        samples = [delta.sample for delta in self._mailboxes.pop(request_id, ()) if delta.sample is not None]
+        """Forget what is kept of a request that has ended; return its samples in order."""
+        samples = self._collections.pop(request_id, [])
+        samples += [delta.sample for delta in self._mailboxes.pop(request_id, ()) if delta.sample is not None]
         self._unread.discard(request_id)
         return sorted(samples, key=lambda sample: sample.sample_index)
 
     def deliver(self, deltas: Iterable[Delta], *, keep_samples: bool = True, is_repeated: bool = False) -> None:
-        """Put deltas into mailboxes, and with `keep_samples` finished samples of other requests in `take_finished`.
+        """Put deltas into mailboxes, and finished samples of other requests where they are collected.
+
+        That is `take_finished`, with `keep_samples`, for requests without an owner.
 
         `is_repeated` completes an interrupted delivery: deltas that were delivered are skipped.
         """
@@ -98,12 +105,10 @@ class OpenRequests:
                 if not is_repeated or all(delta is not other for other in mailbox):
                     mailbox.append(delta)
                 self._unread.add(delta.request_id)
-            elif (
-                delta.sample is not None
-                and keep_samples
-                and (not is_repeated or all(delta.sample is not other for other in self._finished))
-            ):
-                self._finished.append(delta.sample)
+            elif delta.sample is not None:
+                kept = self._collections.get(delta.request_id, self._finished if keep_samples else [])
+                if not is_repeated or all(delta.sample is not other for other in kept):
+                    kept.append(delta.sample)
             if delta.sample is not None:
                 self._remove_ended(delta)
 
