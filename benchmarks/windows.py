@@ -13,7 +13,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ def rows_of(num_rows: int, num_tokens: int, tops: int) -> list[Row]:
 
 def after(row: Row, num_tokens: int) -> Row:
     """Return a row as it is after a window."""
-    return replace(row, start=row.start + num_tokens)
+    return row._replace(start=row.start + num_tokens)
 
 
 def us_a_token(num_rows: int, num_tokens: int, tops: int) -> float:

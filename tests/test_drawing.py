@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from typing import Any
@@ -66,7 +65,7 @@ def the_library() -> Library:
 def row(number: int, mode: LogprobsMode = "processed", more: Any = None, **params: Any) -> Row:
     base = Row(id=number, tokens=(1, 2), prev_token=-1, start=number % 90, blocks=(0,), num_sampled=1, seed=number,
                logprobs_mode=mode, sample_index=number % 3, params=SamplingParams(**params))  # fmt: skip
-    return dataclasses.replace(base, **(more or {}))
+    return base._replace(**(more or {}))
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,11 +108,11 @@ SPOILS: dict[str, Callable[[Runner], Runner]] = {
     "scores off by 2e-4": lambda inner: Spoiled(
         inner, result=lambda result: result._replace(scores=tuple(value - 2e-4 for value in result.scores))
     ),
-    "another seed": lambda inner: Spoiled(inner, lambda row: replace(row, seed=row.seed + 1)),
-    "stop tokens not banned": lambda inner: Spoiled(inner, lambda row: replace(row, banned=())),
-    "the matcher's mask ignored": lambda inner: Spoiled(inner, lambda row: replace(row, mask=None)),
+    "another seed": lambda inner: Spoiled(inner, lambda row: row._replace(seed=row.seed + 1)),
+    "stop tokens not banned": lambda inner: Spoiled(inner, lambda row: row._replace(banned=())),
+    "the matcher's mask ignored": lambda inner: Spoiled(inner, lambda row: row._replace(mask=None)),
     "the last token missing in penalties": lambda inner: Spoiled(
-        inner, lambda row: replace(row, history=row.history[:-1])
+        inner, lambda row: row._replace(history=row.history[:-1])
     ),
     "blocks not copied": lambda inner: Spoiled(inner, has_copies=False),
 }

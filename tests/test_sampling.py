@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from itertools import accumulate
@@ -27,7 +26,7 @@ def row(number: int = 0, mode: LogprobsMode = "processed", more: Any = None, **p
     seed = params.pop("seed", number)
     base = Row(id=number, tokens=(1,), prev_token=-1, start=5, blocks=(0,), num_sampled=1, logprobs_mode=mode,
                seed=seed, sample_index=0, params=SamplingParams(**params))  # fmt: skip
-    return dataclasses.replace(base, **(more or {}))
+    return base._replace(**(more or {}))
 
 
 def randn(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:

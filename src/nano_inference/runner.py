@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from nano_inference.types import LogprobsMode, SamplingMask, SamplingParams, TopLogprobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One sequence's part in a forward pass."""
 
     id: int

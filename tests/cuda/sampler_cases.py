@@ -40,7 +40,7 @@ def row(number: int, mode: LogprobsMode, more: dict[str, Any] | None = None, **p
     drawn = SamplingParams(logprobs=_NUM_TOPS, **params)
     base = Row(id=number, tokens=(1,), prev_token=-1, start=5, blocks=(0,), num_sampled=1, logprobs_mode=mode,
                seed=97 * number - 300, sample_index=number % 3, params=drawn)  # fmt: skip
-    return dataclasses.replace(base, **(more or {}))
+    return base._replace(**(more or {}))
 
 
 def as_tensors(rows: Sequence[Row], vocab_size: int) -> tuple[Slots, Tables]:

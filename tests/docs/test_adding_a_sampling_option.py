@@ -37,11 +37,11 @@ from nano_inference.executors.sampling import draw
 from nano_inference.types import SamplingParams
 from tests.parallel.test_vocabulary import drawn, row
 rows = [
-    dataclasses.replace(one, params=SamplingParams(temperature=2.0, epsilon_cutoff=cutoff))
+    one._replace(params=SamplingParams(temperature=2.0, epsilon_cutoff=cutoff))
     for one, cutoff in zip([row(number, __import__("random").Random(1)) for number in range(9)], [0, 0.002, 0.01] * 3)
 ]
 logits = torch.randn(9, 1100, generator=torch.Generator().manual_seed(1)) * 3
-plain = draw(logits.clone(), [dataclasses.replace(one, params=SamplingParams(temperature=2.0)) for one in rows])
+plain = draw(logits.clone(), [one._replace(params=SamplingParams(temperature=2.0)) for one in rows])
 right, mine = draw(logits.clone(), rows), drawn(logits, rows, 2)[0]
 assert [one.tokens for one in mine] == [one.tokens for one in right] != [one.tokens for one in plain]
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -125,7 +124,7 @@ def test_kept_rows_have_the_same_bits_as_among_all_rows(checkpoint: Checkpoint, 
     whole = computed(load_kernel_model(checkpoint, library, "own", MAX_LEN), inputs)
     model = load_kernel_model(checkpoint, library, "own", MAX_LEN)  # a second one, with small buffers
     model.new_cache(CACHE)
-    single = (replace(inputs[0][0], tokens=(5,), prev_token=-1, start=0, blocks=(0,)),)
+    single = (inputs[0][0]._replace(tokens=(5,), prev_token=-1, start=0, blocks=(0,)),)
     alone_KV = model.step_logits(single, [0]).clone()
     for step, right in zip(inputs, whole, strict=True):
         size, last = size_of(step), [end - 1 for end in accumulate(len(row.tokens) for row in step)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from typing import Any
@@ -51,9 +50,9 @@ def random_rows(rng: random.Random, count: int) -> list[Row]:
             params["allowed_token_ids"] = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 20, 900)))]
         one = row(number, rng, **params)
         if rng.random() < 0.3:
-            one = dataclasses.replace(one, mask=rng.randbytes(rng.choice((5, -(-VOCAB // 8)))))
+            one = one._replace(mask=rng.randbytes(rng.choice((5, -(-VOCAB // 8)))))
         if rng.random() < 0.3:
-            one = dataclasses.replace(one, banned=tuple(rng.randrange(VOCAB) for _ in range(3)))
+            one = one._replace(banned=tuple(rng.randrange(VOCAB) for _ in range(3)))
         rows.append(one)
     return rows
 

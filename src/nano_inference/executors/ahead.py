@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.types import TopLogprobs
@@ -25,8 +24,7 @@ def _continued(rows: tuple[Row, ...], results: Mapping[int, RowResult]) -> tuple
     A row ends at a stop token, and at a log-probability that is not finite.
     """
     return tuple(
-        replace(
-            row,
+        row._replace(
             tokens=result.tokens,
             prev_token=row.tokens[-1],
             start=row.start + len(row.tokens),

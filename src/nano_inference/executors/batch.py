@@ -6,7 +6,6 @@ Shapes: T tokens of the step (rows concatenated), K kept tokens (those whose hid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -41,10 +40,10 @@ def split_at_answers(rows: Rows) -> list[tuple[Rows, list[int]]]:
     for row, offset in zip(rows, offsets(rows), strict=True):
         size = min(max(0, row.num_prompt - row.start), len(row.tokens))
         if size:
-            prompts.append((replace(row, tokens=row.tokens[:size]), offset))
+            prompts.append((row._replace(tokens=row.tokens[:size]), offset))
         if size < len(row.tokens):
             previous = row.tokens[size - 1] if size else row.prev_token
-            rest = replace(row, tokens=row.tokens[size:], start=row.start + size, prev_token=previous)
+            rest = row._replace(tokens=row.tokens[size:], start=row.start + size, prev_token=previous)
             answers.append((rest, offset + size))
     return [_part(prompts), _part(answers)]
 
@@ -96,7 +95,7 @@ def drawn(rows: Rows) -> tuple[list[Row], list[int]]:
         if not row.num_sampled:
             continue
         for left in range(row.num_drafts, 0, -1):
-            seen.append(replace(row, tokens=row.tokens[:-left], num_drafts=0))
+            seen.append(row._replace(tokens=row.tokens[:-left], num_drafts=0))
             places.append(last - left)
         seen.append(row)
         places.append(last)

@@ -6,13 +6,11 @@ import json
 from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 from nano_inference.runner import Row
 from nano_inference.types import SamplingParams
 
-_FIELDS = tuple(field.name for field in fields(Row))
 _GROWING = frozenset({"blocks", "history"})
 """Fields that usually extend their earlier value: only the new end is sent."""
 _KEPT_ROWS = 1024
@@ -59,7 +57,7 @@ class RowCoder:
 def _changes(old: Row | None, new: Row) -> dict[str, Any]:
     """Return the fields that differ; one that grew as ["+", new end]."""
     changes: dict[str, Any] = {}
-    for name in _FIELDS:
+    for name in Row._fields:
         value = getattr(new, name)
         before = None if old is None else getattr(old, name)
         if old is not None and (value is before or value == before):
@@ -75,7 +73,7 @@ def _changes(old: Row | None, new: Row) -> dict[str, Any]:
 
 def _changed(old: Row | None, row_id: int, changes: Mapping[str, Any]) -> Row:
     values = {name: _value_of(name, value, old) for name, value in changes.items()}
-    return Row(**values) if old is None else replace(old, **values)
+    return Row(**values) if old is None else old._replace(**values)
 
 
 def _as_json(value: Any) -> Any:

@@ -47,8 +47,7 @@ class ShardedVocabulary:
             params = replace(params, allowed_token_ids=allowed or None)
             mask = mask if allowed else bytes(-(-part.size // 8))
         prompt = self._own(row.history[: row.num_prompt])
-        return replace(
-            row,
+        return row._replace(
             params=params,
             history=prompt + self._own(row.history[row.num_prompt :]),
             num_prompt=len(prompt),

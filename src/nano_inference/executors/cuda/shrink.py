@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 
@@ -56,9 +55,9 @@ def _pieces(row: Row, max_tokens: int) -> Iterator[Row]:
     while len(row.tokens) > max_tokens and not row.num_drafts:
         head, rest, end = row.tokens[:max_tokens], row.tokens[max_tokens:], row.start + max_tokens
         pool_from = row.pool_from if row.pool_from is not None and row.pool_from < end else None
-        yield replace(row, tokens=head, num_sampled=0, next_token=rest[0], pool_from=pool_from)
+        yield row._replace(tokens=head, num_sampled=0, next_token=rest[0], pool_from=pool_from)
         pool_from = None if row.pool_from is None else max(row.pool_from, end)
-        row = replace(row, tokens=rest, start=end, prev_token=head[-1], pool_from=pool_from)
+        row = row._replace(tokens=rest, start=end, prev_token=head[-1], pool_from=pool_from)
     yield row
 
 
