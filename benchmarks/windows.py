@@ -67,20 +67,25 @@ def open_step(num_rows: int, num_tokens: int) -> DecodeStep:
 def rows_of(num_rows: int, num_tokens: int, tops: int) -> list[Row]:
     """Return rows of a decode window, each with its own blocks."""
     params = SamplingParams(max_tokens=4096, logprobs=tops or None, ignore_eos=True, seed=1)
-    num_blocks = -(-(PROMPT_TOKENS + num_tokens * (WARM_UP + WINDOWS + 1)) // BLOCK)
+    num_blocks = _num_blocks(PROMPT_TOKENS + num_tokens * (WARM_UP + WINDOWS + 1))
     return [
         Row(
             id=index, tokens=(1,), prev_token=1, start=PROMPT_TOKENS, num_sampled=num_tokens, params=params,
-            blocks=tuple(range(index * num_blocks, (index + 1) * num_blocks)), logprobs_mode="tempered", seed=1,
-            sample_index=0,
+            blocks=tuple(range(index * num_blocks, index * num_blocks + _num_blocks(PROMPT_TOKENS + num_tokens))),
+            logprobs_mode="tempered", seed=1, sample_index=0,
         )
         for index in range(num_rows)
     ]  # fmt: skip
 
 
 def after(row: Row, num_tokens: int) -> Row:
-    """Return a row as it is after a window."""
-    return row._replace(start=row.start + num_tokens)
+    """Return a row as it is after a window, with the blocks of the next one."""
+    start, first = row.start + num_tokens, row.blocks[0]
+    return row._replace(start=start, blocks=tuple(range(first, first + _num_blocks(start + num_tokens))))
+
+
+def _num_blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK)
 
 
 def us_a_token(num_rows: int, num_tokens: int, tops: int) -> float:

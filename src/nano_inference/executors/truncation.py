@@ -6,7 +6,7 @@ Shapes: B rows, V vocabulary, K best tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ _TOP_P_WIDTH = 1024
 """Best tokens selected first for top-p; if their probability is too small, the whole row is sorted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Truncation:
+class Truncation(NamedTuple):
     """A row's truncation parameters."""
 
     top_k: int

@@ -31,9 +31,11 @@ def shared_prefixes(placed: Placed, block_size: int) -> list[Prefix]:
     """Return the groups of two rows or more that share at least one split."""
     num_blocks = -(-SPLIT // block_size)
     by_start: defaultdict[tuple[int, ...], list[tuple[int, Row]]] = defaultdict(list)
-    for slot, row in placed:
-        if row.start >= SPLIT:
-            by_start[row.blocks[:num_blocks]].append((slot, row))
+    long = [(slot, row) for slot, row in placed if row.start >= SPLIT]
+    if len({row.blocks[0] for _, row in long}) == len(long):
+        return []  # the usual case, found without reading more than a block of each row
+    for slot, row in long:
+        by_start[row.blocks[:num_blocks]].append((slot, row))
     found = []
     for group in by_start.values():
         if len(group) > 1 and (num_shared := _num_shared([row for _, row in group], block_size)):

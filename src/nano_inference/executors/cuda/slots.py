@@ -65,8 +65,8 @@ class SlotMemory:
         self._first_ring = self._places["ring_token"].start
         is_pinned = device.type == "cuda"
         self._pulled = torch.zeros(num_words - self._first_changed, dtype=torch.int32, pin_memory=is_pinned)
-        self._pushed = torch.zeros((2, _PUSHED), dtype=torch.int64, pin_memory=is_pinned)
-        self._pushed_on_device = torch.zeros((2, _PUSHED), dtype=torch.int64, device=device)
+        self._pushed = torch.zeros(2 * _PUSHED, dtype=torch.int64, pin_memory=is_pinned)
+        self._pushed_on_device = torch.zeros(2 * _PUSHED, dtype=torch.int64, device=device)
         self.fields: Mapping[str, npt.NDArray[Any]] = {name: self._host(name) for name in sizes}
         """The wanted values of all fields."""
         self.fields["state"][:] = STOPPED
@@ -96,10 +96,12 @@ class SlotMemory:
         (changed,) = np.nonzero(self._wanted[:end] != self._known[:end])
         for start in range(0, len(changed), _PUSHED):
             index = changed[start : start + _PUSHED]
-            target = self._pushed.numpy()
-            target[0, : len(index)], target[1, : len(index)] = index, self._wanted[index]
-            on_device = self._pushed_on_device.narrow(1, 0, len(index))
-            on_device.copy_(self._pushed.narrow(1, 0, len(index)))
+            pushed, on_device = (
+                one.narrow(0, 0, 2 * len(index)).view(2, -1) for one in (self._pushed, self._pushed_on_device)
+            )
+            target = pushed.numpy()
+            target[0], target[1] = index, self._wanted[index]
+            on_device.copy_(pushed)
             self._words.index_copy_(0, on_device[0], on_device[1].to(torch.int32))
         self._known[:end] = self._wanted[:end]
 

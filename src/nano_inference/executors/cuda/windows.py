@@ -1,6 +1,6 @@
 """`Windows`: decode rows in slots, and the tokens that the device samples for them without returning to the host.
 
-Shapes: S slots, K tokens of a window, N top tokens, C fields.
+Shapes: S slots, K tokens of a window, N top tokens or entries of all rings.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nano_inference.executors.cuda.records import num_splits
 from nano_inference.executors.cuda.sample_records import RUNNING, STOPPED
 from nano_inference.executors.cuda.slots import (
     MOST_TOPS,
+    Window,
     excluded_by_bias,
     needs_reference,
     tops_of,
@@ -30,6 +31,8 @@ from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.types import TopLogprobs
 
 _FINE, _MEDIUM = 16, 128
+_NOT_COUNTED = (0, -1)
+"""`_Held.counted` of a row without history."""
 _WARM_LENGTHS = (256, 512, 1024, 2048)
 
 
@@ -124,16 +127,20 @@ class Windows:
     def _place(self, rows: Sequence[Row], bucket: int) -> list[tuple[int, Row]]:
         """Assign each row to one of the first `bucket` slots, its former one if possible."""
         homes = {row.id: slot for row in rows if (slot := self._slot_of.get(row.id, bucket)) < bucket}
-        taken = set(homes.values())
-        free = (slot for slot in range(bucket) if slot not in taken)
-        for row in rows:
-            if row.id not in homes:
-                if (former := self._slot_of.get(row.id)) is not None:
-                    self._clear(former)
-                homes[row.id] = next(free)
-                self._clear(homes[row.id])
-                self._slot_of[row.id] = homes[row.id]
+        if len(homes) < len(rows):
+            free = iter(sorted(set(range(bucket)).difference(homes.values())))
+            for row in rows:
+                if row.id not in homes:
+                    homes[row.id] = next(free)
+                    self._move(row.id, homes[row.id])
         return [(homes[row.id], row) for row in rows]
+
+    def _move(self, row_id: int, slot: int) -> None:
+        """Give a slot to a row, which leaves its former one."""
+        if (former := self._slot_of.get(row_id)) is not None:
+            self._clear(former)
+        self._clear(slot)
+        self._slot_of[row_id] = slot
 
     def _clear(self, slot: int) -> None:
         """Forget the row that a slot holds."""
@@ -144,6 +151,7 @@ class Windows:
     def _write(self, placed: Placed, bucket: int) -> None:
         """Write what the slots of a window need; the others among the first `bucket` stop."""
         fields = self._step.slots.fields
+        self._write_tables(placed)
         for slot, row in placed:
             self._write_row(slot, row)
         slots = [slot for slot, _ in placed]
@@ -157,23 +165,35 @@ class Windows:
         fields["num_new"][slots] = 0
 
     def _write_row(self, slot: int, row: Row) -> None:
-        """Write the parameters, tables and blocks of one row, as far as they changed."""
+        """Write the parameters and vocabulary tables of one row, as far as they changed."""
         fields, vocabulary, held = self._step.slots.fields, self._step.vocabulary, self._held[slot]
         former = None if held is None else held.row
         is_new = former is None or former.params is not row.params or former.id != row.id
         if is_new or former is None:
             write_params(fields, slot, row)
-        if is_new or former is None or (former.banned, former.stop_ids) != (row.banned, row.stop_ids):
+        if is_new or former is None or former.banned != row.banned or former.stop_ids != row.stop_ids:
             write_stops(fields, slot, row.banned or row.stop_ids)
             fields["bias_row"][slot] = vocabulary.write_bias(slot, row.params, excluded_by_bias(row))
         if is_new or former is None or former.mask != row.mask:
             fields["mask_row"][slot] = vocabulary.write_mask(slot, row.mask)
-        counted = (len(row.history), row.history[-1] if row.history else -1)
+        counted = (len(row.history), row.history[-1]) if row.history else _NOT_COUNTED
         if is_new or held is None or held.counted != counted:
             fields["count_row"][slot] = vocabulary.write_counts(slot, row)
-        if is_new or former is None or former.blocks != row.blocks:
-            fields["table"][slot, : len(row.blocks)] = row.blocks
         self._held[slot] = _Held(row, counted)
+
+    def _write_tables(self, placed: Placed) -> None:
+        """Write the blocks that the slots do not have yet: a row's table usually grows by one block."""
+        slots: list[int] = []
+        columns: list[int] = []
+        blocks: list[int] = []
+        for slot, row in placed:
+            held, end = self._held[slot], len(row.blocks)
+            start = 0 if held is None else _num_known(held.row.blocks, row.blocks)
+            if start < end:
+                slots += (slot,) * (end - start)
+                columns += range(start, end)
+                blocks += row.blocks[start:]
+        self._step.slots.fields["table"][slots, columns] = blocks
 
     def _group(self, placed: Placed) -> bool:
         """Send the groups of rows that share a prefix, if they changed; return whether there are any."""
@@ -194,34 +214,42 @@ class Windows:
     def _read(self, placed: Placed, key: StepKey, count: int) -> dict[int, RowResult]:
         """Wait for the device; return the tokens of each row."""
         read = self._step.slots.pull()
-        tokens_SK, logprobs_SK = read.ring_token.tolist(), read.ring_logprob.tolist()
-        num_finite_S = _num_finite(read.ring_logprob)
+        tokens_N, logprobs_N = read.ring_token.ravel().tolist(), read.ring_logprob.ravel().tolist()
+        num_new_S, num_read_S = read.num_new.tolist(), _num_read(read).tolist()
         tops_K2SN = self._tops_K2SN[:count].cpu().numpy() if key.has_tops else None
         wants_raw = any(row.params.raw_logprobs for _, row in placed)
         raw_KS = self._raw_KS[:count].tolist() if wants_raw else None
         found = {}
         for slot, row in placed:
-            num_drawn = int(read.num_new[slot])
-            size = min(num_drawn, num_finite_S[slot] + 1)
-            tokens = _until_stop(tuple(tokens_SK[slot][:size]), row)
+            start = slot * self._step.slots.ring_size
+            tokens = _until_stop(tuple(tokens_N[start : start + num_read_S[slot]]), row)
+            size = len(tokens)
             if row.history:
                 held = self._held[slot]
                 assert held is not None
-                held.counted = (len(row.history) + num_drawn, tokens_SK[slot][num_drawn - 1])
+                num_drawn = num_new_S[slot]
+                held.counted = (len(row.history) + num_drawn, tokens_N[start + num_drawn - 1])
             found[row.id] = RowResult(
-                id=row.id,
-                tokens=tokens,
-                logprobs=tuple(logprobs_SK[slot][: len(tokens)]),
-                top_logprobs=_tops(tops_K2SN, slot, row, len(tokens)),
-                extras=_extras(raw_KS, slot, row, len(tokens)),
+                row.id,
+                tokens,
+                tuple(logprobs_N[start : start + size]),
+                () if tops_K2SN is None else _tops(tops_K2SN, slot, row, size),
+                () if raw_KS is None else _extras(raw_KS, slot, row, size),
             )
         return found
 
 
-def _num_finite(logprob_SK: npt.NDArray[np.float32]) -> list[int]:
-    """Return how many leading log-probabilities of each slot are finite."""
-    found: list[int] = np.cumprod(np.isfinite(logprob_SK), axis=1).sum(axis=1).tolist()
-    return found
+def _num_known(former: tuple[int, ...], blocks: tuple[int, ...]) -> int:
+    """Return how many blocks of a table need not be written again: all former ones if it only grew, or none."""
+    return len(former) if blocks[: len(former)] == former else 0
+
+
+def _num_read(read: Window) -> npt.NDArray[np.int64]:
+    """Return how many tokens of each slot to read: those drawn, up to the first whose log-probability is not finite."""
+    is_finite_SK = np.isfinite(read.ring_logprob)
+    num_finite_S = np.where(is_finite_SK.all(axis=1), is_finite_SK.shape[1], is_finite_SK.argmin(axis=1))
+    num_read_S: npt.NDArray[np.int64] = np.minimum(read.num_new, num_finite_S + 1)
+    return num_read_S
 
 
 def _until_stop(tokens: tuple[int, ...], row: Row) -> tuple[int, ...]:
@@ -232,16 +260,16 @@ def _until_stop(tokens: tuple[int, ...], row: Row) -> tuple[int, ...]:
     return tokens[: len(before) + 1]
 
 
-def _tops(tops_K2SN: npt.NDArray[np.int32] | None, slot: int, row: Row, size: int) -> tuple[TopLogprobs, ...]:
+def _tops(tops_K2SN: npt.NDArray[np.int32], slot: int, row: Row, size: int) -> tuple[TopLogprobs, ...]:
     count = row.params.logprobs
-    if tops_K2SN is None or not count:
+    if not count:
         return ()
     ids = tops_K2SN[:size, 0, slot, :count].tolist()
     values = np.ascontiguousarray(tops_K2SN[:size, 1, slot, :count]).view(np.float32).tolist()
     return tuple(map(tops_of, ids, values))
 
 
-def _extras(raw_KS: list[list[float]] | None, slot: int, row: Row, size: int) -> tuple[DrawExtras, ...]:
-    if raw_KS is None or not row.params.raw_logprobs:
+def _extras(raw_KS: list[list[float]], slot: int, row: Row, size: int) -> tuple[DrawExtras, ...]:
+    if not row.params.raw_logprobs:
         return ()
     return tuple(DrawExtras(raw_KS[index][slot]) for index in range(size))
