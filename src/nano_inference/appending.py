@@ -171,9 +171,10 @@ def _abort_undrawable(seq: Sequence) -> None:
 
 def append_prompt_results(seq: Sequence, row: Row, result: RowResult) -> None:
     """Append the prompt's log-probabilities, and add the hidden states that the row pooled."""
-    seq.scores += result.scores
-    seq.score_tops += result.score_tops
-    seq.score_ranks += result.score_ranks
+    if result.scores:
+        seq.scores += result.scores
+        seq.score_tops += result.score_tops
+        seq.score_ranks += result.score_ranks
     if row.pool_from is not None:
         total = result.pooled
         seq.pooled = [a + b for a, b in zip(seq.pooled or [0.0] * len(total), total, strict=True)]

@@ -235,6 +235,9 @@ def _look_ahead(plan: _Plan) -> None:
     """Set how many tokens a row samples in this step: more than one only if blocks for all rows are free."""
     is_streaming = any(view.is_streamed for view in plan.live)
     plan.lookahead = min(plan.config.lookahead, STREAM_LOOKAHEAD) if is_streaming else plan.config.lookahead
+    most_of_a_row = plan.lookahead // plan.config.block_size + 2
+    if len(plan.live) * most_of_a_row <= plan.free:
+        return
     if sum(plan.work_for(view, _num_left(view)).num_blocks for view in plan.live) > plan.free:
         plan.lookahead = 1
 

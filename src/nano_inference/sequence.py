@@ -94,12 +94,12 @@ class Sequence:
     @property
     def num_new(self) -> int:
         """Number of tokens after the prompt, forced ones included."""
-        return len(self.tokens) - self.num_prompt
+        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def max_new(self) -> int:
         """Most tokens it may still add."""
-        return self.max_new_tokens - self.num_new
+        return self.max_new_tokens + len(self.request.prompt) - len(self.tokens)
 
     @property
     def has_penalties(self) -> bool:
@@ -272,27 +272,27 @@ def finish(seq: Sequence, reason: FinishReason, stop_reason: StopReason | None) 
 
 def to_row(seq: Sequence, num_tokens: int, num_sampled: int, drafts: tuple[int, ...]) -> Row:
     """Return the runner's input: the next `num_tokens` tokens, then the draft tokens."""
-    params = seq.request.params
+    request, tokens, num_prompt = seq.request, seq.tokens, seq.num_prompt
     start, end = seq.num_computed, seq.num_computed + num_tokens
     return Row(
         id=seq.id,
-        tokens=(*seq.tokens[start:end], *drafts),
-        prev_token=seq.tokens[start - 1] if start else -1,
+        tokens=(*tokens[start:end], *drafts),
+        prev_token=tokens[start - 1] if start else -1,
         start=start,
         blocks=tuple(seq.blocks),
         num_sampled=num_sampled,
-        params=params,
+        params=request.params,
         logprobs_mode=seq.logprobs_mode,
         seed=seq.seed,
-        sample_index=seq.sample_index + seq.request.beginning.sample_index,
+        sample_index=seq.sample_index + request.beginning.sample_index,
         request_id=seq.request_id,
         banned=seq.banned if num_sampled else (),
         mask=seq.token_mask if num_sampled else None,
-        history=tuple(seq.tokens) if num_sampled and seq.has_penalties else (),
-        num_prompt=seq.num_prompt - seq.request.beginning.num_tokens,
+        history=tuple(tokens) if num_sampled and seq.has_penalties else (),
+        num_prompt=num_prompt - request.beginning.num_tokens,
         score_from=seq.next_score,
-        score_end=seq.num_prompt,
-        next_token=seq.tokens[end] if end < len(seq.tokens) else -1,
+        score_end=num_prompt,
+        next_token=tokens[end] if end < len(tokens) else -1,
         pool_from=seq.pool_from(end),
         num_drafts=len(drafts),
         stop_ids=seq.stop_ids,

@@ -65,10 +65,13 @@ class RadixKVCache(KVManager):
         table = list(blocks)
         if not end:
             return table
-        parent: int | None = blocks[start - 1] if start else self._root(salt)
+        before = blocks[start - 1] if start else self._root(salt)
+        if not self._can_have_children(before):
+            return table  # the prefix is private or flushed, so its continuations cannot be found
+        parent: int | None = before
         for index in range(start, -(-end // size)):
-            if parent is None or not self._can_have_children(parent):
-                break  # the prefix is private or flushed, so its continuations cannot be found
+            if parent is None:
+                break
             label = tuple(tokens[index * size : min(end, (index + 1) * size)])
             owner = self._full.get((parent, label)) if len(label) == size else None
             if owner is None:
@@ -145,10 +148,11 @@ class RadixKVCache(KVManager):
         known = self._label_of.get(block)
         is_full = len(label) == self.block_size
         if known is None:
-            if not is_full and self._longest_match(parent, label)[1] == len(label):
+            group = self._by_first.setdefault((parent, label[0]), {})
+            if group and not is_full and self._longest_match(parent, label)[1] == len(label):
                 return None
+            group[block] = None
             self._parent_of[block] = parent
-            self._by_first.setdefault((parent, label[0]), {})[block] = None
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
         if known is None or len(label) > len(known):
             self._label_of[block] = label
