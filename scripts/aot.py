@@ -65,7 +65,7 @@ class Result:
 
 
 class Target:
-    """Stands in for Triton's driver: kernels ask it what they are compiled for (`language.begin_kernel`)."""
+    """Replaces Triton's driver: kernels ask it what they are compiled for (`language.begin_kernel`)."""
 
     def get_current_target(self) -> GPUTarget:
         from triton.backends.compiler import GPUTarget

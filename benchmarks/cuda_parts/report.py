@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import multiprocessing
@@ -122,6 +123,7 @@ def open_bench(*, is_dry: bool) -> Bench:
 
 
 def _child(unit: Unit, sink: Sink, *, is_dry: bool) -> None:
+    gc.freeze()  # a full collection would write to, and so copy, all memory that this process shares with the first
     try:
         unit.run(open_bench(is_dry=is_dry), sink)
     except Exception as error:  # one line instead of a traceback

@@ -33,7 +33,7 @@ class Source:
 
     def __init__(self, engine: InferenceEngine) -> None:
         self.named = [(name, value.clone()) for name, value in executor_of(engine).weight_values()]
-        self.goes_on, self.is_closed = threading.Event(), threading.Event()
+        self.may_continue, self.is_closed = threading.Event(), threading.Event()
         self.num_taken = 0
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
@@ -41,7 +41,7 @@ class Source:
             for one in self.named:
                 self.num_taken += 1
                 yield one
-                assert self.goes_on.wait(WAIT_S)
+                assert self.may_continue.wait(WAIT_S)
         finally:
             self.is_closed.set()
 
@@ -51,7 +51,7 @@ def test_windows_are_whole_while_new_weights_are_gathered(engine: InferenceEngin
     engine.update_weights(source.pairs())
     assert [engine.tick().stats.num_sampled for _ in range(2)] == [16, 16]
     assert engine.weight_info().update == "staging"
-    source.goes_on.set()
+    source.may_continue.set()
     assert engine.control.finish_update() == 1
     assert engine.tick().stats.weight_version == 1
 
@@ -60,7 +60,7 @@ def test_a_cancelled_update_takes_no_further_tensor(engine: InferenceEngine) -> 
     source = Source(engine)
     engine.update_weights(source.pairs())
     assert engine.control.cancel_update()
-    source.goes_on.set()
+    source.may_continue.set()
     assert source.is_closed.wait(WAIT_S)
     assert source.num_taken <= 2 < len(source.named)
     assert engine.tick().stats.weight_version == 0

@@ -128,7 +128,7 @@ class WeightSyncManager:
 
     @property
     def takes_turns(self) -> bool:
-        """Return True while an update is gathered between steps: the end of a step lets it go on."""
+        """Return True while an update is gathered between steps: the end of a step lets it continue."""
         return self._job is not None and self._job.takes_turns and self.state == "staging"
 
     @property
