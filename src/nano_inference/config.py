@@ -103,9 +103,9 @@ class EngineConfig:
     max_draft_tokens: int = helped(5, "most draft tokens of a sequence in one step, with speculation", integer(1, 64))
     lookahead: int | None = helped(
         None,
-        "most tokens of a sequence sampled in one step, which saves work between them; 1 while a prompt is computed or "
-        "an update is gathered, at most 4 while a client streams; it changes no token; the default is 16 with the CUDA "
-        "kernels, else 1",
+        "most tokens of a sequence sampled in one step, which saves work between them; 1 while a prompt is computed, "
+        "or on a CPU an update is gathered, at most 4 while a client streams; it changes no token; the default is 16 "
+        "with the CUDA kernels, else 1",
         integer(1, 64),
     )
     seed: int | None = helped(
