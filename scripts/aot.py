@@ -100,7 +100,19 @@ def compiled(one: Configuration) -> Result:
     assert found is not None, text
     ptx = kernel.asm["ptx"]
     used = sorted({*re.findall(r"wgmma", ptx), *re.findall(r"mma\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)})
+    if not waits_first(ptx):
+        return Result(one.name, error="it accesses memory before it waits for the kernel before it")
     return Result(one.name, kernel.metadata.shared, int(found[1]), int(found[2]), " ".join(used))
+
+
+ACCESS = re.compile(r"\b((ld|st|atom|red)\.[\w.:]*global|cp\.async\.\w+\.shared\.global)")
+"""An access to the GPU's memory in PTX."""
+
+
+def waits_first(ptx: str) -> bool:
+    """Return whether a kernel waits for the one before it (`language.begin_kernel`) before it accesses memory."""
+    wait, access = ptx.find("griddepcontrol.wait"), ACCESS.search(ptx)
+    return 0 < wait < (len(ptx) if access is None else access.start())
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -102,7 +102,7 @@ class Calls:
         self._owned.add(request_id)
 
     def collect(self, request_id: int) -> list[TrainingSample]:
-        """Return a claimed request's samples in order, aborting unfinished ones, and forget the request."""
+        """Abort and forget a request that is claimed or a call's; return its samples in order."""
 
         def close() -> list[TrainingSample]:
             self._state.end((request_id,))

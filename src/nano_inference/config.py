@@ -104,8 +104,8 @@ class EngineConfig:
     lookahead: int | None = helped(
         None,
         "most tokens of a sequence sampled in one step, which saves work between them; 1 while a prompt is computed, "
-        "or on a CPU an update is gathered, at most 4 while a client streams; it changes no token; the default is 16 "
-        "with the CUDA kernels, else 1",
+        "or without the CUDA kernels an update is gathered, at most 4 while a client streams; it changes no token; the "
+        "default is 16 with the CUDA kernels, else 1",
         integer(1, 64),
     )
     seed: int | None = helped(

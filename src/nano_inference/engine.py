@@ -175,7 +175,7 @@ class InferenceEngine(Control):
 
     @as_call
     def collect(self, request_id: int) -> list[TrainingSample]:
-        """Return a claimed request's samples in order, aborting unfinished ones, and forget the request."""
+        """Abort and forget a request that is claimed or a call's; return its samples in order."""
         return self.calls.collect(request_id)
 
     @as_call
@@ -240,7 +240,7 @@ class InferenceEngine(Control):
 
     @as_call
     def step(self) -> list[TrainingSample]:
-        """Run one step; return the finished samples of requests that were not claimed."""
+        """Run one step; return the finished samples of requests that are neither claimed nor a call's."""
         if self._state.core.has_work() or not self._state.requests.has_finished:
             self.tick()
         return self._state.requests.take_finished()

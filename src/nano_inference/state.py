@@ -38,7 +38,7 @@ class OpenRequests:
         self._unread: set[int] = set()
         """Claimed requests with new deltas since the last `take_deltas`."""
         self._finished: list[TrainingSample] = []
-        """Finished samples of requests that are not claimed."""
+        """Finished samples of requests that are neither claimed nor owned by a call."""
         self.num_ended = 0
         """Number of requests that have ended."""
 
@@ -93,10 +93,9 @@ class OpenRequests:
         return sorted(samples, key=lambda sample: sample.sample_index)
 
     def deliver(self, deltas: Iterable[Delta], *, keep_samples: bool = True, is_repeated: bool = False) -> None:
-        """Put deltas into mailboxes, and finished samples of other requests where they are collected.
+        """Put deltas into mailboxes, and finished samples of other requests where `close` finds them.
 
-        That is `take_finished`, with `keep_samples`, for requests without an owner.
-
+        Those of requests that no call owns are for `take_finished`, and dropped without `keep_samples`.
         `is_repeated` completes an interrupted delivery: deltas that were delivered are skipped.
         """
         for delta in deltas:
@@ -113,7 +112,7 @@ class OpenRequests:
                 self._remove_ended(delta)
 
     def take_finished(self) -> list[TrainingSample]:
-        """Return and remove the samples of requests that are not claimed."""
+        """Return and remove the samples of requests that are neither claimed nor owned by a call."""
         finished, self._finished = self._finished, []
         return finished
 

@@ -292,11 +292,37 @@ def not_finite_error(kernels: Kernels, device: torch.device) -> float:
     return float(scratch.logprob.isnan().tolist() != [True, True, False] or not is_valid)
 
 
+def distant_chunks_error(kernels: Kernels, device: torch.device) -> float:
+    """Return the difference of rows with a chunk that excludes all, and with chunks far below the best one."""
+    logits_BV = torch.randn(3, 3000, generator=torch.Generator().manual_seed(2))
+    logits_BV[0, 1024:2048] = -torch.inf
+    logits_BV[1, :1024] -= 90.0
+    logits_BV[2, 2048:] += 50.0
+    rows = [row(0, "processed"), row(1, "tempered", temperature=0.01), row(2, "processed", temperature=3.0)]
+    return difference(kernels, logits_BV, rows, device)
+
+
+def truncating_neighbour_error(kernels: Kernels, device: torch.device) -> float:
+    """Return 0 if a row that does not truncate has the same bits beside one that does; else 1."""
+    for seed in range(12):
+        logits_BV = torch.randn(2, 5000, generator=torch.Generator().manual_seed(seed)).mul(3)
+        found = []
+        for top_k in (0, 5):
+            rows = [row(0, "processed", temperature=0.7), row(1, "processed", top_k=top_k)]
+            scratch, *_ = sampled(kernels, logits_BV, rows, device)
+            found.append((scratch.normaliser[0].tolist(), int(scratch.token[0])))
+        if found[0] != found[1]:
+            return 1.0
+    return 0.0
+
+
 def cases() -> Iterator[Case]:
     """Yield every case."""
     yield Case("sampler-random-rows", mixed_error, 0.0)
     yield Case("sampler-bfloat16", bfloat16_error, 0.0, needs_gpu=True)
     yield Case("sampler-ties", lambda kernels, device: difference(kernels, *tied_rows(), device), 0.0)
     yield Case("sampler-not-finite", not_finite_error, 0.0)
+    yield Case("sampler-distant-chunks", distant_chunks_error, 0.0)
+    yield Case("sampler-truncating-neighbour", truncating_neighbour_error, 0.0)
     yield Case("sampler-advance", advance_error, 0.0)
     yield Case("sampler-vocabulary-512k", lambda kernels, device: normaliser_error(kernels, 1 << 19, device), 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.aot import PUBLISHED, Result, stacks
+from scripts.aot import PUBLISHED, Result, stacks, waits_first
 
 ROOT = Path(__file__).parents[2]
 MOST_CONFIGURATIONS = 60
@@ -63,6 +63,20 @@ def test_configurations_have_different_names() -> None:
 
     names = [one.name for one in configurations()]
     assert len(names) == len(set(names))
+
+
+def test_a_kernel_that_reads_or_writes_before_it_waits_is_an_error() -> None:
+    """`test_choice_compiles` finds those of the choice."""
+    wait = "griddepcontrol.wait; // dummy %r1\n"
+    for access in (
+        "@%p1 ld.global.b32 { %r2 }, [ %rd1 ];",
+        "st.global.b16 [%rd1], %r2;",
+        "atom.global.gpu.acq_rel.add.s32",
+    ):
+        assert waits_first(f"ld.param.b64 %rd1, [p];\n{wait}{access}")
+        assert not waits_first(f"{access}\n{wait}")
+        assert not waits_first(access)
+    assert not waits_first(f"cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10;\n{wait}")
 
 
 def test_configurations_that_use_stack_are_listed() -> None:

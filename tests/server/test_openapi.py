@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -33,11 +34,10 @@ from nano_inference.server.keys import KeyRing
 from nano_inference.server.openapi import openapi
 from nano_inference.server.rl.routes import ADMIN_PATHS, QUESTIONS
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
-from tests.effort import some
 from tests.server.tiny import Running, running
 
 DIALECTS = installed_dialects()
-EXAMPLES = some(15)
+EXAMPLES = 200 if os.environ.get("NANO_INFERENCE_THOROUGH") else 5
 """Requests for each operation."""
 MAX_LEN = 64
 CHECKS = [

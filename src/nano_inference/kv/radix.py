@@ -31,6 +31,7 @@ class RadixKVCache(KVManager):
         self._roots: dict[Salt, int] = {}
         self._salt_of: dict[int, Salt] = {}
         """Root -> its salt."""
+        self._last_root = 0
         self._label_of: dict[int, Label] = {}
         self._parent_of: dict[int, int] = {}
         self._full: dict[tuple[int, Label], int] = {}
@@ -95,6 +96,7 @@ class RadixKVCache(KVManager):
         assert {salt: root for root, salt in self._salt_of.items()} == self._roots
         assert all(self._by_first.values())
         assert sum(self._num_children.values()) == sum(map(len, self._by_first.values())) == len(seen)
+        assert len(self._full) == sum(len(label) == self.block_size for label in self._label_of.values())
         for (parent, label), node in self._full.items():
             assert self._parent_of[node] == parent and self._label_of[node] == label
             assert len(label) == self.block_size
@@ -134,7 +136,8 @@ class RadixKVCache(KVManager):
         """Return the root of a salt; create it if there is none."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = min(self._salt_of, default=0) - 1
+            self._last_root -= 1
+            root = self._roots[salt] = self._last_root
             self._salt_of[root] = salt
         return root
 

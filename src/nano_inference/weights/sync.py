@@ -315,13 +315,15 @@ class _Job:
         self.gate.start_reading()
         self._check_cancelled()
         try:
-            return next(source, None)
+            item = next(source, None)
         except (WeightError, MemoryError):
             raise
         except ModelError as error:
             raise WeightError(str(error)) from error
         except Exception as error:
             raise WeightError(f"the source of the weights failed: {type(error).__name__}: {error}") from error
+        self._check_cancelled()
+        return item
 
     def _pace(self, num_bytes: int) -> None:
         """Wait until no step runs. Raises `WeightError` if the update was cancelled."""

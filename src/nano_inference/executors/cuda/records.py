@@ -71,7 +71,7 @@ class RangeMemory(NamedTuple):
     """Scratch memory of `multiply`, for the sums of ranges."""
 
     part_ZTN: Tensor
-    """float32, uninitialised, contiguous: at least num_ranges(N, K) · T · N values if there are several ranges."""
+    """float32, contiguous: at least num_ranges(N, K) · T · N values, whatever they are, if there are several ranges."""
     done_I: Tensor
     """int32, `MOST_TILES` values: zeros before and after each product."""
 

@@ -90,7 +90,7 @@ class Scratch:
     raw_mass: Tensor
     """float64 [B, N], as `mass` and `kept`."""
     mass: Tensor
-    """Of a chunk's tokens; `draw` alone knows relative to what."""
+    """Σ e^((x - best of the chunk) / T) of a chunk's tokens."""
     kept: Tensor
     cut_key: Tensor
     """int64 [B]: see `select.cut_row`."""

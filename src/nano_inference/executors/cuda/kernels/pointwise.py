@@ -3,7 +3,8 @@
 Each computes in float32 and rounds where the operation's docstring says so; `executors.torch.ops` is the reference.
 
 Shapes: T tokens of the step, W width of a buffer, R rows of the step, B blocks per row, S slots of the cache, H heads,
-J kv heads, D head size, L positions, F rotary size / 2, V rows of a table, C columns of a block (P padded).
+J kv heads, D head size, L positions, F rotary size / 2, V rows of a table, C columns of a block (P padded). A pointer
+has the suffix of what is behind it.
 """
 
 from __future__ import annotations

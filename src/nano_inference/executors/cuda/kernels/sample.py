@@ -74,7 +74,7 @@ def load(
 def adjust(
     out: Scratch, logits_BV: Tensor, slot_B: Tensor, slots: Slots, tables: Tables, softcap: float | None = None
 ) -> None:
-    """Write the logits after soft cap, penalties, bias, masks and bans (`sampling.adjust_logits`).
+    """Write logits after soft cap, penalties, bias, masks and bans (`sampling.adjust_logits`), and masses of chunks.
 
     `logits_BV` is the model's output in any precision, unchanged; rows may be longer than the vocabulary.
     """

@@ -75,8 +75,9 @@ def adjust_chunk(
     C: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ) -> None:
-    """Write the adjusted logits of one chunk, their maximum, and their mass relative to it; those of the unmodified
-    logits, too, if the row reports them. Grid: (B, N).
+    """Write one chunk's adjusted logits, their maximum, and their mass relative to it. Grid: (B, N).
+
+    Maximum and mass of the unmodified logits, too, if the row reports them.
     """
     begin_kernel()
     row, chunk, num_chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -282,15 +283,16 @@ def draw_row(
     at_N, valid_N = row * num_chunks + chunk_N, chunk_N < num_chunks
     best_N = tl.load(best_BN + at_N, mask=valid_N, other=float("-inf"))
     mass_N = tl.load(mass_BN + at_N, mask=valid_N, other=0.0) * weights(best_N, tl.max(best_N, 0), temperature)
+    cut_key, cut_id = tl.load(cut_key_B + row), tl.load(cut_id_B + row)
     kept_N = mass_N
     if HAS_CUT:
-        kept_N = tl.load(kept_BN + at_N, mask=valid_N, other=0.0)
+        is_cut = (cut_key > 0) | (cut_id < vocab_size)  # else the bits would depend on whether another row truncates
+        kept_N = tl.where(is_cut, tl.load(kept_BN + at_N, mask=valid_N, other=0.0), mass_N)
     position = tl.load(position_S + slot).to(tl.int64) + 1
     uniform = uniform_of(tl.load(seed_S + slot), tl.load(sample_S + slot).to(tl.int64), position)
     work_V = work_BV + row * vocab_size
     token = token_of(
-        work_V, best_N, kept_N, uniform, temperature, tl.load(cut_key_B + row), tl.load(cut_id_B + row),
-        vocab_size, num_chunks, C, NP, HAS_CUT,
+        work_V, best_N, kept_N, uniform, temperature, cut_key, cut_id, vocab_size, num_chunks, C, NP, HAS_CUT,
     )  # fmt: skip
     tl.store(token_B + row, token)
 

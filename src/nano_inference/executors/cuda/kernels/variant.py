@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 _MOST_EARLY = 2048
@@ -45,8 +46,15 @@ class Variant:
 
 @lru_cache(maxsize=8)
 def starts_early(device: torch.device) -> bool:
-    """Return whether kernels on this device start while those before them end (`language.begin_kernel`)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Return whether kernels on this device start while those before them end.
+
+    Both the device and Triton's target must be Hopper or later: `language.begin_kernel` waits for the latter.
+    """
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and triton.runtime.driver.active.get_current_target().arch >= 90
+    )
 
 
 def padded(size: int) -> int:

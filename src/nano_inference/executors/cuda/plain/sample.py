@@ -43,7 +43,7 @@ def load(
 def adjust(
     out: Scratch, logits_BV: Tensor, slot_B: Tensor, slots: Slots, tables: Tables, softcap: float | None = None
 ) -> None:
-    """Write the logits after soft cap, penalties, bias, masks and bans, and the masses of the unmodified ones."""
+    """Write the logits after soft cap, penalties, bias, masks and bans, and masses, also of the unmodified ones."""
     check_logits(out, logits_BV)
     num_rows, vocab_size, slot_B = slot_B.size(0), out.work.size(1), slot_B.long()
     x_BV = model_logits(logits_BV[:num_rows, :vocab_size], softcap)
@@ -55,7 +55,11 @@ def adjust(
     x_BV = _penalised(x_BV, slot_B, slots, tables)
     x_BV = _restricted(x_BV, slot_B, slots, tables)
     out.work[:num_rows].copy_(x_BV)
-    out.best[:num_rows].copy_(_chunks(x_BV, -torch.inf).amax(-1))
+    best_BN = _chunks(x_BV, -torch.inf).amax(-1)
+    out.best[:num_rows].copy_(best_BN)
+    shift_BN1 = best_BN.masked_fill(best_BN == -torch.inf, 0.0).double().unsqueeze(-1)
+    divisor_B11 = divisor_of(slots.temperature[slot_B]).double().view(-1, 1, 1)
+    out.mass[:num_rows].copy_(((_chunks(x_BV, -torch.inf).double() - shift_BN1) / divisor_B11).exp().sum(-1))
 
 
 def draw(
@@ -67,7 +71,6 @@ def draw(
     temperature_B1 = slots.temperature[slot_B].unsqueeze(-1)
     best_B1 = out.best[:num_rows].amax(-1, keepdim=True).double()
     weight_BV = ((work_BV.double() - best_B1) / divisor_of(temperature_B1).double()).exp()
-    out.mass[:num_rows].copy_(_chunks(weight_BV, 0.0).sum(-1))
     if has_cut:
         id_V = torch.arange(work_BV.size(1), device=work_BV.device)
         weight_BV = weight_BV.masked_fill(~is_kept(out, work_BV, id_V, temperature_B1), 0.0)
@@ -173,9 +176,11 @@ def _write_logprobs(out: Scratch, raw_B1: Tensor, token_B1: Tensor, slot_B: Tens
     """Write the tokens' log-probabilities and the normalisers; `raw_B1` are their unmodified logits."""
     num_rows = slot_B.size(0)
     temperature_B, report_B = slots.temperature[slot_B], slots.report[slot_B] % 4
-    best_B = out.best[:num_rows].amax(-1).double()
-    log_mass_B, log_kept_B = (x[:num_rows].sum(-1).log() for x in (out.mass, out.kept))
-    y_B = (out.work[:num_rows].gather(-1, token_B1).squeeze(-1).double() - best_B) / divisor_of(temperature_B).double()
+    best_BN, divisor_B = out.best[:num_rows].double(), divisor_of(temperature_B).double()
+    best_B = best_BN.amax(-1)
+    scale_BN = ((best_BN - best_B.unsqueeze(-1)) / divisor_B.unsqueeze(-1)).exp()
+    log_mass_B, log_kept_B = (out.mass[:num_rows] * scale_BN).sum(-1).log(), out.kept[:num_rows].sum(-1).log()
+    y_B = (out.work[:num_rows].gather(-1, token_B1).squeeze(-1).double() - best_B) / divisor_B
     processed_B, tempered_B = (y_B - log_kept_B).float(), (y_B - log_mass_B).float()
     raw_best_BN = out.raw_best[:num_rows]
     raw_best_B1 = raw_best_BN.amax(-1, keepdim=True)
