@@ -35,25 +35,40 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(path: Path, out: Path, mode: str, size: int = 2, tensor_parallel: int = 2) -> list[dict[str, Any]]:
-    """Run the trainer; return what each rank saw, without those that were killed."""
-    config = json.dumps(config_of(path, tensor_parallel=tensor_parallel).to_dict())
+def run(path: Path, out: Path, size: int) -> list[dict[str, Any]]:
+    """Run the trainer, which loses a rank at its end; return what each rank saw."""
+    config = json.dumps(config_of(path, tensor_parallel=2).to_dict())
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    script = [str(ROOT / "tests" / "parallel" / "trainer.py"), config, str(out), mode]
+    script = [str(ROOT / "tests" / "parallel" / "trainer.py"), config, str(out)]
     done = subprocess.run(
         [sys.executable, "-P", *command, *script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
-    assert mode.startswith("kill") or done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(size) if (out / f"{rank}.json").exists()]
+    found = [json.loads(file.read_text()) for rank in range(size) if (file := out / f"{rank}.json").exists()]
+    assert len(found) == size and sum("loss" in one for one in found) == size - 1, done.stderr[-3000:]
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks saw of refused engines, one that trains, and its loss of rank 0."""
+    return run(tiny, tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What four ranks saw of two engines, and of one engine's loss of rank 2."""
+    return run(tiny, tmp_path_factory.mktemp("four"), 4)
 
 
 def samples(found: list[dict[str, Any]]) -> list[TrainingSample]:
     return [TrainingSample.from_dict(one) for one in found]
 
 
-def test_all_ranks_of_a_trainer_see_the_same_engine(tiny: Path, tmp_path: Path) -> None:
-    first, second = run(tiny, tmp_path, "train")
-    assert (first.pop("rank"), second.pop("rank")) == (0, 1)
+def test_all_ranks_of_a_trainer_see_the_same_engine(tiny: Path, two: list[dict[str, Any]]) -> None:
+    """The trainer has a default process group of its own; the engine leaves it."""
+    first, second = (one["train"] for one in two)
+    assert [first["rank"], second["rank"]] == [0, 1]
+    first, second = ({**one, "rank": None} for one in (first, second))
     assert first == second
     with InferenceEngine(config_of(tiny)) as whole:
         assert_same(samples(first["seeded"]), whole.generate([[1, 2, 3], [4] * 20], SEEDED, 2))
@@ -75,9 +90,9 @@ def test_all_ranks_of_a_trainer_see_the_same_engine(tiny: Path, tmp_path: Path) 
     assert first["is_unchanged"] and first["version"] == 1
 
 
-def test_pairs_of_ranks_form_engines_with_prompts_of_their_own(tiny: Path, tmp_path: Path) -> None:
+def test_pairs_of_ranks_form_engines_with_prompts_of_their_own(tiny: Path, four: list[dict[str, Any]]) -> None:
     """The update comes from tensors that all four ranks share, divided by columns or as addends."""
-    found = run(tiny, tmp_path, "pairs", size=4)
+    found = [one["pairs"] for one in four]
     assert found[0] == found[1] and found[2] == found[3]
     with InferenceEngine(config_of(tiny)) as whole:
         prompts = [[[1 + pair, 2, 3], [4] * (20 + pair)] for pair in range(2)]
@@ -90,21 +105,24 @@ def test_pairs_of_ranks_form_engines_with_prompts_of_their_own(tiny: Path, tmp_p
             assert_same(samples(found[2 * pair]["after"]), whole.generate(prompts[pair], SEEDED, 2))
 
 
-@pytest.mark.parametrize("mode", ["other", "changed"])
-def test_ranks_with_different_checkpoints_are_refused_on_both(mode: str, tiny: Path, tmp_path: Path) -> None:
-    """`changed` has one other tensor of the same shape."""
-    first, second = run(tiny, tmp_path, mode)
-    assert first == {"failed": "ValueError: tensor_parallel: rank 1 has another checkpoint than rank 0"}
-    assert second == {"failed": "ValueError: tensor_parallel: rank 0 has another checkpoint than rank 1"}
+@pytest.mark.parametrize("other", ["other", "changed"])
+def test_ranks_with_different_checkpoints_are_refused_on_both(other: str, two: list[dict[str, Any]]) -> None:
+    """`changed` has one other tensor of the same shape. A default group stays if the trainer has created it."""
+    first, second = (one[other] for one in two)
+    assert first["failed"] == "ValueError: tensor_parallel: rank 1 has another checkpoint than rank 0"
+    assert second["failed"] == "ValueError: tensor_parallel: rank 0 has another checkpoint than rank 1"
+    assert first["has_group"] == second["has_group"] == (other == "changed")
 
 
-@pytest.mark.parametrize(("victim", "size"), [(0, 2), (1, 2), (2, 4)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_is_killed_in_a_call_ends_the_engine_on_all_others(
-    victim: int, size: int, tiny: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+    size: int, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
-    found = run(tiny, tmp_path, f"kill{victim}", size, tensor_parallel=size)
+    """Of two ranks the first is killed, of four the third."""
+    worlds: list[dict[str, Any]] = request.getfixturevalue("two" if size == 2 else "four")
+    found = [one["loss"] for one in worlds if "loss" in one]
     record_property("seconds", [one["seconds"] for one in found])
-    assert len(found) == size - 1
+    assert len(found) == size - 1 and "loss" not in worlds[0 if size == 2 else 2]
     for one in found:
         assert re.match(rf"EngineDead: rank \d of {size} lost another rank", one["lost"])
         assert one["later"].startswith("EngineDead: ")

@@ -1,7 +1,7 @@
 """A trainer of several ranks that generates with one divided engine; started by `torchrun`.
 
-`python -m torch.distributed.run --standalone --nproc-per-node 2 tests/parallel/trainer.py CONFIG OUT MODE` writes what
-each rank saw to OUT/RANK.json.
+`python -m torch.distributed.run --standalone --nproc-per-node 2 tests/parallel/trainer.py CONFIG OUT` writes what each
+rank saw to OUT/RANK.json. The engines follow each other in the same processes, of which there are 2 or 4.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +106,38 @@ def lose_a_rank(engine: SpmdEngine, victim: int) -> dict[str, Any]:
     return seen | {"later": error_of(lambda: engine.generate([[1]], SEEDED))}
 
 
+def refused(config: EngineConfig, other: str) -> dict[str, Any]:
+    """Return what a rank sees if rank 1 has the checkpoint in the directory `other`."""
+    if os.environ["RANK"] == "1":
+        path = Path(config.model_path).with_name(other)
+        config = EngineConfig.from_dict(config.to_dict() | {"model_path": str(path)})
+    return {"failed": error_of(lambda: SpmdEngine(config)), "has_group": dist.is_initialized()}
+
+
 def main() -> None:
-    config, out, mode = EngineConfig.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
-    rank = os.environ["RANK"]
-    path = Path(config.model_path)
-    if mode in ("other", "changed") and rank == "1":
-        config = EngineConfig.from_dict(config.to_dict() | {"model_path": str(path.with_name(mode))})
-    try:
+    config, out = EngineConfig.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    path, seen = Path(config.model_path), dict[str, Any]()
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        seen[name] = found
+        (out / f"{rank}.json").write_text(json.dumps(seen))
+
+    if size == 2:
+        note("other", refused(config, "other"))  # the engine creates the default group, and destroys it
+    else:
         with SpmdEngine(config) as engine:
-            if mode.startswith("kill"):
-                seen = lose_a_rank(engine, int(mode.removeprefix("kill")))
-                raise EngineDead("done")
-            seen = (train_pairs if mode == "pairs" else train)(engine, path)
-    except (ValueError, EngineDead) as error:
-        seen = seen if mode.startswith("kill") else {"failed": f"{type(error).__name__}: {error}"}
-    (out / f"{rank}.json").write_text(json.dumps(seen))
+            note("pairs", train_pairs(engine, path))
+    dist.init_process_group("gloo", init_method=f"file://{out}/group", rank=rank, world_size=size)
+    if size == 2:
+        note("changed", refused(config, "changed"))
+        with SpmdEngine(config) as engine:
+            note("train", train(engine, path))
+        assert dist.is_initialized(), "the engine destroyed the trainer's group"
+    victim = 0 if size == 2 else 2
+    with suppress(EngineDead), SpmdEngine(replace(config, tensor_parallel=size)) as engine:
+        note("loss", lose_a_rank(engine, victim))
+        raise EngineDead("done")  # so that no shutdown waits for the others
 
 
 if __name__ == "__main__":
