@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-_SHARE = 1.0 if os.environ.get("NANO_INFERENCE_THOROUGH") else 1 / 3
+IS_THOROUGH = bool(os.environ.get("NANO_INFERENCE_THOROUGH"))
+_SHARE = 1.0 if IS_THOROUGH else 1 / 3
 
 
 def some(count: int) -> int:
