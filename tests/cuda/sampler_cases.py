@@ -269,8 +269,8 @@ def advance_error(kernels: Kernels, device: torch.device) -> float:
 
 def mixed_error(kernels: Kernels, device: torch.device) -> float:
     """Return the difference for random rows over two chunks and a part, in float32 and, soft-capped, in float16."""
-    logits_BV = torch.randn(18, 2500, generator=torch.Generator().manual_seed(2)) * 3
-    rows = random_rows(18, 2500, seed=4)
+    logits_BV = torch.randn(9, 2500, generator=torch.Generator().manual_seed(2)) * 3
+    rows = random_rows(9, 2500, seed=15)  # each kind of adjustment in two rows at least
     worst = difference(kernels, logits_BV, rows, device)
     return max(worst, difference(kernels, logits_BV[:6].half(), rows[:6], device, softcap=4.0, margin=4e-6))
 

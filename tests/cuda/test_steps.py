@@ -40,16 +40,17 @@ def test_windows_only_launch_kernels_on_fixed_memory(tiny: Path) -> None:
     with strictly.engine as engine:
         prompt = [7, 8, 9]
         engine.generate([prompt] * 4, list(PARAMS))
-        engine.generate([[*range(60)] * 5] * 3, PARAMS[0])
-        engine.generate([prompt] * 7, PARAMS[0])
-        engine.generate([prompt] * 17, dataclasses.replace(PARAMS[3], max_tokens=3))
-        engine.generate([prompt] * 4, list(PARAMS))
+        few = [dataclasses.replace(one, max_tokens=3) for one in PARAMS]
+        engine.generate([[*range(60)] * 5] * 3, few[0])
+        engine.generate([prompt] * 7, few[0])
+        engine.generate([prompt] * 17, few[3])
+        engine.generate([prompt] * 4, few)
     (stepper,) = strictly.steppers
     keys = set(stepper.seen)
     assert {key.num_rows for key in keys} >= {4, 8, 32} and {key.has_groups for key in keys} == {False, True}
     assert {key.has_cut for key in keys} == {key.has_tops for key in keys} == {False, True}
     products = [name for key, calls in stepper.seen.items() for name, *_ in calls if name in ("mm", "addmm")]
-    assert stepper.num_replays > 50 and products
+    assert stepper.num_replays > 2 * len(keys) and products
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,7 +183,7 @@ def bits(sample: Any) -> tuple[Any, ...]:
 def test_deterministic_results_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
     write_model(name, tmp_path)
     prompts = [[*range(40)], [7, 8], [*range(3, 20)], [3, 2, 1]] * 5
-    params = [dataclasses.replace(one, seed=i) for i, one in enumerate(PARAMS * 5)]
+    params = [dataclasses.replace(one, seed=i, max_tokens=8) for i, one in enumerate(PARAMS * 5)]
     with open_cuda(tmp_path, config_of(tmp_path, deterministic=True)) as engine:
         alone = []
         for prompt, one in zip(prompts, params, strict=True):

@@ -25,6 +25,7 @@ from nano_inference.text.fast import refused_files
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest, ModelError
+from tests.effort import some
 from tests.nanochat.tiny import model_config, state_dict, write_checkpoint
 from tests.security.model_seeds import (
     ARRAY,
@@ -64,7 +65,7 @@ def test_a_whole_file_opens(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(seeds()))
 def test_a_damaged_file_loads_or_is_refused(name: str, tmp_path: Path) -> None:
-    seed, count = seeds()[name], MUTANTS.get(name, FEWER)
+    seed, count = seeds()[name], some(MUTANTS.get(name, FEWER))
     path, num_refused = lay_out(seed, tmp_path), 0
     for index in range(count):
         path.write_bytes(mutant(seed, 7, index))
