@@ -65,12 +65,11 @@ def test_k_our_own_grpo_learns_and_agrees_at_every_step(forty_steps: dict[str, A
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')")
-def test_k_our_own_grpo_on_two_replicas_learns_and_repeats_the_run_on_one(
-    forty_steps: dict[str, Any], cache: Path
-) -> None:
-    both = [forty_steps, run("grpo.py", cache, "--steps", "40", *LEARNING, "--replicas", "2")]
-    one, two = [{name: value for name, value in result.items() if name != "seconds"} for result in both]
-    assert one == two and has_learned(two)
+def test_k_our_own_grpo_on_two_replicas_repeats_the_run_on_one(forty_steps: dict[str, Any], cache: Path) -> None:
+    """Ten steps, each after an update of both replicas: the same rewards as in the first ten of the run on one."""
+    two = run("grpo.py", cache, "--steps", "10", *LEARNING, "--replicas", "2")
+    for name in ("first10", "first10_error"):
+        assert two[name] == forty_steps[name]
 
 
 def test_k_trls_grpo_learns_and_agrees_at_every_step(cache: Path) -> None:
@@ -79,5 +78,5 @@ def test_k_trls_grpo_learns_and_agrees_at_every_step(cache: Path) -> None:
 
 
 def test_k_trls_server_mode_learns_and_agrees_at_every_step(cache: Path) -> None:
-    result = run("trl_grpo.py", cache, "--server", "--steps", "40", *LEARNING)
-    assert has_learned(result) and result["updates"] == 40
+    result = run("trl_grpo.py", cache, "--server", "--steps", "30", *LEARNING)
+    assert has_learned(result) and result["updates"] == 30
