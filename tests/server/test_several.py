@@ -16,6 +16,7 @@ import httpx2
 import openai
 import pytest
 
+from nano_inference.cli import main
 from tests.server.served import PATIENCE, Process
 from tests.server.tiny import make_tiny
 
@@ -72,6 +73,9 @@ def states(http: httpx2.Client) -> dict[str, str]:
     return {one["id"]: one["status"]["value"] for one in http.get("/v1/models").json()["data"]}
 
 
+# ---- one server; each test asks first for the model that the one before leaves loaded: a load takes two seconds
+
+
 def test_the_field_model_chooses_the_model_which_is_loaded_for_it(client: openai.OpenAI, http: httpx2.Client) -> None:
     whole = ask(client, "two")
     assert whole.model == "two" and states(http) == {"one": "unloaded", "two": "loaded", "broken": "unloaded"}
@@ -96,79 +100,6 @@ def test_an_unknown_model_is_refused_and_unloads_nothing(client: openai.OpenAI, 
         == 400
     )
     assert states(http)["one"] == "loaded"
-
-
-def test_a_damaged_model_is_one_error_and_the_others_are_unaffected(client: openai.OpenAI, http: httpx2.Client) -> None:
-    with pytest.raises(openai.InternalServerError, match="the model broken could not be loaded") as caught:
-        ask(client, "broken")
-    assert caught.value.status_code == 503 and caught.value.code == "model_not_loaded"
-    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value.body)
-    assert states(http)["broken"] == "failed"
-    assert ask(client, "one").choices[0].finish_reason in ("length", "stop")
-
-
-def test_lists_name_all_models_and_their_states(client: openai.OpenAI, http: httpx2.Client) -> None:
-    ask(client, "two")
-    cards = {card.id: card for card in client.models.list()}
-    assert list(cards) == ["one", "two", "broken"]
-    assert {name: dict(card)["status"]["value"] for name, card in cards.items()}["two"] == "loaded"
-    assert dict(client.models.retrieve("two"))["max_model_len"] == 256
-    tags = [one["name"] for one in http.get("/api/tags").json()["models"]]
-    assert sorted(tags) == ["broken:latest", "one:latest", "two:latest"]
-    assert [one["name"] for one in http.get("/api/ps").json()["models"]] == ["two:latest"]
-    metrics = http.get("/metrics").text
-    assert 'nano_inference_model_loaded{model_name="two"} 1.0' in metrics
-    assert 'nano_inference_model_loaded{model_name="one"} 0.0' in metrics
-    assert re.search(r'^vllm:num_requests_running\{.*model_name="two".*\} 0', metrics, re.MULTILINE)
-    assert http.get("/info", params={"model": "two"}).json()["context"] == 256
-    assert http.get("/tokenizer_info").status_code in (200, 404)
-    assert states(http)["two"] == "loaded", "no list loads a model"
-
-
-def test_ollamas_names_choose_models_with_and_without_a_tag(http: httpx2.Client) -> None:
-    options = {"num_predict": 4, "temperature": 0}
-    bodies = [{"model": name, "prompt": "hi", "options": options, "stream": False} for name in ("one", "two:latest")]
-    assert [http.post("/api/generate", json=body).json()["model"] for body in bodies] == ["one", "two:latest"]
-    assert http.post("/api/show", json={"name": "one"}).json()["model_info"]["LlamaForCausalLM.context_length"] == 512
-
-
-def test_models_are_loaded_and_unloaded_by_request(http: httpx2.Client) -> None:
-    assert http.post("/models/load", json={"model": "two"}).json()["status"] == {"value": "loaded"}
-    assert states(http)["two"] == "loaded"
-    assert http.post("/models/unload", json={"model": "two"}).json()["status"] == {"value": "unloaded"}
-    assert states(http) | {"broken": ""} == {"one": "unloaded", "two": "unloaded", "broken": ""}
-    assert http.post("/models/load", json={"model": "three"}).status_code == 404
-
-
-def test_a_stored_response_is_found_without_naming_its_model(client: openai.OpenAI) -> None:
-    made = client.responses.create(model="two", input="hello", max_output_tokens=16)
-    assert client.responses.retrieve(made.id).id == made.id
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve("resp_unknown")
-
-
-def test_streams_end_before_their_model_is_unloaded(server: tuple[Process, str]) -> None:
-    """Eight streams of each model at the same time, with room for one model: all are complete."""
-
-    async def read(client: httpx2.AsyncClient, model: str, index: int) -> str:
-        body = {"model": model, "prompt": f"{index}", "max_tokens": 60, "ignore_eos": True, "stream": True}
-        return (await client.post("/v1/completions", json=body)).text
-
-    async def main() -> list[str]:
-        headers = {"authorization": f"Bearer {KEY}"}
-        async with httpx2.AsyncClient(base_url=server[1], headers=headers, timeout=PATIENCE) as client:
-            return await asyncio.gather(*(read(client, ("one", "two")[n % 2], n) for n in range(16)))
-
-    texts = asyncio.run(main())
-    assert all(text.rstrip().endswith("[DONE]") and "error" not in text for text in texts)
-
-
-def test_a_killed_model_is_loaded_again_by_the_next_request(server: tuple[Process, str], client: openai.OpenAI) -> None:
-    ask(client, "one")
-    pid = int(server[0].wait_for(LOADED)[-1][2])
-    os.kill(pid, signal.SIGKILL)
-    assert ask(client, "one").model == "one"
-    server[0].wait_for("the server of one (ended with code -9|does not answer)")
 
 
 def test_without_a_key_nothing_is_loaded_named_or_unloaded(server: tuple[Process, str], http: httpx2.Client) -> None:
@@ -199,15 +130,21 @@ def test_switching_needs_the_name_of_a_model(http: httpx2.Client, body: bytes) -
         assert reply.status_code == 400 and reply.json()["error"]["param"] == "model"
 
 
-def test_a_client_that_leaves_does_not_stop_others(server: tuple[Process, str], client: openai.OpenAI) -> None:
-    url, headers = server[1], {"authorization": f"Bearer {KEY}"}
-    body = {"model": "two", "prompt": "x", "max_tokens": 240, "ignore_eos": True}
-    for _ in range(3):
-        with pytest.raises(httpx2.TimeoutException):
-            httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=0.01)
-    assert ask(client, "two").model == "two"
-    states_of = httpx2.get(f"{url}/info", headers=headers, timeout=PATIENCE).json()["models"]
-    assert [one["open"] + one["waiting"] for one in states_of if one["id"] != "two"] == [0, 0]
+def test_a_killed_model_is_loaded_again_by_the_next_request(server: tuple[Process, str], client: openai.OpenAI) -> None:
+    ask(client, "one")
+    pid = int(server[0].wait_for(LOADED)[-1][2])
+    os.kill(pid, signal.SIGKILL)
+    assert ask(client, "one").model == "one"
+    server[0].wait_for("the server of one (ended with code -9|does not answer)")
+
+
+def test_a_damaged_model_is_one_error_and_the_others_are_unaffected(client: openai.OpenAI, http: httpx2.Client) -> None:
+    with pytest.raises(openai.InternalServerError, match="the model broken could not be loaded") as caught:
+        ask(client, "broken")
+    assert caught.value.status_code == 503 and caught.value.code == "model_not_loaded"
+    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value.body)
+    assert states(http)["broken"] == "failed"
+    assert ask(client, "one").choices[0].finish_reason in ("length", "stop")
 
 
 def test_the_terminal_chat_chooses_a_model_with_a_command(server: tuple[Process, str]) -> None:
@@ -233,6 +170,73 @@ def test_the_terminal_chat_chooses_a_model_with_a_command(server: tuple[Process,
     assert len(asked) >= 2
 
 
+def test_lists_name_all_models_and_their_states(client: openai.OpenAI, http: httpx2.Client) -> None:
+    ask(client, "two")
+    cards = {card.id: card for card in client.models.list()}
+    assert list(cards) == ["one", "two", "broken"]
+    assert {name: dict(card)["status"]["value"] for name, card in cards.items()}["two"] == "loaded"
+    assert dict(client.models.retrieve("two"))["max_model_len"] == 256
+    tags = [one["name"] for one in http.get("/api/tags").json()["models"]]
+    assert sorted(tags) == ["broken:latest", "one:latest", "two:latest"]
+    assert [one["name"] for one in http.get("/api/ps").json()["models"]] == ["two:latest"]
+    metrics = http.get("/metrics").text
+    assert 'nano_inference_model_loaded{model_name="two"} 1.0' in metrics
+    assert 'nano_inference_model_loaded{model_name="one"} 0.0' in metrics
+    assert re.search(r'^vllm:num_requests_running\{.*model_name="two".*\} 0', metrics, re.MULTILINE)
+    assert http.get("/info", params={"model": "two"}).json()["context"] == 256
+    assert http.get("/tokenizer_info").status_code in (200, 404)
+    assert states(http)["two"] == "loaded", "no list loads a model"
+
+
+def test_a_client_that_leaves_does_not_stop_others(server: tuple[Process, str], client: openai.OpenAI) -> None:
+    url, headers = server[1], {"authorization": f"Bearer {KEY}"}
+    body = {"model": "two", "prompt": "x", "max_tokens": 240, "ignore_eos": True}
+    for _ in range(3):
+        with pytest.raises(httpx2.TimeoutException):
+            httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=0.01)
+    assert ask(client, "two").model == "two"
+    states_of = httpx2.get(f"{url}/info", headers=headers, timeout=PATIENCE).json()["models"]
+    assert [one["open"] + one["waiting"] for one in states_of if one["id"] != "two"] == [0, 0]
+
+
+def test_a_stored_response_is_found_without_naming_its_model(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="two", input="hello", max_output_tokens=16)
+    assert client.responses.retrieve(made.id).id == made.id
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_unknown")
+
+
+def test_ollamas_names_choose_models_with_and_without_a_tag(http: httpx2.Client) -> None:
+    options = {"num_predict": 4, "temperature": 0}
+    bodies = [{"model": name, "prompt": "hi", "options": options, "stream": False} for name in ("two:latest", "one")]
+    assert [http.post("/api/generate", json=body).json()["model"] for body in bodies] == ["two:latest", "one"]
+    assert http.post("/api/show", json={"name": "one"}).json()["model_info"]["LlamaForCausalLM.context_length"] == 512
+
+
+def test_models_are_loaded_and_unloaded_by_request(http: httpx2.Client) -> None:
+    assert http.post("/models/load", json={"model": "two"}).json()["status"] == {"value": "loaded"}
+    assert states(http)["two"] == "loaded"
+    assert http.post("/models/unload", json={"model": "two"}).json()["status"] == {"value": "unloaded"}
+    assert states(http) | {"broken": ""} == {"one": "unloaded", "two": "unloaded", "broken": ""}
+    assert http.post("/models/load", json={"model": "three"}).status_code == 404
+
+
+def test_streams_end_before_their_model_is_unloaded(server: tuple[Process, str]) -> None:
+    """Eight streams of each model at the same time, with room for one model: all are complete."""
+
+    async def read(client: httpx2.AsyncClient, model: str, index: int) -> str:
+        body = {"model": model, "prompt": f"{index}", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        return (await client.post("/v1/completions", json=body)).text
+
+    async def main() -> list[str]:
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with httpx2.AsyncClient(base_url=server[1], headers=headers, timeout=PATIENCE) as client:
+            return await asyncio.gather(*(read(client, ("one", "two")[n % 2], n) for n in range(16)))
+
+    texts = asyncio.run(main())
+    assert all(text.rstrip().endswith("[DONE]") and "error" not in text for text in texts)
+
+
 def test_a_unix_socket_serves_several_models(directories: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "s"
     further = ["--further-model", f"two={directories['two']}", "--uds", str(path)]
@@ -246,19 +250,6 @@ def test_a_unix_socket_serves_several_models(directories: dict[str, Path], tmp_p
     finally:
         assert process.end() == 0
     assert not path.exists()
-
-
-def refused(arguments: list[str]) -> str:
-    """Run `serve` with these arguments; return its last line on stderr."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "nano_inference", "serve", "--quiet", "--port", "0", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert ended.returncode in (1, 2) and "Traceback" not in ended.stderr, ended.stderr
-    return ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -277,8 +268,16 @@ def refused(arguments: list[str]) -> str:
     ],
 )
 def test_settings_that_do_not_fit_together_are_one_line(
-    directories: dict[str, Path], arguments: list[str], pattern: str
+    directories: dict[str, Path],
+    arguments: list[str],
+    pattern: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """In this process, without pydantic, as the command starts."""
+    monkeypatch.delitem(sys.modules, "pydantic", raising=False)
     one = str(directories["one"])
-    line = refused(["--model", one, *(text.replace("ONE", one) for text in arguments)])
+    arguments = ["--model", one, *(text.replace("ONE", one) for text in arguments)]
+    assert main(["serve", "--quiet", "--port", "0", *arguments]) in (1, 2)
+    line = capsys.readouterr().err.splitlines()[-1]
     assert re.search(pattern, line), line
