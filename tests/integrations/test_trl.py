@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("trl", reason="needs TRL (pip install '.[examples]')")
-pytest.importorskip("peft", reason="needs PEFT")
-
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nano_inference import EngineConfig, InferenceEngine, weights_checksum
 from nano_inference.integrations.trl import use_engine
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-"""TRL and its libraries warn about each other."""
+MISSING = [name for name in ("trl", "peft") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)} (pip install '.[examples]')"),
+    pytest.mark.filterwarnings("ignore"),  # TRL and its libraries warn about each other
+]
+"""Every process of a test run collects this file; TRL and PEFT are imported where they are used, which takes 2 s."""
 QUESTION = [{"role": "user", "content": "2+3?"}]
 CALL = [{"type": "function", "function": {"name": "plus", "arguments": {"a": 2, "b": 3}}}]
 CONVERSATION = [
@@ -47,7 +48,7 @@ def plus(a: int, b: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A tokenizer of bytes with Qwen3's template, which TRL can parse."""
     from trl.chat_template_utils import qwen3_chat_template
 
@@ -57,18 +58,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(name) for name in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")])
     names = {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=qwen3_chat_template, **names)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=qwen3_chat_template, **names)
 
 
 @pytest.fixture(scope="module")
-def model_path(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_path(tokenizer: transformers.PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that knows one conversation by heart."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), **sizes, max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id
     )
-    model = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     ids = tokenizer.apply_chat_template(CONVERSATION, tools=[plus], return_dict=False, return_tensors="pt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(200):
@@ -93,7 +94,7 @@ def open_engine(path: Path) -> InferenceEngine:
     return InferenceEngine(EngineConfig(model_path=str(path), device="cpu", kv_cache_bytes=16 << 20, seed=1))
 
 
-def test_grpo_runs_a_tool(model_path: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_grpo_runs_a_tool(model_path: Path, tokenizer: transformers.PreTrainedTokenizerFast, tmp_path: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     seen: list[Any] = []
@@ -103,7 +104,7 @@ def test_grpo_runs_a_tool(model_path: Path, tokenizer: PreTrainedTokenizerFast, 
         return [float("5" in str(one[-1]["content"])) for one in completions]
 
     config = GRPOConfig(str(tmp_path), **SMALL, max_completion_length=400, temperature=0.1)
-    model = LlamaForCausalLM.from_pretrained(model_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(model_path)
     trainer = GRPOTrainer(model, reward, config, data(), None, tokenizer, tools=[plus])
     with open_engine(model_path) as engine:
         use_engine(trainer, engine)
@@ -120,11 +121,13 @@ def lengths(completions: list[Any], **_: Any) -> list[float]:
     return [len(one[-1]["content"]) / 100 for one in completions]
 
 
-def test_rloo_learns_with_an_engine(model_path: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_rloo_learns_with_an_engine(
+    model_path: Path, tokenizer: transformers.PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     from trl import RLOOConfig, RLOOTrainer
 
     config = RLOOConfig(str(tmp_path), **SMALL, max_completion_length=24, temperature=1.0)
-    model = LlamaForCausalLM.from_pretrained(model_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(model_path)
     trainer = RLOOTrainer(model, lengths, config, data(), None, tokenizer)
     with open_engine(model_path) as engine:
         backend = use_engine(trainer, engine)
@@ -135,14 +138,14 @@ def test_rloo_learns_with_an_engine(model_path: Path, tokenizer: PreTrainedToken
 
 
 def test_adapters_are_merged_for_the_engine(
-    model_path: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    model_path: Path, tokenizer: transformers.PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
     options = {**SMALL, "learning_rate": 1e-2, "max_steps": 3}
     config = GRPOConfig(str(tmp_path), **options, max_completion_length=24, temperature=1.0)
-    model = LlamaForCausalLM.from_pretrained(model_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(model_path)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
     trainer = GRPOTrainer(model, lengths, config, data(), None, tokenizer, peft_config=adapters)
     with open_engine(model_path) as engine:
@@ -157,7 +160,7 @@ def test_adapters_are_merged_for_the_engine(
     assert len(worst) == 3 and max(worst) < 1e-3
 
 
-def checksum_of(model: LlamaForCausalLM) -> str:
+def checksum_of(model: transformers.LlamaForCausalLM) -> str:
     return weights_checksum((name, value.detach()) for name, value in model.named_parameters())
 
 
