@@ -252,7 +252,7 @@ def test_recovered_message_does_not_replace_a_newer_one(context: BrowserContext,
     chat.press("Continue")
     fake.answer().complete(" and half")
     chat.wait_until_idle()
-    left = json.dumps([{**one, "finish": None} for one in old])
+    left = json.dumps({"messages": [{**one, "finish": None} for one in old]})
     chat.page.evaluate("(left) => localStorage.setItem('nano-inference.unsaved.x', left)", left)
     chat.page.reload()
     chat.wait_until_ready()

@@ -7,12 +7,13 @@ const SOON_MS = 400;
 const SAVE_SHARE = 20;
 const UNSAVED = "nano-inference.unsaved.";
 
-/** Owns the unsaved messages and the timer of their save. Calls `onError(error)` if the browser cannot store them. */
+/** Owns the unsaved changes and the timer of their save. Calls `onError(error)` if the browser cannot store them. */
 export class Saver {
   constructor(store, onError) {
     this.store = store;
     this.onError = onError;
     this.waiting = new Map();
+    this.writes = new Set();
     this.timer = null;
     this.pause = SOON_MS;
     addEventListener("pagehide", () => this.#storeUnsaved());
@@ -53,25 +54,34 @@ export class Saver {
   }
 
   async #write(conversations, messages) {
+    const write = { conversations, messages };
+    for (const one of conversations) one.saved = Date.now();
+    this.writes.add(write);
     try {
       await this.store.save(conversations, messages);
     } catch (error) {
       this.onError(error);
+    } finally {
+      this.writes.delete(write);
     }
   }
 
-  /** Put unsaved messages into localStorage, which is synchronous; a page that closes does not wait for IndexedDB. */
+  /** Put unsaved changes into localStorage, which is synchronous; a page that closes does not wait for IndexedDB. */
   #storeUnsaved() {
-    const messages = [...this.waiting.values()].map((one) => one.message);
-    if (messages.length) writeStored(UNSAVED + freshId(), JSON.stringify(messages));
+    const waiting = [...this.waiting.values()].map((one) => one.message);
+    const conversations = new Set([...this.writes].flatMap((one) => one.conversations));
+    const messages = new Set([...this.writes].flatMap((one) => one.messages).concat(waiting));
+    if (!conversations.size && !messages.size) return;
+    const unsaved = { conversations: [...conversations], messages: [...messages] };
+    writeStored(UNSAVED + freshId(), JSON.stringify(unsaved));
   }
 
-  /** Save the messages that closed pages have put into localStorage. */
+  /** Save what closed pages have put into localStorage. */
   async recover() {
     for (const key of storedKeys(UNSAVED)) {
-      const messages = JSON.parse(readStored(key) ?? "[]");
+      const unsaved = JSON.parse(readStored(key) ?? "{}");
       writeStored(key, null);
-      for (const message of messages) await this.store.complete(message).catch(this.onError);
+      await this.store.recover(unsaved).catch(this.onError);
     }
   }
 }

@@ -59,11 +59,20 @@ class Store {
     await finished(transaction);
   }
 
-  /** Write the message of a closed page, unless it was deleted or has more tokens or an end in the database. */
-  async complete(message) {
-    const objects = this.#objects("messages", "readwrite");
-    const old = await done(objects.get(message.id));
-    if (old && old.finish === null && old.tokens.length <= message.tokens.length) await done(objects.put(message));
+  /** Write what a closed page had not stored, unless it was deleted or the database has something newer. */
+  async recover({ conversations = [], messages = [] }) {
+    const transaction = this.database.transaction(["conversations", "messages"], "readwrite");
+    const [stored, storedMessages] = [transaction.objectStore("conversations"), transaction.objectStore("messages")];
+    for (const one of conversations) {
+      const old = await done(stored.get(one.id));
+      if (old && (old.saved ?? 0) <= one.saved) stored.put(one);
+    }
+    for (const one of messages) {
+      const isDeleted = await done(stored.getKey(one.conversation)) === undefined;
+      const old = await done(storedMessages.get(one.id)) ?? { finish: null, tokens: [] };
+      if (!isDeleted && old.finish === null && old.tokens.length <= one.tokens.length) storedMessages.put(one);
+    }
+    await finished(transaction);
   }
 
   /** Delete a conversation and its messages. */
@@ -100,8 +109,8 @@ class MemoryStore {
     for (const one of messages) this.messageById.set(one.id, one);
   }
 
-  async complete() {
-    // messages in memory do not outlive the page
+  async recover() {
+    // nothing in memory outlives the page
   }
 
   async remove(conversation, messages) {

@@ -2,7 +2,8 @@
  * Conversations as trees: each message except the first has a parent, editing and regenerating add siblings, and
  * `chosen` maps a parent to the shown child. Only `choose` changes its arguments.
  *
- * A conversation: {id, title, named, created, updated, system, chosen: {parent: child}}.
+ * A conversation: {id, title, named, created, updated, system, chosen: {parent: child}}; `saved`: when it was last
+ * written into the database.
  * A message: {id, conversation, parent, role, text, parts, tokens, versions, stats, seed, sample, finish, error,
  * created}. A token is [id, text, logprob, forced, alternatives], an alternative [id, text, logprob].
  * `finish`: null while the answer is generated, then "stop", "length" (max_tokens), "context" (full), "stopped",
