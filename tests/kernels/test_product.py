@@ -27,8 +27,8 @@ from tests.kernels.steps import (
     run_rows,
 )
 
-COUNTS = (*range(1, 14), 24, 25, 64, 83, 84, 85, 170, 171)
-"""Numbers of rows around every limit in the C code: four rows, tiles of 6 and 12, pieces of 84 and 168."""
+COUNTS = (*range(1, 14), 24, 25, 64, 95, 96, 97, 168, 169, 192, 193)
+"""Numbers of rows around every limit in the C code: four rows, tiles of 6 and 12, pieces of 96, 168 and 192."""
 SIZES = ((1, 1), (3, 7), (64, 33), (130, 576), (70, 1030), (5, 2051), (1700, 9), (6300, 3))
 """Outputs and inputs; up to 99 panels, which are processed in runs for few rows."""
 

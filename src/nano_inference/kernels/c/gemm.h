@@ -1,8 +1,8 @@
 /* out[m, n] = sum over k of x[m, k] w[n, k], k ascending, one fused multiply-add in float32 per step.
  *
  * Up to DIRECT rows, weights are widened in registers; for more rows, a panel is widened into the thread's scratch
- * memory and multiplied in register tiles of ROWS x WIDE outputs. Both add the same numbers in the same order, so a
- * row's result has the same bits for any number of rows. */
+ * memory, unless it is float32, and multiplied in register tiles of ROWS x WIDE outputs. Both add the same numbers in
+ * the same order, so a row's result has the same bits for any number of rows. */
 #ifndef NANO_GEMM_H
 #define NANO_GEMM_H
 
@@ -24,8 +24,9 @@
 #define WIDE (2 * LANES)
 #define DEPTH 512
 #endif
-#define TILE_FLOATS (96 * 1024)              /* most floats of x in a job: they fit the second-level cache */
+#define TILE_FLOATS (96 * 1024)              /* floats of x for DEPTH inputs of a job: they fit the second-level cache */
 #define WIDEN_AHEAD 8192                     /* prefetch distance in bytes while weights are widened */
+#define LINE 16                              /* floats of a cache line */
 
 /* ---- few rows --------------------------------------------------------------------------------------------------- */
 
@@ -88,12 +89,16 @@ INLINE void widen(const int format, const char *panel, Lanes part, long start, l
     }
 }
 
-INLINE void micro(const int rows, const float *x, long ldx, const float *strip, long depth, float *tile, int is_first) {
+/* Multiply `rows` rows with a strip of WIDE outputs, whose inputs follow each other at `stride` floats. Meanwhile fetch
+ * one cache line of `next` for each input, at the same stride. */
+INLINE void micro(const int rows, const float *x, long ldx, const float *strip, long stride, long depth,
+                  const float *next, float *tile, int is_first) {
     vf acc[ROWS][2];
     _Pragma("GCC unroll 16") for (int m = 0; m < rows; m++)
         for (int u = 0; u < 2; u++) acc[m][u] = is_first ? all_f(0) : load_f(tile + m * PANEL + u * LANES);
     for (long k = 0; k < depth; k++) {
-        const vf w0 = load_f(strip + k * WIDE), w1 = load_f(strip + k * WIDE + LANES);
+        const vf w0 = load_f(strip + k * stride), w1 = load_f(strip + k * stride + LANES);
+        __builtin_prefetch(next + k * stride, 0, 2);
         _Pragma("GCC unroll 16") for (int m = 0; m < rows; m++) {
             const vf v = all_f(x[m * ldx + k]);
             acc[m][0] = vfma(v, w0, acc[m][0]);
@@ -104,9 +109,10 @@ INLINE void micro(const int rows, const float *x, long ldx, const float *strip, 
         for (int u = 0; u < 2; u++) store_f(tile + m * PANEL + u * LANES, acc[m][u]);
 }
 
-static void micro_rows(long rows, const float *x, long ldx, const float *strip, long depth, float *tile, int is_first) {
+static void micro_rows(long rows, const float *x, long ldx, const float *strip, long stride, long depth,
+                       const float *next, float *tile, int is_first) {
     switch (rows) {
-#define CASE(n) case n: micro(n, x, ldx, strip, depth, tile, is_first); break;
+#define CASE(n) case n: micro(n, x, ldx, strip, stride, depth, next, tile, is_first); break;
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if ROWS == 12
     CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
@@ -115,19 +121,28 @@ static void micro_rows(long rows, const float *x, long ldx, const float *strip, 
     }
 }
 
+/* Float32 panels are multiplied where they are: while the first tiles of a strip are computed, each fetches one cache
+ * line per input of the strip that follows. */
 INLINE void tiled(const int format, const char *panel, Lanes part, const float *x, long ldx, long M, long K,
                   float *tile, float *wide) {
-    const long tiles = (M + ROWS - 1) / ROWS;
+    const int is_wide = format == F32;
+    const long lines = is_wide ? (WIDE + LINE - 1) / LINE : 1, stride = is_wide ? PANEL : WIDE;
+    const long fewest = (M + ROWS - 1) / ROWS, tiles = fewest < lines ? lines : fewest;
     for (long start = 0; start < K; start += DEPTH) {
         const long stop = start + DEPTH < K ? start + DEPTH : K;
-        widen(format, panel, part, start, stop, wide);
-        for (int lane = part.from; lane < part.to; lane += WIDE)
+        const float *here = (const float *)panel + start * PANEL, *after = (const float *)panel + stop * PANEL;
+        if (!is_wide) widen(format, panel, part, start, stop, wide);
+        for (int lane = part.from; lane < part.to; lane += WIDE) {
+            const float *strip = is_wide ? here + lane : wide + lane * (stop - start);
+            const float *following = lane + WIDE < part.to ? strip + WIDE : after + part.from;
             for (long m = 0, i = 0; i < tiles; i++) {    /* tiles of similar height: a low tile underuses the units */
                 const long rows = (M - m + tiles - i - 1) / (tiles - i);
-                micro_rows(rows, x + m * ldx + start, ldx, wide + lane * (stop - start), stop - start,
+                const float *next = is_wide && i < lines ? following + i * LINE : strip;
+                micro_rows(rows, x + m * ldx + start, ldx, strip, stride, stop - start, next,
                            tile + m * PANEL + lane, start == 0);
                 m += rows;
             }
+        }
     }
 }
 

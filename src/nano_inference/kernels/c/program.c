@@ -218,7 +218,7 @@ static void write_tile(const Product *p, const Matrix *m, long panel, Lanes part
 }
 
 static long rows_of_piece(long num_rows, long num_in) {
-    long rows = TILE_FLOATS / num_in / ROWS * ROWS;
+    long rows = TILE_FLOATS / (num_in < DEPTH ? num_in : DEPTH) / ROWS * ROWS;
     if (rows < ROWS) rows = ROWS;
     return rows < num_rows ? rows : num_rows > 0 ? num_rows : 1;
 }
