@@ -5,6 +5,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL_TORCH = command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here: install Python 3.11 or newer"; exit 2; }; \
 	$(PYTHON) scripts/install_torch.py --source $(TORCH_INDEX)
 BIN := .venv/bin
+# Without bytecode on disk each process that a test starts compiles its modules again, and pytest rewrites every test.
+unexport PYTHONDONTWRITEBYTECODE
 # Two processes; files go out in their order, because the longest have few tests and would otherwise come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
