@@ -24,6 +24,7 @@ class _Finder:
 
 
 def hide(modules: Collection[str]) -> None:
-    """Make imports of these top-level modules fail in this process, as if they were not installed."""
+    """Make imports of these top-level modules fail in this process, as if they were not installed, and of no others."""
     assert not set(modules) & sys.modules.keys(), "hidden too late"
-    sys.meta_path[sys.meta_path.index(PathFinder)] = _Finder(modules)
+    index = next(i for i, finder in enumerate(sys.meta_path) if finder is PathFinder or isinstance(finder, _Finder))
+    sys.meta_path[index] = _Finder(modules)

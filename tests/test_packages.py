@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -24,13 +23,13 @@ from nano_inference.catalog import find_builtin
 from nano_inference.packages import PACKAGES, MissingPackage, needed
 from nano_inference.types import ModelError
 from tests.bare import exercise
+from tests.forking import Forks
 from tests.loader.tiny_models import make_model, write_gguf
 from tests.server.tiny import make_tiny
 
 ROOT = Path(__file__).parents[1]
 ESSENTIAL = ("torch", "numpy", "safetensors", "tokenizers")
-TIMEOUT_S = 120
-RUN_COMMAND = "from nano_inference.cli import main; sys.exit(main(sys.argv[1:]))"
+RUN_COMMAND = "import sys; from nano_inference.cli import main; sys.exit(main(sys.argv[1:]))"
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "cyclopts": "doctor",
@@ -101,25 +100,27 @@ def modules_of(*packages: str) -> list[str]:
     return [module for module, package in PACKAGES.items() if package in packages]
 
 
-def run_without(hidden: Collection[str], code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that has not installed the hidden modules; `arguments` are its `sys.argv[1:]`."""
-    start = "import json, sys; from tests.hiding import hide; hide(json.loads(sys.argv.pop(1))); "
-    command = [sys.executable, "-c", start + code, json.dumps(sorted(hidden)), *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+@pytest.fixture(scope="module")
+def forks(others: list[str]) -> Iterator[Forks]:
+    """A process with the essential packages, whose children hide what a test names."""
+    with Forks(others) as process:
+        yield process
 
 
-def result_without(hidden: Collection[str], function: str, *arguments: object) -> Any:
-    """Return what a function of `tests.bare` returns in such a process."""
-    code = f"from tests import bare; print(json.dumps(bare.{function}(*sys.argv[1:])))"
-    done = run_without(hidden, code, *arguments)
+def result_without(forks: Forks, hidden: Collection[str], function: str, *arguments: object) -> Any:
+    """Return what a function of `tests.bare` returns where the hidden modules are not installed."""
+    code = f"import json, sys; from tests import bare; print(json.dumps(bare.{function}(*sys.argv[1:])))"
+    done = forks.run(code, *arguments, hidden=hidden)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_engine_runs_with_the_essential_packages_alone(kernels: str, tiny: Path, others: list[str]) -> None:
+def test_engine_runs_with_the_essential_packages_alone(
+    kernels: str, tiny: Path, others: list[str], forks: Forks
+) -> None:
     assert set(PACKAGES) <= set(others)
-    found, here = result_without(others, "exercise", tiny, kernels), exercise(str(tiny), kernels)
+    found, here = result_without(forks, others, "exercise", tiny, kernels), exercise(str(tiny), kernels)
     assert found.pop("scores") == pytest.approx(here.pop("scores"), abs=1e-4)
     assert found == here
     stopped, reason, stop = found["stopped"]
@@ -127,17 +128,20 @@ def test_engine_runs_with_the_essential_packages_alone(kernels: str, tiny: Path,
     assert found["streamed"] == found["tokens"] and (kernels == "auto" or found["code"] == "torch")
 
 
-def test_every_public_name_imports_with_the_essential_packages_alone(others: list[str]) -> None:
+def test_every_public_name_imports_with_the_essential_packages_alone(others: list[str], forks: Forks) -> None:
     code = "import nano_inference as n; print(len([getattr(n, name) for name in n.__all__]))"
-    done = run_without(others, code)
+    done = forks.run(code, hidden=others)
     assert done.stdout.strip() == str(len(nano_inference.__all__)), done.stderr
 
 
-def test_the_cuda_benchmark_runs_with_the_essential_packages_alone(others: list[str], tmp_path: Path) -> None:
+def test_the_cuda_benchmark_runs_with_the_essential_packages_alone(
+    others: list[str], forks: Forks, tmp_path: Path
+) -> None:
     """Its dry run: every section but the slowest, on a CPU; the figures mean nothing."""
     out = tmp_path / "cuda.json"
-    code = "import runpy; sys.argv[0] = 'benchmarks/cuda.py'; runpy.run_path('benchmarks/cuda.py', run_name='__main__')"
-    done = run_without(others, code, "--dry", "--only", "ceilings,kernels,profile,tests", "--out", out)
+    code = "import runpy, sys; sys.argv[0] = 'benchmarks/cuda.py'; runpy.run_path(sys.argv[0], run_name='__main__')"
+    only = "ceilings,kernels,profile,tests"
+    done = forks.run(code, "--dry", "--only", only, "--out", out, hidden=others)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     assert report["is_dry"] and {one["section"] for one in report["figures"]} == {
@@ -148,20 +152,20 @@ def test_the_cuda_benchmark_runs_with_the_essential_packages_alone(others: list[
     assert any("of copy" in one for one in report["figures"])
 
 
-def test_the_gpu_tests_are_collected_with_the_essential_packages_and_pytest_alone() -> None:
+def test_the_gpu_tests_are_collected_with_the_essential_packages_and_pytest_alone(forks: Forks) -> None:
     """A module that cannot be imported would stop all of them; those that need other packages are skipped."""
-    code = "import os; os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'; import pytest; sys.exit(pytest.main())"
+    code = "import os, sys; os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'; import pytest; sys.exit(pytest.main())"
     code = code.replace("main()", f"main({[*OPTIONS, '--collect-only', '-rs', 'tests/gpu']!r})")
-    done = run_without(others_than("pytest"), code)
+    done = forks.run(code, hidden=others_than("pytest"))
     assert done.returncode in (0, 5), done.stdout + done.stderr
     assert "NO TRANSFORMERS" in done.stdout and "tests/gpu/test_executor.py" in done.stdout
 
 
 def test_each_feature_names_the_package_it_lacks(
-    tiny: Path, gguf_file: Path, others: list[str], tmp_path: Path
+    tiny: Path, gguf_file: Path, others: list[str], forks: Forks, tmp_path: Path
 ) -> None:
     (tmp_path / "qwen.tiktoken").write_text("IQ== 0\n")
-    found = result_without(others, "refusals", tiny, gguf_file, tmp_path)
+    found = result_without(forks, others, "refusals", tiny, gguf_file, tmp_path)
     builtin = find_builtin("calculator")
     assert builtin is not None
     grammar = found.pop("grammar")
@@ -178,19 +182,19 @@ def test_each_feature_names_the_package_it_lacks(
 
 
 @pytest.mark.parametrize("package", COMMANDS)
-def test_a_command_names_the_package_it_lacks(package: str, tiny: Path, gguf_file: Path) -> None:
+def test_a_command_names_the_package_it_lacks(package: str, tiny: Path, gguf_file: Path, forks: Forks) -> None:
     words = [word.format(tiny=tiny, gguf=gguf_file) for word in COMMANDS[package].split()]
-    done = run_without(modules_of(package), RUN_COMMAND, *words)
+    done = forks.run(RUN_COMMAND, *words, hidden=modules_of(package))
     wanted = rf"nano-inference: .*\bneeds the package {package}: pip install {package}\n"
     assert done.returncode == 2 and re.fullmatch(wanted, done.stderr), done.stderr
     assert done.stdout == ""
 
 
-def test_generate_runs_without_what_it_does_not_use(tiny: Path) -> None:
+def test_generate_runs_without_what_it_does_not_use(tiny: Path, forks: Forks) -> None:
     used = {"cyclopts", "rich", "minijinja"}
     hidden = modules_of(*set(PACKAGES.values()) - used)
     words = ("generate", "hello", "--model", tiny, "--max-tokens", "4", "--temperature", "0", "--quiet")
-    done = run_without(hidden, RUN_COMMAND, *words)
+    done = forks.run(RUN_COMMAND, *words, hidden=hidden)
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
