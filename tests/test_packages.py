@@ -103,7 +103,7 @@ def modules_of(*packages: str) -> list[str]:
 @pytest.fixture(scope="module")
 def forks(others: list[str]) -> Iterator[Forks]:
     """A process with the essential packages, whose children hide what a test names."""
-    with Forks(others) as process:
+    with Forks((*ESSENTIAL, "safetensors.torch"), hidden=others) as process:
         yield process
 
 
