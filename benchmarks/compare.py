@@ -109,9 +109,10 @@ def short(workload: Workload) -> Workload:
 class Workers:
     """Owns a worker for each plan; one that ended starts again for the next workload, one that hung does not."""
 
-    def __init__(self, threads: int, limit: float, logs: Logs) -> None:
+    def __init__(self, start_worker: Callable[[Plan], Worker]) -> None:
+        """`start_worker` returns a plan's worker, or raises `RuntimeError` or `OSError`."""
         self.versions: dict[str, str] = {}
-        self._threads, self._limit, self._logs = threads, limit, logs
+        self._start_worker = start_worker
         self._workers: dict[str, Worker] = {}
         self._refused: dict[str, str] = {}
         """Why a worker is not started again."""
@@ -122,7 +123,7 @@ class Workers:
         if plan.name in self._refused or (before and (before.is_alive or before.has_hung)):
             return
         try:
-            found = worker.start(plan, self._threads, self._logs.file(plan.name), self._limit)
+            found = self._start_worker(plan)
         except (RuntimeError, OSError) as error:
             self._refused[plan.name] = f"it does not start: {error}"
             return
@@ -203,7 +204,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     logs = Logs()
     print(f"workers and servers write to {logs.directory}", flush=True)
     table: dict[str, Cells] = {}
-    workers, servers = Workers(arguments.threads, arguments.limit, logs), Servers(arguments.limit, logs)
+
+    def start_worker(plan: Plan) -> Worker:
+        return worker.start(plan, arguments.threads, logs.file(plan.name), arguments.limit)
+
+    workers, servers = Workers(start_worker), Servers(arguments.limit, logs)
     try:
         table |= compare(plans, workers, names, arguments.repeat)
     finally:

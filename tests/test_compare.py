@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -128,20 +129,32 @@ def test_a_ratio_has_its_own_worst_and_best() -> None:
     assert [higher["float"][key] for key in ("median", "min", "max", "runs")] == [10, 8, 12, 3]
 
 
+def planned(*flags: str) -> list[Plan]:
+    """Return the plans that these flags name, for models that need not exist."""
+    parser = argparse.ArgumentParser()
+    roster.add_flags(parser)
+    parser.set_defaults(threads=2, llama_server="")
+    return roster.plans_for(parser.parse_args(flags), Path("/model.gguf"), Path("/float32"))
+
+
+def named(plans: list[Plan], start: str) -> list[Plan]:
+    return [plan for plan in plans if plan.name.startswith(start)]
+
+
 def test_rows_of_this_engine_are_named_by_label_model_and_dtype() -> None:
-    plan = roster._ours("eight=/models/a:b.gguf:int8", "/float32", "2")
-    assert plan.name == "nano-inference eight"
-    assert plan.worker[2:] == ("/models/a:b.gguf", "2", "int8")
-    assert roster._ours("f=float32:auto", "/float32", "2").worker[2] == "/float32"
-    named = {dtype: roster._ours(f"x=default:{dtype}", "/float32", "2").precision for dtype in ("int8", "auto")}
-    assert named == {"int8": QUANTISED, "auto": FLOAT}
+    eight, float32, *_ = planned("--ours", "eight=/models/a:b.gguf:int8,f=float32:auto")
+    assert eight.name == "nano-inference eight"
+    assert eight.worker[2:] == ("/models/a:b.gguf", "2", "int8")
+    assert float32.worker[2] == "/float32"
+    assert [eight.precision, float32.precision] == [QUANTISED, FLOAT]
     with pytest.raises(SystemExit, match="label=model:dtype"):
-        roster._ours("default", "/float32", "2")
+        planned("--ours", "default")
 
 
-def test_a_row_without_logprobs_runs_only_what_asks_for_them() -> None:
-    full, plain = roster._llama("llama-server", "q8_0", "m.gguf", "2")
-    assert [full.precision, roster._llama("llama-server", "f32", "m.gguf", "2")[0].precision] == [QUANTISED, FLOAT]
+def test_a_row_without_logprobs_runs_only_what_asks_for_them(tmp_path: Path) -> None:
+    (tmp_path / "m.f32.gguf").touch()
+    float32, _, full, plain = named(planned("--llama-server", "any", "--llama-models", str(tmp_path)), "llama.cpp")
+    assert [full.precision, float32.precision] == [QUANTISED, FLOAT]
     assert [full.takes(name) for name in ("rollout", "decode1", "serve")] == [True, True, True]
     assert [plain.takes(name) for name in ("rollout", "decode1", "serve")] == [True, False, False]
     assert (full.lacks, plain.lacks) == ((), ("rollout",))
@@ -149,15 +162,12 @@ def test_a_row_without_logprobs_runs_only_what_asks_for_them() -> None:
 
 def test_vllm_has_its_libraries_preloaded_as_far_as_they_are_there(tmp_path: Path) -> None:
     assert roster.vllm_libraries(tmp_path / "venv", tmp_path) == []
-    assert "LD_PRELOAD" not in roster._vllm(str(tmp_path / "venv/bin/python"), "/float32", "2").environment or Path(
-        "/usr/lib"
-    ).glob(f"*/{roster.ALLOCATOR}")
     files = [tmp_path / "venv/lib/libiomp5.so", tmp_path / "usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"]
     for file in files:
         file.parent.mkdir(parents=True)
         file.touch()
     assert roster.vllm_libraries(tmp_path / "venv", tmp_path) == files[::-1]
-    plan = roster._vllm(str(tmp_path / "venv/bin/python"), "/float32", "2")
+    (plan,) = named(planned("--vllm-python", str(tmp_path / "venv/bin/python")), "vllm")
     assert plan.server[:2] == (str(tmp_path / "venv/bin/python"), "-m")
     assert str(files[0]) in plan.environment["LD_PRELOAD"]
     assert plan.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
@@ -166,7 +176,9 @@ def test_vllm_has_its_libraries_preloaded_as_far_as_they_are_there(tmp_path: Pat
 def test_models_are_found_by_the_precision_in_their_names(tmp_path: Path) -> None:
     for name in ("m.f32.gguf", "M.Q8_0.gguf", "m.q2_k.gguf", "m.gguf"):
         (tmp_path / name).touch()
-    assert set(roster._converted(str(tmp_path))) == {"f32", "q8_0"}
+    plans = named(planned("--llama-server", "any", "--llama-models", str(tmp_path)), "llama.cpp")
+    found = {plan.name.split()[1]: plan.worker[2] for plan in plans}
+    assert found == {"f32": f"{tmp_path}/m.f32.gguf", "q8_0": f"{tmp_path}/M.Q8_0.gguf", "q4_1": "/model.gguf"}
 
 
 def test_chats_differ_from_the_first_words() -> None:
@@ -264,9 +276,13 @@ def test_ended_or_hanging_worker_is_reported_with_its_log(tmp_path: Path, starte
 
 
 def test_a_worker_that_ended_starts_again_for_the_next_workload_and_one_that_hung_does_not(tmp_path: Path) -> None:
-    logs = worker.Logs()
-    logs.directory = tmp_path
-    workers = compare.Workers(1, 60, logs)
+    running: list[Worker] = []
+
+    def start(plan: Plan) -> Worker:
+        running.append(worker.start(plan, 1, tmp_path / plan.name, 60))
+        return running[-1]
+
+    workers = compare.Workers(start)
     plan = Plan(name="peer", worker=(sys.executable, "-c", TALKING))
     absent = Plan(name="absent", worker=("/nowhere",))
 
@@ -275,10 +291,10 @@ def test_a_worker_that_ended_starts_again_for_the_next_workload_and_one_that_hun
 
     try:
         assert "rollout" in turn(plan)
-        workers._workers["peer"].end()
+        running[0].end()
         assert "rollout" in turn(plan)
-        workers._workers["peer"].has_hung = True
-        workers._workers["peer"].end()
+        running[1].has_hung = True
+        running[1].end()
         for _ in range(2):
             with pytest.raises(RuntimeError, match="ended"):
                 turn(plan)
@@ -328,7 +344,8 @@ def test_a_server_is_ready_at_the_first_healthy_answer_and_measured(
 ) -> None:
     server = start_server("'words'", tmp_path / "log")
     started.append(server)
-    assert (server.model, json.loads(server._get("/v1/models") or b"")["asked"]) == ("m", 3)
+    with urlopen(f"http://127.0.0.1:{server.port}/v1/models", timeout=60) as reply:
+        assert (server.model, json.load(reply)["asked"]) == ("m", 3)
     server.warm_up()
     server.pause()
     server.resume()

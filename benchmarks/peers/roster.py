@@ -58,7 +58,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def plan_all(arguments: argparse.Namespace) -> list[Plan]:
     """Return every engine that was named or can be had, ours first."""
     gguf = resolve("default", default_cache(os.environ))
-    directory, threads = str(float32_directory(gguf)), str(arguments.threads)
+    return plans_for(arguments, gguf, float32_directory(gguf))
+
+
+def plans_for(arguments: argparse.Namespace, gguf: Path, float32: Path) -> list[Plan]:
+    """Return the engines that the flags name, ours first; they run the model in the forms `gguf` and `float32`."""
+    directory, threads = str(float32), str(arguments.threads)
     models = {"q4_1": str(gguf)} | _converted(arguments.llama_models)
     plans = [_ours(row, directory, threads) for row in arguments.ours.split(",") if row]
     for name, script in (("generate", "transformers_generate.py"), ("cb", "transformers_cb.py")):
