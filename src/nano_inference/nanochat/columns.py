@@ -19,8 +19,8 @@ from nano_inference.executors.sampling import draw, results
 from nano_inference.logprobs import at, normalise
 from nano_inference.runner import Row, RowResult
 
-_KEPT_BYTES = 32 << 20
-"""Most bytes of random numbers kept per call; two columns are always kept."""
+KEPT_BYTES = 32 << 20
+"""Most bytes of random numbers kept per call."""
 
 
 def candidates(
@@ -73,8 +73,18 @@ class Columns:
     """
 
     def __init__(
-        self, num_rows: int, seed: int, temperature: float, top_k: int | None, top_p: float | None, device: torch.device
+        self,
+        num_rows: int,
+        seed: int,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        device: torch.device,
+        *,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
+        """`kept_bytes`: most bytes of random numbers to keep; two columns are always kept."""
+        self._kept_bytes = kept_bytes
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self._rng = torch.Generator(device=device).manual_seed(seed)
         self._next = [0] * num_rows
@@ -137,7 +147,7 @@ class Columns:
     def _keep(self, column: int, numbers_BK: Tensor) -> None:
         """Keep a column's numbers, and delete the oldest columns beyond the limit."""
         self._numbers[column] = numbers_BK
-        while len(self._numbers) > max(2, _KEPT_BYTES // numbers_BK.nbytes):
+        while len(self._numbers) > max(2, self._kept_bytes // numbers_BK.nbytes):
             del self._numbers[next(iter(self._numbers))]
 
     def _forget(self) -> None:
