@@ -6,14 +6,15 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
-from nano_inference.executors.cpu import populate
 from nano_inference.executors.cpu.populate import Populator
 from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.kernels.library import Library
@@ -21,11 +22,6 @@ from nano_inference.runner import BlockCopy
 
 PIECE = 1000
 WAIT_S = 30
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(populate, "_PIECE_BYTES", PIECE)
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +38,19 @@ class Notes:
         self.pieces: list[tuple[int, int]] = []
         self.threads: set[threading.Thread] = set()
         self.leave = threading.Semaphore(0 if is_held else 1 << 20)
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
 
     def __call__(self, start: int, stop: int) -> None:
-        with self._changed:
+        with self.changed:
             self.pieces.append((start, stop))
             self.threads.add(threading.current_thread())
-            self._changed.notify_all()
+            self.changed.notify_all()
         assert self.leave.acquire(timeout=WAIT_S)
 
     def wait(self, end: int) -> None:
         """Wait until bytes up to `end` were asked for."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: bool(self.pieces) and self.pieces[-1][1] >= end, WAIT_S)
+        with self.changed:
+            assert self.changed.wait_for(lambda: bool(self.pieces) and self.pieces[-1][1] >= end, WAIT_S)
 
     def are_gone(self) -> bool:
         for thread in self.threads:
@@ -68,7 +64,7 @@ def page_threads() -> set[threading.Thread]:
 
 def test_requested_ranges_are_mapped_in_order() -> None:
     notes = Notes()
-    populator = Populator(10_500, 1500, notes)
+    populator = Populator(10_500, 1500, notes, piece_bytes=PIECE)
     assert not notes.pieces and not notes.threads, "nothing was asked"
     populator.reach(100)
     notes.wait(1600)
@@ -91,7 +87,7 @@ def test_requested_ranges_are_mapped_in_order() -> None:
 
 def test_running_thread_accepts_more_ranges_and_ends_after_its_piece() -> None:
     notes = Notes(is_held=True)
-    populator = Populator(100_000, 0, notes)
+    populator = Populator(100_000, 0, notes, piece_bytes=PIECE)
     populator.reach(3000)
     notes.wait(1000)
     populator.reach(5000)
@@ -99,7 +95,7 @@ def test_running_thread_accepts_more_ranges_and_ends_after_its_piece() -> None:
     notes.wait(2000)
     closing = threading.Thread(target=populator.close)
     closing.start()
-    while not populator._is_closed:
+    while not populator.is_closed:
         pass
     assert closing.is_alive(), "it waits for the piece at hand"
     notes.leave.release()
@@ -110,7 +106,7 @@ def test_running_thread_accepts_more_ranges_and_ends_after_its_piece() -> None:
 
 def test_closed_pager_starts_no_thread() -> None:
     notes = Notes()
-    populator = Populator(100_000, 0, notes)
+    populator = Populator(100_000, 0, notes, piece_bytes=PIECE)
     populator.close()
     before = page_threads()
     populator.reach(5000)
@@ -145,14 +141,18 @@ class Spy:
         return int(self._real.nano_populate(start, size))
 
 
-def spied(library: Library, **options: bool) -> tuple[KernelStore, Notes]:
-    spy = Spy(library)
-    return KernelStore(2, 40, 4, 3, 5, spy, **options), spy.notes  # type: ignore[arg-type]
+def spied(
+    library: Library, *, eager: bool = False, ahead_bytes: int = 1 << 20, piece_bytes: int = PIECE
+) -> tuple[KernelStore, Notes]:
+    spy: Any = Spy(library)
+    pager = partial(Populator, piece_bytes=piece_bytes)
+    store = KernelStore(2, 40, 4, 3, 5, spy, eager=eager, ahead_bytes=ahead_bytes, make_populator=pager)
+    return store, spy.notes
 
 
 def wait_until(notes: Notes, is_there: Callable[[], bool]) -> None:
-    with notes._changed:
-        assert notes._changed.wait_for(is_there, WAIT_S)
+    with notes.changed:
+        assert notes.changed.wait_for(is_there, WAIT_S)
 
 
 def test_eager_store_is_mapped_whole_at_the_start(library: Library) -> None:
@@ -169,9 +169,8 @@ def test_eager_store_is_mapped_whole_at_the_start(library: Library) -> None:
     assert notes.are_gone()
 
 
-def test_lazy_store_is_mapped_as_blocks_are_taken(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nano_inference.executors.cpu.store._AHEAD_BYTES", 700)
-    store, notes = spied(library)
+def test_lazy_store_is_mapped_as_blocks_are_taken(library: Library) -> None:
+    store, notes = spied(library, ahead_bytes=700)
     store.prepare([], [])
     assert not notes.pieces
     block, v = 4 * store.cache.block_values, store.cache.v.data_ptr()
@@ -211,17 +210,14 @@ def test_freeing_and_restoring_makes_new_memory_and_ends_the_old_thread(library:
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_contents_are_never_touched(library: Library, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_are_never_touched(library: Library, eager: bool) -> None:
     """The pages of a store that is in use, and whole pages of any other memory, brought in once more."""
-    monkeypatch.setattr(populate, "_PIECE_BYTES", 16384)
-    store, notes = spied(library, eager=eager)
+    store, notes = spied(library, eager=eager, piece_bytes=16384)
     right = fill(store)
     store.prepare(list(range(40)), [])
     end = store.cache.v.data_ptr() + store.num_bytes // 2
     wait_until(notes, lambda: any(stop == end for _, stop in notes.pieces))
-    assert store._populator is not None
-    store._populator.close()
-    assert notes.are_gone()
+    assert store.wait_for_pages(WAIT_S)
     for memory in (store.cache.k, store.cache.v):
         assert library.code.nano_populate(memory.data_ptr(), memory.nbytes) <= 0
     assert torch.equal(store.cache.k, right[0]) and torch.equal(store.cache.v, right[1])

@@ -26,7 +26,6 @@ from tiny_models import (
     write_gguf,
 )
 
-from nano_inference.loader import gguf as gguf_module
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.gguf import PackedTensor
 from nano_inference.loader.gguf_file import GgufTensor, read_gguf
@@ -34,7 +33,17 @@ from nano_inference.models.config import ModelConfig
 from nano_inference.models.rope import frequencies
 from nano_inference.types import ModelError
 
-UNPACKABLE = [kind for kind in gguf.quants._type_traits if kind != Kind.BF16]
+
+def can_dequantise(kind: Kind) -> bool:
+    """Return whether the gguf package dequantises a kind of block."""
+    try:
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+UNPACKABLE = [kind for kind in Kind if kind not in (Kind.F32, Kind.F16, Kind.BF16) and can_dequantise(kind)]
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, norms: bool = True) -> None:
@@ -107,19 +116,16 @@ def one_tensor(path: Path, data: np.ndarray, kind: Kind) -> GgufTensor:
 @pytest.mark.parametrize("kind", UNPACKABLE)
 @pytest.mark.parametrize("piece_values", [1, 3 * 512, 2**20])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
-def test_dequantising_in_pieces_matches_gguf_package(
-    kind: Kind, piece_values: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gguf_module, "_PIECE_VALUES", piece_values)
+def test_dequantising_in_pieces_matches_gguf_package(kind: Kind, piece_values: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(int(kind))
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     packed = rng.integers(0, 256, (24, 512 // block * block_bytes), dtype=np.uint8)
     tensor = one_tensor(tmp_path / "x.gguf", packed, kind)
     whole = torch.from_numpy(gguf.quants.dequantize(packed, kind))
     target = torch.empty(24, 512)
-    PackedTensor(tmp_path / "x.gguf", tensor).read_into(target)
+    PackedTensor(tmp_path / "x.gguf", tensor, piece_values=piece_values).read_into(target)
     assert torch.equal(target.nan_to_num(nan=7.0), whole.nan_to_num(nan=7.0))
-    PackedTensor(tmp_path / "x.gguf", tensor, head_rows=8).read_into(target)
+    PackedTensor(tmp_path / "x.gguf", tensor, head_rows=8, piece_values=piece_values).read_into(target)
     undone = whole.view(3, 4, 2, 512).transpose(1, 2).reshape(24, 512)
     assert torch.equal(target.nan_to_num(nan=7.0), undone.nan_to_num(nan=7.0))
 

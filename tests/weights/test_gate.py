@@ -24,7 +24,8 @@ def test_staging_thread_waits_until_the_step_ends() -> None:
 
 
 def test_step_starts_after_the_thread_copied_its_share() -> None:
-    gate, started = StepGate(share=100), threading.Event()
+    now = [0.0]
+    gate, started = StepGate(share=100, clock=lambda: now[0]), threading.Event()
     copied: list[int] = []
 
     def gather() -> None:
@@ -36,8 +37,8 @@ def test_step_starts_after_the_thread_copied_its_share() -> None:
         gate.finish()
 
     gate.begin_step()
+    now[0] = 1000.0  # so that the wait does not end by timeout
     gate.end_step()
-    gate._step_seconds = 1000.0  # so that the wait does not end by timeout
     hold = threading.Thread(target=gather, daemon=True)
     hold.start()
     assert started.wait(10)

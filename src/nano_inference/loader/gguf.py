@@ -23,7 +23,8 @@ from nano_inference.loader.sources import WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.types import ModelError
 
-_PIECE_VALUES = 2**20
+PIECE_VALUES = 2**20
+"""Most values that are dequantised at a time, but at least a row or a head."""
 
 PLAIN: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -64,6 +65,7 @@ class PackedTensor:
     """Added to every value."""
     column_range: tuple[int, int] | None = None
     """The columns [start, stop) of the tensor that this source reads; None: all."""
+    piece_values: int = PIECE_VALUES
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,7 +108,7 @@ class PackedTensor:
         row_values = flat.numel() // num_rows
         read = self._read_rows if self.column_range is None else self._read_columns
         unit = self.head_rows if self.head_rows and len(self.shape) > 1 else 1
-        step = max(1, _PIECE_VALUES // (unit * row_values)) * unit
+        step = max(1, self.piece_values // (unit * row_values)) * unit
         with open_at(self.path, self.tensor.offset) as file:
             for start in range(0, num_rows, step):
                 values = read(file, start, min(step, num_rows - start))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 _STEPS = 8
@@ -30,8 +31,9 @@ def share_of(weight_bytes: int) -> int:
 class StepGate:
     """Owns the lock between one engine thread and one staging thread; `share` is in bytes per step."""
 
-    def __init__(self, share: int) -> None:
+    def __init__(self, share: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = share
+        self._clock = clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._is_stepping = False
@@ -46,14 +48,14 @@ class StepGate:
         """Wait until the staging thread has copied its share, then pause it. Called by the engine thread."""
         with self._changed:
             self._credit = self._share
-            self._wait_for_share(time.monotonic() + _LONGEST_WAIT * self._step_seconds)
+            self._wait_for_share(self._clock() + _LONGEST_WAIT * self._step_seconds)
             self._credit = 0
             self._is_stepping = True
-            self._started_at = time.monotonic()
+            self._started_at = self._clock()
 
     def _wait_for_share(self, deadline: float) -> None:
         """Wait until the share is copied, staging ends, the source is slow, or the deadline passes."""
-        while self._credit > 0 and not self._is_done and (left := deadline - time.monotonic()) > 0:
+        while self._credit > 0 and not self._is_done and (left := deadline - self._clock()) > 0:
             was_reading = self._is_reading_source
             self._changed.wait(min(left, _SOURCE_WAIT * self._step_seconds) if was_reading else left)
             if was_reading and self._is_reading_source:
@@ -63,7 +65,7 @@ class StepGate:
         """Let the staging thread run. Called by the engine thread."""
         with self._changed:
             if self._is_stepping:  # False if an interruption prevented the step
-                self._step_seconds = time.monotonic() - self._started_at
+                self._step_seconds = self._clock() - self._started_at
             self._is_stepping = False
             self._changed.notify_all()
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-_PIECE_BYTES = 4 << 20
+PIECE_BYTES = 4 << 20
 
 Populate = Callable[[int, int], None]
 """Faults in the bytes [start, stop). Failures are ignored: they only cost time."""
@@ -15,16 +15,17 @@ Populate = Callable[[int, int], None]
 class Populator:
     """Owns a thread that faults in pages up to `ahead` bytes after the highest byte in use; started on demand."""
 
-    def __init__(self, num_bytes: int, ahead: int, populate: Populate) -> None:
+    def __init__(self, num_bytes: int, ahead: int, populate: Populate, *, piece_bytes: int = PIECE_BYTES) -> None:
         self._num_bytes = num_bytes
         self._ahead = ahead
         self._populate = populate
+        self._piece_bytes = piece_bytes
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._wanted = 0
         self._done = 0
         self._brought_in = 0
-        self._is_closed = False
+        self.is_closed = False
         self._thread: threading.Thread | None = None
 
     def reach(self, end: int) -> None:
@@ -34,7 +35,7 @@ class Populator:
             return
         with self._changed:
             self._wanted = wanted
-            if not self._is_running() and not self._is_closed:
+            if not self._is_running() and not self.is_closed:
                 self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -47,7 +48,7 @@ class Populator:
     def close(self) -> None:
         """End the thread after its current piece: killing it at interpreter exit would abort the process."""
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             self._changed.notify_all()
         if self._thread is not None and self._is_running() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -72,10 +73,10 @@ class Populator:
     def _next(self) -> tuple[int, int] | None:
         """Wait for the next range to fault in; None after `close`."""
         with self._changed:
-            while self._done >= self._wanted and not self._is_closed:
+            while self._done >= self._wanted and not self.is_closed:
                 self._changed.wait()
-            if self._is_closed:
+            if self.is_closed:
                 return None
             start = self._done
-            self._done = min(self._wanted, start + _PIECE_BYTES)
+            self._done = min(self._wanted, start + self._piece_bytes)
             return start, self._done

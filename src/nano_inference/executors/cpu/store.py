@@ -6,18 +6,18 @@ Shapes: L layers, N blocks, K kv heads, D head size, Z slots per block.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cpu.populate import Populator
+from nano_inference.executors.cpu.populate import Populate, Populator
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.native import Cache
 from nano_inference.memory import lazy_zeros
 from nano_inference.runner import BlockCopy
 
-_AHEAD_BYTES = 96 << 20
+AHEAD_BYTES = 96 << 20
 """Bytes of keys, and of values, whose pages are faulted in before they are needed."""
 _SLACK = 64
 """Values after the last block, because the kernels load whole vectors."""
@@ -37,8 +37,12 @@ class KernelStore:
         *,
         dtype: torch.dtype = torch.float32,
         eager: bool = False,
+        ahead_bytes: int = AHEAD_BYTES,
+        make_populator: Callable[[int, int, Populate], Populator] = Populator,
     ) -> None:
         """Allocate; `eager` faults in all pages in the background, not only those of the next blocks."""
+        self._ahead_bytes = ahead_bytes
+        self._make_populator = make_populator
         self._library = library
         self._dtype = dtype
         self._is_eager = eager
@@ -92,7 +96,8 @@ class KernelStore:
 
         if self._closing is not None:
             self._closing()  # also drops the finalizer, which keeps the previous memory alive through its populator
-        self._populator = Populator(num_bytes, num_bytes if self._is_eager else _AHEAD_BYTES, populate)
+        ahead = num_bytes if self._is_eager else self._ahead_bytes
+        self._populator = self._make_populator(num_bytes, ahead, populate)
         self._closing = weakref.finalize(self, self._populator.close)
         if self._is_eager and num_bytes:
             self._populator.reach(0)
