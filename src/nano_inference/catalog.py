@@ -270,7 +270,7 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
         raise ModelError(f"{name}: not in the hub's cache, and HF_HUB_OFFLINE is set")
     endpoint = huggingface_hub.constants.ENDPOINT
     sizes = _hub_files(hub, name, endpoint)
-    wanted = _chosen_files(hub, sizes, name)
+    wanted = chosen_files(hub, sizes, name)
     if progress is not None:
         progress(0, None)
     chosen = {file: sizes[file] for file in wanted}
@@ -313,7 +313,7 @@ def _hub_files(hub: HubName, name: str, endpoint: str) -> dict[str, int | None]:
     return {entry["rfilename"]: entry.get("size") for entry in data.get("siblings", ())}
 
 
-def _chosen_files(hub: HubName, names: Iterable[str], name: str) -> list[str]:
+def chosen_files(hub: HubName, names: Iterable[str], name: str) -> list[str]:
     """Return the files to download: one GGUF file, or safetensors with the JSON and tokenizer files next to them."""
     files = sorted(names)
     ggufs = [file for file in files if file.endswith(".gguf")]

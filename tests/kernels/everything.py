@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from nano_inference.kernels import native
-from nano_inference.kernels.compile import Isa, _sources, compile_library
+from nano_inference.kernels.compile import Isa, compile_library, sources
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.native import Cache, Continuation, NativeProgram
@@ -42,7 +42,7 @@ SHAPES = (
 )
 
 
-_OURS = re.compile(rf"\((?:{'|'.join(path.name for path in _sources().iterdir())}):\d+\)")
+_OURS = re.compile(rf"\((?:{'|'.join(path.name for path in sources().iterdir())}):\d+\)")
 """A line of a stack trace within the kernels."""
 
 

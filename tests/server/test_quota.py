@@ -121,14 +121,17 @@ def test_service_of_two_waiting_clients_differs_by_one_cost(seed: int) -> None:
             queue.push("a", 1, ("a", number := number + 1))
 
 
-def test_number_of_finish_tags_is_bounded() -> None:
+@pytest.mark.parametrize(("num_others", "next_item"), [(MAX_TAGS - 1, "fresh"), (MAX_TAGS, "again")])
+def test_service_of_a_client_is_forgotten_after_that_of_many_others(num_others: int, next_item: str) -> None:
+    """Otherwise clients that change their address would fill the memory."""
     queue: FairQueue[str] = FairQueue()
-    for number in range(3):
-        queue.push("always there", 1, f"x{number}")
-    for number in range(5000):
-        queue.push(f"address {number}", 1, f"y{number}")
-        queue.pop(lambda item: item.startswith("y"))
-    assert len(queue._finish) <= MAX_TAGS
+    queue.push("always there", 1, "waiting")
+    for client, cost in (("heavy", 10**6), *((f"address {number}", 1) for number in range(num_others))):
+        queue.push(client, cost, client)
+        assert queue.pop(lambda item: item != "waiting") == client
+    queue.push("heavy", 1, "again")
+    queue.push("new", 1, "fresh")
+    assert queue.pop(lambda item: item != "waiting") == next_item
 
 
 # ---- dispatcher -----------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def _compile_in(folder: Path, stem: str, compiler: str, flags: tuple[str, ...], 
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch, tempfile.TemporaryDirectory(dir=folder) as empty:
         made = Path(scratch) / "library"
-        arguments = [*flags, "-o", str(made), str(_sources() / "program.c"), "-lm"]
+        arguments = [*flags, "-o", str(made), str(sources() / "program.c"), "-lm"]
         _call([compiler, *arguments], Path(empty), environ)
         with open_regular(made) as file:
             digest = digest_of(file)
@@ -188,11 +188,11 @@ def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     stat = program.stat()
     for text in (str(program), str(stat.st_size), str(stat.st_mtime_ns), platform.machine(), *flags):
         whole.update(text.encode() + b"\0")
-    for path in sorted(_sources().iterdir()):
+    for path in sorted(sources().iterdir()):
         whole.update(path.name.encode() + b"\0" + path.read_bytes())
     return whole.hexdigest()
 
 
-def _sources() -> Path:
+def sources() -> Path:
     """Return the folder of the C sources; the package is never imported from an archive."""
     return Path(os.fspath(files("nano_inference.kernels") / "c"))  # type: ignore[call-overload]

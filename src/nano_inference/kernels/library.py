@@ -112,7 +112,8 @@ class SumsStruct(ctypes.Structure):
     )
 
 
-_STRUCTS = (OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, DrawsStruct, TokensStruct, SumsStruct)
+STRUCTS = (OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, DrawsStruct, TokensStruct, SumsStruct)
+"""In the order of `nano_sizes`, which returns the size of each in C."""
 
 
 class Library:
@@ -129,7 +130,7 @@ class Library:
         self._owner = 0
         self._ending: weakref.finalize[..., Library] | None = None
         _declare(self.code)
-        for which, struct in enumerate(_STRUCTS):
+        for which, struct in enumerate(STRUCTS):
             assert self.code.nano_sizes(which) == ctypes.sizeof(struct), f"{struct.__name__} differs from the C side"
 
     @property

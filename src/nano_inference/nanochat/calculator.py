@@ -147,7 +147,7 @@ def _plan(node: ast.expr, constants: _Constants) -> tuple[Sequence[ast.expr], _O
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
             return [operand], _strict(_UNARY[type(op)])
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return [left, right], _strict(partial(_arithmetic, _BINARY[type(op)]))
+            return [left, right], _strict(partial(arithmetic, _BINARY[type(op)]))
         case ast.BoolOp(op=op, values=operands):
             return operands, partial(_choice, isinstance(op, ast.Or))
         case ast.IfExp(test=test, body=body, orelse=orelse):
@@ -205,8 +205,8 @@ def _compared(functions: Sequence[Callable[[Any, Any], bool]], values: list[Any]
     return True
 
 
-def _arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> int | float | tuple[()]:
-    """Compute with numbers, and with `()`, which can be repeated and added."""
+def arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> int | float | tuple[()]:
+    """Compute with numbers, and with `()`, which can be repeated and added. Raises `Refused` beyond `MAX_BITS`."""
     if not all(isinstance(value, int | float) or value == () for value in (left, right)):
         raise Refused
     value: int | float | tuple[()] = function(left, right)
@@ -215,7 +215,8 @@ def _arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> i
     return value
 
 
-def _product(left: int | float, right: int | float) -> int | float:
+def product(left: int | float, right: int | float) -> int | float:
+    """Return a product. Raises `Refused` before it computes an integer that is certain to have more than `MAX_BITS`."""
     if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS + 1:
         raise Refused
     return left * right
@@ -225,7 +226,7 @@ _UNARY: Mapping[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub:
 _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
-    ast.Mult: _product,
+    ast.Mult: product,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
