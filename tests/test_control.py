@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.sequence import Sequence
+from nano_inference.types import StepResult
+from tests.lines import counted_lines
 from tests.sim.fakes import fake_config, fake_parts, reference
 from tests.weights.pairs import OpenEngine, Pair
 
@@ -29,17 +30,6 @@ def run_out(engine: InferenceEngine) -> list[TrainingSample]:
     assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
     engine.parts.kv.check()
     return samples
-
-
-class Watched(OrderedDict[int, Sequence]):
-    """A queue that counts how often it is looked into."""
-
-    num_seen = 0
-
-    def values(self) -> Any:
-        for seq in super().values():
-            self.num_seen += 1
-            yield seq
 
 
 def started(engine: InferenceEngine, steps: int = 5) -> int:
@@ -323,36 +313,45 @@ def test_progress_callback_can_pause_the_engine() -> None:
 
 
 def test_draining_step_does_not_scan_the_queue() -> None:
-    """The cost depends on started requests, not on queued ones; ended requests leave no state."""
-    engine = fake(max_batch_size=2)
-    first = started(engine, steps=1)
-    others = [engine.add_request(PROMPT, LONG) for _ in range(50)]
-    core = engine._state.core
-    queue = core._waiting = Watched(core._waiting)
-    engine.pause("wait", blocking=False)
-    while not engine.is_paused:
-        engine.step()
-    assert queue.num_seen <= 2 and len(queue) == 50 and not engine._state.requests.is_live(first)
-    assert core.started_requests() == frozenset()
-    engine.resume()
-    assert len(run_out(engine)) == len(others) and core.started_requests() == frozenset()
+    """The cost depends on started requests, not on queued ones."""
+
+    def lines_of_drain(num_queued: int) -> int:
+        engine = fake(max_batch_size=2)
+        first = started(engine, steps=1)
+        for _ in range(num_queued):
+            engine.add_request(PROMPT, LONG)
+        engine.pause("wait", blocking=False)
+        samples = []
+        with counted_lines() as lines:
+            while not engine.is_paused:
+                samples += engine.step()
+        assert [sample.request_id for sample in samples] == [first, first]
+        engine.resume()
+        assert len(run_out(engine)) == num_queued
+        return lines.count
+
+    assert lines_of_drain(20) == lines_of_drain(60) > 100
 
 
-def test_wait_for_any_scans_ids_only_after_a_request_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step costs the same however many are waited for; another's end is the one reason to look again."""
-    engine = fake(max_batch_size=2)
-    others = [engine.add_request(PROMPT, SamplingParams(max_tokens=length, ignore_eos=True)) for length in (3, 5)]
-    ids = [engine.add_request(PROMPT, LONG, claim=True) for _ in range(50)]
-    num_steps, looks = 0, []
-    look = engine._state.requests.ended_among
+def test_wait_for_any_scans_ids_only_after_a_request_ended() -> None:
+    """Other steps cost the same however many are waited for."""
 
-    def count(_: object) -> None:
-        nonlocal num_steps
-        num_steps += 1
+    def lines_of_steps(num_ids: int) -> list[int]:
+        """Count the lines from each step's end to the end of the next, except after a step in which a request ended."""
+        engine = fake(max_batch_size=2)
+        others = [engine.add_request(PROMPT, SamplingParams(max_tokens=length, ignore_eos=True)) for length in (3, 5)]
+        ids = [engine.add_request(PROMPT, LONG, claim=True) for _ in range(num_ids)]
+        ends: list[tuple[int, bool]] = []
 
-    monkeypatch.setattr(engine._state.requests, "ended_among", lambda ids: looks.append(num_steps) or look(ids))
-    ended = engine.wait_for_any(ids, progress=count)
-    assert ended == [ids[0]] or ended == ids[:2]
-    assert not any(map(engine._state.requests.is_live, others))
-    assert len(looks) == 1 + 3 and num_steps >= 20
-    engine.abort_all()
+        def note(result: StepResult) -> None:
+            ends.append((lines.count, any(delta.sample is not None for delta in result.deltas)))
+
+        with counted_lines() as lines:
+            ended = engine.wait_for_any(ids, progress=note)
+        assert ended == [ids[0]] or ended == ids[:2]
+        assert {sample.request_id for sample in engine.step()} >= set(others)
+        engine.abort_all()
+        return [after - before for (before, has_ended), (after, _) in pairwise(ends) if not has_ended]
+
+    few, many = lines_of_steps(20), lines_of_steps(60)
+    assert few == many and len(few) >= 15

@@ -26,7 +26,6 @@ from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.types import Pooling
 from tests.models.families import FAMILIES, VOCAB_SIZE, make_model
 from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
-from tests.sim import versioned
 from tests.sim.fakes import fake_config, fake_parts
 from tests.sim.test_versions import World, make_world, run_world
 from tests.sim.versioned import VersionedRunner, versioned_engine
@@ -335,22 +334,17 @@ class PoolingRunner(VersionedRunner):
             raise self.failures.pop()
         return super().run(rows, copies, fresh)
 
-    def _result(self, row: Row) -> RowResult:
-        result = super()._result(row)
+    def result(self, row: Row) -> RowResult:
+        result = super().result(row)
         if row.pool_from is None:
             return result
-        seen = list(self._read(row, row.start + len(row.tokens)))
+        seen = list(self.read(row, row.start + len(row.tokens)))
         hidden = [fake_hidden(seen[: place + 1]) for place in range(row.pool_from, len(seen))]
         return result._replace(pooled=tuple(sum(column) for column in zip(*hidden, strict=True)))
 
 
-@pytest.fixture
-def pooling_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versioned, "VersionedRunner", PoolingRunner)
-
-
 def pooling_world(seed: int, cache_type: str) -> World:
-    world = make_world(seed, cache_type)
+    world = make_world(seed, cache_type, make_runner=PoolingRunner)
     rng = random.Random(seed)
     for ask in world.arrivals:
         if rng.random() < 0.6:
@@ -370,7 +364,6 @@ def check_embedding(ask: Mapping[str, Any], sample: TrainingSample) -> bool:
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-@pytest.mark.usefixtures("pooling_runner")
 def test_random_worlds_pool_each_position_once_under_one_version(cache_type: str) -> None:
     num_whole = num_preempted = num_cached = 0
     for seed in range(250):
@@ -386,9 +379,8 @@ def test_random_worlds_pool_each_position_once_under_one_version(cache_type: str
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), MemoryError("too little")])
-@pytest.mark.usefixtures("pooling_runner")
 def test_a_step_that_fails_is_not_counted_twice(failure: BaseException) -> None:
-    ours = versioned_engine("radix", 60, 4, fake_config(8, 16))
+    ours = versioned_engine("radix", 60, 4, fake_config(8, 16), make_runner=PoolingRunner)
     asked = {ours.add_request(text(n, 40, 50), asking(pooling)): pooling for n, pooling in enumerate(POOLINGS * 2)}
     ours.step()
     failing = ours.parts.runner

@@ -307,15 +307,15 @@ def test_cached_kv_of_a_failed_sample_leaves_others_unaffected(tmp_path: Path, k
 def test_out_of_memory_aborts_the_youngest_request(tiny: tuple[Path, Any]) -> None:
     with engine(tiny) as running:
         alone = [running.generate([prompt], LONG)[0].completion_tokens for prompt in (PROMPT, [7, 7])]
-        runner: Any = running.parts.runner
-        inner, failures = runner._run, iter((RuntimeError("DefaultCPUAllocator: can't allocate memory"),))
+        executor: Any = running.parts.executor
+        inner, failures = executor.sampler, iter((RuntimeError("DefaultCPUAllocator: can't allocate memory"),))
 
-        def short(rows: Any, copies: Any, fresh: Any) -> Any:
+        def short(logits_BV: Any, rows: Any) -> Any:
             if len(rows) == 3:
                 raise next(failures)
-            return inner(rows, copies, fresh)
+            return inner(logits_BV, rows)
 
-        runner._run = short
+        executor.sampler = short
         samples = running.generate([PROMPT, [7, 7], [1, 2, 3]], LONG)
         assert tokens_of(samples[:2]) == alone
         assert (samples[2].finish_reason, samples[2].completion_tokens) == ("abort", ())
@@ -325,12 +325,12 @@ def test_out_of_memory_aborts_the_youngest_request(tiny: tuple[Path, Any]) -> No
 
 def test_other_runtime_errors_are_not_out_of_memory(tiny: tuple[Path, Any]) -> None:
     with engine(tiny) as running:
-        runner: Any = running.parts.runner
+        executor: Any = running.parts.executor
 
-        def broken(rows: Any, copies: Any, fresh: Any) -> Any:
+        def broken(logits_BV: Any, rows: Any) -> Any:
             raise RuntimeError("shapes do not fit")
 
-        runner._run = broken
+        executor.sampler = broken
         with pytest.raises(RuntimeError, match="shapes"):
             running.generate([PROMPT], LONG)
         assert running.is_alive

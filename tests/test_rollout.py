@@ -46,7 +46,22 @@ def tool(rollout: Rollout) -> Iterable[int]:
 def is_idle(engine: InferenceEngine) -> bool:
     kv = engine.parts.kv
     kv.check()
-    return not engine.has_pending() and kv.num_free_blocks() == kv.num_blocks and not engine._state.requests._mailboxes
+    return not engine.has_pending() and kv.num_free_blocks() == kv.num_blocks and not claimed(engine)
+
+
+def claimed(engine: InferenceEngine) -> list[int]:
+    """Return the requests of an engine whose samples nobody has collected."""
+    newest = engine.add_request([1], SamplingParams(max_tokens=0))
+    engine.abort(newest)
+    return [one for one in range(newest) if is_claimed(engine, one)]
+
+
+def is_claimed(engine: InferenceEngine, request_id: int) -> bool:
+    try:
+        engine.deltas(request_id)
+    except BadRequest:
+        return False
+    return True
 
 
 def sample_after(tokens: Iterable[int], completion: tuple[int, ...], **fields: Any) -> TrainingSample:
@@ -402,7 +417,7 @@ def test_step_exception_propagates(error: type[BaseException]) -> None:
     engine.parts.runner.run = breaking
     with pytest.raises(error):
         run_rollouts(engine, PROMPTS, tool, PARAMS, max_turns=5)
-    assert not engine._state.requests._mailboxes
+    assert not claimed(engine)
     if error is KeyboardInterrupt:
         assert is_idle(engine)
         assert len(run_rollouts(engine, PROMPTS, tool, PARAMS, max_turns=2)) == 3

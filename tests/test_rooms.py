@@ -15,6 +15,14 @@ import nano_inference
 
 HOME = Path(nano_inference.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
+FACE = ast.parse((HOME / "__init__.pyi").read_text())
+HOMES = {
+    alias.name: str(node.module).removeprefix("nano_inference.")
+    for node in FACE.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+"""Public name -> the module that declares it."""
 LEVELS = (
     "frozen registry checks seeds",
     "samples",
@@ -130,7 +138,7 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
                 yield node.module
                 continue
             for alias in node.names:
-                home = nano_inference._HOMES.get(alias.name, alias.name)
+                home = HOMES.get(alias.name, alias.name)
                 is_room = (HOME / home).is_dir() or (HOME / f"{home}.py").is_file()
                 yield f"nano_inference.{home}" if is_room else "nano_inference"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
@@ -438,10 +446,10 @@ def test_names_are_found_wherever_they_stand() -> None:
 
 
 def test_every_public_name_imports_and_lives_where_the_face_says() -> None:
-    assert nano_inference.__all__ == sorted([*nano_inference._HOMES, "__version__"])
+    assert nano_inference.__all__ == sorted([*HOMES, "__version__"])
     for name in nano_inference.__all__:
         assert getattr(nano_inference, name) is not None
-    for name, home in nano_inference._HOMES.items():
+    for name, home in HOMES.items():
         assert getattr(nano_inference, name) is getattr(importlib.import_module(f"nano_inference.{home}"), name)
     assert dir(nano_inference) == nano_inference.__all__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -449,16 +457,11 @@ def test_every_public_name_imports_and_lives_where_the_face_says() -> None:
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse((HOME / "__init__.pyi").read_text())
-    homes: dict[str, str] = {}
-    declared: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            assert node.module is not None and all(alias.asname == alias.name for alias in node.names)
-            homes |= {alias.name: node.module.removeprefix("nano_inference.") for alias in node.names}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            declared.add(node.target.id)
-    assert homes == nano_inference._HOMES
+    imports = [node for node in FACE.body if isinstance(node, ast.ImportFrom)]
+    assert all(alias.asname == alias.name for node in imports for alias in node.names)
+    declared = {
+        node.target.id for node in FACE.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
     assert declared == {"__all__", "__version__"}
 
 

@@ -14,7 +14,9 @@ import torch
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.assemble import assemble
 from nano_inference.drafts import Draft, MakeDrafter
+from nano_inference.kv import RadixKVCache
 from nano_inference.ngram_drafter import NgramDrafter
+from nano_inference.runner import Row, RowResult
 from nano_inference.types import StepStats
 from tests.models.families import VOCAB_SIZE, make_model
 from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts, parrot
@@ -320,26 +322,41 @@ def test_rejected_drafts_hold_no_blocks() -> None:
         rng = random.Random(seed)
         size = rng.choice([1, 2, 4])
         engine = fake(num_blocks=rng.choice([40, 200]) // size, block_size=size)
-        for _ in range(4):
+        sizes: dict[int, int] = {}
+        for _ in range(8):
             params = SamplingParams(max_tokens=rng.randrange(1, 20), seed=rng.randrange(9), ignore_eos=True)
-            engine.add_request([rng.randrange(40, 50) for _ in range(8)], params, 2)
+            sizes[engine.add_request([rng.randrange(40, 50) for _ in range(8)], params, claim=True)] = 8
+        started: set[int] = set()
         while engine.has_pending():
-            engine.step()
+            result = engine.tick()
             engine.parts.kv.check()
-            for seq in engine._state.core._running:
-                assert len(seq.blocks) == -(-seq.num_computed // size) and seq.num_computed < len(seq.tokens)
+            started.update(request_id for request_id, _ in result.started)
+            for delta in result.deltas:
+                sizes[delta.request_id] += len(delta.token_ids)
+            started -= {delta.request_id for delta in result.deltas if delta.sample is not None}
+            held = engine.parts.kv.num_blocks - engine.parts.kv.num_free_blocks()
+            assert held <= sum(-(-(sizes[one] - 1) // size) for one in started), "the last token is not computed yet"
 
 
-def test_drafts_do_not_change_what_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+class CountingKV(RadixKVCache):
+    """Counts the blocks that are published."""
+
+    num_published = 0
+
+    def publish(self, *arguments: Any) -> Any:
+        self.num_published += 1
+        return super().publish(*arguments)
+
+
+def test_drafts_do_not_change_what_is_published() -> None:
     """A row with drafts is no prefill chunk: its partly filled block is not published."""
     counts = []
     for speculation in ("off", "ngram"):
-        parts = fake_parts("radix", 200, 16, drawing=parrot)
-        inner, ends = parts.kv.publish, []
-        monkeypatch.setattr(parts.kv, "publish", lambda *args, inner=inner, to=ends: to.append(args[4]) or inner(*args))
+        kv = CountingKV(200, 16)
+        parts = replace(fake_parts("radix", 200, 16, drawing=parrot), kv=kv)
         engine = InferenceEngine(fake_config(speculation=speculation), parts=parts)  # type: ignore[arg-type]
         engine.generate([REPEATING], SamplingParams(max_tokens=70, seed=1, ignore_eos=True))
-        counts.append(len(ends))
+        counts.append(kv.num_published)
     assert counts[0] == counts[1] < 10
 
 
@@ -411,19 +428,20 @@ def test_failed_step_with_drafts_changes_no_output(tiny: Path, error: BaseExcept
     prompts = [REPEATING, [7, 7, 7], [1, 2, 3, 1, 2]]
     with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as engine:
         expected = plain.generate(prompts, params)
-        runner: Any = engine.parts.runner
-        inner, failures = runner._run, iter([error])
+        executor: Any = engine.parts.executor
+        inner, failures = executor.sampler, iter([error])
         num_failed = 0
 
-        def failing(rows: Any, copies: Any, fresh: Any) -> Any:
+        def failing(logits_BV: torch.Tensor, rows: Sequence[Row]) -> Sequence[RowResult]:
             nonlocal num_failed
-            if any(row.num_drafts for row in rows):
+            if len({row.id for row in rows}) < len(rows):  # a row with draft tokens is drawn from several times
                 for failure in failures:
                     num_failed += 1
                     raise failure
-            return inner(rows, copies, fresh)
+            found: Sequence[RowResult] = inner(logits_BV, rows)
+            return found
 
-        runner._run = failing
+        executor.sampler = failing
         ids = [engine.add_request(prompt, params, claim=True) for prompt in prompts]
         while engine.has_pending():
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -12,7 +13,16 @@ from nano_inference.engine import InferenceEngine
 from nano_inference.types import OnRunning, SamplingParams, TrainingSample, WeightError
 from tests.effort import some
 from tests.sim.fakes import Calculator, StopAfter, fake_config
-from tests.sim.versioned import VersionedRunner, new_weights, next_token, parrot, replay, score, versioned_engine
+from tests.sim.versioned import (
+    Drawing,
+    VersionedRunner,
+    new_weights,
+    next_token,
+    parrot,
+    replay,
+    score,
+    versioned_engine,
+)
 
 CACHES = ("paged", "radix")
 
@@ -37,7 +47,14 @@ class World:
         self.counts[what] = self.counts.get(what, 0) + 1
 
 
-def make_world(seed: int, cache_type: str, *, guesses: bool = False, lookahead: int = 1) -> World:
+def make_world(
+    seed: int,
+    cache_type: str,
+    *,
+    guesses: bool = False,
+    lookahead: int = 1,
+    make_runner: Callable[[int, int, Drawing], VersionedRunner] = VersionedRunner,
+) -> World:
     """Any world; with `guesses`, of a model that repeats itself, and with speculation."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8])
@@ -58,7 +75,7 @@ def make_world(seed: int, cache_type: str, *, guesses: bool = False, lookahead: 
         ask |= {"params": params, "n": rng.randrange(1, 5)}
         arrivals.append(ask | {"program": rng.random() < 0.4, "matcher": rng.random() < 0.3})
     drawing = parrot if guesses else next_token
-    engine = versioned_engine(cache_type, num_blocks, block_size, config, drawing, lookahead)
+    engine = versioned_engine(cache_type, num_blocks, block_size, config, drawing, lookahead, make_runner)
     return World(rng, engine, arrivals)
 
 

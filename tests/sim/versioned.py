@@ -100,11 +100,11 @@ class VersionedRunner:
             self._check_prefix(row)
             for i, token in enumerate(row.tokens):
                 self.slots[self._slot(row, row.start + i)] = (token, self.version)
-        return {row.id: self._result(row) for row in rows}
+        return {row.id: self.result(row) for row in rows}
 
     def _check_prefix(self, row: Row) -> None:
         """Check versions: a started row reads K/V of the installed weights, a continued one nothing before `oldest`."""
-        versions = {slot[1] for slot in self._read(row, row.start)}
+        versions = {slot[1] for slot in self.read(row, row.start)}
         is_continued = row.start in self._ends.get(row.id, ())
         assert all(version >= (self.oldest if is_continued else self.version) for version in versions), "a stale read"
         self.num_mixed_reads += bool(versions - {self.version})
@@ -114,15 +114,17 @@ class VersionedRunner:
     def _slot(self, row: Row, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _read(self, row: Row, end: int) -> Iterator[Slot]:
+    def read(self, row: Row, end: int) -> Iterator[Slot]:
+        """Yield the slots of a row before position `end`."""
         for position in range(end):
             slot = self.slots[self._slot(row, position)]
             assert slot is not None, "a row read a slot that was never written"
             yield slot
 
-    def _result(self, row: Row) -> RowResult:
+    def result(self, row: Row) -> RowResult:
+        """Sample for a row whose tokens are written."""
         end = row.start + len(row.tokens)
-        seen = [token for token, _ in self._read(row, end)]
+        seen = [token for token, _ in self.read(row, end)]
         ends = range(end - row.num_drafts, end + 1) if row.num_sampled else ()
         tokens = [self.drawing(seen[:place], row.seed, row.sample_index, self.version) for place in ends]
         for place in range(end, end + row.num_sampled - 1):
@@ -175,9 +177,10 @@ def versioned_engine(
     config: EngineConfig,
     drawing: Drawing = next_token,
     lookahead: int = 1,
+    make_runner: Callable[[int, int, Drawing], VersionedRunner] = VersionedRunner,
 ) -> InferenceEngine:
     """An engine on such a runner, with real (tiny) weights that can be updated."""
-    runner = VersionedRunner(num_blocks, block_size, drawing)
+    runner = make_runner(num_blocks, block_size, drawing)
     parts = EngineParts(
         runner=runner,
         kv=make_kv(cache_type, num_blocks, block_size),  # type: ignore[arg-type]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -43,6 +41,7 @@ from nano_inference.text.tool_format import (
 from nano_inference.text.tool_json import MAX_DEPTH, MAX_SCALAR, JsonState, is_object, step
 from nano_inference.types import BadRequest
 from tests.effort import some
+from tests.lines import counted_lines
 
 FORMATS = [HERMES, LLAMA, MISTRAL, FIREFUNCTION]
 NAMES = ("f", "get_weather", "g.h-1")
@@ -367,25 +366,12 @@ LONG = [
 
 def num_lines_run(fmt: ToolFormat, pieces: list[str]) -> int:
     """Return the number of lines of the package that are executed for a reply in these pieces."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        if "tool_" not in frame.f_code.co_filename:
-            return None
-        count += event == "line"
-        return trace
-
     state = start(fmt, NAMES)
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with counted_lines("tool_") as lines:
         for piece in pieces:
             state, _ = push(state, piece)
         finish(state)
-    finally:
-        sys.settrace(before)
-    return count
+    return lines.count
 
 
 @pytest.mark.parametrize(("fmt", "before", "more"), LONG)
