@@ -25,7 +25,7 @@ from nano_inference import (
 )
 from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.types import TrainingSample
-from tests.models.families import VOCAB_SIZE, make_model
+from tests.models.families import VOCAB_SIZE
 from tests.sim.fakes import FakeRunner, fake_config, fake_parts
 
 PROMPT = [5, 9, 30, 2, 44]
@@ -146,13 +146,6 @@ def test_invalid_generate_call_raises_one_line_error(message: str, arguments: tu
     assert is_idle(ours)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny_bad_input")
-    make_model("llama-ratio1-untied", directory)
-    return directory
-
-
 @pytest.mark.parametrize(
     ("message", "options"),
     [
@@ -166,9 +159,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (r"kv_cache_bytes: 6143 bytes do not hold one block of \d+ bytes", {"kv_cache_bytes": 6143, "device": "cpu"}),
     ],
 )
-def test_engine_construction_error_names_the_reason(tiny: Path, message: str, options: dict[str, Any]) -> None:
+def test_engine_construction_error_names_the_reason(tiny_llama: Path, message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        InferenceEngine(EngineConfig(model_path=str(tiny), **options))
+        InferenceEngine(EngineConfig(model_path=str(tiny_llama), **options))
     assert "\n" not in str(caught.value)
 
 
@@ -250,8 +243,8 @@ class NothingAllowed:
 
 
 @pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
-def test_row_without_drawable_token_aborts_alone(tiny: Path, mode: Any) -> None:
-    ours = InferenceEngine(EngineConfig(model_path=str(tiny), kv_cache_bytes=1 << 20, device="cpu"))
+def test_row_without_drawable_token_aborts_alone(tiny_llama: Path, mode: Any) -> None:
+    ours = InferenceEngine(EngineConfig(model_path=str(tiny_llama), kv_cache_bytes=1 << 20, device="cpu"))
     alone = ours.generate([PROMPT], LONG)[0]
     blocked = SamplingParams(logprobs_mode=mode)
     ids = [ours.add_request(prompt, blocked, make_matcher=NothingAllowed) for prompt in (PROMPT, [1])]
@@ -265,8 +258,8 @@ def test_row_without_drawable_token_aborts_alone(tiny: Path, mode: Any) -> None:
     assert tokens_of(samples) == [(), alone.completion_tokens, ()] and is_idle(ours)
 
 
-def test_allowed_tokens_that_are_all_stop_tokens_are_refused_with_min_tokens(tiny: Path) -> None:
-    ours = InferenceEngine(EngineConfig(model_path=str(tiny), kv_cache_bytes=1 << 20, device="cpu"))
+def test_allowed_tokens_that_are_all_stop_tokens_are_refused_with_min_tokens(tiny_llama: Path) -> None:
+    ours = InferenceEngine(EngineConfig(model_path=str(tiny_llama), kv_cache_bytes=1 << 20, device="cpu"))
     with pytest.raises(BadRequest, match="min_tokens"):
         ours.add_request(PROMPT, SamplingParams(min_tokens=4, allowed_token_ids=[3], stop_token_ids=[3]))
 

@@ -16,19 +16,11 @@ import torch
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.scheduling import STREAM_LOOKAHEAD
 from nano_inference.types import EngineRequest, OnRunning, StepStats
-from tests.models.families import make_model
 from tests.sim.fakes import Calculator, StopAfter
 from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine
 from tests.test_speculation import REPEATING, asks
 
 LENGTHS = range(2, 17)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("lookahead")
-    make_model("llama-ratio1-untied", directory)
-    return directory
 
 
 class MaskAfter:
@@ -125,11 +117,11 @@ def test_lookahead_changes_no_bit(kind: Any, lookahead: int) -> None:
     assert all(len(sample.completion_tokens) == len(sample.logprobs) == len(sample.mask) for sample in samples)
 
 
-def test_every_lookahead_gives_the_same_bits(tiny: Path) -> None:
-    with open_engine(tiny) as engine:
+def test_every_lookahead_gives_the_same_bits(tiny_llama: Path) -> None:
+    with open_engine(tiny_llama) as engine:
         expected, _ = run_all(engine)
     for lookahead in LENGTHS:
-        with open_engine(tiny, lookahead=lookahead) as engine:
+        with open_engine(tiny_llama, lookahead=lookahead) as engine:
             assert run_all(engine)[0] == expected, lookahead
 
 
@@ -142,33 +134,33 @@ def test_every_lookahead_gives_the_same_bits(tiny: Path) -> None:
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
-def test_lookahead_changes_no_bit_beside_other_options(tiny: Path, options: dict[str, Any]) -> None:
-    with open_engine(tiny) as engine:
+def test_lookahead_changes_no_bit_beside_other_options(tiny_llama: Path, options: dict[str, Any]) -> None:
+    with open_engine(tiny_llama) as engine:
         expected, _ = run_all(engine)
-    with open_engine(tiny, **options, lookahead=6) as engine:
+    with open_engine(tiny_llama, **options, lookahead=6) as engine:
         samples, stats = run_all(engine)
     assert samples == expected
     assert (sum(one.num_accepted for one in stats) > 0) == ("speculation" in options)
 
 
 @pytest.mark.parametrize("lookahead", [4, 16])
-def test_lookahead_changes_no_bit_with_preemption(tiny: Path, lookahead: int) -> None:
+def test_lookahead_changes_no_bit_with_preemption(tiny_llama: Path, lookahead: int) -> None:
     wanted = [replace(one, params=replace(one.params, max_tokens=min(25, one.params.max_tokens))) for one in REQUESTS]
-    with open_engine(tiny, block_size=4) as engine:
+    with open_engine(tiny_llama, block_size=4) as engine:
         expected, _ = run_all(engine, wanted)
         block_bytes = engine.parts.executor.block_bytes(4)
     tight = {"block_size": 4, "kv_cache_bytes": 45 * block_bytes, "max_tokens_per_batch": 32}
-    with open_engine(tiny, **tight, lookahead=lookahead) as engine:
+    with open_engine(tiny_llama, **tight, lookahead=lookahead) as engine:
         samples, stats = run_all(engine, wanted)
     assert samples == expected
     assert sum(one.num_preempted for one in stats) > 0
     assert sum(one.num_sampled > one.num_rows for one in stats) > 3, "steps looked ahead"
 
 
-def test_torch_samples_the_same_tokens_ahead(tiny: Path) -> None:
-    with open_engine(tiny, kernels="off") as engine:
+def test_torch_samples_the_same_tokens_ahead(tiny_llama: Path) -> None:
+    with open_engine(tiny_llama, kernels="off") as engine:
         expected, _ = run_all(engine)
-    with open_engine(tiny, kernels="off", lookahead=5) as engine:
+    with open_engine(tiny_llama, kernels="off", lookahead=5) as engine:
         samples, _ = run_all(engine)
     for ours, theirs in zip(samples, expected, strict=True):
         assert (ours.completion_tokens, ours.finish_reason) == (theirs.completion_tokens, theirs.finish_reason)
@@ -200,10 +192,10 @@ def finish(engine: InferenceEngine, request: int) -> list[TrainingSample]:
 
 @pytest.mark.parametrize("on_running", ["keep", "recompute", "abort", "wait"])
 @pytest.mark.parametrize("lookahead", [2, 7, 16])
-def test_updates_between_steps_that_look_ahead(tiny: Path, lookahead: int, on_running: OnRunning) -> None:
+def test_updates_between_steps_that_look_ahead(tiny_llama: Path, lookahead: int, on_running: OnRunning) -> None:
     found = []
     for one in (1, lookahead):
-        with open_engine(tiny, lookahead=one) as engine:
+        with open_engine(tiny_llama, lookahead=one) as engine:
             assert engine.parts.executor is not None
             weights = {name: value * 1.25 for name, value in engine.parts.executor.weight_values()}
             request = run_until(engine, 1 + 2 * lookahead)
@@ -217,10 +209,10 @@ def test_updates_between_steps_that_look_ahead(tiny: Path, lookahead: int, on_ru
 
 
 @pytest.mark.parametrize("lookahead", [2, 7, 16])
-def test_aborted_samples_resume_with_the_same_tokens(tiny: Path, lookahead: int) -> None:
-    with open_engine(tiny, lookahead=1) as engine:
+def test_aborted_samples_resume_with_the_same_tokens(tiny_llama: Path, lookahead: int) -> None:
+    with open_engine(tiny_llama, lookahead=1) as engine:
         expected = finish(engine, run_until(engine, 1))
-    with open_engine(tiny, lookahead=lookahead) as engine:
+    with open_engine(tiny_llama, lookahead=lookahead) as engine:
         engine.abort(request := run_until(engine, 1 + lookahead))
         partial = engine.collect(request)
         assert [len(sample.completion_tokens) for sample in partial] == [2 + lookahead, 1 + lookahead, 1 + lookahead]
@@ -231,8 +223,8 @@ def test_aborted_samples_resume_with_the_same_tokens(tiny: Path, lookahead: int)
     assert completed == expected
 
 
-def test_steps_are_short_while_an_update_is_gathered(tiny: Path) -> None:
-    with open_engine(tiny, lookahead=16) as engine:
+def test_steps_are_short_while_an_update_is_gathered(tiny_llama: Path) -> None:
+    with open_engine(tiny_llama, lookahead=16) as engine:
         assert engine.parts.executor is not None
         weights = [(name, value.clone()) for name, value in engine.parts.executor.weight_values()]
         engine.add_request(REPEATING, PLAIN)
@@ -252,8 +244,8 @@ def test_steps_are_short_while_an_update_is_gathered(tiny: Path) -> None:
         assert engine.tick().stats.num_sampled == 16
 
 
-def test_streams_get_few_tokens_at_a_time(tiny: Path) -> None:
-    with open_engine(tiny, lookahead=16) as engine:
+def test_streams_get_few_tokens_at_a_time(tiny_llama: Path) -> None:
+    with open_engine(tiny_llama, lookahead=16) as engine:
         sizes = [len(delta.token_ids) for delta in engine.stream(REPEATING, PLAIN)]
         assert sum(sizes) == 40 and max(sizes) == STREAM_LOOKAHEAD
 

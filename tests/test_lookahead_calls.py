@@ -16,7 +16,6 @@ from nano_inference.assemble import EngineParts, assemble, parts_of
 from nano_inference.runner import BlockCopy, Row, RowResult, Runner
 from nano_inference.types import OnRunning
 from tests.cuda.engines import executor_of
-from tests.models.families import make_model
 from tests.test_batch_invariance import open_engine
 from tests.test_lookahead import PLAIN, bare, finish, run_until
 from tests.test_speculation import REPEATING
@@ -27,13 +26,6 @@ TIMEOUT_S = 60.0
 
 Engine = AsyncEngine[InferenceEngine]
 Call = Callable[[Engine], Coroutine[Any, Any, Any]]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("lookahead_calls")
-    make_model("llama-ratio1-untied", directory)
-    return directory
 
 
 class InterruptedRunner:
@@ -111,12 +103,12 @@ def update(engine: InferenceEngine, on_running: OnRunning) -> int:
 
 @pytest.mark.parametrize("on_running", ["keep", "recompute", "abort", "wait"])
 @pytest.mark.parametrize("lookahead", [5, 16])
-def test_an_update_in_a_window_is_installed_at_its_end(tiny: Path, lookahead: int, on_running: OnRunning) -> None:
-    with open_engine(tiny) as engine:
+def test_an_update_in_a_window_is_installed_at_its_end(tiny_llama: Path, lookahead: int, on_running: OnRunning) -> None:
+    with open_engine(tiny_llama) as engine:
         request = run_until(engine, 1 + SECOND * lookahead)
         update(engine, on_running)
         expected = finish(engine, request)
-    config = config_of(tiny, lookahead)
+    config = config_of(tiny_llama, lookahead)
     samples, _ = with_a_call(assemble(config), config, update_call(on_running))
     assert samples == expected
     if on_running != "wait":
@@ -129,10 +121,10 @@ def sizes_after(num_windows: int, lookahead: int) -> list[int]:
 
 
 @pytest.mark.parametrize("lookahead", [5, 16])
-def test_an_abort_in_a_window_keeps_the_tokens_of_the_window(tiny: Path, lookahead: int) -> None:
-    with open_engine(tiny) as engine:
+def test_an_abort_in_a_window_keeps_the_tokens_of_the_window(tiny_llama: Path, lookahead: int) -> None:
+    with open_engine(tiny_llama) as engine:
         whole = finish(engine, run_until(engine, 1))
-    config = config_of(tiny, lookahead)
+    config = config_of(tiny_llama, lookahead)
     samples, _ = with_a_call(assemble(config), config, lambda engine: engine.call(InferenceEngine.abort_all))
     assert [len(sample.completion_tokens) for sample in samples] == sizes_after(SECOND, lookahead)
     for sample, other in zip(samples, whole, strict=True):
@@ -141,19 +133,19 @@ def test_an_abort_in_a_window_keeps_the_tokens_of_the_window(tiny: Path, lookahe
         assert sample.logprobs == other.logprobs[:size] and sample.token_versions == (0,) * size
 
 
-def test_a_request_in_a_window_changes_no_bit(tiny: Path) -> None:
+def test_a_request_in_a_window_changes_no_bit(tiny_llama: Path) -> None:
     params = SamplingParams(max_tokens=9, seed=8, ignore_eos=True)
-    with open_engine(tiny) as engine:
+    with open_engine(tiny_llama) as engine:
         (late,) = engine.generate([[7, 7, 7]], params)
         whole = finish(engine, run_until(engine, 1))
-    config = config_of(tiny, 16)
+    config = config_of(tiny_llama, 16)
     samples, (other,) = with_a_call(assemble(config), config, lambda engine: engine.generate([[7, 7, 7]], params))
     assert samples == whole and bare(other) == bare(late)
 
 
 @pytest.mark.parametrize("on_running", ["keep", "recompute"])
-def test_an_update_in_a_window_of_the_cuda_executor(tiny: Path, on_running: OnRunning) -> None:
-    config = config_of(tiny, 16)
+def test_an_update_in_a_window_of_the_cuda_executor(tiny_llama: Path, on_running: OnRunning) -> None:
+    config = config_of(tiny_llama, 16)
     with InferenceEngine(config, parts=cuda_parts(config)) as engine:
         request = run_until(engine, 1 + SECOND * 16)
         update(engine, on_running)

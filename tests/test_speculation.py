@@ -26,13 +26,6 @@ Ask = tuple[list[int], SamplingParams, int]
 REPEATING = [5, 9, 30, 2, 44, 5, 9, 30]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("speculation")
-    make_model("llama-ratio1-untied", directory)
-    return directory
-
-
 def asks() -> list[Ask]:
     """Requests of all kinds, most of which say the same again: greedy, or out of few tokens."""
     rng = random.Random(3)
@@ -171,22 +164,22 @@ def test_speculation_changes_no_bit(witness: Witness, options: dict[str, Any]) -
     assert 0 < num_accepted < num_drafted
 
 
-def test_speculation_changes_no_bit_with_preemption(tiny: Path) -> None:
+def test_speculation_changes_no_bit_with_preemption(tiny_llama: Path) -> None:
     wanted = [(prompt, replace(params, max_tokens=25), count) for prompt, params, count in ASKS]
-    with open_engine(tiny, block_size=4) as engine:
+    with open_engine(tiny_llama, block_size=4) as engine:
         expected, _ = run_all(engine, wanted)
         block_bytes = engine.parts.executor.block_bytes(4)
     tight = {"block_size": 4, "kv_cache_bytes": 45 * block_bytes, "max_tokens_per_batch": 32}
-    with open_engine(tiny, **tight, speculation="ngram") as engine:
+    with open_engine(tiny_llama, **tight, speculation="ngram") as engine:
         samples, stats = run_all(engine, wanted)
     assert samples == expected
     assert sum(one.num_preempted for one in stats) > 0 and drafted(stats)[1] > 0
 
 
-def test_speculation_with_torch_is_equal_up_to_rounding(tiny: Path) -> None:
-    with open_engine(tiny, kernels="off") as engine:
+def test_speculation_with_torch_is_equal_up_to_rounding(tiny_llama: Path) -> None:
+    with open_engine(tiny_llama, kernels="off") as engine:
         expected, _ = run_all(engine)
-    with open_engine(tiny, kernels="off", speculation="ngram") as engine:
+    with open_engine(tiny_llama, kernels="off", speculation="ngram") as engine:
         samples, stats = run_all(engine)
     assert drafted(stats)[1] > 0
     for ours, theirs in zip(samples, expected, strict=True):
@@ -197,9 +190,9 @@ def test_speculation_with_torch_is_equal_up_to_rounding(tiny: Path) -> None:
 # ---- what it saves
 
 
-def test_a_text_that_repeats_takes_fewer_steps_than_tokens(tiny: Path) -> None:
+def test_a_text_that_repeats_takes_fewer_steps_than_tokens(tiny_llama: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with open_engine(tiny, speculation="ngram") as engine:
+    with open_engine(tiny_llama, speculation="ngram") as engine:
         samples, stats = run_all(engine, [(REPEATING, params, 1)])
     num_drafted, num_accepted = drafted(stats)
     assert len(samples[0].completion_tokens) == 60 == len(stats) + num_accepted
@@ -235,8 +228,8 @@ def test_ended_samples_are_closed_in_the_drafter() -> None:
     assert not drafter.open_samples
 
 
-def test_no_drafts_by_default(tiny: Path) -> None:
-    with open_engine(tiny) as engine:
+def test_no_drafts_by_default(tiny_llama: Path) -> None:
+    with open_engine(tiny_llama) as engine:
         assert drafted(run_all(engine, [(REPEATING, SamplingParams(max_tokens=20, seed=1), 1)])[1]) == (0, 0)
         assert EngineConfig(model_path="m").speculation == "off"
 
@@ -284,12 +277,12 @@ def test_program_forces_tokens_at_the_same_positions(cache_type: str) -> None:
 # ---- where it ends
 
 
-def test_length_and_stop_inside_accepted_drafts(tiny: Path) -> None:
+def test_length_and_stop_inside_accepted_drafts(tiny_llama: Path) -> None:
     def one(engine: InferenceEngine, **options: Any) -> TrainingSample:
         params = SamplingParams(**({"temperature": 0, "max_tokens": 40, "ignore_eos": True, "seed": 1} | options))
         return run_all(engine, [(REPEATING, params, 1)])[0][0]
 
-    with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as guessing:
+    with open_engine(tiny_llama) as plain, open_engine(tiny_llama, speculation="ngram") as guessing:
         whole = one(plain)
         for length in range(1, 41):
             short = one(guessing, max_tokens=length)
@@ -391,9 +384,9 @@ def test_weight_update_takes_effect_at_the_same_token(tmp_path: Path, on_running
     assert ours == theirs and len(ours.version_spans) == 3
 
 
-def test_aborted_samples_resume_identically(tiny: Path) -> None:
+def test_aborted_samples_resume_identically(tiny_llama: Path) -> None:
     params = SamplingParams(temperature=0.05, max_tokens=50, seed=4, ignore_eos=True)
-    with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as engine:
+    with open_engine(tiny_llama) as plain, open_engine(tiny_llama, speculation="ngram") as engine:
         whole = plain.generate([REPEATING], params, 3)
         for num_steps in (1, 4, 9):
             request = engine.add_request(REPEATING, params, 3)
@@ -407,9 +400,9 @@ def test_aborted_samples_resume_identically(tiny: Path) -> None:
         engine.parts.kv.check()
 
 
-def test_a_pause_that_clears_the_cache_changes_nothing(tiny: Path) -> None:
+def test_a_pause_that_clears_the_cache_changes_nothing(tiny_llama: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, seed=1)
-    with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as engine:
+    with open_engine(tiny_llama) as plain, open_engine(tiny_llama, speculation="ngram") as engine:
         expected = plain.generate([REPEATING], params, 2)
         request = engine.add_request(REPEATING, params, 2, claim=True)
         for number in range(12):
@@ -423,10 +416,10 @@ def test_a_pause_that_clears_the_cache_changes_nothing(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_failed_step_with_drafts_changes_no_output(tiny: Path, error: BaseException) -> None:
+def test_failed_step_with_drafts_changes_no_output(tiny_llama: Path, error: BaseException) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = [REPEATING, [7, 7, 7], [1, 2, 3, 1, 2]]
-    with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as engine:
+    with open_engine(tiny_llama) as plain, open_engine(tiny_llama, speculation="ngram") as engine:
         expected = plain.generate(prompts, params)
         executor: Any = engine.parts.executor
         inner, failures = executor.sampler, iter([error])
@@ -456,9 +449,11 @@ def test_failed_step_with_drafts_changes_no_output(tiny: Path, error: BaseExcept
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_draft_with_nonfinite_logits_changes_no_output(tiny: Path, kernels: Any) -> None:
+def test_draft_with_nonfinite_logits_changes_no_output(tiny_llama: Path, kernels: Any) -> None:
     params, drafter = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), FixedDrafter()
-    config = EngineConfig(str(tiny), kernels=kernels, speculation="ngram", block_size=8, device="cpu", num_threads=1)
+    config = EngineConfig(
+        str(tiny_llama), kernels=kernels, speculation="ngram", block_size=8, device="cpu", num_threads=1
+    )
     parts = replace(assemble(replace(config, kv_cache_bytes=16 << 20)), make_drafter=lambda limit: drafter)
     with InferenceEngine(config, parts=parts) as engine:
         assert parts.executor is not None

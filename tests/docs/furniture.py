@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 
+from tests.models.written import smollm2_config
 from tests.nanochat.tiny import base_meta, write_checkpoint, write_tokenizer
 
 NANOCHAT_HOME = "nanochat"
@@ -36,17 +37,8 @@ def furnish(place: Path, tiny: Path) -> None:
 
 def a_policy() -> Mapping[str, Any]:
     """`model` of the README: what the trainer trains. Random weights in the default model's shape."""
-    config = transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    )
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(smollm2_config())
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)

@@ -15,6 +15,7 @@ from nano_inference.engine import InferenceEngine
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import SamplingParams
 from tests.models.families import gap, gap_to, reference_logprobs
+from tests.models.written import smollm2_config
 
 pytestmark = pytest.mark.model
 TOLERANCE = 1e-4
@@ -35,22 +36,10 @@ TEXT = " ".join(question.format(topic) for question in QUESTIONS for topic in TO
 def witness(default_model_path: Path) -> transformers.PreTrainedModel:
     """Return Transformers' model, which dequantises the GGUF file with its own code.
 
-    The configuration is that of SmolLM2's `config.json`: without one, Transformers reads the file twice.
+    It gets a configuration: without one, Transformers reads the file twice.
     """
-    config = transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        tie_word_embeddings=True,
-    )
     return transformers.AutoModelForCausalLM.from_pretrained(
-        default_model_path.parent, gguf_file=default_model_path.name, config=config, dtype=torch.float32
+        default_model_path.parent, gguf_file=default_model_path.name, config=smollm2_config(), dtype=torch.float32
     ).eval()
 
 

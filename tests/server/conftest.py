@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nano_inference import EngineConfig, InferenceEngine
 from tests.server.tiny import Running, make_tiny, running
 
 
@@ -20,4 +21,12 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny_directory: Path) -> Iterator[Running]:
     """A running server, shared by a module's tests."""
     with running(tiny_directory) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
+    """The tiny model in this process."""
+    config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
+    with InferenceEngine(config) as one:
         yield one

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations, product
@@ -24,7 +24,7 @@ import torch
 import transformers
 
 import nano_inference
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.control import Control
 from nano_inference.engine_thread import DrivenEngine
 from nano_inference.server.config import ServerConfig
@@ -56,15 +56,6 @@ def ids(text: str) -> list[int]:
 def raw(tokens: Sequence[int]) -> bytes:
     """Return the bytes of tokens without special ones."""
     return bytes(BYTES[token] for token in tokens if token < 256)
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
-    """The model in this process."""
-    config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
-    one = InferenceEngine(config)
-    yield one
-    one.shutdown()
 
 
 def complete(server: Running, **fields: Any) -> JSON:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference import EngineConfig, InferenceEngine
+from nano_inference import InferenceEngine
 from nano_inference.server.detokenizer import LogprobEntry
 from nano_inference.server.dialect import Generating
 from nano_inference.server.dialects.generate import GenerateBody, GenerateParams, generate_call, rank_of
@@ -26,14 +26,6 @@ HOT: JSON = {"temperature": 1.5, "seed": 3, "max_tokens": 40, "ignore_eos": True
 @pytest.fixture(scope="module")
 def server(tiny_directory: Path) -> Iterator[Running]:
     with mounted(tiny_directory, ROUTE) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
-    """The same model in this process."""
-    config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
-    with InferenceEngine(config) as one:
         yield one
 
 

@@ -12,7 +12,7 @@ from unittest.mock import ANY
 import pytest
 
 import nano_inference
-from nano_inference import EngineConfig, InferenceEngine
+from nano_inference import InferenceEngine
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, token_text
@@ -42,14 +42,6 @@ TIMING_FIELDS = [f"{part}_{what}" for part in ("prompt", "predicted") for what i
 @pytest.fixture(scope="module")
 def server(tiny_directory: Path) -> Iterator[Running]:
     with mounted(tiny_directory, ROUTE) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
-    """The same model in this process."""
-    config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
-    with InferenceEngine(config) as one:
         yield one
 
 

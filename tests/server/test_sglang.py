@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference import EngineConfig, InferenceEngine
+from nano_inference import InferenceEngine
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
@@ -37,14 +37,6 @@ GREEDY: JSON = {"temperature": 0, "max_new_tokens": 12}
 @pytest.fixture(scope="module")
 def server(tiny_directory: Path) -> Iterator[Running]:
     with mounted(tiny_directory, ROUTE, HEALTH) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
-    """The same model in this process."""
-    config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
-    with InferenceEngine(config) as one:
         yield one
 
 
