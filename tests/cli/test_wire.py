@@ -81,24 +81,22 @@ def test_events_do_not_depend_on_chunking(sizes: list[int]) -> None:
     assert found == ["one", ["two", 3], "é😀"]
 
 
-def test_event_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nano_inference.cli.wire._MAX_BODY_BYTES", 50)
+def test_event_size_is_limited() -> None:
     for line in (b"data: " + b"x" * 60, b"data: xxxxxxxxx\n" * 7):
         with scripted() as server:
             server.raw(line)
             server.cut()
             with pytest.raises(ServerError, match="event of more than"):
-                list(stream_json(address(server.url), "/chat", {}, lambda end: None))
+                list(stream_json(address(server.url), "/chat", {}, lambda end: None, max_bytes=50))
 
 
-def test_reply_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nano_inference.cli.wire._MAX_BODY_BYTES", 50)
+def test_reply_size_is_limited() -> None:
     with scripted() as server:
         server.head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n"
         server.raw(b"[" + b"1, " * 60)
         server.cut()
         with pytest.raises(ServerError, match="reply has more than"):
-            list(stream_json(address(server.url), "/chat", {}, lambda end: None))
+            list(stream_json(address(server.url), "/chat", {}, lambda end: None, max_bytes=50))
 
 
 def address(url: str, key: str | None = None) -> Address:

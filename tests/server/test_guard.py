@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -568,10 +568,9 @@ def test_a_length_over_the_limit_is_refused_without_reading(length: str) -> None
         assert ask(served, policy, JSON, ("content-length", fits), method="POST").status == 200
 
 
-def test_a_body_is_counted_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "LINGER_BYTES", 1024)
+def test_a_body_is_counted_while_it_is_read() -> None:
     part = {"type": "http.request", "body": b"x" * 512, "more_body": True}
-    policy = policy_of(max_body_bytes=1024)
+    policy = replace(policy_of(max_body_bytes=1024), linger_bytes=1024)
     chunked = ("transfer-encoding", "chunked")
     assert ask(served, policy, JSON, chunked, method="POST", messages=[part, part, END]).status == 200
     taken: list[Message] = []
@@ -592,8 +591,7 @@ def test_missing_body_times_out() -> None:
     assert (caught.value.status, caught.value.code) == (408, "body_timeout")
 
 
-def test_unread_body_is_dropped_for_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "LINGER_SECONDS", 0.01)
+def test_unread_body_is_dropped_for_limited_time() -> None:
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -605,7 +603,7 @@ def test_unread_body_is_dropped_for_limited_time(monkeypatch: pytest.MonkeyPatch
 
     raw = [(b"host", b"localhost"), (b"content-length", b"5"), (b"content-type", b"text/plain")]
     scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": raw}
-    asyncio.run(asyncio.wait_for(Guard(served, policy_of())(scope, receive, send), 10))
+    asyncio.run(asyncio.wait_for(Guard(served, replace(policy_of(), linger_seconds=0.01))(scope, receive, send), 10))
     assert [message.get("more_body", False) for message in sent] == [False, True, False]
     assert sent[0]["status"] == 415 and sent[1]["body"] and not sent[2]["body"]
 

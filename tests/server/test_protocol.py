@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -22,10 +22,9 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from nano_inference.server import guard
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
-from nano_inference.server.guard import Guard, read_body
+from nano_inference.server.guard import LINGER_SECONDS, Guard, read_body
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.protocol import (
     MAX_HEAD_BYTES,
@@ -135,7 +134,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*, is_guarded: bool = True, is_shared: bool = False, **fields: Any) -> Iterator[Running]:
+def running(
+    *, is_guarded: bool = True, is_shared: bool = False, linger_seconds: float = LINGER_SECONDS, **fields: Any
+) -> Iterator[Running]:
     """Run a server in a thread; `is_shared` limits the connections per address."""
     config = ServerConfig(max_body_bytes=LIMIT, **fields)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -144,7 +145,7 @@ def running(*, is_guarded: bool = True, is_shared: bool = False, **fields: Any) 
         def note(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
             made.noted.put((scope["path"], status, error))
 
-        policy = guard_policy(config, KeyRing.of(load_keys(config)))
+        policy = replace(guard_policy(config, KeyRing.of(load_keys(config))), linger_seconds=linger_seconds)
         guard = Guard(made.app, policy, note)
         app = guard if is_guarded else made.app
         server = uvicorn.Server(uvicorn_config(app, config, policy if is_shared else None))
@@ -602,9 +603,8 @@ def test_large_body_error_reaches_client(server: Running) -> None:
     assert "/smuggled" not in server.app.paths
 
 
-def test_client_that_reads_after_sending_gets_error(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "LINGER_SECONDS", PATIENCE)
-    with wire(server) as client:
+def test_client_that_reads_after_sending_gets_error() -> None:
+    with running(linger_seconds=PATIENCE) as server, wire(server) as client:
         assert client.send(post(b"Content-Length: %d" % (8 << 20)), b"x" * (8 << 20)), "closed on bytes in flight"
         check_error(client.reply(), 413)
 

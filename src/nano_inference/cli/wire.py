@@ -26,7 +26,7 @@ _CONNECT_TIMEOUT_S = 10
 _SILENCE_TIMEOUT_S = 300
 """Between two chunks of a reply; a busy server may queue a request."""
 _MAX_ERROR_BYTES = 1 << 16
-_MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 16 << 20
 """Limit of a reply, and of an event."""
 _CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 """Events of httpx2's `trace` extension whose result is the connection's stream."""
@@ -113,18 +113,20 @@ def stream_json(
     body: dict[str, Any],
     on_connect: OnConnect,
     on_headers: OnHeaders = lambda headers: None,
+    *,
+    max_bytes: int = MAX_BODY_BYTES,
 ) -> Iterator[Any]:
     """POST JSON and yield the JSON of every event until [DONE]. Raises `ServerError`, `CutOff` without [DONE].
 
-    The reply of a server that does not stream is yielded as one event.
+    The reply of a server that does not stream is yielded as one event. An event has at most `max_bytes`.
     """
-    with _response(address, "POST", path, body, on_connect) as response:
+    with _response(address, "POST", path, body, on_connect, max_bytes) as response:
         on_headers(response.headers)
         if response.headers.get("content-type", "").partition(";")[0].strip().lower() != "text/event-stream":
-            yield parsed(_read(response))
+            yield parsed(_read(response, max_bytes))
             return
         response.encoding = "utf-8-sig"  # the HTML standard: UTF-8 regardless of the header
-        for event in httpx2.EventSource(response, max_event_size=_MAX_BODY_BYTES):
+        for event in httpx2.EventSource(response, max_event_size=max_bytes):
             if event.data.strip() == "[DONE]":
                 return
             if event.data.strip():
@@ -134,7 +136,12 @@ def stream_json(
 
 @contextmanager
 def _response(
-    address: Address, method: str, path: str, body: dict[str, Any] | None, on_connect: OnConnect
+    address: Address,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None,
+    on_connect: OnConnect,
+    max_bytes: int = MAX_BODY_BYTES,
 ) -> Iterator[httpx2.Response]:
     """Send a request on a new connection; closing it at the end of the block makes the server abort the answer."""
 
@@ -158,7 +165,7 @@ def _response(
             has_started = True
             yield response
     except httpx2.SSEError as error:
-        raise ServerError(f"the server sent an event of more than {_MAX_BODY_BYTES >> 20} MiB") from error
+        raise ServerError(f"the server sent an event of more than {max_bytes >> 20} MiB") from error
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
         if has_started and isinstance(error, httpx2.RemoteProtocolError):
             raise CutOff from error
@@ -183,7 +190,7 @@ def _refusal(address: Address, response: httpx2.Response) -> ServerError:
     if response.is_redirect:
         target = one_line(response.headers["location"], 120)
         return Refused(f"{address.url}: redirects to {target}; give that URL as --server", 0)
-    text = _read(response, _MAX_ERROR_BYTES)
+    text = _read(response, cut_at=_MAX_ERROR_BYTES)
     message, code, param = _error_fields(text)
     reason = one_line(message or text) or one_line(response.reason_phrase)
     hint = "; give the key as --api-key" if status == httpx2.codes.UNAUTHORIZED and address.key is None else ""
@@ -211,9 +218,9 @@ def error_of(data: Any) -> tuple[str, str, str] | None:
     return None
 
 
-def _read(response: httpx2.Response, cut_at: int | None = None) -> str:
+def _read(response: httpx2.Response, max_bytes: int = MAX_BODY_BYTES, *, cut_at: int | None = None) -> str:
     """Return the body's text, truncated at `cut_at` bytes; if that is None, raises `ServerError` for a long body."""
-    limit = _MAX_BODY_BYTES if cut_at is None else cut_at
+    limit = max_bytes if cut_at is None else cut_at
     data = b""
     for piece in response.iter_bytes():
         data += piece

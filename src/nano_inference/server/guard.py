@@ -42,6 +42,7 @@ MAX_HEADERS = 100
 LINGER_SECONDS = 2.0
 """How long an unwanted body is read and dropped: most clients read the response only after sending their body."""
 LINGER_BYTES = 32 << 20
+"""How much of one."""
 JSON_TYPE, BYTES_TYPE = "application/json", "application/octet-stream"
 _MAX_STREAM = 1 << 50
 
@@ -81,6 +82,8 @@ class GuardPolicy:
     """Fraction of the capacity not held by others that one client may hold; 1: no quota."""
     trusted_proxies: tuple[Network, ...] = ()
     """Proxies whose X-Forwarded-For is used."""
+    linger_bytes: int = LINGER_BYTES
+    linger_seconds: float = LINGER_SECONDS
 
 
 def policy_of(
@@ -278,9 +281,9 @@ class Exchange:
 
     async def _drop_body(self) -> None:
         """Read and drop the rest of the body: closing with unread bytes can make the client lose the response."""
-        room = LINGER_BYTES
+        room = self._policy.linger_bytes
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
+            async with asyncio.timeout(self._policy.linger_seconds):
                 while room > 0:
                     message = await self._receive()
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
