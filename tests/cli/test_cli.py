@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingPa
 from nano_inference.catalog import WHEELS
 from nano_inference.cli import bench, main
 from nano_inference.cli.answer import stream_answer
-from nano_inference.cli.lines import Reader
 from nano_inference.cli.local import fit_to_context
 from nano_inference.cli.options import COMMON
 from nano_inference.cli.prompts import parse_lines
@@ -235,10 +235,12 @@ def test_traceback_variable_raises_the_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_interrupt_exits_130(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: InferenceEngine) -> None:
-        raise KeyboardInterrupt
+    class Pressing(io.StringIO):
+        def write(self, text: str) -> int:
+            signal.raise_signal(signal.SIGINT)
+            return len(text)
 
-    monkeypatch.setattr(InferenceEngine, "tick", interrupt)
+    monkeypatch.setattr("sys.stdout", Pressing())
     assert run(capsys, "generate", "x", "-m", str(tiny), code=130) == ("", "")
 
 
@@ -395,10 +397,11 @@ def test_chat_reuses_prefix_and_runs_commands(tiny: Path, capsys: Capture, monke
 
 
 def test_ctrl_c_at_the_chat_prompt_quits(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Reader) -> str:
-        raise KeyboardInterrupt
+    class Pressing(io.StringIO):
+        def readline(self, size: int | None = -1) -> str:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(Reader, "read", interrupted)
+    monkeypatch.setattr("sys.stdin", Pressing())
     run(capsys, "chat", "-m", str(tiny), code=130)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.assemble import kernels_here
 from nano_inference.catalog import WHEELS, ModelEntry
-from nano_inference.cli import doctor, estimate, machine, main, roofline
+from nano_inference.cli import estimate, machine, main, roofline
 from nano_inference.cli.machine import gemm_rate, read_bandwidth
 from nano_inference.config import Dtype
 from nano_inference.loader.checkpoint import open_checkpoint
@@ -119,7 +119,10 @@ def test_doctor_page_and_json(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     config.write_text("quiet = true\n")
     place = ("doctor", "--cache", str(tmp_path), "--config", str(config))
     monkeypatch.setenv("NANO_INFERENCE_API_KEY", "never-shown")
-    monkeypatch.setattr(doctor, "installed", lambda home: ["fish"])
+    script = tmp_path / ".config/fish/completions/nano-inference.fish"
+    script.parent.mkdir(parents=True)
+    script.touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert main([*place, "--json"]) == 0
     out = capsys.readouterr().out
     facts = json.loads(out)

@@ -79,18 +79,20 @@ def engine_sample(engine: InferenceEngine, prompt: Sequence[int], **fields: Any)
 
 def ended_after(server: Running, num_steps: int, request: Callable[[], T]) -> T:
     """Send a request in a thread, end all requests after `num_steps` engine steps, and return the reply."""
-    engine: Any = server.opened.engine
-    tick, steps = engine.tick, []
+    engine = server.opened.engine
+    num_turns = 0
     reached, resume = threading.Event(), threading.Event()
 
-    def counted() -> Any:
-        steps.append(tick())
-        if len(steps) == num_steps:
-            reached.set()
-            assert resume.wait(60)
-        return steps[-1]
+    def count() -> bool | None:
+        nonlocal num_turns
+        num_turns += engine.has_pending()
+        if num_turns < num_steps:
+            return None
+        reached.set()
+        assert resume.wait(60)
+        return True
 
-    server.on_engine(lambda: setattr(engine, "tick", counted))
+    asyncio.run_coroutine_threadsafe(server.link.watch(count), server.loop).result(60)
     try:
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(request)
@@ -102,4 +104,3 @@ def ended_after(server: Running, num_steps: int, request: Callable[[], T]) -> T:
             return reply.result(60)
     finally:
         resume.set()
-        server.on_engine(lambda: setattr(engine, "tick", tick))
