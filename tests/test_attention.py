@@ -19,7 +19,6 @@ from nano_inference.executors.torch.attention import (
     create_attention_mask,
     create_sliding_window_causal_mask,
     pick,
-    sdpa,
 )
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.runner import BlockCopy, Row
@@ -147,9 +146,8 @@ def test_every_mix_of_rows_is_exact(backend: Backend, places: tuple[Place, ...],
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_soft_capped_chunks_may_be_computed_in_pieces(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    monkeypatch.setattr(sdpa, "_SCORE_ELEMENTS", 200)
-    check(SdpaBackend(), CHUNKS, softcap=2.0, window=window, num_kv_heads=2)
+def test_soft_capped_chunks_may_be_computed_in_pieces(window: int | None) -> None:
+    check(SdpaBackend(score_elements=200), CHUNKS, softcap=2.0, window=window, num_kv_heads=2)
 
 
 def test_a_backend_is_picked_by_name() -> None:

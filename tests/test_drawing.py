@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +14,9 @@ from torch import Tensor
 from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
 from nano_inference.executors import sampling
-from nano_inference.executors.cpu import drawing
 from nano_inference.executors.cpu.drawing import KernelSampler, is_plain, kernel_normalise
 from nano_inference.executors.sampling import WholeVocabulary
 from nano_inference.kernels.library import Library
-from nano_inference.logprobs import Normalise
 from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.seeds import uniform
 from nano_inference.types import LogprobsMode, SamplingParams
@@ -83,15 +82,15 @@ def one_of(found: Draw, place: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_kernels_draw_plain_rows_only(name: str, sampler: KernelSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_draw_plain_rows_only(name: str) -> None:
     """Every wish that the kernels do not know of goes to `sampling.draw`, and no other row does."""
     asked = []
 
-    def noted(logits_BV: Tensor, rows: list[Row], normalise: Normalise) -> list[RowResult]:
+    def noted(logits_BV: Tensor, rows: Sequence[Row], vocabulary: WholeVocabulary) -> Sequence[RowResult]:
         asked.extend(rows)
-        return sampling.draw(logits_BV, rows, normalise)
+        return sampling.draw(logits_BV, rows, vocabulary)
 
-    monkeypatch.setattr(drawing, "draw", noted)
+    sampler = KernelSampler(the_library(), noted)
     one = row(1, **ALL[name])
     assert is_plain(one) == (name in PLAIN)
     found = drawn(sampler, randn(1, 513), [one])

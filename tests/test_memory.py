@@ -33,16 +33,15 @@ def test_small_pieces_share_a_slab_and_large_ones_have_their_own() -> None:
     assert large.untyped_storage().nbytes() < (1 << 17) + 128
 
 
-def test_slab_is_freed_with_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slab_is_freed_with_its_last_piece() -> None:
     arrays: list[weakref.ref[np.ndarray]] = []
 
-    def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        array = np.zeros(shape, dtype=np.uint8)
+    def zeros(num_bytes: int) -> torch.Tensor:
+        array = np.zeros(num_bytes, dtype=np.uint8)
         arrays.append(weakref.ref(array))
         return torch.from_numpy(array)
 
-    monkeypatch.setattr(memory, "lazy_zeros", zeros)
-    slabs = memory.Slabs(1 << 16)
+    slabs = Slabs(1 << 16, zeros)
     first, second = slabs.take(1000), slabs.take(1000)
     slabs.take(1 << 16)  # from here on the first slab is its pieces' alone
     del first

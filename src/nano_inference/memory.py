@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -44,8 +45,10 @@ class Slabs:
     translation (docs/decisions/0010-kernel-memory.md).
     """
 
-    def __init__(self, slab_bytes: int = 32 << 20) -> None:
+    def __init__(self, slab_bytes: int = 32 << 20, allocate: Callable[[int], Tensor] | None = None) -> None:
+        """`allocate` returns a slab of so many zeros (uint8); None: on huge pages."""
         self._slab_bytes = slab_bytes
+        self._allocate = allocate or _zero_bytes
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
@@ -53,10 +56,14 @@ class Slabs:
         skip = -self._rest.data_ptr() % _LINE
         if skip + num_bytes > self._rest.numel():
             size = max(self._slab_bytes, num_bytes + _LINE)
-            self._rest = lazy_zeros((size,), torch.uint8, torch.device("cpu"))
+            self._rest = self._allocate(size)
             skip = -self._rest.data_ptr() % _LINE
         piece, self._rest = self._rest[skip : skip + num_bytes], self._rest[skip + num_bytes :]
         return piece
+
+
+def _zero_bytes(num_bytes: int) -> Tensor:
+    return lazy_zeros((num_bytes,), torch.uint8, torch.device("cpu"))
 
 
 def _mapping(num_bytes: int) -> mmap.mmap:

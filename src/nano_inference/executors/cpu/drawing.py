@@ -7,7 +7,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -20,12 +20,17 @@ from nano_inference.logprobs import Normalise, Normaliser, divisors_of
 from nano_inference.runner import Row, RowResult
 from nano_inference.seeds import uniform
 
+Draw = Callable[[Tensor, Sequence[Row], WholeVocabulary], Sequence[RowResult]]
+"""The type of `sampling.draw`."""
+
 
 class KernelSampler:
     """Samples with the C kernels; satisfies `executors.step.Sampler`."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, draw_special: Draw = draw) -> None:
+        """`draw_special` draws the rows that the kernels cannot; see `sampling.draw`."""
         self._library = library
+        self._draw_special = draw_special
         self._vocabulary = WholeVocabulary(kernel_normalise(library))
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
@@ -34,7 +39,8 @@ class KernelSampler:
         if len(plain) == len(rows):
             return self._draw_plain(logits_BV, rows)
         special = [i for i, row in enumerate(rows) if not is_plain(row)]
-        found = dict(zip(special, draw(logits_BV[special], [rows[i] for i in special], self._vocabulary), strict=True))
+        drawn = self._draw_special(logits_BV[special], [rows[i] for i in special], self._vocabulary)
+        found = dict(zip(special, drawn, strict=True))
         if plain:
             found |= zip(plain, self._draw_plain(logits_BV[plain], [rows[i] for i in plain]), strict=True)
         return [found[i] for i in range(len(rows))]

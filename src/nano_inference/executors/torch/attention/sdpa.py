@@ -24,7 +24,7 @@ from nano_inference.executors.torch.store import KVStore
 _GROUP_ROWS = 16
 _GROUP_SLACK = 1.25
 """Largest ratio between the longest and the shortest row of a group; a difference of one block is always allowed."""
-_SCORE_ELEMENTS = 1 << 24
+SCORE_ELEMENTS = 1 << 24
 """Largest number of soft-capped scores in memory at a time."""
 
 
@@ -62,6 +62,10 @@ class SdpaPlan:
 class SdpaBackend:
     """Attention over gathered blocks; satisfies `Backend`."""
 
+    def __init__(self, score_elements: int = SCORE_ELEMENTS) -> None:
+        """`score_elements`: largest number of soft-capped scores in memory at a time."""
+        self._score_elements = score_elements
+
     def plan(self, step: ForwardInput, block_size: int, window: int | None) -> SdpaPlan:
         """Group the rows and build their block indices and masks."""
         device = step.token_T.device
@@ -93,7 +97,7 @@ class SdpaBackend:
             k_SKD, v_SKD = k_TKD[rows], v_TKD[rows]
             if chunk.mask_QS is not None:
                 k_SKD, v_SKD = _gather_chunk(store, layer, chunk.block_M, chunk.skip, chunk.mask_QS.size(1))
-            out_THD[rows] = _attend_chunk(q_THD[rows], k_SKD, v_SKD, spec, chunk.mask_QS)
+            out_THD[rows] = _attend_chunk(q_THD[rows], k_SKD, v_SKD, spec, chunk.mask_QS, self._score_elements)
         return out_THD
 
 
@@ -172,7 +176,9 @@ def _attend_group(q_GHD: Tensor, store: KVStore, layer: int, spec: AttentionSpec
     return out_GKPD.flatten(1, 2)
 
 
-def _attend_chunk(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, spec: AttentionSpec, mask_QS: Tensor | None) -> Tensor:
+def _attend_chunk(
+    q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, spec: AttentionSpec, mask_QS: Tensor | None, score_elements: int
+) -> Tensor:
     """Attend for one chunk of one row."""
     q_HQD, k_KSD, v_KSD = (x.transpose(0, 1)[None] for x in (q_QHD, k_SKD, v_SKD))
     if spec.softcap is None:
@@ -187,7 +193,7 @@ def _attend_chunk(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, spec: AttentionSp
     num_queries, num_heads, head_dim = q_QHD.shape
     q_KPQD = q_QHD.transpose(0, 1).reshape(k_SKD.size(1), -1, num_queries, head_dim)
     k_K1SD, v_K1SD = k_KSD[0][:, None], v_KSD[0][:, None]
-    width = max(1, _SCORE_ELEMENTS // (num_heads * k_SKD.size(0)))
+    width = max(1, score_elements // (num_heads * k_SKD.size(0)))
     parts = [
         _attend_softcapped(q_KPQD[:, :, i : i + width], k_K1SD, v_K1SD, spec, hidden_QS[i : i + width])
         for i in range(0, num_queries, width)
