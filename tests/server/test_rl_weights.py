@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -445,11 +446,17 @@ def test_invalid_part_aborts_the_whole_update(server: Running, halves: tuple[str
     assert ok(server.post("/update_weights_from_disk", {"model_path": "two"}))["version"] == 1
 
 
-def test_open_update_times_out(tiny_directory: Path, shelf: Path, halves: tuple[str, str]) -> None:
+def test_open_update_times_out(
+    tiny_directory: Path, shelf: Path, halves: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = [0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600)
+    monkeypatch.setattr("nano_inference.weights.sync.time", clock)
     with serving(tiny_directory, shelf, weight_timeout=60) as one:
         ok(one.post("/start_weight_update", {}))
         ok(one.post("/update_weights", part_of(halves[0])))
-        one.on_engine(lambda: setattr(one.opened.engine.parts.weights._job, "_deadline", time.monotonic() - 1))
+        hours[0] = 1
+        one.on_engine(lambda: None)  # an idle engine takes a turn only after a command
         until(one, lambda: not staging(one))
         one.on_engine(lambda: None)  # wait until the end of the update was reported
         refused(one.post("/update_weights", part_of(halves[1])), 400, "no update is open", "were not complete within")

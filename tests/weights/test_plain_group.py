@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nano_inference import WeightError
 from nano_inference.weights.plain import PlainGroup, PlainSpec, first_device, forwarded_to, misfits, plain_specs
@@ -110,7 +113,7 @@ def test_trainer_failure_during_update_raises(end: str, untied: Pair, tmp_path: 
         for _ in range(3):
             next(pairs)
         trainer.wait()
-        group._timeout = type(group._timeout)(seconds=2)  # short only from here on: earlier broadcasts may take longer
+        group.timeout = timedelta(seconds=2)  # short only from here on: earlier broadcasts may take longer
         if end == "dies":
             trainer.die()
         with pytest.raises(WeightError, match="the broadcast failed, the group is closed"):
@@ -132,16 +135,28 @@ class SignallingGroup:
         self.is_receiving.set()
         return work
 
+    def shutdown(self) -> None:
+        self.inner.shutdown()
 
-def test_closing_while_receiving_drops_remaining_tensors(untied: Pair, tmp_path: Path) -> None:
+
+def test_closing_while_receiving_drops_remaining_tensors(
+    untied: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent = untied.named()
     names = list(sent)
+    made: list[SignallingGroup] = []
+    connect = dist.ProcessGroupGloo
+
+    def signalling(*arguments: Any) -> SignallingGroup:
+        made.append(SignallingGroup(connect(*arguments)))
+        return made[-1]
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", signalling)
     with trainer_process(sent, tmp_path) as trainer, ThreadPoolExecutor() as pool:
         group = join_group(trainer)
-        signalling = group._group = SignallingGroup(group._group)
         pairs = group.receive(specs_of(sent, names))
         waiting = pool.submit(lambda: next(pairs))
-        assert signalling.is_receiving.wait(60)
+        assert made[0].is_receiving.wait(60)
         group.close()
         trainer.send(names[:1])
         assert torch.equal(waiting.result(60)[1], sent[names[0]])
@@ -194,7 +209,9 @@ def test_receive_buffer_is_shared_and_released(tmp_path: Path) -> None:
         pairs = group.receive(specs_of(SENT, ["large", "flat", "large"]))
         places = {tensor.data_ptr() for _, tensor in pairs}
         trainer.wait()
-        assert len(places) == 1 and group._buffer.numel() == 0
+        assert len(places) == 1
+        del pairs
+        assert not [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.data_ptr() in places]
 
 
 def test_forwarding_ranks_forward_whole_buffers(tmp_path: Path) -> None:

@@ -292,14 +292,11 @@ def test_shutdown_waits_for_the_current_piece(
 ) -> None:
     """Otherwise torch's copy would abort a process that exits meanwhile."""
     engine = open_engine(untied, kernels=kernels)
-    weights = engine.parts.weights
-    assert weights is not None
-    entered, look = threading.Event(), resolve_name(checked)
+    entered, may_copy, look = threading.Event(), threading.Event(), resolve_name(checked)
 
     def delayed(*arguments: object) -> object:
         entered.set()
-        job.is_cancelled.wait(10)
-        threading.Event().wait(0.1)  # simulate a slow copy
+        assert may_copy.wait(60)
         return look(*arguments)
 
     monkeypatch.setattr(checked, delayed)
@@ -311,9 +308,13 @@ def test_shutdown_waits_for_the_current_piece(
         yield from untied.named().items()
 
     engine.update_weights(named(), blocking=False)
-    job = weights._job
-    assert job is not None and job.thread is not None
+    (staging,) = [one for one in threading.enumerate() if one.name == "weight-staging"]
     started.set()
     assert entered.wait(10)
-    engine.shutdown()
-    assert not job.thread.is_alive()
+    closing = threading.Thread(target=engine.shutdown)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    may_copy.set()
+    closing.join(60)
+    assert not closing.is_alive() and not staging.is_alive()

@@ -47,16 +47,17 @@ class Member:
         """
         check_place(address, port, rank, world_size, timeout)
         _check_backend(backend)
-        self._timeout = timedelta(seconds=timeout)
+        self.timeout = timedelta(seconds=timeout)
+        """Longest duration of a broadcast; may be changed between two of them."""
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._is_broken = False
         try:
             if given_up is not None and rank:
                 await_host(address, port, timeout, given_up)
-            store = _meet(address, port, world_size, prefix, is_host=rank == 0, timeout=self._timeout)
+            store = _meet(address, port, world_size, prefix, is_host=rank == 0, timeout=self.timeout)
             if greeting:
                 store.set(f"{greeting}{rank}", "")
-            self._group = _make_group(backend, store, rank, world_size, self._timeout)
+            self._group = _make_group(backend, store, rank, world_size, self.timeout)
             # Every rank set its key before the group was complete.
             others = range(world_size) if greeting else ()
             self._greeted = frozenset(one for one in others if store.check([f"{greeting}{one}"]))
@@ -81,7 +82,7 @@ class Member:
             raise WeightError("the weight group is closed or has failed; join a new one")
         try:
             on_device = data.to(self._device)
-            self._group.broadcast(on_device, 0).wait(self._timeout)
+            self._group.broadcast(on_device, 0).wait(self.timeout)
             return on_device if data.device == self._device else on_device.cpu()
         except RuntimeError as error:
             self._is_broken = True
