@@ -50,7 +50,7 @@ def is_idle(engine: InferenceEngine) -> bool:
 
 
 def claimed(engine: InferenceEngine) -> list[int]:
-    """Return the requests of an engine whose samples nobody has collected."""
+    """Return the requests of an engine whose samples have not been collected."""
     newest = engine.add_request([1], SamplingParams(max_tokens=0))
     engine.abort(newest)
     return [one for one in range(newest) if is_claimed(engine, one)]

@@ -39,10 +39,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/liveness", "/", "/dashbo
 All other paths need one, including paths that do not exist.
 """
 MAX_HEADERS = 100
-LINGER_SECONDS = 2.0
-"""How long an unwanted body is read and dropped: most clients read the response only after sending their body."""
-LINGER_BYTES = 32 << 20
-"""How much of one."""
+LINGER_SECONDS, LINGER_BYTES = 2.0, 32 << 20
+"""How much of an unwanted body is read and dropped: most clients read the response only after sending their body."""
 JSON_TYPE, BYTES_TYPE = "application/json", "application/octet-stream"
 _MAX_STREAM = 1 << 50
 
