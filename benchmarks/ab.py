@@ -113,15 +113,21 @@ def outcome(case: Case, here: Recording, there: Recording) -> Outcome:
 
 
 def against_golden(
-    cases: Sequence[Case], recorded: Sequence[Recording], digests: Mapping[str, str], key: str, *, write: bool
+    cases: Sequence[Case],
+    recorded: Sequence[Recording],
+    digests: Mapping[str, str],
+    key: str,
+    *,
+    write: bool,
+    folder: Path = golden.FOLDER,
 ) -> list[Outcome]:
-    """Compare with this machine's golden file, or write it. Raises `CannotCompare` where there is none."""
+    """Compare with this machine's golden file in `folder`, or write it. Raises `CannotCompare` where there is none."""
     entries = {case.name: golden.entry_of(one, digests[case.model]) for case, one in zip(cases, recorded, strict=True)}
     if write:
-        print(f"wrote {golden.write(key, entries).relative_to(ROOT)}")
-    known = golden.read(key)
+        print(f"wrote {golden.write(key, entries, folder).relative_to(ROOT)}")
+    known = golden.read(key, folder)
     if known is None:
-        there = ", ".join(sorted(path.stem for path in golden.FOLDER.glob("*.json"))) or "none"
+        there = ", ".join(sorted(path.stem for path in folder.glob("*.json"))) or "none"
         raise CannotCompare(f"no golden file for {key}; --record writes it (there are: {there})")
     print(f"this tree against {key}")
     return [

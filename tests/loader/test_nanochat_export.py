@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import stat
@@ -26,7 +27,6 @@ from nano_inference.executors.step_input import ForwardInput, Span
 from nano_inference.executors.torch.executor import new_store
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.safetensors_file import read_header
-from nano_inference.nanochat import export as nanochat_export
 from nano_inference.nanochat.convert import SAMPLES, check_same, from_hf, to_hf
 from nano_inference.nanochat.export import export_hf, export_nanochat, export_safetensors
 from nano_inference.nanochat.pickled import PickledEncoding, read_fields
@@ -541,11 +541,11 @@ def test_export_is_atomic(
     source = write(tmp_path / "a", "G0")
     before = sorted(path.name for path in tmp_path.iterdir())
 
-    def fail(path: Path) -> None:
+    def fail(descriptor: int) -> None:
         assert not (tmp_path / "b").exists()
         raise error
 
-    monkeypatch.setattr(nanochat_export, "sync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(ModelError if isinstance(error, OSError) else KeyboardInterrupt):
         export(open_checkpoint(source), source, tmp_path / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -322,12 +323,14 @@ def _trimmed(text: str, source: str) -> str:
 # --- a rollout of ids that differ from the tokenization of their text
 
 
-def test_rollout_keeps_ids_that_differ_from_the_tokenization_of_their_text(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.sim.fakes.VOCAB_SIZE", tokenizer.vocab_size)  # sample from all tokens
+def test_rollout_keeps_ids_that_differ_from_the_tokenization_of_their_text(tokenizer: Tokenizer) -> None:
+    def any_token(seen: tuple[int, ...], seed: int, sample_index: int) -> int:
+        return random.Random(repr((seen, seed, sample_index, len(seen)))).randrange(tokenizer.vocab_size)
+
     template = template_of(CHATML, tokenizer)
-    parts = replace(fake_parts("radix", 400, 4), vocab_size=tokenizer.vocab_size, eos_token_ids=frozenset([2]))
+    parts = replace(
+        fake_parts("radix", 400, 4, drawing=any_token), vocab_size=tokenizer.vocab_size, eos_token_ids=frozenset([2])
+    )
     engine = InferenceEngine(fake_config(), parts=parts)
     params = SamplingParams(max_tokens=12, seed=5)
 
@@ -342,7 +345,9 @@ def test_rollout_keeps_ids_that_differ_from_the_tokenization_of_their_text(
         seed = derive_seed(derive_seed(5, 0), rollout.sample_index)
         tokens = list(prompt)
         for number, turn in enumerate(rollout.turns, 1):
-            drawn, _, _ = reference(tokens, replace(params, seed=seed, stop_token_ids=[2], ignore_eos=True), 0)
+            drawn, _, _ = reference(
+                tokens, replace(params, seed=seed, stop_token_ids=[2], ignore_eos=True), 0, drawing=any_token
+            )
             assert list(turn.sample.completion_tokens) == drawn
             tokens += [*drawn, *turn.observation]
             if turn.observation:
