@@ -18,7 +18,7 @@ from torch import Tensor
 from nano_inference.kernels import matrix
 from nano_inference.kernels.library import BF16, F32, INT8, Library
 from nano_inference.kernels.matrix import Matrix
-from nano_inference.kernels.native import Cache, Layout, NativeProgram
+from nano_inference.kernels.native import MAX_SPLIT_TOKENS, Cache, Layout, NativeProgram
 from nano_inference.kernels.program import Attend, Embed, Heads, Keep, Program
 from nano_inference.memory import Slabs
 from tests.kernels import reference
@@ -246,10 +246,15 @@ def layers_of(case: Case, cache: Cache) -> list[tuple[Tensor, Tensor]]:
 
 
 def attend(
-    library: Library, case: Case, spans: tuple[Span, ...], cache: Cache, kept: Sequence[int] | None = None
+    library: Library,
+    case: Case,
+    spans: tuple[Span, ...],
+    cache: Cache,
+    kept: Sequence[int] | None = None,
+    max_split_tokens: int = MAX_SPLIT_TOKENS,
 ) -> dict[int, Tensor]:
     """Return the attention output by token, of all tokens or of those in `kept`."""
-    program = NativeProgram(library, case.program(pack(library, case.qkv_TW)))
+    program = NativeProgram(library, case.program(pack(library, case.qkv_TW)), max_split_tokens=max_split_tokens)
     program.run(layout_of(spans, kept), cache)
     tokens = [token for span in spans for token in span.tokens]
     if kept is not None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import native
 from nano_inference.kernels.native import Cache
 from tests.kernels import reference
 from tests.kernels.conftest import Team
@@ -74,9 +73,7 @@ def test_attention_matches_float64(team: Team, index: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
-def test_rows_have_the_same_bits_in_any_batch(
-    team: Team, index: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_have_the_same_bits_in_any_batch(team: Team, index: int, dtype: torch.dtype) -> None:
     case, _, _ = case_with_reference(index, dtype)
     cache = case.fresh(dtype)
     whole = attend(team[2], case, case.spans, cache)
@@ -86,10 +83,10 @@ def test_rows_have_the_same_bits_in_any_batch(
     for span in case.spans[:9]:
         assert same_bits(whole, attend(team[2], case, (span,), cache)), "alone"
         assert same_bits(whole, attend(team[3], case, (span.cut(0, 1), *pieces(span.cut(1, len(span.tokens)))), cache))
-    monkeypatch.setattr(native, "_MAX_SPLIT_TOKENS", 0)
-    assert same_bits(whole, attend(team[3], case, case.spans[:1], cache)), "without cutting long rows"
-    monkeypatch.setattr(native, "_MAX_SPLIT_TOKENS", 10_000)
-    assert same_bits(whole, attend(team[3], case, case.spans[:3], cache)), "with it"
+    uncut = attend(team[3], case, case.spans[:1], cache, max_split_tokens=0)
+    assert same_bits(whole, uncut), "without cutting long rows"
+    cut = attend(team[3], case, case.spans[:3], cache, max_split_tokens=10_000)
+    assert same_bits(whole, cut), "with it"
 
 
 @pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
@@ -125,7 +122,7 @@ def test_crews_with_tables_diverging_at_every_block(team: Team, block_size: int,
         assert same_bits(got, attend(team[1], case, (span,), case.fresh()))
 
 
-def test_split_rows_have_the_bits_of_unsplit_rows(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_rows_have_the_bits_of_unsplit_rows(team: Team) -> None:
     """Scores differ much between splits, so that each merge rescales one side."""
     shape = Shape(num_heads=2, num_kv_heads=1, head_dim=16, block_size=16, num_rows=2, longest=2000, has_prefix=False)
     case = make_case(shape, seed=50)
@@ -133,8 +130,7 @@ def test_split_rows_have_the_bits_of_unsplit_rows(team: Team, monkeypatch: pytes
     k_NJDZ *= 12 * torch.rand(k_NJDZ.size(0), 1, 1, 1, generator=torch.Generator().manual_seed(1))
     right, after = attend_reference(case)
     cut = attend(team[3], case, case.spans, case.fresh())
-    monkeypatch.setattr(native, "_MAX_SPLIT_TOKENS", 0)
-    assert same_bits(cut, attend(team[3], case, case.spans, case.fresh()))
+    assert same_bits(cut, attend(team[3], case, case.spans, case.fresh(), max_split_tokens=0))
     bound = attention_bound(case, after)
     assert all((row - right[token]).abs().max() <= bound for token, row in cut.items())
 

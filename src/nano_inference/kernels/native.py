@@ -35,7 +35,7 @@ _ADD, _NORM_FIRST, _NORM_LAST = 1, 2, 4
 _ROWS = ("token", "previous", "pair")
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
 _LINE_FLOATS = 16
-_MAX_SPLIT_TOKENS = 64
+MAX_SPLIT_TOKENS = 64
 """Steps with more tokens occupy all threads without splitting the keys of a row."""
 
 
@@ -81,8 +81,16 @@ class Continuation:
 class NativeProgram:
     """Owns a program as C structures, and its buffers, which the next run overwrites."""
 
-    def __init__(self, library: Library, program: Program, ropes: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    def __init__(
+        self,
+        library: Library,
+        program: Program,
+        ropes: Sequence[tuple[Tensor, Tensor]] = (),
+        *,
+        max_split_tokens: int = MAX_SPLIT_TOKENS,
+    ) -> None:
         self._library = library
+        self._max_split_tokens = max_split_tokens
         self._program = program
         self._names = tuple(program.widths)
         self._matrices: list[Matrix] = []
@@ -190,7 +198,7 @@ class NativeProgram:
             block_size,
             _address(layout.keep_K),
             len(layout.keep_K),
-            _MAX_SPLIT_TOKENS,
+            self._max_split_tokens,
             _address(room),
         )
         if num_floats < 0:
