@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 
-from tests.test_packages import run_without
+from tests.forking import Forks
 
 LINE = "Ray Serve is not installed: pip install 'nano-inference[ray]'"
 WAYS = {
@@ -15,9 +16,15 @@ WAYS = {
 }
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks(["torch"]) as one:
+        yield one
+
+
 @pytest.mark.parametrize("hidden", ["ray", "fastapi"], ids=["no ray", "ray without the packages of serve"])
 @pytest.mark.parametrize("way", WAYS)
-def test_missing_ray_serve_is_one_line(way: str, hidden: str) -> None:
+def test_missing_ray_serve_is_one_line(way: str, hidden: str, forks: Forks) -> None:
     code = f"""
 from nano_inference import EngineConfig
 from nano_inference.integrations.ray_serve import application, deployment
@@ -30,5 +37,5 @@ except MissingPackage as error:
 """
     if hidden != "ray" and importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray")
-    done = run_without([hidden], code)
+    done = forks.run(code, hidden=[hidden])
     assert done.stdout == LINE + "\n", done.stderr

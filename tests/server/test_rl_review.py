@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -303,16 +303,27 @@ def test_hanging_file_system_blocks_no_other_request(
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
-def is_joining() -> bool:
-    return any(thread.name == JOINING for thread in threading.enumerate())
+@pytest.fixture
+def is_joining() -> Callable[[], bool]:
+    """Return True while a thread waits for a trainer; one that an earlier test left in a broadcast does not count."""
+    before = set(threading.enumerate())
+    return lambda: any(thread.name == JOINING for thread in set(threading.enumerate()) - before)
 
 
-def test_newer_join_replaces_one_that_still_waits(own: Running, trainer: Trainer) -> None:
+def until_joining(server: Running, is_joining: Callable[[], bool], joining: Future[Any]) -> None:
+    """Wait until a request that joins a group waits for its trainer; it must not have been answered before."""
+    until(server, lambda: is_joining() or joining.done())
+    assert not joining.done(), joining.result().text
+
+
+def test_newer_join_replaces_one_that_still_waits(
+    own: Running, trainer: Trainer, is_joining: Callable[[], bool]
+) -> None:
     port = free_port()
     info = {**INFO, "master_port": port}
     with ThreadPoolExecutor() as pool:
         older = pool.submit(own.post, "/init_weights_update_group", info)
-        until(own, lambda: is_joining())
+        until_joining(own, is_joining, older)
         newer = pool.submit(own.post, "/init_weight_transfer_engine", {"init_info": info})
         assert refused(older.result(60), 409, "cancelled")["code"] == "superseded"
         trainer.join(port, "weight_update_group")
@@ -328,10 +339,10 @@ def test_newer_join_replaces_one_that_still_waits(own: Running, trainer: Trainer
 
 
 @pytest.mark.parametrize("path", ["/shutdown_weight_transfer_engine", "/destroy_weights_update_group"])
-def test_waiting_join_can_be_cancelled(server: Running, path: str) -> None:
+def test_waiting_join_can_be_cancelled(server: Running, path: str, is_joining: Callable[[], bool]) -> None:
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(server.post, "/init_weights_update_group", {**INFO, "master_port": free_port()})
-        until(server, lambda: is_joining())
+        until_joining(server, is_joining, joining)
         reply = ok(server.post(path, {}))
         assert reply.get("num_groups", 1) == 1
         refused(joining.result(60), 409, "cancelled")
@@ -339,7 +350,9 @@ def test_waiting_join_can_be_cancelled(server: Running, path: str) -> None:
     assert ok(server.post("/shutdown_weight_transfer_engine", {}))["num_groups"] == 0
 
 
-def test_group_that_connects_after_cancellation_is_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_that_connects_after_cancellation_is_closed(
+    server: Running, monkeypatch: pytest.MonkeyPatch, is_joining: Callable[[], bool]
+) -> None:
     may_connect, is_closed = threading.Event(), threading.Event()
 
     class Late:
@@ -352,7 +365,7 @@ def test_group_that_connects_after_cancellation_is_closed(server: Running, monke
     monkeypatch.setattr(plain, "PlainGroup", Late)
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(server.post, "/init_weights_update_group", {**INFO, "master_port": 1})
-        until(server, lambda: is_joining())
+        until_joining(server, is_joining, joining)
         ok(server.post("/shutdown_weight_transfer_engine", {}))
         refused(joining.result(60), 409, "cancelled")
     may_connect.set()
