@@ -252,6 +252,7 @@ def test_a_unix_socket_serves_several_models(directories: dict[str, Path], tmp_p
     assert not path.exists()
 
 
+@pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
