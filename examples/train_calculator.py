@@ -3,10 +3,12 @@
 The model has nanochat's current architecture (smear, value embeddings, backout, windows), its tokens are bytes, and the
 files have nanochat's checkpoint format:
 
-    python examples/train_calculator.py --out first
-    python examples/train_calculator.py --out second --start first/model_003400.pt --seed 1 --steps 1000
-    python examples/train_calculator.py --out calculator --start second/model_001000.pt --seed 2 --steps 1000
+    alias train="python examples/train_calculator.py --threads 1"
+    train --out first
+    train --out second --start first/model_003400.pt --seed 1 --steps 1000
+    train --out calculator --start second/model_001000.pt --seed 2 --steps 1000
 
+With one thread, these commands gave the packaged model bit for bit when they were repeated.
 Stages after the first have half the learning rate, and more of what is learned slowly: chats, numbers in words, two
 steps. At the end the model answers held-out questions, with the tool and without. It learns to copy the tool's result,
 so without the tool it fails. benchmarks/calculator.py measures each skill.
