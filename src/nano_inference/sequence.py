@@ -149,7 +149,7 @@ class Sequence:
         The last position of a prompt is computed in any case.
         """
         if self.request.params.pooling == "mean":
-            return self.num_pooled if self.num_pooled < self.num_prompt else None
+            return self.num_pooled
         scored = self.next_score
         return None if scored is None else scored - 1
 
