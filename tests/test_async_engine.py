@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from nano_inference import AsyncEngine, BadRequest, EngineDead, InferenceEngine, SamplingParams
+from nano_inference import AsyncEngine, BadRequest, EngineDead, InferenceEngine, SamplingParams, WeightError
 from nano_inference.runner import BlockCopy, Row, RowResult
+from nano_inference.weights.updates import WeightUpdate
 from tests.sim.fakes import Calculator, FakeRunner, fake_config, fake_parts
 from tests.test_strikes import content
 from tests.weights.pairs import OpenEngine, Pair
+from tests.weights.test_update import PausedSource
 
 PROMPT = [5, 9, 30, 2, 44]
 PARAMS = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
@@ -151,6 +153,7 @@ def test_stop_fails_waiting_callers() -> None:
         task = asyncio.create_task(engine.generate([PROMPT], LONG))
         await asyncio.sleep(0)
         await engine.stop()
+        assert not engine.thread.is_alive
         with pytest.raises(EngineDead, match="stopped"):
             await task
         with pytest.raises(EngineDead, match="stopped"):
@@ -164,7 +167,39 @@ def test_start_raises_what_opening_raised() -> None:
         raise ValueError("no such model")
 
     async def main() -> None:
+        engine = AsyncEngine(open_engine)
         with pytest.raises(ValueError, match="no such model"):
-            await AsyncEngine(open_engine).start()
+            await engine.start()
+        await engine.stop()
+        await AsyncEngine(open_engine).stop()  # never started
 
     asyncio.run(main())
+
+
+def test_runner_that_fails_between_steps_ends_the_engine() -> None:
+    runner = FakeRunner(100, 4)
+
+    async def main() -> None:
+        async with AsyncEngine(lambda: fake_engine(runner=runner), step_timeout=0.1) as engine, asyncio.timeout(30):
+            runner.failure = RuntimeError("a rank was lost")
+            while engine.failure is None:
+                await asyncio.sleep(0.01)
+            with pytest.raises(EngineDead, match="a rank was lost"):
+                await engine.generate([PROMPT], PARAMS)
+
+    asyncio.run(main())
+
+
+def test_update_from_a_silent_source_ends_at_its_timeout(
+    untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nano_inference.async_engine._WATCH_S", 0.01)
+    source = PausedSource(untied.named())
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        async with asyncio.timeout(30):
+            with pytest.raises(WeightError, match="were not complete within"):
+                await engine.update_weights(WeightUpdate(weights=source, timeout=0.1))
+        source.resume.set()
+
+    run(work, open_engine(untied))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import io
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +80,7 @@ def test_ticket_returns_every_sample_of_every_prompt() -> None:
         for prompt, number, sample in (((5, 9, 30), 0, 0), ((5, 9, 30), 0, 1), ((1, 2), 1, 0)):
             assert tokens_of(deltas, number, sample) == reference(prompt, LONG, sample)[0]
         assert sum(one.delta.sample is not None for one in deltas) == 3
+        assert all(times.started is not None for samples in ticket.times for times in samples)
 
     run_with_link(work)
 
@@ -110,7 +112,7 @@ def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -
                 await to_end(ticket)
                 return weakref.ref(ticket)
             ticket.fail(ApiError(503, "the client left"))
-            with suppress(ApiError):  # `pytest.raises` would keep the traceback, which refers to the ticket
+            with contextlib.suppress(ApiError):  # `pytest.raises` would keep the traceback, which refers to the ticket
                 await ticket.take(30)
             return weakref.ref(ticket)
 
@@ -186,12 +188,16 @@ def test_stuck_step_fails_tickets(capfd: pytest.CaptureFixture[str]) -> None:
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as ticket, pytest.raises(ApiError) as raised:
-            await to_end(ticket)
+        try:
+            async with asyncio.timeout(30):
+                with link.submit([request()]) as ticket, pytest.raises(ApiError) as raised:
+                    await to_end(ticket)
+        finally:
+            engine.resume.set()
         assert (raised.value.status, link.state) == (500, "dead")
-        engine.resume.set()
 
-    run_with_link(work, engine, step_timeout=0.2)
+    with contextlib.redirect_stderr(io.StringIO()):  # has no file descriptor, which the stacks need
+        run_with_link(work, engine, step_timeout=0.2)
     assert "tests/server/test_engine_link.py" in capfd.readouterr().err, "the stacks are not dumped"
 
 

@@ -43,7 +43,7 @@ class FakeRunner:
     Draft tokens are written like other tokens and stay after rejection, so that a wrong read is detected.
     """
 
-    failure = None
+    failure: Exception | None = None
 
     def __init__(self, num_blocks: int, block_size: int, lookahead: int = 1, drawing: Drawing = next_token) -> None:
         self.block_size = block_size
