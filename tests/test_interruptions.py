@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from nano_inference import BadRequest, EngineDead, EnginePaused, InferenceEngine
 from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.weights.gate import StepGate
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts
+from tests.sim.striker import Striker
 from tests.sim.versioned import new_weights, versioned_engine
 from tests.weights.pairs import OpenEngine, Pair
 
@@ -38,6 +40,54 @@ def test_interrupted_drain_cancels_its_update(monkeypatch: pytest.MonkeyPatch) -
     while engine.has_pending():
         samples = engine.step()
     assert set(samples[0].token_versions) == {0}
+
+
+def test_update_interrupted_after_the_weights_changed_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = versioned()
+    weights = engine.parts.weights
+    assert weights is not None
+    install = weights.maybe_finish_sync
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(weights, "maybe_finish_sync", lambda: interrupt(install()))
+        engine.update_weights(new_weights(), blocking=True, version="new")
+    assert engine.weight_info() == (1, "new", "idle")
+    assert set(engine.generate([PROMPT], LONG)[0].token_versions) == {1}
+
+
+class ShortOfMemory(FakeRunner):
+    """Runs out of memory in its second step."""
+
+    num_steps = 0
+
+    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
+        self.num_steps += 1
+        if self.num_steps == 2:
+            raise MemoryError
+        return super().run(rows, copies, fresh)
+
+
+def test_prompt_preempted_while_it_is_scored_has_each_score_once() -> None:
+    params, prompt = replace(LONG, prompt_logprobs=0), PROMPT * 3
+    config, parts = fake_config(max_tokens_per_batch=6), fake_parts("paged", 60, 4)
+    (expected,) = InferenceEngine(config, parts=parts).generate([prompt], params)
+    engine = InferenceEngine(config, parts=replace(fake_parts("paged", 60, 4), runner=ShortOfMemory(60, 4)))
+    sample, aborted = engine.generate([prompt, PROMPT], params)
+    assert (sample.num_preemptions, aborted.finish_reason) == (1, "abort")
+    assert sample.prompt_logprobs == expected.prompt_logprobs
+    assert sample.completion_tokens == expected.completion_tokens
+
+
+def test_stream_whose_finalizer_is_interrupted_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the traceback, and so the stream
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 60, 4))
+    for place in range(1, 40):
+        stream = engine.stream(PROMPT, LONG)
+        next(stream)
+        with Striker([place]) as striker:
+            del stream
+        assert striker.struck
+        engine.generate([PROMPT], replace(LONG, max_tokens=1))
+        assert not engine.has_pending() and engine.parts.kv.num_free_blocks() == 60
 
 
 def test_interruption_before_the_first_step_is_short() -> None:
