@@ -16,7 +16,7 @@ import torch
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.scheduling import STREAM_LOOKAHEAD
 from nano_inference.types import EngineRequest, OnRunning, StepStats
-from tests.sim.fakes import Calculator, StopAfter
+from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts, reference
 from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine
 from tests.test_speculation import REPEATING, asks
 
@@ -155,6 +155,31 @@ def test_lookahead_changes_no_bit_with_preemption(tiny_llama: Path, lookahead: i
     assert samples == expected
     assert sum(one.num_preempted for one in stats) > 0
     assert sum(one.num_sampled > one.num_rows for one in stats) > 3, "steps looked ahead"
+
+
+class MaskOnce:
+    """A matcher that has a mask after the sixth token only."""
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+
+    def advance(self, token: int) -> str | None:
+        self.num_seen += 1
+        return None
+
+    def mask(self) -> bytes | None:
+        return b"\xff" * 7 if self.num_seen == 6 else None
+
+
+def test_tokens_after_one_that_sets_a_mask_are_sampled_again() -> None:
+    params = SamplingParams(max_tokens=12, seed=4, ignore_eos=True)
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4, lookahead=4))
+    request = engine.add_request(REPEATING, params, make_matcher=MaskOnce, claim=True)
+    counts = []
+    while engine.has_pending():
+        counts.append(engine.tick().stats.num_sampled)
+    assert counts == [1, 4, 1, 1, 4, 1]
+    assert list(engine.collect(request)[0].completion_tokens) == reference(REPEATING, params, 0)[0]
 
 
 def test_torch_samples_the_same_tokens_ahead(tiny_llama: Path) -> None:
