@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.scheduling import STREAM_LOOKAHEAD, SeqView, StepPlan, Work, plan_step
+from nano_inference.scheduling import LOOKAHEAD, STREAM_LOOKAHEAD, SeqView, StepPlan, Work, plan_step
 
 State = tuple[list[SeqView], list[SeqView], int, SchedulerConfig]
 
@@ -150,6 +150,10 @@ def test_queue_is_read_only_while_there_is_room() -> None:
     assert len(plan_step(readable(2), [], 99, config(budget=8)).work) == 2, "budget"
     assert len(plan_step(readable(0), full, 99, config(budget=3)).work) == 3, "no budget"
     assert len(plan_step(readable(2), [], 2, config()).work) == 1, "blocks: one is kept spare for the admitted"
+    queue = iter([view(100, 40), *(view(101 + i, 40) for i in range(LOOKAHEAD))])
+    assert not plan_step(queue, [], 5, config(max_batch_size=99)).work and len(list(queue)) == 1, (
+        "sequences that lack blocks"
+    )
     tight = [decoding(i, 5) for i in range(3)]
     assert plan_step(readable(0), tight, 0, config()).preempted == (2, 1), "a step that preempts"
 

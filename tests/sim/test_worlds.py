@@ -207,6 +207,16 @@ def test_a_group_prefills_its_prompt_once(cache_type: str) -> None:
     assert computed == 20 + 7 * tail
 
 
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_equal_blocks_behind_different_prefixes_do_not_wait_for_each_other(cache_type: str) -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts(cache_type, 200, 4))
+    prefixes = [[1, 2, 3, 4, *[last] * 4] for last in (20, 30)]
+    engine.generate(prefixes, SamplingParams(max_tokens=1, seed=1))
+    for prefix in prefixes:
+        engine.add_request([*prefix, *range(40, 46)], SamplingParams(max_tokens=1, seed=1))
+    assert engine.tick().stats.num_rows == 2
+
+
 def test_finished_prompt_is_reused_to_the_token() -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 16))
     first = engine.generate([list(range(10, 33))], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))[0]
