@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,9 @@ def test_lengths_and_stops() -> None:
     assert named.completion_tokens == free.completion_tokens[: free.completion_tokens.index(token) + 1]
     room = fake(num_blocks=5).generate([PROMPT], SamplingParams(max_tokens=None, ignore_eos=True))[0]
     assert len(room.completion_tokens) == 15, "as many as there is room for"
+    short = InferenceEngine(fake_config(), parts=replace(fake_parts("radix", 60, 4), max_model_len=12))
+    cut = short.generate([PROMPT], LONG)[0]
+    assert (len(cut.completion_tokens), cut.finish_reason) == (7, "length"), "up to the model's length"
 
 
 def test_min_tokens_bans_all_stop_tokens(tiny: tuple[Path, Any]) -> None:
@@ -343,3 +346,12 @@ def test_step_result_lists_started_sequences() -> None:
     started = [one for _ in range(60) if running.has_pending() for one in running.tick().started]
     assert sorted(started) == [(first, 0), (first, 1), (second, 0)]
     assert started.index((first, 0)) == 0
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_step_without_work_counts_nothing(is_paused: bool) -> None:
+    running = fake()
+    if is_paused:
+        running.pause()
+    counted = asdict(running.tick().stats)
+    assert counted.pop("num_free_blocks") == 60 and set(counted.values()) == {0}

@@ -240,10 +240,11 @@ class Insisting:
 
 def test_stop_before_min_tokens_keeps_the_mask(tied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(tied)
-    params = SamplingParams(max_tokens=8, min_tokens=8, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, min_tokens=8, seed=1, ignore_eos=True)
     engine.add_request(PROMPT, params, make_matcher=Insisting)
     (sample,) = run_to_end(engine).values()
-    assert len(sample.completion_tokens) == 8 and set(sample.completion_tokens) <= {40, 41}
+    assert len(sample.completion_tokens) == 9 and set(sample.completion_tokens) <= {40, 41}
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", "verdict")
 
 
 def test_invalid_first_mask_is_rejected_at_admission() -> None:

@@ -128,6 +128,10 @@ def test_resume_rejects_invalid_partial_naming_the_field() -> None:
             "its logprobs are processed, raw is",
         ),
         ({"partial": replace(part, completion_tokens=(3, 4, 4, 4, 4, 4)), "program": Calculator()}, "program forces"),
+        (
+            {"partial": replace(part, completion_tokens=(1,) * 6, mask=(1, 0, 1, 1, 1, 1)), "program": Calculator()},
+            "program forces",
+        ),
     ]
     for options, message in cases:
         with pytest.raises(BadRequest, match=message):

@@ -466,5 +466,6 @@ def test_draft_with_nonfinite_logits_changes_no_output(tiny_llama: Path, kernels
         drafter.tokens, drafter.num_drafts = (expected.completion_tokens[1], poison, poison), 0
         sample = engine.generate([[1, 2, 3]], params)[0]
     assert drafter.num_drafts and sample.finish_reason == "length"
+    assert sample.num_preemptions == 1, "the sample gets no more draft tokens"
     assert sample.completion_tokens == expected.completion_tokens
     assert torch.tensor(sample.logprobs).sub(torch.tensor(expected.logprobs)).abs().max() < 1e-5

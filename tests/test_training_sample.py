@@ -200,6 +200,14 @@ def test_forced_tokens_have_raw_logprob_zero_and_an_empty_mask() -> None:
         assert tuple(x for delta in deltas for x in getattr(delta, name)) == whole
 
 
+@pytest.mark.parametrize("allowed", [0, 1, 9])
+def test_token_without_alternative_counts_as_forced(allowed: int) -> None:
+    seq = sequence(raw_logprobs=True)
+    seq.token_mask = (1 << allowed).to_bytes(2, "little")
+    advance(seq, allowed, -0.5, (), 0, DrawExtras(-1.5))
+    assert (seq.tokens, seq.mask, seq.logprobs, seq.raw_logprobs) == ([1, 2, allowed], [0], [0.0], [0.0])
+
+
 def test_unrequested_fields_are_not_stored() -> None:
     seq = sequence()
     advance(seq, 7, -0.5, (), 0, DrawExtras(-1.5, (7,)))
