@@ -138,6 +138,7 @@ def test_the_edges_of_every_range_are_allowed() -> None:
         },
     ):
         SamplingParams(**options)
+    SchedulerConfig(**{field.name: 1 for field in dataclasses.fields(SchedulerConfig)})
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0), "-1 is off, as elsewhere"
     assert SamplingParams(stop="a").stop == ("a",)
     assert SamplingParams(logit_bias={"12": 1}).logit_bias == {12: 1.0}
@@ -230,8 +231,9 @@ def test_unknown_fields_are_refused_by_name(record: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("record", [FULL, CONFIG, SAMPLE], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("record", [FULL, CONFIG, SchedulerConfig(), SAMPLE], ids=lambda r: type(r).__name__)
 def test_records_are_deeply_frozen(record: Any) -> None:
+    assert not hasattr(record, "__dict__")
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(record, dataclasses.fields(record)[0].name, None)
     for mapping in (FULL.logit_bias, SAMPLE.version_labels):
