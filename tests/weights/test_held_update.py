@@ -28,6 +28,8 @@ def test_held_update_leaves_old_weights_until_commit(blocking: bool, untied: Pai
     assert engine.finish_update() == 0
     assert engine.weight_info() == (0, None, "staged")
     assert tokens(engine) == old and engine.weights_checksum() == old_sum
+    with pytest.raises(ValueError, match="blocking must be true or false"):
+        engine.commit_update(blocking=1)  # type: ignore[arg-type]
     assert engine.commit_update() == 1
     assert engine.weight_info() == (1, "step-1", "idle")
     assert engine.weights_checksum() == weights_checksum(untied.named().items())
