@@ -2,8 +2,8 @@
 
 Both use one thread; seconds are CPU time of the process, so other programs disturb little. Each pair of runs has the
 same prompt and seed; the ratio is that of the medians. `equal` is the share of equal tokens up to the first difference
-of a row: a rounding error can exchange two candidates of almost the same probability. At the end: how fast any engine
-could be, for the deepest model, if its matrix products with weights ran at the peak of `torch.mm` in this run and
+of a row: a rounding error can exchange two candidates of almost the same probability. At the end: how fast an engine
+would be, for the deepest model, if its matrix products with weights ran at the peak of `torch.mm` in this run and
 nothing else took time.
 
 Legend: d6 is a model of 6 layers and size 384; n = samples; ratio = upstream's seconds / ours; above 1 ours is faster.
@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.nanochat_parity.cases import SPECIALS
-from benchmarks.nanochat_parity.peak import bound_of, peak_flops, product_flops
+from benchmarks.nanochat_parity.peak import compared_with_products, peak_flops, product_flops
 from benchmarks.nanochat_parity.upstream import imported
 from nano_inference.config import EngineConfig
 from nano_inference.nanochat import GPT, Engine
@@ -133,7 +133,7 @@ def main() -> None:
     print(f"peak of torch.mm, before and after each model: {', '.join(f'{one / 1e9:.0f}' for one in peaks)} GFLOP/s")
     for row, operations in zip(rows, flops, strict=True):
         if row["depth"] == max(wish.depths):
-            print(bound_of(row, operations, peak))
+            print(compared_with_products(row, operations, peak))
     print(json.dumps(rows))
 
 

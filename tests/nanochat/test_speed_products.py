@@ -1,10 +1,10 @@
-"""The bound that benchmarks/nanochat_parity/speed.py prints: operations of a call's matrix products."""
+"""What benchmarks/nanochat_parity/speed.py prints at its end: operations of a call's matrix products."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.nanochat_parity.peak import bound_of, product_flops
+from benchmarks.nanochat_parity.peak import compared_with_products, product_flops
 from nano_inference.nanochat import GPT
 from tests.nanochat.tiny import model_config, state_dict
 
@@ -22,9 +22,9 @@ def test_products_are_counted_for_each_position_that_is_computed(prompt: int, sa
     assert product_flops(model, prompt, samples, tokens) == expected
 
 
-def test_bound_says_how_fast_any_engine_could_be() -> None:
+def test_call_is_compared_with_its_products_at_the_peak() -> None:
     row = {"depth": 12, "samples": 64, "top_k": 0, "upstream": 6.0, "ours": 3.0, "ratio": 2.0}
-    assert bound_of(row, 200 * 10**9, 100e9) == (
-        "d12 n=64 top-k –: 200.0 GFLOP; products alone at peak would take 2.000 s, so at most 3.00x is possible; "
+    assert compared_with_products(row, 200 * 10**9, 100e9) == (
+        "d12 n=64 top-k –: 200.0 GFLOP; products alone at peak would take 2.000 s, which is 3.00x; "
         "measured 2.00x, 67% of the peak over the whole call"
     )
