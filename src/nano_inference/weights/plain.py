@@ -103,6 +103,11 @@ class PlainGroup(Member):
         self._is_last = not next_ranks
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the receive buffer in bytes; 0 unless `receive` is running."""
+        return self._buffer.numel()
+
     def receive(
         self, specs: Sequence[PlainSpec], own: Shapes = MappingProxyType({}), *, bucket_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
