@@ -81,6 +81,17 @@ def test_change_that_waits_for_the_database_survives_a_reload(chat: ChatDriver, 
     assert page.evaluate("Object.keys(localStorage).filter((key) => key.includes('unsaved')).length") == 0
 
 
+def test_first_message_that_waits_for_the_database_survives_a_reload(chat: ChatDriver) -> None:
+    page = chat.page
+    page.evaluate(BUSY)
+    chat.until("window.isBusy === true")
+    chat.type("About apples")
+    page.reload()
+    chat.wait_until_ready()
+    page.locator(NAMES, has_text="About apples").click()
+    expect(page.locator(".message.user .body")).to_have_text("About apples")
+
+
 def test_unsaved_change_does_not_replace_a_later_one_or_restore_what_was_deleted(
     chat: ChatDriver, fake: FakeServer
 ) -> None:

@@ -54,7 +54,8 @@ export class Saver {
   }
 
   async #write(conversations, messages) {
-    const write = { conversations, messages };
+    const created = conversations.filter((one) => one.saved === undefined).map((one) => one.id);
+    const write = { conversations, messages, created };
     for (const one of conversations) one.saved = Date.now();
     this.writes.add(write);
     try {
@@ -69,10 +70,12 @@ export class Saver {
   /** Put unsaved changes into localStorage, which is synchronous; a page that closes does not wait for IndexedDB. */
   #storeUnsaved() {
     const waiting = [...this.waiting.values()].map((one) => one.message);
-    const conversations = new Set([...this.writes].flatMap((one) => one.conversations));
-    const messages = new Set([...this.writes].flatMap((one) => one.messages).concat(waiting));
+    const writes = [...this.writes];
+    const conversations = new Set(writes.flatMap((one) => one.conversations));
+    const messages = new Set(writes.flatMap((one) => one.messages).concat(waiting));
     if (!conversations.size && !messages.size) return;
-    const unsaved = { conversations: [...conversations], messages: [...messages] };
+    const created = writes.flatMap((one) => one.created);
+    const unsaved = { conversations: [...conversations], messages: [...messages], created };
     writeStored(UNSAVED + freshId(), JSON.stringify(unsaved));
   }
 

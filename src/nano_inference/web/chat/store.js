@@ -59,13 +59,16 @@ class Store {
     await finished(transaction);
   }
 
-  /** Write what a closed page had not stored, unless it was deleted or the database has something newer. */
-  async recover({ conversations = [], messages = [] }) {
+  /**
+   * Write what a closed page had not stored, unless it was deleted or the database has something newer. `created`: ids
+   * of conversations that had never been stored.
+   */
+  async recover({ conversations = [], messages = [], created = [] }) {
     const transaction = this.database.transaction(["conversations", "messages"], "readwrite");
     const [stored, storedMessages] = [transaction.objectStore("conversations"), transaction.objectStore("messages")];
     for (const one of conversations) {
       const old = await done(stored.get(one.id));
-      if (old && (old.saved ?? 0) <= one.saved) stored.put(one);
+      if (old ? (old.saved ?? 0) <= one.saved : created.includes(one.id)) stored.put(one);
     }
     for (const one of messages) {
       const isDeleted = await done(stored.getKey(one.conversation)) === undefined;
