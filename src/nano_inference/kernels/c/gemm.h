@@ -24,7 +24,7 @@
 #define WIDE (2 * LANES)
 #define DEPTH 512
 #endif
-#define TILE_FLOATS (96 * 1024)              /* floats of x in a job for DEPTH inputs: they fit the second-level cache */
+#define TILE_FLOATS (96 * 1024)              /* floats of x read at a time by a job: they fit the second-level cache */
 #define WIDEN_AHEAD 8192                     /* prefetch distance in bytes while weights are widened */
 #define LINE 16                              /* floats of a cache line */
 
