@@ -105,15 +105,16 @@ class KernelStore:
     def prepare(self, fresh: Sequence[int], copies: Sequence[BlockCopy]) -> None:
         """Copy the first slots of blocks into others, and fault in the pages of `fresh` blocks and the next ones.
 
-        Fresh blocks are not cleared: the kernels never read a slot that was not written. All sources are read before
-        any write, because a source block may be the target of another copy in this step.
+        Fresh blocks are not cleared: the kernels never read a slot that was not written. A source that is also a target
+        (it was evicted, and then taken for another copy) is saved first. The others are not: the samples of one prompt
+        copy the same block, and a clone for each was 0.3 s of 11 for 256 of them.
         """
         if fresh and self._populator is not None:
             self._populator.reach(self._block_bytes * (max(fresh) + 1))
-        taken = [
-            (copy, self._k_NLKDZ[copy.source, ..., : copy.num_tokens].clone(), self._v_NLKZD[copy.source].clone())
-            for copy in copies
-        ]
-        for copy, k_LKDZ, v_LKZD in taken:
-            self._k_NLKDZ[copy.target, ..., : copy.num_tokens] = k_LKDZ
-            self._v_NLKZD[copy.target, :, :, : copy.num_tokens] = v_LKZD[:, :, : copy.num_tokens]
+        targets = frozenset(copy.target for copy in copies)
+        overwritten = frozenset(copy.source for copy in copies) & targets
+        saved = {block: (self._k_NLKDZ[block].clone(), self._v_NLKZD[block].clone()) for block in overwritten}
+        for source, target, num_tokens in copies:
+            k_LKDZ, v_LKZD = saved.get(source) or (self._k_NLKDZ[source], self._v_NLKZD[source])
+            self._k_NLKDZ[target, ..., :num_tokens] = k_LKDZ[..., :num_tokens]
+            self._v_NLKZD[target, :, :, :num_tokens] = v_LKZD[:, :, :num_tokens]
