@@ -61,13 +61,13 @@ def make_matrix(library: Library, name: str, num_out: int, num_in: int, seed: in
     return pack(library, weight_NK, INT8) if name == "int8" else pack(library, weight_NK.to(PLAIN[name]))
 
 
-def pack(library: Library, weight_NK: Tensor, kind: int | None = None) -> Matrix:
+def pack(library: Library, weight_NK: Tensor, kind: int | None = None, *, by_rows: bool = False) -> Matrix:
     """Pack in a format; by default that of the values, or bfloat16 for float32 values that fit it."""
     weight_NK = weight_NK.contiguous()
     if kind is None:
         kind = matrix.PLAIN[weight_NK.dtype]
         kind = BF16 if kind == F32 and matrix.scan(library, weight_NK).fits_bfloat16 else kind
-    packer = matrix.Packer(library, weight_NK, Slabs(0), kind)
+    packer = matrix.Packer(library, weight_NK, Slabs(0), kind, by_rows=by_rows)
     packer.put(0, weight_NK.size(0))
     return packer.matrix
 

@@ -112,6 +112,33 @@ def test_sources_may_be_unaligned(library: Library) -> None:
         assert torch.equal(odd.packed, matrix.pack_blocks(library, name, rows, BLOCK[name][0], Slabs(0)).packed)
 
 
+@pytest.mark.parametrize("dtype", PLAIN.values())
+def test_tables_by_rows_round_trip_and_reuse_the_memory_of_their_own_layout(
+    library: Library, dtype: torch.dtype
+) -> None:
+    weight_NK = torch.randn(70, 33, generator=random(8)).to(dtype)
+    table = pack(library, weight_NK, by_rows=True)
+    assert table.num_bytes == weight_NK.nbytes, "no padding"
+    assert torch.equal(matrix.unpack(library, table), weight_NK.float())
+    assert torch.equal(matrix.unpack(library, table, 64, 2), weight_NK[64:66].float())
+    panels = pack(library, weight_NK)
+    for spare, is_reused in ((table, True), (panels, False)):
+        packer = matrix.Packer(library, -weight_NK, Slabs(0), table.format, spare, by_rows=True)
+        packer.put(0, 65)
+        packer.put(65, 70)
+        assert torch.equal(matrix.unpack(library, packer.matrix), -weight_NK.float())
+        assert (packer.matrix.packed.data_ptr() == spare.packed.data_ptr()) is is_reused
+    packer = matrix.Packer(library, weight_NK, Slabs(0), table.format, table)
+    assert packer.matrix.packed.data_ptr() != table.packed.data_ptr()
+
+
+def test_float32_table_that_fits_bfloat16_is_stored_as_bfloat16(library: Library) -> None:
+    weight_NK = torch.randn(70, 33, generator=random(9)).bfloat16().float()
+    table = pack(library, weight_NK, by_rows=True)
+    assert (table.format, table.num_bytes) == (BF16, 70 * 33 * 2)
+    assert torch.equal(matrix.unpack(library, table), weight_NK)
+
+
 def test_packed_memory_is_aligned(library: Library) -> None:
     weight_NK = torch.randn(5, 33)
     for packed in (pack(library, weight_NK), pack(library, weight_NK, INT8)):

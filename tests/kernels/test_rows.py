@@ -26,7 +26,7 @@ from nano_inference.kernels.program import (
 )
 from tests.kernels import reference
 from tests.kernels.conftest import Team
-from tests.kernels.steps import FORMATS, Span, layout_of, make_matrix, random, run_rows
+from tests.kernels.steps import FORMATS, PLAIN, Span, layout_of, make_matrix, pack, random, run_rows
 
 WIDTHS = (1, 3, 4, 7, 15, 16, 17, 31, 33, 64, 100, 577)
 NUM_ROWS = 19
@@ -214,6 +214,18 @@ def test_embed_selects_rows(library: Library, name: str, rows: str) -> None:
         pairs = zip(span.tokens[1:], span.tokens, strict=False)
         indices = (70, *((36313 * token ^ 27191 * before) % 70 for token, before in pairs))
     assert torch.equal(expected, reference.unpack(table)[list(indices)] * torch.tensor(0.3))
+
+
+@pytest.mark.parametrize("dtype", PLAIN.values())
+def test_embed_reads_tables_that_are_stored_by_rows(library: Library, dtype: torch.dtype) -> None:
+    weight_NK = torch.randn(71, 51, generator=random(32)).to(dtype)
+    weight_NK[64, :4] = torch.tensor([6e-8, -torch.inf, -0.0, 65504.0]).to(dtype)
+    table = pack(library, weight_NK, by_rows=True)
+    program = Program(ops=(Embed(out="x", table=table),), widths={"x": 51})
+    layout = layout_of((Span(tokens=(70, 0, 64, 63), start=0, blocks=(0,)),))
+    made = NativeProgram(library, program)
+    made.run(layout, Cache(torch.zeros(64), torch.zeros(64), 16, 16))
+    assert torch.equal(made.buffer("x", 4), weight_NK.float()[[70, 0, 64, 63]])
 
 
 def test_embed_reads_eight_bit_tables(library: Library) -> None:

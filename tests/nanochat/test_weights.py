@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, WeightError, weights_checksum
+from nano_inference.models.ops import Embed, Linear, Norm, WeightSpec
+from nano_inference.models.program import Program
 from nano_inference.nanochat import GPT
 from tests.nanochat.tiny import GENERATIONS, model_config, state_dict, write_checkpoint, write_tokenizer
 
@@ -50,3 +52,19 @@ def test_copy_has_same_results(tmp_path: Path) -> None:
     with InferenceEngine(EngineConfig(model_path=str(path), dtype="bfloat16")) as engine, engine.copy() as copy:
         ours, theirs = engine.generate([PROMPT], params, 2), copy.generate([PROMPT], params, 2)
         assert [s.completion_tokens for s in ours] == [s.completion_tokens for s in theirs]
+
+
+def test_tables_are_the_weights_of_which_single_rows_are_read() -> None:
+    config = model_config("G4")
+    own = GPT.from_state_dict(state_dict("G4", config), config).model.program
+    values = {name for name in state_dict("G4", config) if name.startswith("value_embeds.")}
+    assert own.tables == {"transformer.wte.weight", *values} and values
+    tied = Program(
+        body=(Embed(out="x", table=WeightSpec("table", (8, 4))),),
+        final=(Norm(x="x", out="h", weight=None, eps=1e-6),),
+        head=(Linear(x="h", out=("logits",), matrices=(WeightSpec("table", (8, 4)),)),),
+        vocab_size=8,
+        hidden_size=4,
+        ropes=(),
+    )
+    assert not tied.tables, "the head multiplies by it"

@@ -22,7 +22,7 @@ class MatrixStruct(ctypes.Structure):
     """One packed matrix."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("format", "num_out", "num_in", "column", "rounds")),
+        *((name, c_int32) for name in ("format", "num_out", "num_in", "column", "rounds", "by_rows")),
         ("data", c_void_p),
     )
 

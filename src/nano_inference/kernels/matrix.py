@@ -18,6 +18,7 @@ from nano_inference.memory import Slabs
 GGML: Mapping[str, int] = {"Q4_0": Q4_0, "Q4_1": Q4_1, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q6_K": Q6_K}
 """ggml types that have a kernel, by name."""
 PLAIN: Mapping[torch.dtype, int] = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
+_DTYPE_OF: Mapping[int, torch.dtype] = {kind: dtype for dtype, kind in PLAIN.items()}
 _NIBBLES = ("Q4_0", "Q4_1", "Q4_K")
 _BLOCK_INPUTS: Mapping[int, int] = {Q4_0: 32, Q4_1: 32, Q8_0: 32, Q4_K: 256, Q6_K: 256}
 
@@ -33,6 +34,8 @@ class Matrix:
     """uint8, aligned to 64 bytes; c/formats.h documents the layout."""
     rounds: bool = False
     """True if activations are rounded to eight bits before the product."""
+    by_rows: bool = False
+    """True if the rows are stored as they are, not in panels: a table of which only single rows are read."""
 
     @property
     def num_bytes(self) -> int:
@@ -76,6 +79,8 @@ def unpack(library: Library, matrix: Matrix, first: int = 0, count: int | None =
         weight_NK, scale_N = (part[first : first + count] for part in int8_parts(matrix))
         return weight_NK.float() * scale_N.unsqueeze(-1)
     values_NK = torch.empty(count, matrix.num_in)
+    if matrix.by_rows:
+        return values_NK.copy_(_rows_of(matrix)[first : first + count])
     packed = matrix.packed.data_ptr()
     library.code.nano_unpack(matrix.format, packed, first, count, matrix.num_in, values_NK.data_ptr())
     return values_NK
@@ -90,31 +95,50 @@ def int8_parts(matrix: Matrix) -> tuple[Tensor, Tensor]:
     return weight_NK[: matrix.num_out, : matrix.num_in], matrix.packed[size:].view(torch.float32)[: matrix.num_out]
 
 
+def _rows_of(matrix: Matrix) -> Tensor:
+    """Return a table's values as a view [N, K]."""
+    return matrix.packed.view(_DTYPE_OF[matrix.format]).view(matrix.num_out, matrix.num_in)
+
+
 class Packer:
     """Owns a matrix while it is packed from plain values, a range of rows at a time."""
 
     def __init__(
-        self, library: Library, weight_NK: Tensor, slabs: Slabs, kind: int, spare: Matrix | None = None
+        self,
+        library: Library,
+        weight_NK: Tensor,
+        slabs: Slabs,
+        kind: int,
+        spare: Matrix | None = None,
+        *,
+        by_rows: bool = False,
     ) -> None:
         """Pack to format `kind`: that of the values, BF16 for float32 values that fit it, or INT8, which rounds.
 
-        The memory of an unused `spare` matrix of the same format and shape is reused; its padding is already zero.
+        The memory of an unused `spare` matrix of the same layout is reused; its padding is already zero. `by_rows`
+        applies to plain formats; INT8 always has panels.
         """
         assert weight_NK.is_contiguous() and weight_NK.dtype in PLAIN
         self._library = library
         self._source_NK = weight_NK
         num_out, num_in = weight_NK.shape
-        if spare is not None and (spare.format, spare.num_out, spare.num_in) == (kind, num_out, num_in):
+        by_rows = by_rows and kind != INT8
+        layout = (kind, num_out, num_in, by_rows)
+        if spare is not None and (spare.format, spare.num_out, spare.num_in, spare.by_rows) == layout:
             packed = spare.packed
+        elif by_rows:
+            packed = slabs.take(num_out * num_in * _DTYPE_OF[kind].itemsize)
         else:
             packed = slabs.take(library.code.nano_packed_bytes(kind, num_out, num_in))
-        self.matrix = Matrix(kind, num_out, num_in, packed, rounds=kind == INT8)
+        self.matrix = Matrix(kind, num_out, num_in, packed, rounds=kind == INT8, by_rows=by_rows)
 
     def put(self, start: int, stop: int) -> None:
         """Pack rows [start, stop)."""
         m, code, count = self.matrix, self._library.code, stop - start
         rows, target = self._source_NK[start:stop], m.packed.data_ptr()
-        if m.format == INT8:
+        if m.by_rows:
+            _rows_of(m)[start:stop] = rows
+        elif m.format == INT8:
             code.nano_pack_int8(rows.float().data_ptr(), start, count, m.num_out, m.num_in, target)
         elif m.format == BF16 and rows.dtype == torch.float32:
             code.nano_pack_short(rows.data_ptr(), start, count, m.num_in, target)

@@ -99,7 +99,7 @@ class NativeProgram:
         structs = (OpStruct * len(program.ops))(*(self._op(op) for op in program.ops))
         matrices = (MatrixStruct * max(1, len(self._matrices)))(
             *(
-                MatrixStruct(m.format, m.num_out, m.num_in, column, m.rounds, m.packed.data_ptr())
+                MatrixStruct(m.format, m.num_out, m.num_in, column, m.rounds, m.by_rows, m.packed.data_ptr())
                 for m, column in zip(self._matrices, self._columns, strict=True)
             )
         )

@@ -59,6 +59,13 @@ class Program:
         return {other: spec.name for spec in self.weights for other in spec.tied}
 
     @cached_property
+    def tables(self) -> frozenset[str]:
+        """Return the names of the weights of which only single rows are read, by `Embed`."""
+        embeds = {op.table.name for op in self.ops if isinstance(op, Embed)}
+        others = {spec.name for op in self.ops if not isinstance(op, Embed) for spec in op.weights}
+        return frozenset(embeds - others)
+
+    @cached_property
     def caches(self) -> tuple[LayerCache, ...]:
         """Return the cache of each layer."""
         attends = sorted((op for op in self.body if isinstance(op, Attend)), key=lambda op: op.layer)

@@ -206,7 +206,10 @@ class CpuExecutor:
         """Start filling new weights, reusing the memory of replaced ones first."""
         live = None if self._model is None else self._model.weights
         spare, self._spare = self._spare, {}
-        return CpuStaged(self.library, self._rounding, live, self._bound, spare, pace, check_finite=check_finite)
+        tables = self.program.tables
+        return CpuStaged(
+            self.library, self._rounding, live, self._bound, spare, tables, pace, check_finite=check_finite
+        )
 
     def _bound(self, weights: CpuWeights) -> CpuModel:
         program, x = self.program, {"x": self.program.hidden_size}

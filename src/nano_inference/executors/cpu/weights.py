@@ -5,7 +5,7 @@ Shapes: N outputs and K inputs of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
@@ -40,16 +40,18 @@ class CpuStaged:
         live: CpuWeights | None,
         finish: Callable[[CpuWeights], Model],
         spare: dict[str, Matrix],
+        tables: Collection[str],
         pace: Pace | None,
         *,
         check_finite: bool,
     ) -> None:
         """Start without weights; `finish` turns complete weights into the argument of `commit`.
 
-        `spare` holds unused matrices by weight name, whose memory is reused.
+        `spare` holds unused matrices by weight name, whose memory is reused. `tables`: see `Program.tables`.
         """
         self._library, self._rounding, self._live = library, rounding, live
         self._finish, self._spare, self._pace, self._check_finite = finish, spare, pace, check_finite
+        self._tables = tables
         self._matrices: dict[str, Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
         self._slabs = Slabs()
@@ -57,7 +59,7 @@ class CpuStaged:
     def put(self, spec: WeightSpec, source: WeightSource) -> int:
         """Pack one weight; return the bytes stored. Raises `NotFinite` if values are checked."""
         if spec.kind == "matrix":
-            matrix = self._matrices[spec.name] = self._matrix(source, self._slabs, self._spare.pop(spec.name, None))
+            matrix = self._matrices[spec.name] = self._matrix(spec.name, source)
             return matrix.num_bytes
         vector = self._vectors[spec.name] = self._vector(spec, source)
         return vector.nbytes
@@ -84,27 +86,28 @@ class CpuStaged:
         matrices = MappingProxyType({**live.matrices, **self._matrices})
         return self._finish(CpuWeights(matrices, MappingProxyType({**live.vectors, **self._vectors})))
 
-    def _matrix(self, source: WeightSource, slabs: Slabs, spare: Matrix | None = None) -> Matrix:
+    def _matrix(self, name: str, source: WeightSource) -> Matrix:
         """Pack one matrix: ggml blocks unchanged if a kernel supports them, otherwise plain or rounded values."""
+        spare = self._spare.pop(name, None)
         if isinstance(source, PackedTensor) and self._keeps_blocks(source):
             rows, order = source.read_blocks()
-            name, num_in = source.tensor.type_name, source.shape[1]
-            return pack_blocks(self._library, name, rows, num_in, slabs, order, rounds=self._rounding == "int8")
+            kind, num_in = source.tensor.type_name, source.shape[1]
+            return pack_blocks(self._library, kind, rows, num_in, self._slabs, order, rounds=self._rounding == "int8")
         weight_NK = self._values(source)
-        kind = self._likely_format(weight_NK, spare)
-        packed = self._packed(weight_NK, kind, slabs, spare)
+        likely = self._likely_format(weight_NK, spare)
+        packed = self._packed(name, weight_NK, likely, spare)
         if packed is None:
-            other = BF16 if kind == F32 else F32
-            packed = self._packed(weight_NK, other, slabs, spare)
+            packed = self._packed(name, weight_NK, BF16 if likely == F32 else F32, spare)
         assert packed is not None
         return packed
 
-    def _packed(self, weight_NK: Tensor, kind: int, slabs: Slabs, spare: Matrix | None) -> Matrix | None:
+    def _packed(self, name: str, weight_NK: Tensor, kind: int, spare: Matrix | None) -> Matrix | None:
         """Pack plain values in format `kind`; None if another format is the narrowest exact one.
 
         Each piece is scanned just before it is packed, while it is in the CPU cache.
         """
-        packer = Packer(self._library, weight_NK, slabs, kind, spare)
+        by_rows = name in self._tables
+        packer = Packer(self._library, weight_NK, self._slabs, kind, spare, by_rows=by_rows)
         must_fit = self._rounding == "own" and weight_NK.dtype == torch.float32
         fits = True
         for piece in self._pieces(weight_NK):

@@ -14,6 +14,9 @@
  *   Q6_K  per 256: 64 half d; per 16: 64 signed bytes s, 64 words of 16 two-bit high parts, nibbles   (q - 32)(d s)
  *   INT8  per four inputs 64 x 4 signed bytes q; the scales follow all panels (int8.h)
  *
+ * Instead of panels, a matrix of F32, BF16 or F16 may have its rows as they are (`by_rows`): a table of which only
+ * single rows are read. In a panel each value of a row has a cache line of its own.
+ *
  * Every product q d is exact in float32, except the last one of Q6_K, which is rounded once, as in `gguf`.
  *
  * A byte of a word has input j in the low half and input j + 4 in the high half: the low halves are four adjacent
@@ -32,6 +35,7 @@ typedef struct {
     int32_t num_in;          /* K */
     int32_t column;          /* first column of its outputs in the result */
     int32_t rounds;          /* 1: activations are rounded to eight bits (int8.h) */
+    int32_t by_rows;         /* 1: rows instead of panels; only embeddings can read it */
     const char *data;
 } Matrix;
 

@@ -305,6 +305,18 @@ static float value_at(int format, const char *panel, long k, int lane) {
     return (float)(nibble_of(word, j % 8) * a + b);
 }
 
+/* Read a row of a matrix that is stored by rows. */
+static void read_plain_row(const Matrix *m, long row, float *out) {
+    const char *values = m->data + row * source_row_bytes(m->format, m->num_in);
+    if (m->format == F32) { memcpy(out, values, 4 * m->num_in); return; }
+    for (long k = 0; k < m->num_in; k++) {
+        const uint16_t value = get16(values, k);
+        const uint32_t word = (uint32_t)value << 16;
+        if (m->format == BF16) memcpy(out + k, &word, 4);
+        else out[k] = half_scalar(value);
+    }
+}
+
 /* Unpack outputs [first, first + count) to float rows. */
 void nano_unpack(int format, const char *packed, long first, long count, long num_in, float *values) {
     const long bytes = panel_bytes(format, num_in);

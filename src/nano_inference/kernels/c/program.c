@@ -78,6 +78,7 @@ static long embedding_row(const Op *op, const Step *s, long t) {
 
 static void read_embedding(const Matrix *m, long row, float *out) {
     if (m->format == INT8) { read_int8_row(m, row, out); return; }
+    if (m->by_rows) { read_plain_row(m, row, out); return; }
     const char *panel = m->data + row / PANEL * panel_bytes(m->format, m->num_in);
     for (long k = 0; k < m->num_in; k++) out[k] = value_at(m->format, panel, k, row % PANEL);
 }
