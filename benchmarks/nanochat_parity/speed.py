@@ -2,7 +2,9 @@
 
 Both use one thread; seconds are CPU time of the process, so other programs disturb little. Each pair of runs has the
 same prompt and seed; the ratio is that of the medians. `equal` is the share of equal tokens up to the first difference
-of a row: a rounding error can exchange two candidates of almost the same probability. At the end: how fast an engine
+of a row: a rounding error can exchange two candidates of almost the same probability. Our cache has the size of
+upstream's for the largest call, and its pages are allocated before anything is counted (`kv_cache_bytes`): otherwise
+the first calls would pay for pages that all later ones use again. At the end: how fast an engine
 would be, for the deepest model, if its matrix products with weights ran at the peak of `torch.mm` in this run and
 nothing else took time.
 
@@ -49,8 +51,8 @@ class Ids:
         return " ".join(map(str, ids))
 
 
-def engines(checkout: Path, depth: int) -> dict[str, Any]:
-    """Return upstream's engine and ours on the same random model of `depth` layers."""
+def engines(checkout: Path, depth: int, most_tokens: int) -> dict[str, Any]:
+    """Return upstream's engine and ours on the same random model of `depth` layers; ours caches `most_tokens`."""
     gpt, engine = imported(checkout)
     size = HEAD * depth
     heads = size // HEAD
@@ -64,9 +66,12 @@ def engines(checkout: Path, depth: int) -> dict[str, Any]:
         if weight.dim() == 2:  # upstream starts with products of zeros and almost equal logits
             torch.nn.init.normal_(weight, std=2 * size**-0.5)
     theirs.eval()
-    own = EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, num_threads=1)
-    ours = GPT.from_state_dict(dict(theirs.state_dict()), asdict(config))
-    return {"upstream": engine.Engine(theirs, Ids()), "ours": Engine(ours, Ids(), config=own)}
+    model = GPT.from_state_dict(dict(theirs.state_dict()), asdict(config))
+    num_bytes = most_tokens * model.kv_bytes_per_token()
+    own = EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, num_threads=1, kv_cache_bytes=num_bytes)
+    ours = Engine(model, Ids(), config=own)
+    assert ours.core.parts.executor.store.wait_for_pages(600), "the pages of the cache were not allocated in 600 s"
+    return {"upstream": engine.Engine(theirs, Ids()), "ours": ours}
 
 
 def run(engine: Any, prompt: list[int], **arguments: Any) -> tuple[float, list[list[int]]]:
@@ -119,7 +124,7 @@ def main() -> None:
     flops: list[int] = []
     peaks = [peak_flops()]
     for depth in wish.depths:
-        sides = engines(wish.checkout, depth)
+        sides = engines(wish.checkout, depth, max(wish.samples) * (wish.prompt + wish.tokens))
         for top_k in wish.top_k:
             for samples in wish.samples:
                 row = {"depth": depth, "samples": samples, "top_k": top_k, **compared(sides, samples, top_k, wish)}
