@@ -4,9 +4,9 @@ Both use one thread; seconds are CPU time of the process, so other programs dist
 same prompt and seed; the ratio is that of the medians. `equal` is the share of equal tokens up to the first difference
 of a row: a rounding error can exchange two candidates of almost the same probability. Our cache has the size of
 upstream's for the largest call, and its pages are allocated before anything is counted (`kv_cache_bytes`): otherwise
-the first calls would pay for pages that all later ones use again. At the end: how fast an engine
-would be, for the deepest model, if its matrix products with weights ran at the peak of `torch.mm` in this run and
-nothing else took time.
+the first calls would pay for pages that all later ones use again. At the end: how fast an engine would be,
+for the deepest model, if its matrix products with weights ran at the peak of `torch.mm` in this run and nothing else
+took time. The last line is JSON, with the system's part of the seconds.
 
 Legend: d6 is a model of 6 layers and size 384; n = samples; ratio = upstream's seconds / ours; above 1 ours is faster.
 """
@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,12 +75,19 @@ def engines(checkout: Path, depth: int, most_tokens: int) -> dict[str, Any]:
     return {"upstream": engine.Engine(theirs, Ids()), "ours": ours}
 
 
-def run(engine: Any, prompt: list[int], **arguments: Any) -> tuple[float, list[list[int]]]:
-    """Return the CPU seconds of a call, and its columns."""
+class Seconds(NamedTuple):
+    """CPU time of a call: all, and the part that the system took, mostly to provide new pages of memory."""
+
+    all: float
+    system: float
+
+
+def run(engine: Any, prompt: list[int], **arguments: Any) -> tuple[Seconds, list[list[int]]]:
+    """Return the CPU time of a call, and its columns."""
     gc.collect()
-    start = time.process_time()
+    start, system = time.process_time(), os.times().system
     columns = [column for column, _ in engine.generate(list(prompt), **arguments)]
-    return time.process_time() - start, columns
+    return Seconds(time.process_time() - start, os.times().system - system), columns
 
 
 def equal_share(a: list[list[int]], b: list[list[int]]) -> float:
@@ -93,10 +101,10 @@ def equal_share(a: list[list[int]], b: list[list[int]]) -> float:
 
 
 def compared(sides: dict[str, Any], samples: int, top_k: int, wish: argparse.Namespace) -> dict[str, Any]:
-    """Return the medians of `wish.repeat` pairs after one that is not counted."""
+    """Return the medians of `wish.repeat` pairs after one that is not counted; `system`: that part of each median."""
     random = torch.Generator().manual_seed(samples)
     prompt = torch.randint(0, VOCAB - 100, (wish.prompt,), generator=random).tolist()
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[Seconds]] = {name: [] for name in sides}
     shares = []
     for seed in range(wish.repeat + 1):
         arguments = {"num_samples": samples, "max_tokens": wish.tokens, "top_k": top_k or None, "seed": seed}
@@ -104,8 +112,10 @@ def compared(sides: dict[str, Any], samples: int, top_k: int, wish: argparse.Nam
         for name, (took, _) in found.items():
             seconds[name] += [took] if seed else []
         shares.append(equal_share(found["upstream"][1], found["ours"][1]))
-    middle = {name: statistics.median(values) for name, values in seconds.items()}
-    return {**middle, "ratio": middle["upstream"] / middle["ours"], "equal": statistics.mean(shares)}
+    middle = {name: statistics.median(one.all for one in values) for name, values in seconds.items()}
+    system = {name: statistics.median(one.system for one in values) for name, values in seconds.items()}
+    ratio = middle["upstream"] / middle["ours"]
+    return {**middle, "system": system, "ratio": ratio, "equal": statistics.mean(shares)}
 
 
 def main() -> None:
