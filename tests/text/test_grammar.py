@@ -7,7 +7,8 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from hypothesis import strategies as st
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.cli.place import tokenizer_source
-from nano_inference.text import grammar as grammar_module
 from nano_inference.text.bad_words import bad_words_matcher, both
-from nano_inference.text.grammar import ENDED, Grammar, Grammars
+from nano_inference.text.grammar import ENDED, MAX_CACHED, Grammar, Grammars
 from nano_inference.text.grammar_text import MAX_BYTES, MAX_CHOICES, MAX_NESTING, check_grammar, reason_of
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.stops import stop_matcher
@@ -315,23 +315,51 @@ def test_long_chains_of_references_compile(grammars: Grammars) -> None:
         assert ids_of(grammars.matcher(grammar)().mask())
 
 
-def test_compiled_grammars_are_cached(tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-    real = grammar_module.for_library
-    monkeypatch.setattr(grammar_module, "for_library", lambda one: compiled.append(one.text) or real(one))
-    monkeypatch.setattr(grammar_module, "MAX_CACHED", 2)
+@contextmanager
+def started_threads() -> Iterator[list[threading.Thread]]:
+    """Yield a list to which the threads are added that are started while the block runs."""
+    found: list[threading.Thread] = []
+    here = threading.local()
+
+    def note(*_: object) -> None:
+        if not hasattr(here, "is_known"):
+            here.is_known = True
+            found.append(threading.current_thread())
+
+    threading.setprofile(note)
+    try:
+        yield found
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def test_compiled_grammars_are_cached(tiny: Tokenizer) -> None:
     ours = Grammars(tiny, TINY_VOCAB, [TINY_EOS])
-    for text in "abacab":
-        ours.matcher(Grammar("regex", text))
-    assert compiled == ["a", "b", "c", "b"]
+    grammars = [Grammar("regex", f"a{{{number}}}") for number in range(1, MAX_CACHED + 3)]
+    for grammar in grammars[:MAX_CACHED]:
+        assert ours.known(grammar) is None
+        ours.matcher(grammar)
+    with started_threads() as compiling:
+        ours.matcher(grammars[0])
+    assert not compiling
+    for grammar in grammars[MAX_CACHED:]:
+        ours.matcher(grammar)
+    assert [grammar for grammar in grammars if ours.known(grammar) is None] == grammars[1:3], "the least recently used"
     with pytest.raises(BadRequest):
         ours.matcher(Grammar("regex", "("))
+    assert ours.known(Grammar("regex", "(")) is None
+
+
+def test_concurrent_uses_of_a_grammar_compile_it_once(tiny: Tokenizer) -> None:
+    """Each compilation has a thread of its own."""
+    ours = Grammars(tiny, TINY_VOCAB, [TINY_EOS])
     threads = [threading.Thread(target=ours.matcher, args=(Grammar("regex", "x+"),)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert compiled[4:] == ["(", "x+"]
+    with started_threads() as started:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len([thread for thread in started if thread not in threads]) == 1
 
 
 def test_without_the_extra(tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
