@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.appending import advance
-from nano_inference.executors import step as step_module
 from nano_inference.executors.batch import Scored
 from nano_inference.executors.cpu.drawing import kernel_normalise
 from nano_inference.executors.cpu.executor import CpuExecutor
@@ -431,7 +430,21 @@ def executor_of(engine: InferenceEngine) -> CpuExecutor:
     return engine.parts.executor
 
 
-def test_packed_scores_equal_separate_ones(ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+class CountedHead:
+    """A forward pass whose head notes how many targets each call has."""
+
+    def __init__(self, inner: CpuExecutor) -> None:
+        self.program, self.device = inner.program, inner.device
+        self.calls: list[int] = []
+        self._inner = inner
+
+    def logits(self, hidden_SE: Tensor) -> Tensor:
+        self.calls.append(hidden_SE.size(0))
+        return self._inner.logits(hidden_SE)
+
+
+def test_packed_scores_equal_separate_ones(ours: InferenceEngine) -> None:
+    """Nothing larger than twice the limit is made, and the head is called as seldom as it allows."""
     executor = executor_of(ours)
     vocabulary = WholeVocabulary(kernel_normalise(executor.library))
     hidden_TE = randn(120, 48)
@@ -441,11 +454,15 @@ def test_packed_scores_equal_separate_ones(ours: InferenceEngine, monkeypatch: p
         rows.append(row(i, mode=MODES[i % 3], **params))
         found[i] = Scored(range(start, start + size), tuple((7 * j + i) % VOCAB_SIZE for j in range(size)))
         start += size + i % 2
+    total = sum(len(known.targets) for known in found.values())
     for width in (1, 2, 13, 64, 1000):
-        monkeypatch.setattr(step_module, "_SCORE_ELEMENTS", width * VOCAB_SIZE)
-        with torch.inference_mode():
-            scores = score_rows(executor, rows, found, hidden_TE, vocabulary)
+        head: Any = CountedHead(executor)
+        with torch.inference_mode(), Watch() as watch:
+            scores = score_rows(head, rows, found, hidden_TE, vocabulary, width * VOCAB_SIZE)
         assert list(scores) == list(range(8))
+        assert sum(head.calls) == total and max(head.calls) == min(width, total)
+        assert len(head.calls) == -(-total // width)
+        assert max(math.prod(shape) for shape in watch.shapes) <= 2 * max(width * VOCAB_SIZE, hidden_TE.numel())
         for index, known in found.items():
             check_scored(scores[index], rows[index], known, executor, hidden_TE)
     assert score_rows(executor, rows, {}, hidden_TE, vocabulary) == {}
@@ -465,19 +482,13 @@ def check_scored(scores: RowResult, one: Any, known: Scored, executor: CpuExecut
         assert [x.logprob for x in top] == pytest.approx(best.values.tolist(), abs=1e-6 * max(1, 1 / temperature))
 
 
-def test_prompt_token_of_probability_zero_has_a_finite_logprob(
-    ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = executor_of(ours).logits
-
-    def logits(hidden_SE: Tensor) -> Tensor:
-        logits_SV: Tensor = whole(hidden_SE)
-        return logits_SV.index_fill(-1, torch.tensor([9, 44]), -INF)
-
-    monkeypatch.setattr(executor_of(ours), "logits", logits)
-    monkeypatch.setattr(
-        executor_of(ours), "step_logits", lambda rows, kept: logits(executor_of(ours).hidden(rows, kept))
-    )
+def test_prompt_token_of_probability_zero_has_a_finite_logprob(ours: InferenceEngine, tiny: tuple[Path, Any]) -> None:
+    weights = {name: tensor.clone() for name, tensor in tiny[1].state_dict().items()}
+    weights["model.embed_tokens.weight"][:, 0] += 100.0  # every final hidden state has a positive first element
+    weights["model.norm.weight"][0] = 1.0
+    weights["lm_head.weight"][:, 0] = 0.0
+    weights["lm_head.weight"][[9, 44], 0] = -INF
+    ours.update_weights(weights, blocking=True, allow_nonfinite=True)
     (one,) = ours.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE, temperature=1e-30))
     assert one.prompt_logprobs is not None and one.prompt_top_logprobs is not None
     assert [x == -9999.0 for x in one.prompt_logprobs] == [True, False, False, True]
@@ -485,33 +496,13 @@ def test_prompt_token_of_probability_zero_has_a_finite_logprob(
     assert through_json(one) == one
 
 
-def test_scoring_many_sequences_makes_nothing_large_and_calls_the_head_seldom(
-    ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor, width, rng = executor_of(ours), 64, random.Random(2)
+def test_scores_of_many_sequences_equal_those_of_each_alone(ours: InferenceEngine) -> None:
+    rng = random.Random(2)
     texts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(2, 8))] for _ in range(40)]
     texts.insert(17, [rng.randrange(VOCAB_SIZE) for _ in range(700)])
     expected = [ours.score(ids) for ids in texts]
-    monkeypatch.setattr(step_module, "_SCORE_ELEMENTS", width * VOCAB_SIZE)
-    watch, calls, whole = Watch(), [], executor.logits
-
-    def logits(hidden_SE: Tensor) -> Tensor:
-        calls.append(hidden_SE.size(0))
-        return whole(hidden_SE)
-
-    def score(*args: Any) -> dict[int, RowResult]:
-        with watch:
-            return score_rows(*args)
-
-    monkeypatch.setattr(executor, "logits", logits)
-    monkeypatch.setattr(step_module, "score_rows", score)
     ours.flush_cache()
-    found = ours.score(texts)
-    total = sum(len(ids) - 1 for ids in texts)
-    assert sum(calls) == total and max(calls) == width
-    assert len(calls) == -(-total // width)
-    assert watch.shapes and max(math.prod(shape) for shape in watch.shapes) <= 2 * width * VOCAB_SIZE
-    for mine, alone in zip(found, expected, strict=True):
+    for mine, alone in zip(ours.score(texts), expected, strict=True):
         assert mine == pytest.approx(alone, abs=1e-5)
 
 

@@ -21,7 +21,7 @@ from nano_inference.models.program import Program
 from nano_inference.runner import Row, RowResult
 from nano_inference.types import TopLogprobs
 
-_SCORE_ELEMENTS = 1 << 24
+SCORE_ELEMENTS = 1 << 24
 """Largest number of logits in memory while a prompt is scored, instead of all [T, V]."""
 
 Sampler = Callable[[Tensor, Sequence[Row]], Sequence[RowResult]]
@@ -159,14 +159,19 @@ def _pool(forward: Forward, found: Mapping[int, range], hidden_KE: Tensor) -> di
 
 
 def score_rows(
-    forward: Forward, rows: Sequence[Row], found: Mapping[int, Scored], hidden_KE: Tensor, vocabulary: Vocabulary
+    forward: Forward,
+    rows: Sequence[Row],
+    found: Mapping[int, Scored],
+    hidden_KE: Tensor,
+    vocabulary: Vocabulary,
+    most_logits: int = SCORE_ELEMENTS,
 ) -> dict[int, RowResult]:
     """Return the log-probabilities of the targets in `found`, by row index.
 
-    Targets of all rows share calls of the head, at most `_SCORE_ELEMENTS` logits at a time.
+    Targets of all rows share calls of the head, at most `most_logits` logits at a time, or those of one target.
     """
     targets = _pack(rows, found)
-    width = max(1, _SCORE_ELEMENTS // forward.program.vocab_size)
+    width = max(1, most_logits // forward.program.vocab_size)
     logprobs: list[float] = []
     tops: list[TopLogprobs] = []
     ranks: list[int] = []
