@@ -16,10 +16,10 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.checks import float32, unit_vector
-from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.program import hf_name
 from nano_inference.runner import BlockCopy, Row, RowResult
@@ -276,23 +276,31 @@ def test_normalized_vectors_have_length_one(tiny: Witness) -> None:
     assert unit_vector([0.0, 0.0]) == (0.0, 0.0) and unit_vector([3.0, 4.0]) == float32([0.6, 0.8])
 
 
-def test_an_engine_of_another_precision_returns_float32(tiny: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+class Results(TorchDispatchMode):
+    """Keeps the results of one dtype and shape."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.dtype, self.shape = dtype, shape
+        self.seen: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and (out.dtype, tuple(out.shape)) == (self.dtype, self.shape):
+            self.seen.append(out)
+        return out
+
+
+def test_an_engine_of_another_precision_returns_float32(tiny: Witness) -> None:
     directory, model = tiny
-    seen: list[Tensor] = []
-    final = TorchExecutor.final
-
-    def watched(executor: TorchExecutor, hidden_SE: Tensor) -> Tensor:
-        seen.append(final(executor, hidden_SE))
-        return seen[-1]
-
-    monkeypatch.setattr(TorchExecutor, "final", watched)
+    ids = text(3, 90)
     with engine(directory, dtype="bfloat16", kernels="off") as ours:
-        ids = text(3, 90)
-        found = ours.embed(ids)
+        results = Results(torch.bfloat16, (len(ids), model.config.hidden_size))
+        with results:
+            found = ours.embed(ids)
     assert found == torch.tensor(found).tolist(), "as they were in 32 bits"
     assert 1e-4 < gap(model, ids, "mean", found) < 0.1
-    (hidden_TE,) = seen
-    assert hidden_TE.dtype == torch.bfloat16
+    hidden_TE = results.seen[-1]  # of the final norm
     assert (hidden_TE.float().mean(0) - torch.tensor(found)).abs().max() <= 1e-6, "added up in 32 bits"
 
 
