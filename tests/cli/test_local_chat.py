@@ -15,13 +15,12 @@ import pytest
 
 pytest.importorskip("pty", reason="needs a Unix terminal")
 
-from nano_inference import InferenceEngine
 from nano_inference.cli import main
 from nano_inference.cli.local import shown_tokens, with_alternatives
 from nano_inference.cli.options import COMMON
 from nano_inference.cli.session import encode, open_session
 from nano_inference.config import EngineConfig
-from nano_inference.types import SamplingParams, StepResult
+from nano_inference.types import SamplingParams
 from tests.cli.screen import terminal
 
 WIDE = 160
@@ -65,28 +64,30 @@ def test_model_and_help_wrap_in_narrow_window(tiny: Path) -> None:
         assert screen.leave() == 0
 
 
+class Pressing(io.StringIO):
+    """An output whose first text comes with Ctrl-C, pressed some times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def write(self, text: str) -> int:
+        while self.times:
+            self.times -= 1
+            signal.raise_signal(signal.SIGINT)
+        return super().write(text)
+
+
 def test_second_ctrl_c_in_an_answer_quits(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest = InferenceEngine.tick
-
-    def pressed(engine: InferenceEngine) -> StepResult:
-        monkeypatch.setattr(InferenceEngine, "tick", honest)
-        signal.raise_signal(signal.SIGINT)
-        return honest(engine)
-
-    monkeypatch.setattr(InferenceEngine, "tick", pressed)
     before = signal.getsignal(signal.SIGINT)
-    assert main(["chat", "-m", str(tiny), "-p", "hello", "--max-model-len", "512", "--max-tokens-per-batch", "2"]) == 0
+    monkeypatch.setattr("sys.stdout", Pressing(times=1))
+    assert main(["chat", "-m", str(tiny), "-p", "hello", *ENDLESS]) == 0
     assert "[stopped]" in capsys.readouterr().err
-
-    def pressed_twice(engine: InferenceEngine) -> StepResult:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        return honest(engine)
-
-    monkeypatch.setattr(InferenceEngine, "tick", pressed_twice)
-    assert main(["chat", "-m", str(tiny), "-p", "hello"]) == 130 and signal.getsignal(signal.SIGINT) is before
+    monkeypatch.setattr("sys.stdout", Pressing(times=2))
+    assert main(["chat", "-m", str(tiny), "-p", "hello", *ENDLESS]) == 130
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_seed_repeats_answer_and_regen_changes_it(
