@@ -8,14 +8,13 @@ import os
 import random
 import struct
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pyte
 import pytest
-from rich.markdown import Markdown
+from rich.console import Console
 
-from nano_inference.cli import render
 from nano_inference.cli.conversation import Piece
 from nano_inference.cli.pane import Pane
 from nano_inference.cli.render import MarkdownOutput, console_of
@@ -24,15 +23,34 @@ from tests.cli.test_terminal_chat import LONG, assert_once
 
 
 class Recorder(io.TextIOWrapper):
-    """A text file that records what is written."""
+    """A text file that records what is written; `before_sizes` has what happens before each request for its window."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(os.fdopen(descriptor, "wb"), encoding="utf-8")
         self.written: list[str] = []
+        self.before_sizes: Iterator[Callable[[], None]] = iter(())
+
+    def fileno(self) -> int:
+        for happens in self.before_sizes:
+            happens()
+            break
+        return super().fileno()
 
     def write(self, text: str) -> int:
         self.written.append(text)
         return super().write(text)
+
+
+class EveryPiece(MarkdownOutput):
+    """An output that draws every piece: by its clock, an hour passes before each."""
+
+    def __init__(self, console: Console) -> None:
+        self.hours = 0
+        super().__init__(console, lambda: 3600.0 * self.hours)
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        self.hours += 1
+        super().write(pieces)
 
 
 class Device:
@@ -74,14 +92,12 @@ class Device:
 @contextmanager
 def output_on(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Device, MarkdownOutput]]:
     """Open an output that draws every piece without a pause."""
-    monkeypatch.setattr(render, "_MIN_PAUSE_S", 0)
-    monkeypatch.setattr(render, "_PAUSE_RATIO", 0)
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("COLUMNS", "LINES", "VTE_VERSION", "TERM_PROGRAM", "TMUX"):
         monkeypatch.delenv(name, raising=False)
     device = Device(rows, columns)
     try:
-        yield device, MarkdownOutput(console_of(device.out))
+        yield device, EveryPiece(console_of(device.out))
     finally:
         device.close()
 
@@ -133,15 +149,9 @@ def test_block_is_complete_after_losing_rows(monkeypatch: pytest.MonkeyPatch) ->
 def test_resize_during_rendering(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows rendered for the larger window are not written."""
     words = [f"word{i}" for i in range(60)]
-    markdown_of = render.markdown_of
-
-    def resizing(text: str) -> Markdown:
-        if (device.screen.lines, device.screen.columns) != (rows, columns):
-            device.resize(rows, columns)
-        return markdown_of(text)
-
     with output_on(20, 60, monkeypatch) as (device, output):
-        monkeypatch.setattr(render, "markdown_of", resizing)
+        before_and_after_rendering = [lambda: None, lambda: device.resize(rows, columns)]
+        device.out.before_sizes = iter(before_and_after_rendering)
         output.write([Piece(" ".join(words[:50]))])
         device.update()
         output.write([Piece(" " + " ".join(words[50:]))])

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from itertools import pairwise
@@ -105,8 +105,9 @@ class MarkdownOutput:
     If the last drawing is too recent, a timer thread draws after the pause, so that no text waits for the next token.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
+        self._clock = clock
         self._pane = Pane(console.file)  # type: ignore[arg-type]
         self._is_live = console.file.isatty()
         self._state = blocks.START
@@ -120,7 +121,7 @@ class MarkdownOutput:
         text = "".join(_marked(piece) for piece in pieces)
         with self._drawing:
             self._state, done = blocks.push(self._state, text)
-            wait = self._next_draw_at - time.monotonic()
+            wait = self._next_draw_at - self._clock()
             if done or (self._is_live and wait <= 0):
                 self._draw(done)
             elif self._is_live and self._later is None:
@@ -144,7 +145,7 @@ class MarkdownOutput:
                 self._draw(())
 
     def _draw(self, done: Sequence[Block]) -> None:
-        start = time.monotonic()
+        start = self._clock()
         while True:
             size, painter = self._pane.size, copy(self._painter)
             width = max(1, size.columns - 2)
@@ -156,7 +157,7 @@ class MarkdownOutput:
                 break  # else the window has shrunk: the rows would wrap, and the pane's count would be wrong
         self._painter = painter
         self._pane.draw(kept, live[-max(1, size.rows // 2) :])  # still fits if the window loses rows
-        now = time.monotonic()
+        now = self._clock()
         self._next_draw_at = now + max(_MIN_PAUSE_S, _PAUSE_RATIO * (now - start))
 
 
