@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from nano_inference.catalog import find_builtin
-from nano_inference.nanochat.__main__ import main
-from nano_inference.nanochat.gpt import GPT
+from nano_inference.nanochat.__main__ import Answer, main, report
+from nano_inference.nanochat.builtin import CALCULATOR
+from nano_inference.nanochat.tokenizer import get_tokenizer
 from tests.nanochat.tiny import (
     GENERATIONS,
     SPECIAL_IDS,
@@ -58,16 +59,17 @@ def test_every_generation_matches(generation: str, tmp_path: Path, capsys: Captu
     assert ("warning: soft cap 15 is assumed" in out) == (generation == "G2")
 
 
-def test_mismatch_is_printed_and_returns_1(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = GPT.generate
-
-    def lie(self: GPT, tokens: list[int], max_tokens: int, temperature: float = 1.0) -> list[int]:
-        drawn = list(honest(self, tokens, max_tokens, temperature))
-        return [*drawn[:3], (drawn[3] + 1) % 256, *drawn[4:]]
-
-    monkeypatch.setattr(GPT, "generate", lie)
-    out, _ = run(capsys, "--max-tokens", "6", "--device", "cpu", code=1)
-    assert "Mismatch at token 3: " in out and "Match: False" in out
+def test_mismatch_is_printed_and_returns_1(capsys: Capture) -> None:
+    tokenizer = get_tokenizer(CALCULATOR.directory)
+    ids = tokenizer.encode("abcdef")
+    other = [*ids[:3], ids[3] + 1, *ids[4:]]
+    assert report(Answer(ids, 3.0), Answer(other, 1.5), tokenizer) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "naive      3.000 s   'abcdef'",
+        "cached     1.500 s   'abceef'",
+        f"Mismatch at token 3: {ids[3]} != {ids[3] + 1}",
+        "Match: False, 2.0x as fast, 6 tokens",
+    ]
 
 
 def test_base_directory_source_tag_and_step(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

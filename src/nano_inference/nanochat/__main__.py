@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from nano_inference.loader.opened import Checkpoint
 from nano_inference.nanochat.builtin import CALCULATOR
@@ -42,15 +43,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=wish.max_tokens, ignore_eos=True)
     cached = list(core.generate([prompt], params)[0].completion_tokens)
-    cached_seconds = time.perf_counter() - start
-    print(f"naive   {naive_seconds:8.3f} s   {tokenizer.decode(naive)!r}")
-    print(f"cached  {cached_seconds:8.3f} s   {tokenizer.decode(cached)!r}")
-    for place, pair in enumerate(zip(naive, cached, strict=True)):
+    return report(Answer(naive, naive_seconds), Answer(cached, time.perf_counter() - start), tokenizer)
+
+
+class Answer(NamedTuple):
+    """Tokens, and the seconds in which they were generated."""
+
+    tokens: list[int]
+    seconds: float
+
+
+def report(naive: Answer, cached: Answer, tokenizer: RustBPETokenizer) -> int:
+    """Print two answers of equal length and the first token that differs; return 0 if none does, else 1."""
+    for name, answer in (("naive", naive), ("cached", cached)):
+        print(f"{name:6}  {answer.seconds:8.3f} s   {tokenizer.decode(answer.tokens)!r}")
+    for place, pair in enumerate(zip(naive.tokens, cached.tokens, strict=True)):
         if pair[0] != pair[1]:
             print(f"Mismatch at token {place}: {pair[0]} != {pair[1]}")
             break
-    print(f"Match: {naive == cached}, {naive_seconds / cached_seconds:.1f}x as fast, {len(naive)} tokens")
-    return 0 if naive == cached else 1
+    is_equal = naive.tokens == cached.tokens
+    print(f"Match: {is_equal}, {naive.seconds / cached.seconds:.1f}x as fast, {len(naive.tokens)} tokens")
+    return 0 if is_equal else 1
 
 
 def _prompt(wish: argparse.Namespace, model: GPT, tokenizer: RustBPETokenizer) -> list[int]:
