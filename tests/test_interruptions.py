@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from nano_inference import BadRequest, EngineDead, EnginePaused, InferenceEngine, SamplingParams, WeightError
+from nano_inference.executors.protocol import Executor
 from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.weights.gate import StepGate
+from nano_inference.weights.sync import WeightSyncManager
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts
 from tests.sim.striker import Striker
-from tests.sim.versioned import new_weights, versioned_engine
+from tests.sim.versioned import CountedWeights, VersionedRunner, new_weights, versioned_engine
 from tests.weights.pairs import OpenEngine, Pair
 
 PROMPT = [5, 9, 30, 2, 44]
@@ -25,16 +27,52 @@ def versioned(max_batch_size: int = 8) -> InferenceEngine:
     return versioned_engine("radix", 60, 4, fake_config(max_batch_size))
 
 
-def interrupt(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
+class InterruptedStep(VersionedRunner):
+    """Is interrupted in its second step."""
+
+    num_steps = 0
+
+    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
+        self.num_steps += 1
+        if self.num_steps == 2:
+            raise KeyboardInterrupt
+        return super().run(rows, copies, fresh)
 
 
-def test_interrupted_drain_cancels_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = versioned()
+class InterruptedUpdates(WeightSyncManager):
+    """Is interrupted once: after it exchanged the weights, or before it cancels an update."""
+
+    def __init__(self, executor: Executor, place: Literal["exchange", "cancel"]) -> None:
+        super().__init__(executor)
+        self.place: str | None = place
+
+    def interrupt(self, place: str) -> None:
+        if self.place == place:
+            self.place = None
+            raise KeyboardInterrupt
+
+    def maybe_finish_sync(self) -> bool:
+        is_done = super().maybe_finish_sync()
+        if is_done:
+            self.interrupt("exchange")
+        return is_done
+
+    def cancel(self, wait: float = 0.0) -> bool:
+        self.interrupt("cancel")
+        return super().cancel(wait)
+
+
+def interrupted_engine(place: Literal["exchange", "cancel"]) -> InferenceEngine:
+    runner = VersionedRunner(60, 4)
+    weights = InterruptedUpdates(CountedWeights(runner.install), place)
+    return InferenceEngine(fake_config(), parts=replace(versioned().parts, runner=runner, weights=weights))
+
+
+def test_interrupted_drain_cancels_its_update() -> None:
+    engine = versioned_engine("radix", 60, 4, fake_config(), make_runner=InterruptedStep)
     engine.add_request(PROMPT, LONG)
     engine.step()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine.parts.runner, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         engine.update_weights(new_weights(), blocking=True, on_running="wait")
     assert engine.weight_info() == (0, None, "idle")
     while engine.has_pending():
@@ -42,13 +80,9 @@ def test_interrupted_drain_cancels_its_update(monkeypatch: pytest.MonkeyPatch) -
     assert set(samples[0].token_versions) == {0}
 
 
-def test_update_interrupted_after_the_weights_changed_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = versioned()
-    weights = engine.parts.weights
-    assert weights is not None
-    install = weights.maybe_finish_sync
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(weights, "maybe_finish_sync", lambda: interrupt(install()))
+def test_update_interrupted_after_the_weights_changed_is_installed() -> None:
+    engine = interrupted_engine("exchange")
+    with pytest.raises(KeyboardInterrupt):
         engine.update_weights(new_weights(), blocking=True, version="new")
     assert engine.weight_info() == (1, "new", "idle")
     assert set(engine.generate([PROMPT], LONG)[0].token_versions) == {1}
@@ -244,10 +278,9 @@ def test_resumed_sample_scores_only_its_prompt(untied: Pair, open_engine: OpenEn
     assert len(whole.prompt_logprobs or ()) == len(whole.prompt_top_logprobs or ()) == len(PROMPT) - 1
 
 
-def test_interrupted_shutdown_rejects_further_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = versioned()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine.parts.weights, "cancel", interrupt)
+def test_interrupted_shutdown_rejects_further_work() -> None:
+    engine = interrupted_engine("cancel")
+    with pytest.raises(KeyboardInterrupt):
         engine.shutdown()
     assert not engine.is_alive
     with pytest.raises(EngineDead):

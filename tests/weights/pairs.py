@@ -12,6 +12,9 @@ import torch
 import transformers
 
 from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.assemble import EngineParts, assemble
+from nano_inference.executors.protocol import Executor, Staged
+from nano_inference.executors.staging import Pace
 from tests.models.families import make_model
 
 
@@ -53,21 +56,41 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 OpenEngine = Callable[..., InferenceEngine]
-PIECES = {
-    "off": "nano_inference.executors.torch.weights.is_finite",
-    "auto": "nano_inference.executors.cpu.weights.scan",
-}
-"""For each value of `kernels`: the function that checks each piece of an update when it is copied or packed."""
+Change = Callable[[EngineParts], EngineParts]
+
+
+class InPieces:
+    """An executor that calls `on_piece`, in the staging thread, before it copies or packs a piece of an update."""
+
+    def __init__(self, inner: Executor, on_piece: Callable[[], None]) -> None:
+        self._inner = inner
+        self._on_piece = on_piece
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> Staged:
+        assert pace is not None, "the update is not divided into pieces"
+
+        def start_piece(num_bytes: int) -> None:
+            pace(num_bytes)
+            self._on_piece()
+
+        return self._inner.stage(pace=start_piece, check_finite=check_finite)
 
 
 @pytest.fixture
 def open_engine() -> Iterator[OpenEngine]:
-    """Return a function that opens an engine with a pair's old weights; all engines are shut down at the end."""
+    """Return a function that opens an engine with a pair's old weights; all engines are shut down at the end.
+
+    Its argument `change` returns the engine's parts, given those of the configuration.
+    """
     engines: list[InferenceEngine] = []
 
-    def open_one(pair: Pair, **options: Any) -> InferenceEngine:
+    def open_one(pair: Pair, change: Change | None = None, **options: Any) -> InferenceEngine:
         options = {"kv_cache_bytes": 16 << 20, "device": "cpu", "block_size": 4} | options
-        engines.append(InferenceEngine(EngineConfig(model_path=str(pair.directory), **options)))
+        config = EngineConfig(model_path=str(pair.directory), **options)
+        engines.append(InferenceEngine(config, parts=None if change is None else change(assemble(config))))
         return engines[-1]
 
     yield open_one

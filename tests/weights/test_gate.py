@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
-from pkgutil import resolve_name
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
 
 from nano_inference import SamplingParams
+from nano_inference.assemble import EngineParts
+from nano_inference.executors.protocol import Executor
 from nano_inference.weights.gate import StepGate
-from tests.weights.pairs import PIECES, OpenEngine, Pair
+from nano_inference.weights.sync import WeightSyncManager
+from tests.weights.pairs import InPieces, OpenEngine, Pair
 
 
 def test_staging_thread_waits_until_the_step_ends() -> None:
@@ -50,41 +54,48 @@ def test_step_starts_after_the_thread_copied_its_share() -> None:
     assert sum(copied) == 500
 
 
-@pytest.mark.parametrize(("kernels", "checked"), PIECES.items())
-def test_no_piece_of_an_update_starts_during_a_step(
-    kernels: str, checked: str, untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = open_engine(untied, kernels=kernels)
-    runner = engine.parts.runner
-    is_running = threading.Event()
-    copied_during: dict[int, int] = {}
-    num_steps, num_pieces = 0, 0
-    run, look = runner.run, resolve_name(checked)
+class Watched:
+    """An executor that counts its steps, and the pieces of an update that start in each."""
 
-    def running(*step: object) -> object:
-        nonlocal num_steps
-        num_steps += 1
-        is_running.set()
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self._is_running = threading.Event()
+        self.num_steps = self.num_pieces = 0
+        self.started_during: Counter[int] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def run(self, *step: Any) -> Any:
+        self.num_steps += 1
+        self._is_running.set()
         try:
-            return run(*step)  # type: ignore[arg-type]
+            return self._inner.run(*step)
         finally:
-            is_running.clear()
+            self._is_running.clear()
 
-    def counting(*arguments: object) -> object:
-        nonlocal num_pieces
-        if isinstance(values := arguments[-1], torch.Tensor) and values.dim() == 2 and values.size(0) == 1:
-            return look(*arguments)  # no piece: the first row of a weight, by which its format is guessed
-        num_pieces += 1
-        if is_running.is_set():
-            copied_during[num_steps] = copied_during.get(num_steps, 0) + 1
-        return look(*arguments)
+    def start_piece(self) -> None:
+        self.num_pieces += 1
+        if self._is_running.is_set():
+            self.started_during[self.num_steps] += 1
 
-    runner.run = running  # type: ignore[method-assign,assignment]
-    monkeypatch.setattr(checked, counting)
+
+@pytest.mark.parametrize("kernels", ["off", "auto"])
+def test_no_piece_of_an_update_starts_during_a_step(kernels: str, untied: Pair, open_engine: OpenEngine) -> None:
+    seen: list[Any] = []
+
+    def watched(parts: EngineParts) -> EngineParts:
+        assert parts.executor is not None
+        seen.append(Watched(parts.executor))
+        weights: Any = InPieces(parts.executor, seen[0].start_piece)
+        return replace(parts, runner=seen[0], weights=WeightSyncManager(weights))
+
+    engine = open_engine(untied, watched, kernels=kernels)
+    (watch,) = seen
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
     engine.update_weights(untied.named())
     while engine.has_pending():
         engine.step()
     engine.finish_update()
-    assert num_pieces > 10
-    assert max(copied_during.values(), default=0) <= 1, "more than the piece in progress when a step started"
+    assert watch.num_pieces > 10 and watch.num_steps > 10
+    assert max(watch.started_during.values(), default=0) <= 1, "more than the piece in progress when a step started"
