@@ -62,9 +62,12 @@ def parallel() -> tuple[str, ...]:
     return ("-n", str(count)) if count > 1 and importlib.util.find_spec("xdist") is not None else ALONE
 
 
-def sanitize(bench: Bench, sink: Sink) -> None:
-    """Run the comparisons of kernels under compute-sanitizer, which reports accesses outside of allocated memory."""
-    program = shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), *TOOLKITS)))
+def sanitize(bench: Bench, sink: Sink, toolkits: Sequence[str] = TOOLKITS) -> None:
+    """Run the comparisons of kernels under compute-sanitizer, which reports accesses outside of allocated memory.
+
+    The program is looked for on the PATH, then in the directories `toolkits`.
+    """
+    program = shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), *toolkits)))
     missing = "compute-sanitizer" if program is None else "pytest" if importlib.util.find_spec("pytest") is None else ""
     if bench.is_dry or missing or program is None:
         sink.add("compute-sanitizer", f"not run: {'it needs a GPU' if bench.is_dry else missing + ' is not installed'}")

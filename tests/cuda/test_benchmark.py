@@ -218,10 +218,9 @@ def test_what_compute_sanitizer_reports_is_a_figure(
 
 def test_without_compute_sanitizer_or_a_gpu_that_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(device_tests, "TOOLKITS", ())
     dry, pipe = open_bench(is_dry=True), Pipe()
     for bench in (dry, dataclasses.replace(dry, is_dry=False)):
-        device_tests.sanitize(bench, Sink("tests", pipe, {}, 0.0))  # type: ignore[arg-type]
+        device_tests.sanitize(bench, Sink("tests", pipe, {}, 0.0), toolkits=())  # type: ignore[arg-type]
     values = ["not run: it needs a GPU", "not run: compute-sanitizer is not installed"]
     assert [one["value"] for one in pipe.found] == values
 
@@ -262,7 +261,6 @@ def test_a_graph_is_timed_without_what_comes_before(monkeypatch: pytest.MonkeyPa
         def elapsed_time(self, other: Event) -> float:
             return 7.0 * (other.at - self.at)
 
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 8)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)
