@@ -44,18 +44,16 @@ def test_tensors_returns_a_new_iterator_each_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("piece_bytes", [64, 8 * 2**20])
-def test_dtypes_are_converted(
-    stored: torch.dtype, wanted: torch.dtype, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
-    values = torch.randn(37, 5).to(stored)
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_dtypes_are_converted(stored: torch.dtype, wanted: torch.dtype, num_pieces: int, tmp_path: Path) -> None:
+    num_rows = 37 + (num_pieces - 1) * pieces.PIECE_BYTES // stored.itemsize // 5
+    values = torch.randn(num_rows, 5).to(stored)
     save_file({"a": values, "b": torch.tensor(3.0).to(stored), "c": torch.zeros(0, 4, dtype=stored)}, tmp_path / "x")
     header = read_header(tmp_path / "x")
-    fused = torch.full((50, 5), torch.nan, dtype=wanted)
-    header["a"].read_into(fused[7:44])
-    assert torch.equal(fused[7:44], values.to(wanted))
-    assert fused[:7].isnan().all() and fused[44:].isnan().all()
+    fused = torch.full((7 + num_rows + 6, 5), torch.nan, dtype=wanted)
+    header["a"].read_into(fused[7 : 7 + num_rows])
+    assert torch.equal(fused[7 : 7 + num_rows], values.to(wanted))
+    assert fused[:7].isnan().all() and fused[7 + num_rows :].isnan().all()
     for name, expected in (("b", torch.tensor(3.0)), ("c", torch.zeros(0, 4))):
         target = torch.empty(header[name].shape, dtype=wanted)
         header[name].read_into(target)
