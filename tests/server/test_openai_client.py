@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import string
 import threading
 import time
@@ -18,6 +20,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.log import ACCESS_LOGGER
+from tests.server.stepped import stepped, steps_of
 from tests.server.tiny import Running, running
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -51,35 +55,44 @@ def wait_until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.01)
 
 
-def spy_on_answers(server: Running) -> list[tuple[int | None, Any]]:
-    """Return a list to which the status and error of every later POST are appended."""
-    guard: Any = server.app.guard
-    before, seen = guard.on_response, []
+class AccessLog(logging.Handler):
+    """Collects the status and the error code of every POST from the access log."""
 
-    def note(scope: Any, status: int | None, seconds: float, error: Exception | None) -> None:
-        if scope["method"] == "POST":
-            seen.append((status, error))
-        before(scope, status, seconds, error)
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[tuple[int | None, str | None]] = []
 
-    server.on_loop(lambda: setattr(guard, "on_response", note))
-    return seen
+    def emit(self, record: logging.LogRecord) -> None:
+        line = json.loads(record.getMessage())
+        if line["method"] == "POST":
+            self.answers.append((line.get("status"), line.get("error_code")))
+
+
+@pytest.fixture
+def answers() -> Iterator[list[tuple[int | None, str | None]]]:
+    """The status and the error code of every POST; no status if the client disconnected first."""
+    logger, handler = logging.getLogger(ACCESS_LOGGER), AccessLog()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.answers
+    logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 class Gate:
     """Blocks the engine after `free_steps` steps until `open` is called."""
 
     def __init__(self, server: Running, *, free_steps: int = 0) -> None:
-        engine: Any = server.opened.engine
         self.num_steps = 0
-        self._tick, self._free_steps = engine.tick, free_steps
+        self._free_steps = free_steps
         self._is_open = threading.Event()
-        server.on_engine(lambda: setattr(engine, "tick", self.tick))
+        steps_of(server).before_step = self.before_step
 
-    def tick(self) -> Any:
+    def before_step(self) -> None:
         if self.num_steps >= self._free_steps:
             assert self._is_open.wait(PATIENCE)
         self.num_steps += 1
-        return self._tick()
 
     def open(self) -> None:
         self._is_open.set()
@@ -305,7 +318,7 @@ def test_draining_server_is_reported(tiny_directory: Path) -> None:
 def full_server(directory: Path) -> Iterator[tuple[Running, Gate, threading.Thread]]:
     """Serve with the queue filled by one request, which ends when the gate is opened."""
     config = ServerConfig(port=0, max_queued_requests=0, log_requests=False)
-    with running(directory, config, max_batch_size=1) as server, gated(server) as gate:
+    with running(directory, config, stepped, max_batch_size=1) as server, gated(server) as gate:
         long: Any = {"prompt": "long", "max_tokens": 20, "ignore_eos": True}
         thread = threading.Thread(target=lambda: server.post("/v1/completions", long))
         thread.start()
@@ -322,7 +335,9 @@ def num_admitted(server: Running) -> int:
     return int(server.on_loop(lambda: server.app.serving.queue_limits.num_samples if server.app.serving else 0))
 
 
-def test_client_retries_after_a_full_queue(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_retries_after_a_full_queue(
+    tiny_directory: Path, answers: list[tuple[int | None, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
     with full_server(tiny_directory) as (server, gate, thread), client_of(server, max_retries=2) as client:
 
@@ -333,24 +348,23 @@ def test_client_retries_after_a_full_queue(tiny_directory: Path, monkeypatch: py
             wait_until(lambda: num_admitted(server) == 0)
 
         monkeypatch.setattr("openai._base_client.time.sleep", finish_long_request)
-        answers = spy_on_answers(server)
         reply = client.completions.create(model="tiny", prompt="a", max_tokens=3)
         assert reply.choices and waits == [1.0], "the client waits as Retry-After says"
         wait_until(lambda: len(answers) == 3)
-        statuses = [(status, getattr(error, "code", None)) for status, error in answers]
-        assert statuses == [(503, "queue_full"), (200, None), (200, None)], "refused, the long one, the retry"
+        assert answers == [(503, "queue_full"), (200, None), (200, None)], "refused, the long one, the retry"
 
 
-def test_client_gives_up_after_two_retries(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_gives_up_after_two_retries(
+    tiny_directory: Path, answers: list[tuple[int | None, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
     monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
     with full_server(tiny_directory) as (server, _, _), client_of(server, max_retries=2) as client:
-        answers = spy_on_answers(server)
         with pytest.raises(openai.InternalServerError) as caught:
             client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=3, stream=True)
         assert (caught.value.status_code, caught.value.code) == (503, "queue_full")
         wait_until(lambda: len(answers) == 3)
-        assert [status for status, _ in answers] == [503, 503, 503] and waits == [1.0, 1.0]
+        assert answers == [(503, "queue_full")] * 3 and waits == [1.0, 1.0]
         assert num_admitted(server) == 1, "only the long request is admitted"
 
 
@@ -370,10 +384,15 @@ def loads(server: Running) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_closing_a_stream_aborts_its_request(tiny_directory: Path, kind: str) -> None:
+def test_closing_a_stream_aborts_its_request(
+    tiny_directory: Path, kind: str, answers: list[tuple[int | None, str | None]]
+) -> None:
     fields: Any = {"model": "tiny", "max_tokens": 400, "stream": True, "extra_body": ENDLESS_LETTERS}
-    with running(tiny_directory) as server, client_of(server) as client, gated(server, free_steps=3) as gate:
-        answers = spy_on_answers(server)
+    with (
+        running(tiny_directory, make=stepped) as server,
+        client_of(server) as client,
+        gated(server, free_steps=3) as gate,
+    ):
         create = client.chat.completions.create if kind == "chat" else client.completions.create
         text = {"messages": HELLO} if kind == "chat" else {"prompt": "a"}
         with create(**fields, **text) as stream:
@@ -389,19 +408,17 @@ def test_closing_a_stream_aborts_its_request(tiny_directory: Path, kind: str) ->
 
 def break_engine(server: Running, *, after: int) -> None:
     """Make the engine raise after `after` steps."""
-    engine: Any = server.opened.engine
-    tick, steps = engine.tick, iter(range(after))
+    steps = iter(range(after))
 
-    def failing() -> Any:
+    def fail() -> None:
         if next(steps, None) is None:
             raise RuntimeError("injected")
-        return tick()
 
-    server.on_engine(lambda: setattr(engine, "tick", failing))
+    steps_of(server).before_step = fail
 
 
 def test_engine_failure_raises_in_a_stream(tiny_directory: Path) -> None:
-    with running(tiny_directory) as server, client_of(server, max_retries=2) as client:
+    with running(tiny_directory, make=stepped) as server, client_of(server, max_retries=2) as client:
         break_engine(server, after=4)
         got: list[Any] = []
         with pytest.raises(openai.APIError, match="internal server error") as caught:
@@ -419,12 +436,13 @@ def append_all(got: list[Any], stream: Any) -> list[Any]:
     return []
 
 
-def test_engine_failure_is_not_retried(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_failure_is_not_retried(
+    tiny_directory: Path, answers: list[tuple[int | None, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
     monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
-    with running(tiny_directory) as server, client_of(server, max_retries=2) as client:
+    with running(tiny_directory, make=stepped) as server, client_of(server, max_retries=2) as client:
         break_engine(server, after=4)
-        answers = spy_on_answers(server)
         with pytest.raises(openai.InternalServerError) as caught:
             client.completions.create(model="tiny", prompt="a", max_tokens=100, extra_body=ENDLESS)
         assert caught.value.status_code == 500 and caught.value.request_id
@@ -481,10 +499,11 @@ def test_sixteen_concurrent_streams(server: Running, client: openai.OpenAI) -> N
     wait_until(lambda: loads(server) == (0, 0))
 
 
-def test_closing_an_asynchronous_stream_aborts_its_request(tiny_directory: Path) -> None:
+def test_closing_an_asynchronous_stream_aborts_its_request(
+    tiny_directory: Path, answers: list[tuple[int | None, str | None]]
+) -> None:
     fields: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 400, "extra_body": ENDLESS_LETTERS}
-    with running(tiny_directory) as server, gated(server, free_steps=3) as gate:
-        answers = spy_on_answers(server)
+    with running(tiny_directory, make=stepped) as server, gated(server, free_steps=3) as gate:
 
         async def leave() -> None:
             async with (

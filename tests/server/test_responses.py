@@ -29,6 +29,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import ChatBody
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from tests.server.stepped import stepped
 from tests.server.test_detokenizer import TOKENIZER, sample_of
 from tests.server.test_openai_client import ENDLESS, LETTERS, PATIENCE, client_of, gated, wait_until
 from tests.server.test_replies import A, B, call_of, delta
@@ -46,7 +47,7 @@ JSON = dict[str, Any]
 @contextmanager
 def mounted(directory: Path, **config: Any) -> Iterator[Running]:
     """Serve the tiny model."""
-    with running(directory, ServerConfig(port=0, log_requests=False, **config)) as one:
+    with running(directory, ServerConfig(port=0, log_requests=False, **config), stepped) as one:
         yield one
 
 
