@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +16,10 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.engine_link import LoadedModel
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.text.tool_format import MAX_FORCED_CALLS
-from tests.server.tiny import Running, make_tiny, running
+from tests.server.tiny import Running, make_tiny, opened, running
 
 CHAT = "/v1/chat/completions"
 WEATHER = {
@@ -308,18 +310,33 @@ def test_preempted_answer_matches_structure(one_at_a_time: Running) -> None:
             check_calls(choice["message"]["tool_calls"])
 
 
-def test_concurrent_requests_share_one_compilation(roomy_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class SlowGrammars:
+    """Grammars that compile after `going` is set."""
+
+    def __init__(self, inner: Grammars, going: threading.Event) -> None:
+        self._inner, self._going = inner, going
+        self.compiled: list[Grammar] = []
+
+    def matcher(self, grammar: Grammar) -> Any:
+        self._going.wait(60)
+        self.compiled.append(grammar)
+        return self._inner.matcher(grammar)
+
+    def known(self, grammar: Grammar) -> Any:
+        return self._inner.known(grammar)
+
+
+def test_concurrent_requests_share_one_compilation(roomy_directory: Path) -> None:
     """As many requests as a trainer has in flight, with one compiling thread: none is refused."""
-    compiled, going = [], threading.Event()
-    real = Grammars.matcher
+    going = threading.Event()
+    slow: list[SlowGrammars] = []
 
-    def slow(self: Grammars, grammar: Grammar) -> Any:
-        going.wait(60)
-        compiled.append(grammar)
-        return real(self, grammar)
+    def slowly(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel:
+        loaded = opened(directory, config, **options)
+        slow.append(SlowGrammars(loaded.model.grammars, going))
+        return replace(loaded, model=replace(loaded.model, grammars=slow[0]))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Grammars, "matcher", slow)
-    with running(roomy_directory) as one, ThreadPoolExecutor(64) as pool:
+    with running(roomy_directory, make=slowly) as one, ThreadPoolExecutor(64) as pool:
         body = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "ab|cd"}}
         replies = [pool.submit(one.post, "/v1/completions", body) for _ in range(64)]
         for _ in range(2000):
@@ -327,7 +344,7 @@ def test_concurrent_requests_share_one_compilation(roomy_directory: Path, monkey
                 break
         going.set()
         assert {reply.result(60).status_code for reply in replies} == {200}
-    assert len(compiled) == 1
+    assert len(slow[0].compiled) == 1
 
 
 def test_number_of_structures_is_limited(server: Running) -> None:
