@@ -7,7 +7,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.routing import Route
 
-from nano_inference.server import app as app_module
 from nano_inference.server import schema as bodies
 from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.dialect import Dialect
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing
 from nano_inference.server.openapi import openapi
@@ -40,6 +41,7 @@ DIALECTS = installed_dialects()
 EXAMPLES = 200 if os.environ.get("NANO_INFERENCE_THOROUGH") else 5
 """Requests for each operation."""
 MAX_LEN = 64
+NO_KEY = {"needs_key": False}
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -64,57 +66,76 @@ def test_served_document_is_valid(small: Running) -> None:
     schemathesis.openapi.from_dict(document).validate()
 
 
-@pytest.fixture
-def unserved() -> Iterator[App]:
-    """An application without a model."""
+class WatchedDialects(dict[str, Dialect]):
+    """All dialects; `on_read` is called before another thread than the main one reads them, some times a document."""
+
+    def __init__(self, on_read: Callable[[], None]) -> None:
+        super().__init__(DIALECTS)
+        self.on_read = on_read
+
+    def values(self) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            self.on_read()
+        return super().values()
+
+
+@contextmanager
+def unserved(dialects: Mapping[str, Dialect]) -> Iterator[App]:
+    """Yield an application without a model."""
     config = ServerConfig(log_requests=False)
-    one = make_app(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), DIALECTS)
+    one = make_app(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), dialects)
     yield one
     one.close()
 
 
-def test_document_is_created_once_in_a_thread(unserved: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[str] = []
+def test_document_is_created_once_in_a_thread() -> None:
+    readers: list[str] = []
     going = threading.Event()
 
-    def slow(dialects: Any, *, needs_key: bool) -> dict[str, Any]:
+    def note() -> None:
         going.wait(60)
-        written.append(threading.current_thread().name)
-        return openapi(DIALECTS, needs_key=needs_key)
+        readers.append(threading.current_thread().name)
 
-    monkeypatch.setattr(app_module, "openapi", slow)
     unused: Any = None
 
-    async def request() -> None:
-        first, *others = [asyncio.create_task(unserved.document(unused)) for _ in range(4)]
+    async def request(app: App) -> None:
+        first, *others = [asyncio.create_task(app.document(unused)) for _ in range(4)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         first.cancel()  # the first client disconnects; the others still get the document
         going.set()
-        replies = [await other for other in others] + [await unserved.document(unused)]
+        replies = [await other for other in others] + [await app.document(unused)]
         assert {json.loads(bytes(reply.body))["openapi"] for reply in replies} == {"3.1.0"}
         with pytest.raises(asyncio.CancelledError):
             await first
 
-    assert not written
-    asyncio.run(request())
-    assert len(written) == 1 and written[0].startswith("worker-text")
+    with unserved(WatchedDialects(note)) as app:
+        assert not readers
+        asyncio.run(request(app))
+    (reader,) = set(readers)
+    assert reader.startswith("worker-text")
+    once: list[str] = []
+    thread = threading.Thread(target=openapi, args=(WatchedDialects(lambda: once.append("")),), kwargs=NO_KEY)
+    thread.start()
+    thread.join()
+    assert len(readers) == len(once) > 0
 
 
-def test_failed_document_is_created_again(unserved: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_document_is_created_again() -> None:
     unused: Any = None
+    failures = [RuntimeError("not today")]
 
-    def broken(dialects: Any, *, needs_key: bool) -> dict[str, Any]:
-        raise RuntimeError("not today")
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
 
-    async def request() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(app_module, "openapi", broken)
-            failed = await asyncio.gather(*(unserved.document(unused) for _ in range(2)), return_exceptions=True)
-            assert [str(error) for error in failed] == ["not today"] * 2
-        assert (await unserved.document(unused)).status_code == 200
+    async def request(app: App) -> None:
+        failed = await asyncio.gather(*(app.document(unused) for _ in range(2)), return_exceptions=True)
+        assert [str(error) for error in failed] == ["not today"] * 2
+        assert (await app.document(unused)).status_code == 200
 
-    asyncio.run(request())
+    with unserved(WatchedDialects(fail)) as app:
+        asyncio.run(request(app))
 
 
 def test_document_describes_exactly_the_routes(small: Running) -> None:
