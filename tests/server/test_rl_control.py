@@ -9,12 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import nano_inference
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.engine_link import EngineLink
+from nano_inference.server.keys import KeyRing
 from nano_inference.server.rl.facts import DESCRIPTIONS
 from nano_inference.server.rl.routes import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS, STREAM_PATHS
+from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 from tests.server.tiny import Running
 from tests.server.trainer import LONG, PROMPT, SHORT, Hold, Stream, held, ok, refused, serving, until
 
@@ -539,16 +543,19 @@ def test_weight_checker_returns_and_compares_the_checksum(server: Running) -> No
     assert (other["success"], other["equal"]) == (False, False)
 
 
-def test_commands_are_refused_while_the_model_loads(tiny_directory: Path) -> None:
-    with serving(tiny_directory) as one:
-        one.on_loop(lambda: setattr(one.link, "state", "loading"))
-        for response in (
-            one.client.post("/pause"),
-            one.client.get("/weight_info"),
-            one.post("/start_weight_update", {}),
-        ):
-            refused(response, 503, "being loaded")
-        one.on_loop(lambda: setattr(one.link, "state", "ready"))
+def test_commands_are_refused_while_the_model_loads() -> None:
+    config = ServerConfig(enable_rl=True)
+    app = make_app(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), installed_dialects())
+
+    async def ask() -> None:
+        transport = httpx2.ASGITransport(app.asgi)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            refused(await client.post("/pause"), 503, "being loaded")
+            refused(await client.get("/weight_info"), 503, "being loaded")
+            refused(await client.post("/start_weight_update", json={}), 503, "being loaded")
+
+    asyncio.run(ask())
+    app.close()
 
 
 @pytest.mark.parametrize(("fields", "mode"), [({}, "raw"), ({"enable_rl": True}, "processed")])
