@@ -201,10 +201,13 @@ def test_health_checks_return_a_server_to_the_routing(servers: tuple[Running, Ru
 
 
 def test_draining_refuses_new_requests_and_completes_open_ones(front: Front) -> None:
+    def drain() -> None:
+        front.proxy.is_draining = True
+
     with front.client.stream("POST", "/v1/completions", json={**endless("x"), "max_tokens": 60}) as reply:
         lines = reply.iter_lines()
         assert next(lines)
-        front.on_loop(lambda: setattr(front.proxy, "is_draining", True))
+        front.on_loop(drain)
         refused = front.client.post("/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert (front.client.get("/health").status_code, front.client.get("/ready").status_code) == (200, 503)
