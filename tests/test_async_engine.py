@@ -190,10 +190,7 @@ def test_runner_that_fails_between_steps_ends_the_engine() -> None:
     asyncio.run(main())
 
 
-def test_update_from_a_silent_source_ends_at_its_timeout(
-    untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nano_inference.async_engine._WATCH_S", 0.01)
+def test_update_from_a_silent_source_ends_at_its_timeout(untied: Pair, open_engine: OpenEngine) -> None:
     source = PausedSource(untied.named())
 
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:

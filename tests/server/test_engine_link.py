@@ -205,14 +205,23 @@ def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> No
     hours = [0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600)
     monkeypatch.setattr("nano_inference.engine_thread.time", clock)
-    monkeypatch.setattr("nano_inference.async_engine._WATCH_S", 0.01)
+    sleep, waits = asyncio.sleep, []
+
+    async def short_sleep(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(seconds / 100)
+
+    monkeypatch.setattr(asyncio, "sleep", short_sleep)
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as ticket:
             assert await asyncio.to_thread(engine.is_stuck.wait, 60)
             hours[0] = 1
-            await asyncio.sleep(0.1)  # several checks of the watchdog
+            waits.clear()
+            async with asyncio.timeout(60):
+                while len(waits) < 4:  # several checks of the watchdog
+                    await sleep(0.01)
             assert link.state == "ready"
             engine.resume.set()
             assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
