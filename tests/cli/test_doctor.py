@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.assemble import kernels_here
 from nano_inference.catalog import WHEELS, ModelEntry
-from nano_inference.cli import estimate, machine, main, roofline
+from nano_inference.cli import doctor, estimate, machine, main, roofline
 from nano_inference.cli.machine import gemm_rate, read_bandwidth
+from nano_inference.cli.options import Common
 from nano_inference.config import Dtype
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.models.config import LayerConfig, ModelConfig
@@ -188,10 +189,9 @@ def test_doctor_reports_why_kernels_are_missing(
 
 
 @pytest.mark.model
-def test_doctor_bench_prints_roofline(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "_PREFILL_TOKENS", 40)
-    monkeypatch.setattr(roofline, "_DECODE_TOKENS", 4)
-    page = output(capsys, "--bench", "--cache", str(tmp_path))
+def test_doctor_bench_prints_roofline(tmp_path: Path, capsys: Capture) -> None:
+    assert doctor.run(False, Common(cache=tmp_path), bench=roofline.Amounts(prefill=40, decode=4)) == 0
+    page = capsys.readouterr().out
     for dtype in ("auto", "bfloat16", "int8"):
         assert f"weights {dtype}\n" in page
     assert page.count(" %\n") == 6

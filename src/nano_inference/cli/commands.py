@@ -167,8 +167,9 @@ def tokenize(
 def doctor(*, bench: BenchFlag = False, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
     """Show this machine: processor, memory, libraries, models, and two short measurements."""
     from nano_inference.cli import doctor as work
+    from nano_inference.cli.roofline import Amounts
 
-    return work.run(as_json, common, bench=bench)
+    return work.run(as_json, common, bench=Amounts() if bench else None)
 
 
 def models_list(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:

@@ -13,12 +13,13 @@ import torch
 import nano_inference
 from nano_inference.assemble import kernels_here
 from nano_inference.catalog import WHEELS, list_models
-from nano_inference.cli import estimate, machine, roofline
+from nano_inference.cli import estimate, machine
 from nano_inference.cli.config_file import default_file
 from nano_inference.cli.fallback import ENV_PREFIX
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of
+from nano_inference.cli.roofline import Amounts, measure
 from nano_inference.cli.shells import installed
 from nano_inference.executors.devices import available_memory, free_bytes
 
@@ -30,11 +31,11 @@ _NOTE = (
 )
 
 
-def run(as_json: bool, common: Common, *, bench: bool = False) -> int:
+def run(as_json: bool, common: Common, *, bench: Amounts | None = None) -> int:
     """Print the facts and measurements; with `bench`, also the share of them that the default model reaches."""
     facts = examine(cache_of(common), common.config)
-    if bench:
-        facts |= roofline.measure()
+    if bench is not None:
+        facts |= measure(bench)
     if as_json:
         print(json.dumps(facts))
         return 0

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from nano_inference.assemble import locate
 from nano_inference.cli import machine
@@ -16,12 +16,17 @@ from nano_inference.models.ops import Attend, Linear
 from nano_inference.models.program import Program
 from nano_inference.types import SamplingParams
 
-_PREFILL_TOKENS = 2048
-_DECODE_TOKENS = 96
 _REPEAT = 3
 
 
-def measure(name: str = "default") -> dict[str, dict[str, Any]]:
+class Amounts(NamedTuple):
+    """Tokens of the measured prompt and answer."""
+
+    prefill: int = 2048
+    decode: int = 96
+
+
+def measure(amounts: Amounts, name: str = "default") -> dict[str, dict[str, Any]]:
     """Return the machine's rates and the shares reached with weights in the file's dtype, bfloat16 and int8.
 
     Decode share = bytes of weights * tokens per second / torch's read bandwidth.
@@ -33,27 +38,27 @@ def measure(name: str = "default") -> dict[str, dict[str, Any]]:
     }
     dtypes: tuple[Dtype, ...] = ("auto", "bfloat16", "int8")
     for dtype in dtypes:
-        found[f"weights {dtype}"] = _shares(name, dtype, bandwidth, rate)
+        found[f"weights {dtype}"] = _shares(name, dtype, amounts, bandwidth, rate)
     return found
 
 
-def _shares(name: str, dtype: Dtype, bandwidth: float, rate: float) -> dict[str, Any]:
+def _shares(name: str, dtype: Dtype, amounts: Amounts, bandwidth: float, rate: float) -> dict[str, Any]:
     """Measure one engine."""
     config = EngineConfig(model_path=str(locate(name)), device="cpu", dtype=dtype, max_model_len=4096)
     with InferenceEngine(config) as engine:
         executor = engine.parts.executor
         assert executor is not None
         weight_bytes = executor.weight_bytes
-        flops = prefill_flops(executor.program, _PREFILL_TOKENS)
-        decode = statistics.median(_decode_rate(engine, index) for index in range(_REPEAT))
-        prefill = statistics.median(_prefill_seconds(engine, index) for index in range(_REPEAT))
+        flops = prefill_flops(executor.program, amounts.prefill)
+        decode = statistics.median(_decode_rate(engine, amounts.decode, index) for index in range(_REPEAT))
+        prefill = statistics.median(_prefill_seconds(engine, amounts.prefill, index) for index in range(_REPEAT))
     return {
         "code": executor.code,
         "weight_bytes": weight_bytes,
         "decode_tokens_per_s": decode,
         "decode_bytes_per_s": decode * weight_bytes,
         "decode_share": decode * weight_bytes / bandwidth,
-        "prefill_tokens_per_s": _PREFILL_TOKENS / prefill,
+        "prefill_tokens_per_s": amounts.prefill / prefill,
         "prefill_flops_per_s": flops / prefill,
         "prefill_share": flops / prefill / rate,
     }
@@ -71,16 +76,16 @@ def _prompt(size: int, index: int) -> list[int]:
     return [rng.randrange(1000, 40_000) for _ in range(size)]
 
 
-def _decode_rate(engine: InferenceEngine, index: int) -> float:
+def _decode_rate(engine: InferenceEngine, num_tokens: int, index: int) -> float:
     """Return tokens per second between the first and the last token of a short answer."""
-    params = SamplingParams(temperature=0, max_tokens=_DECODE_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     times = [time.perf_counter() for _ in engine.stream(_prompt(32, index), params)]
     return (len(times) - 1) / (times[-1] - times[0])
 
 
-def _prefill_seconds(engine: InferenceEngine, index: int) -> float:
+def _prefill_seconds(engine: InferenceEngine, num_tokens: int, index: int) -> float:
     """Return the seconds of a prompt's prefill."""
     start = time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    engine.generate([_prompt(_PREFILL_TOKENS, 1000 + index)], params)
+    engine.generate([_prompt(num_tokens, 1000 + index)], params)
     return time.perf_counter() - start
