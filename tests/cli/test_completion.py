@@ -132,7 +132,12 @@ def test_completion_installs_scripts(tmp_path: Path, capsys: Capture, monkeypatc
     assert "nano-inference" in (tmp_path / ".bashrc").read_text()
 
 
-def test_undetected_shell_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shells, "detect_shell", lambda: "powershell")
+def test_undetected_shell_is_one_line(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent process is PowerShell."""
+    (tmp_path / "ps").write_text("#!/bin/sh\necho pwsh\n")
+    (tmp_path / "ps").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("ZSH_VERSION", "BASH_VERSION", "FISH_VERSION"):
+        monkeypatch.delenv(name, raising=False)
     assert main(["completion"]) == 2
     assert "give --shell bash, --shell zsh or --shell fish" in capsys.readouterr().err
