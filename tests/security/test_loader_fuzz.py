@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference.executors.opening import load_model
 from nano_inference.loader import gguf_file, safetensors_file
@@ -149,11 +150,16 @@ def test_too_many_tensors_keys_and_items_are_refused_by_their_count(gguf_path: P
     assert "1000000 metadata keys are announced, the limit is 65536" in refusal(gguf_path, read_gguf)
 
 
-def test_the_items_of_all_arrays_are_counted_together(gguf_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_file, "MAX_ITEMS", 10)
-    numbers, texts = Key(b"a", ARRAY, [1] * 6, U8), Key(b"b", ARRAY, [b""] * 4, STRING)
-    assert len(read_gguf(write(gguf_path, GgufParts((numbers, texts), (), b""))).metadata) == 2
-    write(gguf_path, GgufParts((numbers, texts, Key(b"c", ARRAY, [b""], STRING)), (), b""))
+def test_the_items_of_all_arrays_are_counted_together(gguf_path: Path) -> None:
+    def array(name: bytes, kind: int, count: int, data: bytes) -> bytes:
+        return struct.pack("<Q", len(name)) + name + struct.pack("<IIQ", ARRAY, kind, count) + data
+
+    num_bytes = gguf_file.MAX_ITEMS - 4
+    keys = [array(b"a", U8, num_bytes, bytes(num_bytes)), array(b"b", STRING, 4, bytes(8 * 4))]
+    gguf_path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(keys)) + b"".join(keys))
+    assert len(read_gguf(gguf_path).metadata) == 2
+    keys.append(array(b"c", STRING, 1, bytes(8)))
+    gguf_path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(keys)) + b"".join(keys))
     assert "1 strings are announced, the limit is 0" in refusal(gguf_path, read_gguf)
 
 
@@ -286,18 +292,20 @@ def test_a_little_too_much_is_refused_by_the_weights_name(tmp_path: Path) -> Non
         load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.float32, 64)
 
 
-@pytest.mark.parametrize("num_layers", [10_001, 2**31 - 1])
-def test_lambdas_are_not_filled_in_for_layers_beyond_count(
-    num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("memory was taken")
+class NoneFilled(TorchDispatchMode):
+    """Refuses operations that fill new memory with a value."""
 
-    monkeypatch.setattr(torch, "full", never)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in (torch.ops.aten.full, torch.ops.aten.ones, torch.ops.aten.zeros), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_layers", [10_001, 2**31 - 1])
+def test_lambdas_are_not_filled_in_for_layers_beyond_count(num_layers: int, tmp_path: Path) -> None:
     state = state_dict("G1", model_config("G1"))
     del state["x0_lambdas"]
     write_checkpoint(tmp_path, "G1", config=model_config("G1", n_layer=num_layers), state=state)
-    with pytest.raises(ModelError, match=r"n_layer must be an integer in \[1, 10000\]"):
+    with NoneFilled(), pytest.raises(ModelError, match=r"n_layer must be an integer in \[1, 10000\]"):
         open_checkpoint(tmp_path)
 
 
