@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nano_inference.weights.staging import Staging
-from tests.server.tiny import Running
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.engine_link import LoadedModel
+from nano_inference.weights.updates import WeightUpdate
+from tests.server.tiny import Running, opened
 from tests.server.trainer import (
     PROMPT,
     SHORT,
@@ -44,9 +47,38 @@ def named(target: Path) -> Named:
     return {**good, "nan": bad, "short": torch.zeros(3)}
 
 
+class ReceivingEngine:
+    """An engine that lists the tensors that its updates received; everything else is the engine's."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.received: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def control(self) -> ReceivingEngine:
+        return self
+
+    def start_update(self, update: WeightUpdate) -> Any:
+        return self._engine.start_update(replace(update, weights=self._noted(update.weights)))
+
+    def _noted(self, weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        with closing(weights):
+            for name, tensor in weights:
+                self.received.append(name)
+                yield name, tensor
+
+
+def receiving(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel:
+    one = opened(directory, config, **options)
+    return replace(one, engine=ReceivingEngine(one.engine))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def server(tiny_directory: Path) -> Iterator[Running]:
-    with serving(tiny_directory, weight_timeout=60) as one:
+    with serving(tiny_directory, weight_timeout=60, make=receiving) as one:
         yield one
 
 
@@ -263,11 +295,9 @@ def test_tensors_that_do_not_fit_are_logged_before_they_are_received(
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_update_that_waits_for_a_broadcast_can_be_aborted(
-    dialect: str, server: Running, trainer: Trainer, named: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dialect: str, server: Running, trainer: Trainer, named: Named, tmp_path: Path
 ) -> None:
-    received: list[object] = []
-    put = Staging.put
-    monkeypatch.setattr(Staging, "put", lambda staging, *item: (put(staging, *item), received.append(item)))
+    engine: Any = server.opened.engine
     join_group(server, trainer)
     names = good_names(named)
     dtypes, shapes = dtypes_and_shapes(named, names)
@@ -278,7 +308,7 @@ def test_update_that_waits_for_a_broadcast_can_be_aborted(
     with posting(server, path, body) as reply:
         trainer.send(names[:2])
         trainer.wait()
-        until(server, lambda: len(received) == 2)
+        until(server, lambda: engine.received == names[:2])
         aborted = ok(server.post("/abort_weight_update", {}))
         assert (aborted["aborted"], aborted["closed_groups"]) == (True, ["weight_update_group"])
         refused(reply.result(60), 409, "aborted")
