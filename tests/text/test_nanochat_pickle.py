@@ -220,7 +220,10 @@ def test_too_large_and_non_regular_files_are_refused(tmp_path: Path) -> None:
         read_fields(tmp_path / "nothing.pkl")
 
 
-def test_number_of_entries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nanochat_pickle, "MAX_ENTRIES", 100)
-    with pytest.raises(ModelError, match="more than 100 entries"):
-        read_fields(write_pickle(tmp_path, encoding()))
+def test_number_of_entries_is_limited(tmp_path: Path) -> None:
+    """Those of all dicts together: the ranks, the special token and the state."""
+    ranks = {number.to_bytes(3, "big"): number for number in range(nanochat_pickle.MAX_ENTRIES - 4)}
+    path = tmp_path / "tokenizer.pkl"
+    path.write_bytes(with_state(state(mergeable_ranks=ranks, special_tokens={"<|bos|>": len(ranks)})))
+    with pytest.raises(ModelError, match=f"more than {nanochat_pickle.MAX_ENTRIES} entries"):
+        read_fields(path)
