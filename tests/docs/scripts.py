@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import io
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 
-_PARSE = argparse.ArgumentParser.parse_args
-
-
-class OptionsRead(BaseException):
-    """Raised in a script's place behind its parser. Not an `Exception`: a script may catch those."""
+_UNKNOWN = "--an-option-that-no-script-has"
 
 
 def parse_only(script: Path, words: Sequence[str]) -> None:
@@ -25,26 +21,23 @@ def parse_only(script: Path, words: Sequence[str]) -> None:
         assert not words, f"{script.name} reads no options"
         compile(script.read_bytes(), script, "exec")
         return
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", _parse_and_leave)
-        patch.setattr(sys, "argv", [str(script), *words])
+    before, errors = set(sys.modules), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
+        # argparse refuses an unknown option last: after a wrong value, and after an option that is missing.
+        patch.setattr(sys, "argv", [str(script), *words, _UNKNOWN])
         patch.syspath_prepend(str(script.parent))
         try:
             runpy.run_path(str(script), run_name="__main__")
-        except OptionsRead:
-            return
         except SystemExit as leaving:
-            raise AssertionError(f"{script.name} refuses {' '.join(words)} (exit code {leaving.code})") from None
+            said = errors.getvalue().rstrip()
+            assert said.endswith(f"error: unrecognized arguments: {_UNKNOWN}"), (
+                f"{script.name} refuses {' '.join(words)} (exit code {leaving.code}): {said}"
+            )
+            return
         finally:
             for name in set(sys.modules) - before:
                 _forget(name, script.parent)
     raise AssertionError(f"{script.name} has not read its options")
-
-
-def _parse_and_leave(parser: argparse.ArgumentParser, *given: Any, **named: Any) -> NoReturn:
-    _PARSE(parser, *given, **named)
-    raise OptionsRead
 
 
 def _forget(name: str, directory: Path) -> None:
