@@ -13,14 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nano_inference.chat_defaults import MODELS_OWN
-from nano_inference.cli import chat, local, main
+from nano_inference.chat_defaults import CHAT_MAX_TOKENS, MODELS_OWN
+from nano_inference.cli import local, main
 from nano_inference.cli.answer import Answer
-from nano_inference.cli.conversation import Sampling
-from nano_inference.cli.options import Common
+from nano_inference.cli.conversation import plain_value, sampling_fields
 from nano_inference.cli.session import Session
-from nano_inference.cli.spelling import Typed
-from nano_inference.config import EngineConfig
 from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.nanochat.rules import GENERATIONS
 from nano_inference.types import SamplingParams
@@ -73,31 +70,35 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
     return seen
 
 
-class Call(NamedTuple):
-    """Arguments of a chat."""
+class Settings(NamedTuple):
+    """What a chat says of its model and its sampling."""
 
-    options: chat.Options
-    config: EngineConfig
-    params: SamplingParams
-    named: frozenset[str]
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Record all following chats instead of running them."""
-    seen: list[Call] = []
-
-    def note(options: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
-        seen.append(Call(options, config, sampling.params, sampling.named))
-        return 0
-
-    monkeypatch.setattr(local, "run", note)
-    return seen
+    file: str
+    facts: str
+    fields: dict[str, str]
+    """The values of all sampling fields that have a flag, as /set prints them."""
+    named: set[str]
+    """Those that are not defaults."""
 
 
 def run_chat(capsys: Capture, monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> tuple[str, str]:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     return run(capsys, "chat", *argv)
+
+
+def settings(capsys: Capture, monkeypatch: pytest.MonkeyPatch, *argv: str) -> Settings:
+    """Ask a chat for its settings."""
+    _, err = run_chat(capsys, monkeypatch, "/model\n/set\n", *argv)
+    (file,) = re.findall(r"^file +(\S.*)$", err, re.M)
+    lines = re.findall(r"^(\w+) = (.*?)( \(default\))?$", err, re.M)
+    assert tuple(name for name, _, _ in lines) == sampling_fields()
+    named = {name for name, _, default in lines if not default}
+    return Settings(file, err, {name: value for name, value, _ in lines}, named)
+
+
+def fields_of(params: SamplingParams) -> dict[str, str]:
+    """Return what /set prints of sampling parameters."""
+    return {name: json.dumps(plain_value(params, name)).replace("null", "none") for name in sampling_fields()}
 
 
 @pytest.fixture(scope="module")
@@ -136,72 +137,74 @@ def home(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_nanochat_options_select_checkpoint(
-    home: Path, capsys: Capture, calls: list[Call], argv: list[str], file: str
+    home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, argv: list[str], file: str
 ) -> None:
-    run(capsys, "chat", "--nanochat", *argv)
-    assert calls[0].config.model_path == str(home / file)
+    assert settings(capsys, monkeypatch, "--nanochat", *argv).file == str(home / file)
 
 
-def test_model_option_names_base_directory(
-    base: Path, capsys: Capture, calls: list[Call], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_option_names_base_directory(base: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = base / "chatsft_checkpoints/d4/model_000030.pt"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", "/no/such/base")
-    for name in (base, base / "chatsft_checkpoints", base / "chatsft_checkpoints/d4/model_000030.pt"):
-        run(capsys, "chat", "--nanochat", "--model", str(name))
+    for name in (base, base / "chatsft_checkpoints", newest):
+        assert settings(capsys, monkeypatch, "--nanochat", "--model", str(name)).file == str(newest)
     monkeypatch.setenv("NANO_INFERENCE_MODEL", str(base))
-    run(capsys, "chat", "--nanochat")
-    run(capsys, "chat", "--nanochat", "--model", "calculator")
-    assert Path(calls.pop().config.model_path).parent == CALCULATOR.directory
-    assert {call.config.model_path for call in calls} == {str(base / "chatsft_checkpoints/d4/model_000030.pt")}
+    assert settings(capsys, monkeypatch, "--nanochat").file == str(newest)
+    own = settings(capsys, monkeypatch, "--nanochat", "--model", "calculator")
+    assert Path(own.file).parent == CALCULATOR.directory
     monkeypatch.delenv("NANO_INFERENCE_MODEL")
     assert "/no/such/base: no such directory; set NANOCHAT_BASE_DIR or --model" in refused(capsys, "chat", "--nanochat")
 
 
 def test_directory_named_nanochat_is_opened_as_model(
-    home: Path, tmp_path: Path, capsys: Capture, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "nanochat", "G0", step=1)
+    write_tokenizer(tmp_path / "nanochat")
     monkeypatch.chdir(tmp_path)
-    run(capsys, "chat", "--nanochat", "--model", "nanochat")
-    assert calls[0].config.model_path == "nanochat/model_000001.pt"
+    found = settings(capsys, monkeypatch, "--nanochat", "--model", "nanochat")
+    assert Path(found.file).absolute() == tmp_path / "nanochat" / "model_000001.pt"
 
 
-def test_nanochat_defaults(home: Path, capsys: Capture, calls: list[Call]) -> None:
-    run(capsys, "chat", "--nanochat")
-    run(capsys, "chat", "--model", "calculator")
-    own, other = calls
-    assert own.params == SamplingParams(temperature=0.6, top_k=50, max_tokens=256, seed=42)
+def test_nanochat_defaults(home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = settings(capsys, monkeypatch, "--nanochat")
+    assert own.fields == fields_of(SamplingParams(temperature=0.6, top_k=50, max_tokens=256, seed=42))
     assert own.named >= set(MODELS_OWN), "the model's files are ignored"
+    other = settings(capsys, monkeypatch, "--model", "calculator")
+    assert other.fields == fields_of(SamplingParams(temperature=0.0, max_tokens=CHAT_MAX_TOKENS))
     assert "top_p" not in other.named
-    assert own.options == chat.Options(system=None, prompt=None, has_bare_words=True)
-    assert other.params == SamplingParams(temperature=0.0) and not other.options.has_bare_words
 
 
-def test_flags_override_nanochat_defaults(home: Path, capsys: Capture, calls: list[Call]) -> None:
-    run(capsys, "chat", "--nanochat", "-t", "1.5", "-k", "7", "-p", "hello", "-d", "bfloat16", "--device-type", "cpu")
-    run(capsys, "chat", "--nanochat", "--seed", "3", "--max-tokens", "9", "--top-k", "0")
-    run(capsys, "chat", "--nanochat", "--device", "cuda:3", "--device-type", "")
-    first, second, third = calls
-    assert first.params == SamplingParams(temperature=1.5, top_k=7, max_tokens=256, seed=42)
-    assert first.options.prompt == "hello" and first.config.dtype == "bfloat16" and first.config.device == "cpu"
-    assert second.params == SamplingParams(temperature=0.6, top_k=0, max_tokens=9, seed=3)
-    assert third.config.device == "cuda:3", "nanochat uses an empty string for automatic"
+def test_flags_override_nanochat_defaults(home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("-t", "1.5", "-k", "7", "-d", "bfloat16", "--device-type", "cpu")
+    first = settings(capsys, monkeypatch, "--nanochat", *flags)
+    assert first.fields == fields_of(SamplingParams(temperature=1.5, top_k=7, max_tokens=256, seed=42))
+    assert re.search(r"^precision +bfloat16 ", first.facts, re.M) and "device cpu" in first.facts
+    second = settings(capsys, monkeypatch, "--nanochat", "--seed", "3", "--max-tokens", "9", "--top-k", "0")
+    assert second.fields == fields_of(SamplingParams(temperature=0.6, top_k=0, max_tokens=9, seed=3))
+
+
+def test_empty_device_type_is_automatic(home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in nanochat; --device then counts."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    line = refused(capsys, "chat", "--nanochat", "-p", "hello", "--device", "cuda:3", "--device-type", "")
+    assert "device 'cuda:3': torch sees 0 CUDA devices" in line
 
 
 def test_environment_overrides_defaults_and_flags_override_environment(
-    home: Path, capsys: Capture, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+    home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("TEMPERATURE", "0.9"), ("TOP_K", "5"), ("SOURCE", "base"), ("NANOCHAT", "true")):
         monkeypatch.setenv(f"NANO_INFERENCE_{name}", value)
-    run(capsys, "chat")
-    run(capsys, "chat", "-t", "0.1", "-i", "sft")
-    first, second = calls
-    assert first.params == SamplingParams(temperature=0.9, top_k=5, max_tokens=256, seed=42)
-    assert first.config.model_path.endswith("base_checkpoints/d4/model_000007.pt")
-    assert second.params == SamplingParams(temperature=0.1, top_k=5, max_tokens=256, seed=42)
-    assert "chatsft_checkpoints" in second.config.model_path
-    run(capsys, "chat", "--no-nanochat", "--model", "calculator")  # the environment's source is ignored
-    assert calls[2].params == SamplingParams(temperature=0.9, top_k=5), "the environment overrides the calculator's 0"
+    first = settings(capsys, monkeypatch)
+    assert first.fields == fields_of(SamplingParams(temperature=0.9, top_k=5, max_tokens=256, seed=42))
+    assert first.file.endswith("base_checkpoints/d4/model_000007.pt")
+    second = settings(capsys, monkeypatch, "-t", "0.1", "-i", "sft")
+    assert second.fields == fields_of(SamplingParams(temperature=0.1, top_k=5, max_tokens=256, seed=42))
+    assert "chatsft_checkpoints" in second.file
+    third = settings(capsys, monkeypatch, "--no-nanochat", "--model", "calculator")  # ignores the environment's source
+    params = SamplingParams(temperature=0.9, top_k=5, max_tokens=CHAT_MAX_TOKENS)
+    assert third.fields == fields_of(params), "overrides the calculator's 0"
 
 
 @pytest.mark.parametrize(
