@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from nano_inference import SamplingParams
 from nano_inference.assemble import EngineParts
@@ -55,11 +57,11 @@ def test_step_starts_after_the_thread_copied_its_share() -> None:
 
 
 class Watched:
-    """An executor that counts its steps, and the pieces of an update that start in each."""
+    """An executor that counts its steps, and the pieces of an update that start in each; it gives them time to."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
-        self._is_running = threading.Event()
+        self.is_running, self._are_two = threading.Event(), threading.Event()
         self.num_steps = self.num_pieces = 0
         self.started_during: Counter[int] = Counter()
 
@@ -68,16 +70,20 @@ class Watched:
 
     def run(self, *step: Any) -> Any:
         self.num_steps += 1
-        self._is_running.set()
+        self.is_running.set()
         try:
-            return self._inner.run(*step)
+            result = self._inner.run(*step)
+            self._are_two.wait(0.005)
+            return result
         finally:
-            self._is_running.clear()
+            self.is_running.clear()
 
     def start_piece(self) -> None:
         self.num_pieces += 1
-        if self._is_running.is_set():
+        if self.is_running.is_set():
             self.started_during[self.num_steps] += 1
+            if self.started_during[self.num_steps] > 1:
+                self._are_two.set()
 
 
 @pytest.mark.parametrize("kernels", ["off", "auto"])
@@ -93,9 +99,18 @@ def test_no_piece_of_an_update_starts_during_a_step(kernels: str, untied: Pair, 
     engine = open_engine(untied, watched, kernels=kernels)
     (watch,) = seen
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
-    engine.update_weights(untied.named())
+    is_over = threading.Event()
+
+    def during_steps() -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in untied.named().items():
+            while not watch.is_running.wait(0.01) and not is_over.is_set():
+                pass
+            yield pair
+
+    engine.update_weights(during_steps())
     while engine.has_pending():
         engine.step()
+    is_over.set()
     engine.finish_update()
     assert watch.num_pieces > 10 and watch.num_steps > 10
     assert max(watch.started_during.values(), default=0) <= 1, "more than the piece in progress when a step started"
