@@ -22,6 +22,7 @@ from nano_inference.server.replicas.proxy import Proxy
 from nano_inference.server.replicas.supervisor import HealthCheck
 from nano_inference.server.run import Listener, bind
 from nano_inference.server.wiring import guard_policy
+from tests.server.tiny import close
 
 
 class CountingFleet(Fleet):
@@ -78,12 +79,12 @@ def proxied(urls: Sequence[str], *, checks_health: bool = False, **settings: Any
             if checks_health:
                 health.start()
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            ready.append(Front(url, fleet, proxy, asyncio.get_running_loop(), httpx2.Client(base_url=url, timeout=60)))
+            http = httpx2.Client(base_url=url, timeout=60, verify=False)
+            ready.append(Front(url, fleet, proxy, asyncio.get_running_loop(), http))
             came_up.set()
             await asyncio.to_thread(leave.wait)
             await health.close()
-            listener.should_exit = True
-            await serving
+            await close(listener, serving)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), name="proxy")
     thread.start()

@@ -204,20 +204,28 @@ def serving(root: str = "", port: int = 0) -> Iterator[FakeServer]:
     listening.bind(("127.0.0.1", port))
     listening.listen()  # clients that connect before the server runs wait for it
     fake.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    config = uvicorn.Config(fake.app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(_serve(server, listening)))
+    config = uvicorn.Config(fake.app, log_level="critical", lifespan="off")
+    server, leave = uvicorn.Server(config), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(_serve(server, listening, leave)))
     thread.start()
     try:
         yield fake
     finally:
-        server.should_exit = server.force_exit = True
+        leave.set()
         thread.join(20)
 
 
-async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:
-    """Serve until the server is to exit, then close its connections, also those with an unfinished answer."""
-    await server.serve(sockets=[listening])
-    for connection in server.server_state.connections:
+async def _serve(server: uvicorn.Server, listening: socket.socket, leave: threading.Event) -> None:
+    """Serve until `leave` is set, then close all connections, also those with an unfinished answer.
+
+    uvicorn's own end pauses twice for a tenth of a second, at each test.
+    """
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    await asyncio.to_thread(leave.wait)
+    serving.cancel()
+    await asyncio.wait([serving])
+    asyncio.get_running_loop().remove_reader(listening)
+    listening.close()
+    for connection in tuple(server.server_state.connections):
         connection.transport.abort()
     await asyncio.sleep(0)  # here they close
