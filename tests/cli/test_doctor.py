@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.assemble import kernels_here
-from nano_inference.catalog import WHEELS, ModelEntry
+from nano_inference.catalog import WHEELS, ModelEntry, default_cache
 from nano_inference.cli import doctor, estimate, machine, main, roofline
 from nano_inference.cli.machine import gemm_rate, read_bandwidth
 from nano_inference.cli.options import Common
@@ -123,6 +124,7 @@ def test_doctor_page_and_json(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     script = tmp_path / ".config/fish/completions/nano-inference.fish"
     script.parent.mkdir(parents=True)
     script.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(default_cache(os.environ).parent))  # the kernels are not compiled anew
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main([*place, "--json"]) == 0
     out = capsys.readouterr().out
