@@ -127,7 +127,8 @@ def test_choice_needs_a_function_that_is_not_left_out(scripted: Running) -> None
     ],
 )
 def test_strict_server_refuses_hints(strict: Running, path: str, fields: JSON, param: str) -> None:
-    body: JSON = {"input": "a"} if path == RESPONSES else {"messages": [{"role": "user", "content": "a"}]}
+    said = [{"role": "user", "content": "a"}]
+    body: JSON = {"input": "a", "max_output_tokens": 1} if path == RESPONSES else {"messages": said, "max_tokens": 1}
     assert strict.post(path, body).status_code == 200
     reply = strict.post(path, {**body, **fields})
     assert (reply.status_code, reply.json()["error"]["param"], reply.json()["error"]["code"]) == (
