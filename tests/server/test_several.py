@@ -76,19 +76,6 @@ def states(http: httpx2.Client) -> dict[str, str]:
 # ---- one server; each test asks first for the model that the one before leaves loaded: a load takes two seconds
 
 
-def test_the_field_model_chooses_the_model_which_is_loaded_for_it(client: openai.OpenAI, http: httpx2.Client) -> None:
-    whole = ask(client, "two")
-    assert whole.model == "two" and states(http) == {"one": "unloaded", "two": "loaded", "broken": "unloaded"}
-    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in ask(client, "two", stream=True))
-    assert streamed == whole.choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match="256"):
-        client.completions.create(model="two", prompt="x" * 400)
-    client.completions.create(model="one", prompt="x" * 400, max_tokens=1)  # its context is longer
-    assert states(http)["two"] == "unloaded"
-    assert http.post("/generate", json={"text": "hi", "sampling_params": {"max_new_tokens": 1}}).status_code == 200
-    assert states(http)["one"] == "loaded", "a request without a model is for the first"
-
-
 def test_an_unknown_model_is_refused_and_unloads_nothing(client: openai.OpenAI, http: httpx2.Client) -> None:
     ask(client, "one")
     with pytest.raises(openai.NotFoundError, match="'three' does not exist; served: one, two, broken"):
@@ -114,15 +101,6 @@ def test_without_a_key_nothing_is_loaded_named_or_unloaded(server: tuple[Process
     assert httpx2.get(f"{server[1]}/health").json()["models"]["loaded"] == 1
 
 
-def test_pages_of_other_sites_load_nothing(http: httpx2.Client) -> None:
-    """A page can send a GET to this machine without asking; what it causes must not be a load."""
-    assert http.post("/models/load", json={"model": "one"}).status_code == 200
-    for path in ("/info?model=two", "/v1/models/two?load=true", "/props?model=two"):
-        assert http.get(path, headers={"sec-fetch-site": "cross-site"}).status_code == 403
-    assert states(http)["one"] == "loaded"
-    assert http.get("/info?model=two", headers={"sec-fetch-site": "same-origin"}).status_code == 200
-
-
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"model": 5}', b"[]"])
 def test_switching_needs_the_name_of_a_model(http: httpx2.Client, body: bytes) -> None:
     for path in ("/models/load", "/models/unload"):
@@ -138,36 +116,13 @@ def test_a_killed_model_is_loaded_again_by_the_next_request(server: tuple[Proces
     server[0].wait_for("the server of one (ended with code -9|does not answer)")
 
 
-def test_a_damaged_model_is_one_error_and_the_others_are_unaffected(client: openai.OpenAI, http: httpx2.Client) -> None:
-    with pytest.raises(openai.InternalServerError, match="the model broken could not be loaded") as caught:
-        ask(client, "broken")
-    assert caught.value.status_code == 503 and caught.value.code == "model_not_loaded"
-    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value.body)
-    assert states(http)["broken"] == "failed"
-    assert ask(client, "one").choices[0].finish_reason in ("length", "stop")
-
-
-def test_the_terminal_chat_chooses_a_model_with_a_command(server: tuple[Process, str]) -> None:
-    """The first model is the default; another one is loaded by /model, with its own context and defaults."""
-    command = [sys.executable, "-m", "nano_inference", "chat", "--server", server[1], "--max-tokens", "4", "--quiet"]
-    ended = subprocess.run(
-        command,
-        input="/model\nhello\n/model two\nhello\n/model three\n/model broken\n",
-        env={**os.environ, "NANO_INFERENCE_API_KEY": KEY},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    shown = re.findall(r"^(?:model|context) +(\S+)", ended.stderr, re.MULTILINE)
-    assert shown == ["one", "512", "two", "256"], ended.stderr
-    assert "models   one, two, broken" in ended.stderr
-    assert "/model must be followed by one of the server's models: one, two, broken" in ended.stderr
-    assert "the model broken could not be loaded" in ended.stderr
-    asked = [
-        re.search(r'"path":"/v1/chat/completions","status":200', line[0]) for line in server[0].wait_for("chat/c.*")
-    ]
-    assert len(asked) >= 2
+def test_pages_of_other_sites_load_nothing(http: httpx2.Client) -> None:
+    """A page can send a GET to this machine without asking; what it causes must not be a load."""
+    assert http.post("/models/load", json={"model": "one"}).status_code == 200
+    for path in ("/info?model=two", "/v1/models/two?load=true", "/props?model=two"):
+        assert http.get(path, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert states(http)["one"] == "loaded"
+    assert http.get("/info?model=two", headers={"sec-fetch-site": "same-origin"}).status_code == 200
 
 
 def test_lists_name_all_models_and_their_states(client: openai.OpenAI, http: httpx2.Client) -> None:
@@ -206,17 +161,62 @@ def test_a_stored_response_is_found_without_naming_its_model(client: openai.Open
         client.responses.retrieve("resp_unknown")
 
 
+def test_the_field_model_chooses_the_model_which_is_loaded_for_it(client: openai.OpenAI, http: httpx2.Client) -> None:
+    whole = ask(client, "two")
+    assert whole.model == "two" and states(http) == {"one": "unloaded", "two": "loaded", "broken": "unloaded"}
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in ask(client, "two", stream=True))
+    assert streamed == whole.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="256"):
+        client.completions.create(model="two", prompt="x" * 400)
+    client.completions.create(model="one", prompt="x" * 400, max_tokens=1)  # its context is longer
+    assert states(http)["two"] == "unloaded"
+    assert http.post("/generate", json={"text": "hi", "sampling_params": {"max_new_tokens": 1}}).status_code == 200
+    assert states(http)["one"] == "loaded", "a request without a model is for the first"
+
+
+def test_the_terminal_chat_chooses_a_model_with_a_command(server: tuple[Process, str]) -> None:
+    """The first model is the default; another one is loaded by /model, with its own context and defaults."""
+    command = [sys.executable, "-m", "nano_inference", "chat", "--server", server[1], "--max-tokens", "4", "--quiet"]
+    ended = subprocess.run(
+        command,
+        input="/model\nhello\n/model two\nhello\n/model three\n/model broken\n",
+        env={**os.environ, "NANO_INFERENCE_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    shown = re.findall(r"^(?:model|context) +(\S+)", ended.stderr, re.MULTILINE)
+    assert shown == ["one", "512", "two", "256"], ended.stderr
+    assert "models   one, two, broken" in ended.stderr
+    assert "/model must be followed by one of the server's models: one, two, broken" in ended.stderr
+    assert "the model broken could not be loaded" in ended.stderr
+    asked = [
+        re.search(r'"path":"/v1/chat/completions","status":200', line[0]) for line in server[0].wait_for("chat/c.*")
+    ]
+    assert len(asked) >= 2
+
+
+def test_a_damaged_model_is_one_error_and_the_others_are_unaffected(client: openai.OpenAI, http: httpx2.Client) -> None:
+    with pytest.raises(openai.InternalServerError, match="the model broken could not be loaded") as caught:
+        ask(client, "broken")
+    assert caught.value.status_code == 503 and caught.value.code == "model_not_loaded"
+    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value.body)
+    assert states(http)["broken"] == "failed"
+    assert ask(client, "one").choices[0].finish_reason in ("length", "stop")
+
+
 def test_ollamas_names_choose_models_with_and_without_a_tag(http: httpx2.Client) -> None:
     options = {"num_predict": 4, "temperature": 0}
-    bodies = [{"model": name, "prompt": "hi", "options": options, "stream": False} for name in ("two:latest", "one")]
-    assert [http.post("/api/generate", json=body).json()["model"] for body in bodies] == ["two:latest", "one"]
-    assert http.post("/api/show", json={"name": "one"}).json()["model_info"]["LlamaForCausalLM.context_length"] == 512
+    bodies = [{"model": name, "prompt": "hi", "options": options, "stream": False} for name in ("one", "two:latest")]
+    assert [http.post("/api/generate", json=body).json()["model"] for body in bodies] == ["one", "two:latest"]
+    assert http.post("/api/show", json={"name": "two"}).json()["model_info"]["LlamaForCausalLM.context_length"] == 256
 
 
 def test_models_are_loaded_and_unloaded_by_request(http: httpx2.Client) -> None:
-    assert http.post("/models/load", json={"model": "two"}).json()["status"] == {"value": "loaded"}
-    assert states(http)["two"] == "loaded"
-    assert http.post("/models/unload", json={"model": "two"}).json()["status"] == {"value": "unloaded"}
+    assert http.post("/models/load", json={"model": "one"}).json()["status"] == {"value": "loaded"}
+    assert states(http)["one"] == "loaded"
+    assert http.post("/models/unload", json={"model": "one"}).json()["status"] == {"value": "unloaded"}
     assert states(http) | {"broken": ""} == {"one": "unloaded", "two": "unloaded", "broken": ""}
     assert http.post("/models/load", json={"model": "three"}).status_code == 404
 
