@@ -6,11 +6,13 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import nano_inference
+from tests.forking import Forks
 
 pty = pytest.importorskip("pty", reason="needs a Unix terminal")
 
@@ -31,9 +33,11 @@ sys.exit(main(sys.argv[1:]))
 _PATIENCE_S = 120
 
 
-def spy(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", _SPY, *argv]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """A process that has imported the commands, and nothing that one of them imports when it is used."""
+    with Forks(["nano_inference.cli.app"], environment={"XDG_CONFIG_HOME": "/no/such/directory"}) as one:
+        yield one
 
 
 @pytest.mark.parametrize(
@@ -52,20 +56,20 @@ def spy(*argv: str) -> subprocess.CompletedProcess[str]:
         ["models", "info", "--help"],
     ],
 )
-def test_quick_commands_import_no_heavy_module(argv: list[str]) -> None:
-    done = spy(*argv)
+def test_quick_commands_import_no_heavy_module(argv: list[str], forks: Forks) -> None:
+    done = forks.run(_SPY, *argv)
     first = "[generate]" if "--print-config" in argv else "Usage: nano-inference"
     assert done.returncode == 0 and done.stdout.startswith(first) and "imported: []" in done.stderr
 
 
-def test_tokenize_imports_no_torch(tiny: Path) -> None:
-    done = spy("tokenize", "hello", "-m", str(tiny))
+def test_tokenize_imports_no_torch(tiny: Path, forks: Forks) -> None:
+    done = forks.run(_SPY, "tokenize", "hello", "-m", str(tiny))
     assert done.returncode == 0 and done.stdout.split()
     assert "torch" not in done.stderr and "tokenizers" in done.stderr
 
 
-def test_models_list_imports_no_torch(tmp_path: Path) -> None:
-    done = spy("models", "list", "--json", "--cache", str(tmp_path))
+def test_models_list_imports_no_torch(tmp_path: Path, forks: Forks) -> None:
+    done = forks.run(_SPY, "models", "list", "--json", "--cache", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[") and "torch" not in done.stderr
 
