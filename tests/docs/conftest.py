@@ -16,7 +16,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.opening import open_model
 from tests.docs.furniture import NANOCHAT_HOME, furnish
-from tests.docs.shell import Place
+from tests.docs.shell import Command, Place
 from tests.server.tiny import Running, make_tiny, running
 from tests.web.chromium import launched
 from tests.web.conftest import context  # noqa: F401  (a fixture)
@@ -79,9 +79,18 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
+@pytest.fixture(scope="module")
+def succeeded() -> list[Command]:
+    """`Place.succeeded`."""
+    return []
+
+
 @pytest.fixture
 def place_of(
-    directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    directory_of: Callable[[str], Path],
+    succeeded: list[Command],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Callable[[str], Place]:
     """Return the place of a page's code, and go there: its directory is the home, and where the code runs."""
     cache = default_cache(os.environ).parent
@@ -98,6 +107,6 @@ def place_of(
         monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
         monkeypatch.setenv("NANOCHAT_BASE_DIR", str(directory / NANOCHAT_HOME))
         monkeypatch.setenv("NO_COLOR", "1")
-        return Place(directory=directory, monkeypatch=monkeypatch, url=url)
+        return Place(directory=directory, monkeypatch=monkeypatch, url=url, succeeded=succeeded)
 
     return place

@@ -71,6 +71,8 @@ class Place:
     monkeypatch: pytest.MonkeyPatch
     url: Callable[[bool], str]
     """The address of a server: of the tiny model, or (True) of the default one."""
+    succeeded: list[Command]
+    """What succeeded on any page and shows no output: every page's directory has the same files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,11 +411,19 @@ def rule_for(command: Command) -> Rule:
 
 
 def execute(block: Block, place: Place) -> None:
-    """Execute every command of a block, and compare what it says with what the page shows."""
+    """Execute every command of a block, and compare what it says with what the page shows.
+
+    A command that succeeded in another block, and of which neither shows an output, is not run again.
+    """
     commands = commands_of(block)
     assert commands, f"{block.name}: no command"
     for command in commands:
-        seen: Any = rule_for(command).run(command, place)
+        rule = rule_for(command)
+        if command in place.succeeded:
+            continue
+        seen: Any = rule.run(command, place)
+        if command.output is None and command.target is None and rule.run is run_main:
+            place.succeeded.append(command)
         if command.output is not None:
             wrong = differs(command.output, seen)
             assert wrong is None, f"{block.name}: {shlex.join(command.words)}: {wrong}"
