@@ -19,6 +19,8 @@ GUARD_S = 120
 BOMB = (
     "{% if messages[-1].content == 'bomb' %}"
     "{% set l = range(99999)|list %}{% for i in range(9999) %}{% if l|tojson|first %}{% endif %}{% endfor %}"
+    "{% elif messages[-1].content == 'text' %}"
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     "{% endif %}{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
 )
 SAYS = "the chat template takes more than 2 s of CPU time to render these messages"
@@ -60,12 +62,13 @@ def test_template_bomb_fails_alone_and_sigterm_ends_the_server(bombed: Path) -> 
         process.end()
 
 
-def test_generate_and_chat_report_template_timeout_in_one_line(
+def test_generate_and_chat_report_a_templates_limit_in_one_line(
     bombed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--model", str(bombed), "--max-tokens", "2"]
-    assert main(["generate", "bomb", *options]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"nano-inference: {bombed}: {SAYS}"
+    assert main(["generate", "text", *options]) == 2
+    said = f"nano-inference: {bombed}: the chat template writes too much text"
+    assert capsys.readouterr().err.splitlines()[-1] == said
     monkeypatch.setattr("sys.stdin", io.StringIO("bomb\nhello\n"))
     assert main(["chat", *options]) == 0
     out, err = capsys.readouterr()
