@@ -24,6 +24,7 @@ from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.program import hf_name
 from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.types import Pooling
+from tests.effort import some
 from tests.models.families import FAMILIES, VOCAB_SIZE, make_model
 from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
 from tests.sim.fakes import fake_config, fake_parts
@@ -48,20 +49,25 @@ def asking(pooling: Pooling) -> SamplingParams:
 
 
 def engine(directory: Path, **options: Any) -> InferenceEngine:
-    options = {"kv_cache_bytes": 64 << 20, "device": "cpu"} | options
+    options = {"kv_cache_bytes": 8 << 20, "device": "cpu"} | options
     return InferenceEngine(EngineConfig(model_path=str(directory), **options))
 
 
-def expected(model: transformers.PreTrainedModel, ids: list[int], pooling: str) -> Tensor:
-    """What Transformers' last hidden state comes to, [E]."""
+def last_hidden(model: transformers.PreTrainedModel, ids: list[int]) -> Tensor:
+    """Return Transformers' last hidden state, [T, E]."""
     with torch.inference_mode():
-        hidden_TE = model.model(torch.tensor([ids])).last_hidden_state[0].float()
-    return hidden_TE.mean(0) if pooling == "mean" else hidden_TE[-1]
+        hidden_TE: Tensor = model.model(torch.tensor([ids])).last_hidden_state[0]
+    return hidden_TE.float()
 
 
 def gap(model: transformers.PreTrainedModel, ids: list[int], pooling: str, found: Any) -> float:
     """The largest difference of an embedding's numbers from Transformers'."""
-    wanted = expected(model, ids, pooling)
+    return gap_to(last_hidden(model, ids), pooling, found)
+
+
+def gap_to(hidden_TE: Tensor, pooling: str, found: Any) -> float:
+    """The largest difference of an embedding's numbers from those of pooled hidden states."""
+    wanted = hidden_TE.mean(0) if pooling == "mean" else hidden_TE[-1]
     assert len(found) == wanted.numel() and wanted.abs().max() > 0.1
     return float((wanted - torch.tensor(found)).abs().max())
 
@@ -84,16 +90,26 @@ def witness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     yield directory, make_model(request.param, directory)
 
 
+RAGGED = [text(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def hidden_states(witness: Witness) -> list[Tensor]:
+    """Transformers' last hidden states of `RAGGED`."""
+    return [last_hidden(witness[1], ids) for ids in RAGGED]
+
+
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize(("budget", "block_size"), [(2048, 16), (37, 7)])
-def test_ragged_texts_of_every_family(witness: Witness, cache_type: str, budget: int, block_size: int) -> None:
-    directory, model = witness
-    texts = [text(seed, length) for seed, length in enumerate(LENGTHS)]
+def test_ragged_texts_of_every_family(
+    witness: Witness, hidden_states: list[Tensor], cache_type: str, budget: int, block_size: int
+) -> None:
     options = {"cache_type": cache_type, "max_tokens_per_batch": budget, "block_size": block_size}
-    for pooling in POOLINGS:
-        with engine(directory, **options) as ours:
-            for ids, found in zip(texts, ours.embed(texts, pooling), strict=True):
-                assert gap(model, ids, pooling, found) <= TOLERANCE, (pooling, len(ids))
+    with engine(witness[0], **options) as ours:
+        for pooling in POOLINGS:
+            ours.flush_cache()
+            for hidden_TE, found in zip(hidden_states, ours.embed(RAGGED, pooling), strict=True):
+                assert gap_to(hidden_TE, pooling, found) <= TOLERANCE, (pooling, len(hidden_TE))
 
 
 # ---- nanochat -------------------------------------------------------------------------------------------------------
@@ -374,7 +390,7 @@ def check_embedding(ask: Mapping[str, Any], sample: TrainingSample) -> bool:
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_random_worlds_pool_each_position_once_under_one_version(cache_type: str) -> None:
     num_whole = num_preempted = num_cached = 0
-    for seed in range(250):
+    for seed in range(some(250)):
         world = run_world(pooling_world(seed, cache_type))
         for sample in world.samples:
             ask = world.asked[sample.request_id]
@@ -383,7 +399,7 @@ def test_random_worlds_pool_each_position_once_under_one_version(cache_type: str
                 num_preempted += sample.num_preemptions > 0
                 num_cached += sample.num_cached_tokens > 0
                 assert not (ask["params"].pooling == "mean" and sample.num_cached_tokens)
-    assert num_whole > 300 and num_preempted > 30 and num_cached > 30, (num_whole, num_preempted, num_cached)
+    assert num_whole > some(300) and min(num_preempted, num_cached) > some(30), (num_whole, num_preempted, num_cached)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), MemoryError("too little")])
