@@ -15,11 +15,12 @@ from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loader.sources import TensorSource
+from tests.effort import some
 from tests.executors.random_programs import MAX_LEN, Writer, random_steps, random_weights
 from tests.executors.test_random_programs import BLOCK_SIZES, relative_difference
 
 CPU = torch.device("cpu")
-NUM_PROGRAMS = 60
+NUM_PROGRAMS = some(60)
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True], ids=["", "deterministic"])

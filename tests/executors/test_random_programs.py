@@ -19,9 +19,10 @@ from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.kernels.library import Library
 from nano_inference.loader.sources import TensorSource
 from nano_inference.models import ops
+from tests.effort import some
 from tests.executors.random_programs import MAX_LEN, Writer, random_steps, random_weights
 
-NUM_PROGRAMS = 150
+NUM_PROGRAMS = some(150)
 BLOCK_SIZES = (1, 4, 16)
 CPU = torch.device("cpu")
 
