@@ -17,6 +17,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import create_server
 from socketserver import BaseRequestHandler
+from typing import NamedTuple
 
 import pytest
 
@@ -224,24 +225,43 @@ def test_nvidia_smi_without_a_gpu_changes_nothing(script: str, index: str, tmp_p
     assert plan(tmp_path, "--source", index, PATH=path)[0].startswith("no NVIDIA GPU: ")
 
 
-@needs_linux_without_gpu
-def test_it_installs_into_an_environment_whose_making_was_interrupted_and_not_twice(index: str, tmp_path: Path) -> None:
-    """`test_failed_pip_install_ends_in_one_line` makes an environment from nothing."""
-    venv = tmp_path / "venv"
+class Failed(NamedTuple):
+    """An environment, and what the script printed that found it without pip and could not reach an index."""
+
+    venv: Path
+    done: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Failed:
+    """The making of the environment was interrupted, too; to make one takes three seconds."""
+    venv = tmp_path_factory.mktemp("interrupted") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    first = install(str(venv), "--source", index)
+    return Failed(venv, install(str(venv), "--source", "http://127.0.0.1:9"))
+
+
+@needs_linux_without_gpu
+def test_it_installs_into_an_environment_whose_making_was_interrupted_and_not_twice(index: str, failed: Failed) -> None:
+    first = install(str(failed.venv), "--source", index)
     assert first.returncode == 0, first.stderr
     assert f"torch-{VERSION}" in first.stdout and first.stdout.startswith("no NVIDIA GPU: downloading")
-    again = install(str(venv), "--source", "http://127.0.0.1:9")
+    again = install(str(failed.venv), "--source", "http://127.0.0.1:9")
     assert (again.returncode, again.stdout) == (0, f"PyTorch {VERSION} is there already\n")
 
 
 @needs_linux_without_gpu
-def test_what_pip_cannot_install_ends_in_one_line_of_ours(tmp_path: Path) -> None:
-    done = install(str(tmp_path / "venv"), "--source", "http://127.0.0.1:9")
+def test_what_pip_cannot_install_ends_in_one_line_of_ours(failed: Failed) -> None:
+    assert failed.done.returncode == 2 and "Traceback" not in failed.done.stderr
+    assert (failed.venv / "bin" / "python").exists()
+    last = failed.done.stderr.splitlines()[-1]
+    assert last.startswith(f"install_torch: pip could not install torch=={VERSION}: see above")
+
+
+def test_an_environment_that_cannot_be_made_ends_in_one_line_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = install(str(tmp_path / "file" / "venv"), "--source", "http://127.0.0.1:9")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert (tmp_path / "venv" / "bin" / "python").exists()
-    assert done.stderr.splitlines()[-1].startswith(f"install_torch: pip could not install torch=={VERSION}: see above")
+    assert done.stderr.splitlines()[-1].startswith("install_torch: no virtual environment could be made: see above")
 
 
 def test_make_takes_the_script_before_anything_else(tmp_path: Path) -> None:
