@@ -13,6 +13,7 @@ from nano_inference.config import SchedulerConfig
 from nano_inference.scheduling import LOOKAHEAD, STREAM_LOOKAHEAD, SeqView, StepPlan, Work, plan_step
 
 State = tuple[list[SeqView], list[SeqView], int, SchedulerConfig]
+States = list[tuple[State, StepPlan]]
 
 
 def view(id: int, num_tokens: int, num_computed: int = 0, num_blocks: int = 0, **more: object) -> SeqView:
@@ -53,10 +54,11 @@ def random_state(rng: random.Random) -> State:
     return waiting, running, rng.randrange(14), cfg
 
 
-def states() -> Iterator[tuple[State, StepPlan]]:
-    for seed in range(3000):
-        state = random_state(random.Random(seed))
-        yield state, plan_step(*state)
+@pytest.fixture(scope="module")
+def states() -> States:
+    """Random states with their plans."""
+    made = [random_state(random.Random(seed)) for seed in range(3000)]
+    return [(state, plan_step(*state)) for state in made]
 
 
 def decoding_in(plan: StepPlan) -> tuple[int, ...]:
@@ -64,8 +66,8 @@ def decoding_in(plan: StepPlan) -> tuple[int, ...]:
     return tuple(work.id for work in plan.work if work.num_tokens == 1 and work.num_sampled)
 
 
-def test_plan_respects_budget_and_blocks() -> None:
-    for (waiting, running, free, cfg), plan in states():
+def test_plan_respects_budget_and_blocks(states: States) -> None:
+    for (waiting, running, free, cfg), plan in states:
         views = {v.id: v for v in (*waiting, *running)}
         admitted = [views[work.id] for work in plan.work if work.id >= 100]
         given_back = sum(views[id].num_private for id in plan.preempted)
@@ -75,8 +77,8 @@ def test_plan_respects_budget_and_blocks() -> None:
         assert len(running) - len(plan.preempted) + len(admitted) <= cfg.max_batch_size
 
 
-def test_every_row_has_the_blocks_it_needs_and_no_more() -> None:
-    for (waiting, running, _, cfg), plan in states():
+def test_every_row_has_the_blocks_it_needs_and_no_more(states: States) -> None:
+    for (waiting, running, _, cfg), plan in states:
         views = {v.id: v for v in (*waiting, *running)}
         for work in plan.work:
             v = views[work.id]
@@ -88,17 +90,17 @@ def test_every_row_has_the_blocks_it_needs_and_no_more() -> None:
             assert work.num_blocks == max(0, -(-num_slots // cfg.block_size) - v.num_blocks)
 
 
-def test_plan_lists_each_sequence_once_in_order() -> None:
-    for (waiting, running, _, _), plan in states():
+def test_plan_lists_each_sequence_once_in_order(states: States) -> None:
+    for (waiting, running, _, _), plan in states:
         order = [v.id for v in (*running, *waiting)]
         ids = [work.id for work in plan.work]
         assert ids == sorted(set(ids), key=order.index), "oldest first, each once"
         assert not set(ids) & set(plan.preempted)
 
 
-def test_youngest_are_preempted_and_the_oldest_continues() -> None:
+def test_youngest_are_preempted_and_the_oldest_continues(states: States) -> None:
     num_preempting = 0
-    for (_, running, _, _), plan in states():
+    for (_, running, _, _), plan in states:
         ids = [v.id for v in running]
         count = len(plan.preempted)
         assert list(plan.preempted) == ids[::-1][:count]
@@ -109,17 +111,17 @@ def test_youngest_are_preempted_and_the_oldest_continues() -> None:
     assert num_preempting > 100
 
 
-def test_preempting_step_admits_no_sequence() -> None:
+def test_preempting_step_admits_no_sequence(states: States) -> None:
     num_admitting = 0
-    for _, plan in states():
+    for _, plan in states:
         admitted = [work.id for work in plan.work if work.id >= 100]
         assert not (admitted and plan.preempted)
         num_admitting += bool(admitted)
     assert num_admitting > 500
 
 
-def test_admission_leaves_a_block_for_each_that_runs() -> None:
-    for (waiting, running, free, _), plan in states():
+def test_admission_leaves_a_block_for_each_that_runs(states: States) -> None:
+    for (waiting, running, free, _), plan in states:
         views = {v.id: v for v in waiting}
         left = free - sum(work.num_blocks for work in plan.work)
         left -= sum(views[work.id].idle_hit for work in plan.work if work.id >= 100)
@@ -206,9 +208,9 @@ def test_lookahead_reserves_the_slots_of_tokens_not_yet_drawn() -> None:
     assert plan_step([scoring], [], 9, config(lookahead=6)).work == (Work(100, 8, 2, 0),)
 
 
-def test_lookahead_changes_neither_the_rows_of_a_step_nor_who_is_preempted() -> None:
+def test_lookahead_changes_neither_the_rows_of_a_step_nor_who_is_preempted(states: States) -> None:
     num_ahead = 0
-    for (waiting, running, free, cfg), plan in states():
+    for (waiting, running, free, cfg), plan in states:
         single = plan_step(waiting, running, free, dataclasses.replace(cfg, lookahead=1))
         assert [work[:2] for work in plan.work] == [work[:2] for work in single.work]
         assert plan.preempted == single.preempted
