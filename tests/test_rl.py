@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +24,7 @@ from nano_inference.runner import BlockCopy, Row
 from nano_inference.seeds import uniform
 from nano_inference.text.stops import stop_matcher
 from nano_inference.types import StepResult
+from tests.forking import Forks
 from tests.models.families import VOCAB_SIZE, gap, reference_logprobs
 from tests.sim.fakes import Calculator, fake_config, fake_parts, reference
 from tests.weights.pairs import OpenEngine, Pair
@@ -388,11 +387,10 @@ print(json.dumps([[sample.completion_tokens, sample.seed] for sample in samples]
 
 def test_c_unseeded_processes_differ(untied: Pair) -> None:
     """Without a seed, two processes (two replicas of one engine) draw different samples; with one, the same."""
-    command = [sys.executable, "-c", _PROCESS, str(untied.directory)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    first, second = (json.loads(output) for output in outputs)
+    with Forks(["nano_inference.engine", "nano_inference.assemble"]) as forks:
+        done = [forks.run(_PROCESS, untied.directory) for _ in range(2)]
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr
+    first, second = (json.loads(one.stdout) for one in done)
     unseeded = [tuple(tokens) for tokens, _ in first[:3] + second[:3]]
     assert len(set(unseeded)) == 6 and first[0][1] != second[0][1]
     assert first[3:] == second[3:] and [seed for _, seed in first[3:]] == [5, 5, 5]
