@@ -42,7 +42,7 @@ def requests() -> list[Request]:
         options: dict[str, Any] = {
             "temperature": 0 if i % 5 == 1 else 1.0,
             "seed": i,
-            "max_tokens": rng.randrange(3, 10) if i < 20 else 40,
+            "max_tokens": rng.randrange(3, 10) if i < 20 else 24,
         }
         if i % 4 == 2:
             options |= {"logprobs": 3, "prompt_logprobs": 1}
