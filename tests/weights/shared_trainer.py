@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
-import subprocess
 import sys
 import time
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.weights.plain_trainer import PROCESSES
 
 BUCKETS = "sglang.srt.weight_sync.tensor_bucket"
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -81,34 +84,35 @@ def value_of(form: str, pairs: list[tuple[str, torch.Tensor]]) -> Any:
     return bucket(pairs, in_bytes=form == "bytes") if form in ("bytes", "values") else pairs
 
 
-def main() -> None:
-    """Load tensors; answer each line of a form and names with what they serialize to; `drop` frees what was sent."""
+def run_trainer(orders: Connection, path: Path, strategy: str, device: str) -> None:
+    """Run the trainer process: answer a form and names with what they serialize to; `drop` frees what was sent."""
     rename(FlattenedTensorMetadata, BUCKETS)
     rename(LocalSerializedTensor, UPDATER)
-    path, strategy, device = sys.argv[1:]
     torch.multiprocessing.set_sharing_strategy(strategy)
     named = torch.load(path)
     kept: list[Any] = []
-    for line in sys.stdin:
-        form, *names = line.split()
-        if form == "drop":
-            kept.clear()
-            print("dropped", flush=True)
-            continue
-        kept.append([(name, named[name].to(device, copy=True)) for name in names or named])
-        kept.append(value_of(form, kept[-1]))
-        print(base64.b64encode(pickled(kept[-1])).decode(), flush=True)
+    with suppress(EOFError):
+        while True:
+            form, *names = orders.recv()
+            if form == "drop":
+                kept.clear()
+                orders.send("dropped")
+                continue
+            kept.append([(name, named[name].to(device, copy=True)) for name in names or named])
+            kept.append(value_of(form, kept[-1]))
+            orders.send(base64.b64encode(pickled(kept[-1])).decode())
 
 
 class SharedTrainer:
     """Controls the process."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, orders: Connection, process: Any) -> None:
+        self._orders = orders
         self._process = process
 
     def serialize(self, form: str, *names: str) -> str:
         """Return the named tensors, or all, in base64."""
-        return self._ask(" ".join([form, *names]))
+        return self._ask(form, *names)
 
     def files(self) -> set[str]:
         """Return the names of its shared files that exist."""
@@ -121,17 +125,15 @@ class SharedTrainer:
     def stop(self) -> None:
         """End the process and wait until torch's manager has deleted its files."""
         self._process.kill()
-        self._process.wait(30)
+        self._process.join(30)
         deadline = time.monotonic() + 30
         while self.files():
             assert time.monotonic() < deadline, "the trainer's files were not deleted"
 
-    def _ask(self, line: str) -> str:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline().strip()
-        assert answer, "the trainer died"
+    def _ask(self, *words: str) -> str:
+        self._orders.send(words)
+        assert self._orders.poll(60), "the trainer does not answer"
+        answer: str = self._orders.recv()
         return answer
 
 
@@ -142,15 +144,12 @@ def shared_trainer(
     """Run a trainer with these tensors during the block."""
     path = folder / f"shared-{strategy}.pt"
     torch.save(named, path)
-    command = [sys.executable, "-m", "tests.weights.shared_trainer", str(path), strategy, device]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield SharedTrainer(process)
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(30)
-
-
-if __name__ == "__main__":
-    main()
+    ours, theirs = Pipe()
+    process = PROCESSES.Process(target=run_trainer, args=(theirs, path, strategy, device), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield SharedTrainer(ours, process)
+    finally:
+        ours.close()
+        process.join(30)
