@@ -15,9 +15,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from tests.forking import Forks
 from tests.models.families import make_model
 from tests.parallel.test_engine import TOLERANCE, assert_same, config_of
 from tests.parallel.test_processes import FIVE_SECONDS
+from tests.weights.test_group import free_port
 
 SEEDED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
 ROOT = Path(__file__).parents[2]
@@ -35,29 +37,37 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(path: Path, out: Path, size: int) -> list[dict[str, Any]]:
-    """Run the trainer, which loses a rank at its end; return what each rank saw."""
-    config = json.dumps(config_of(path, tensor_parallel=2).to_dict())
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    script = [str(ROOT / "tests" / "parallel" / "trainer.py"), config, str(out)]
-    done = subprocess.run(
-        [sys.executable, "-P", *command, *script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+def arguments(path: Path, out: Path) -> tuple[str, str]:
+    """Return the trainer's arguments: the engine's configuration and the directory for what each rank sees."""
+    return json.dumps(config_of(path, tensor_parallel=2).to_dict()), str(out)
+
+
+def seen_by_ranks(out: Path, size: int, errors: str) -> list[dict[str, Any]]:
+    """Return what each rank of the trainer saw, which lost one at its end."""
     found = [json.loads(file.read_text()) for rank in range(size) if (file := out / f"{rank}.json").exists()]
-    assert len(found) == size and sum("loss" in one for one in found) == size - 1, done.stderr[-3000:]
+    assert len(found) == size and sum("loss" in one for one in found) == size - 1, errors[-3000:]
     return found
 
 
 @pytest.fixture(scope="module")
 def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks saw of refused engines, one that trains, and its loss of rank 0."""
-    return run(tiny, tmp_path_factory.mktemp("two"), 2)
+    """What two ranks of `torchrun` saw of refused engines, one that trains, and its loss of rank 0."""
+    out = tmp_path_factory.mktemp("two")
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [str(ROOT / "tests" / "parallel" / "trainer.py"), *arguments(tiny, out)]
+    done = subprocess.run([*command, *script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return seen_by_ranks(out, 2, done.stderr)
 
 
 @pytest.fixture(scope="module")
 def four(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What four ranks saw of two engines, and of one engine's loss of rank 2."""
-    return run(tiny, tmp_path_factory.mktemp("four"), 4)
+    """What four ranks, forked with the variables of `torchrun`, saw of two engines, and of one that lost rank 2."""
+    out = tmp_path_factory.mktemp("four")
+    code = "import sys; from tests.parallel.trainer import fork_ranks; fork_ranks(4, int(sys.argv[3]))"
+    # DTensor's operations import torch._dynamo, which takes as long as to import torch.
+    with Forks(["tests.parallel.trainer", "torch._dynamo"], environment={"OMP_NUM_THREADS": "1"}) as forks:
+        done = forks.run(code, *arguments(tiny, out), free_port())
+    return seen_by_ranks(out, 4, done.stderr)
 
 
 def samples(found: list[dict[str, Any]]) -> list[TrainingSample]:

@@ -1,4 +1,4 @@
-"""A trainer of several ranks that generates with one divided engine; started by `torchrun`.
+"""A trainer of several ranks that generates with one divided engine; started by `torchrun`, or by `fork_ranks`.
 
 `python -m torch.distributed.run --standalone --nproc-per-node 2 tests/parallel/trainer.py CONFIG OUT` writes what each
 rank saw to OUT/RANK.json. The engines follow each other in the same processes, of which there are 2 or 4.
@@ -138,6 +138,17 @@ def main() -> None:
     with suppress(EngineDead), SpmdEngine(replace(config, tensor_parallel=size)) as engine:
         note("loss", lose_a_rank(engine, victim))
         raise EngineDead("done")  # so that no shutdown waits for the others
+
+
+def fork_ranks(size: int, port: int) -> None:
+    """Run `main` in children of this process, which has imported torch once for all, and wait for their ends."""
+    for rank in range(size):
+        if not os.fork():
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            return main()
+    for _ in range(size):
+        os.wait()
 
 
 if __name__ == "__main__":
