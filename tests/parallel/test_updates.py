@@ -16,7 +16,7 @@ from tests.models.families import make_model
 from tests.parallel.ranks import open_ranks
 from tests.parallel.test_engine import assert_same, config_of
 
-PARAMS = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [9] * 20]
 
 
