@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -52,17 +51,6 @@ def on_ranks(size: int, work: Callable[[Links], Result]) -> list[Result]:
     if faults:
         raise faults[0]
     return [found[rank] for rank in range(size)]
-
-
-@contextmanager
-def quick_switches() -> Iterator[None]:
-    """Let threads change turns sooner: ranks in one process wait for each other hundreds of times in a step."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 @contextmanager
