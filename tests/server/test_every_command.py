@@ -207,37 +207,27 @@ def shelf(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return root
 
 
-class RecordedGroups(Groups):
-    """Records calls; every group exists and gives one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(60, dict)
-        self.seen: list[tuple[Any, ...]] = []
-
-    async def join(self, *where: Any, rank: int, world_size: int, backend: str, **_: Any) -> None:  # type: ignore[override]
-        self.seen.append((*where, rank, world_size, backend))
-
-    def receive(self, name: str, names: Any, dtypes: Any, shapes: Any, dtypes_field: str, packed: Any = None) -> Any:
-        self.seen.append((name, names, dtypes, shapes))
-        return [(TENSOR[0], torch.ones(TENSOR[1]))]
-
-
 @pytest.fixture(scope="module")
-def recorded() -> RecordedGroups:
-    return RecordedGroups()
-
-
-@pytest.fixture(scope="module")
-def server(tiny_directory: Path, shelf: Path, recorded: RecordedGroups) -> Iterator[Running]:
-    with serving(tiny_directory, shelf, weight_timeout=60, groups=recorded) as one:
+def server(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
+    with serving(tiny_directory, shelf, weight_timeout=60) as one:
         yield one
 
 
 @pytest.fixture
-def groups(server: Running, recorded: RecordedGroups) -> Iterator[list[tuple[Any, ...]]]:
-    """The recorded calls of weight groups. Ends an open update."""
-    recorded.seen.clear()
-    yield recorded.seen
+def groups(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """Record calls of weight groups; every group exists and gives one tensor. Ends an open update."""
+    seen: list[tuple[Any, ...]] = []
+
+    async def join(self: Groups, *where: Any, rank: int, world_size: int, backend: str, **_: Any) -> None:
+        seen.append((*where, rank, world_size, backend))
+
+    def receive(self: Groups, name: str, names: Any, dtypes: Any, shapes: Any, field: str, packed: Any = None) -> Any:
+        seen.append((name, names, dtypes, shapes))
+        return [(TENSOR[0], torch.ones(TENSOR[1]))]
+
+    monkeypatch.setattr(Groups, "join", join)
+    monkeypatch.setattr(Groups, "receive", receive)
+    yield seen
     server.post("/shutdown_weight_transfer_engine", {})
 
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from nano_inference.server.config import ServerConfig
-from nano_inference.server.engine_link import LoadedModel
-from nano_inference.server.errors import ApiError
-from nano_inference.server.keys import KeyRing
-from nano_inference.server.rl.context import make_context
-from nano_inference.server.rl.groups import Groups
+from nano_inference.server.rl import context
 from nano_inference.server.rl.threads import JOINING
-from nano_inference.server.wiring import guard_policy
 from nano_inference.types import BadRequest, EngineDead, EnginePaused, UpdateBusy, WeightError
-from tests.server.tiny import Running, opened
+from nano_inference.weights import plain
+from tests.server.tiny import Running
 from tests.server.trainer import SHORT, Hold, Stream, make_weights, ok, refused, serving, until, weights_of
 from tests.weights.plain_trainer import Trainer, trainer_process
 from tests.weights.test_group import free_port
@@ -44,38 +35,9 @@ def shelf(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return root
 
 
-class FailingEngine:
-    """An engine whose commands named in `failures` raise instead; everything else is the engine's."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.failures: dict[str, Exception] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return partial(self._fail, name) if name in self.failures else getattr(self._engine, name)
-
-    def _fail(self, name: str, *_: object, **__: object) -> NoReturn:
-        raise self.failures[name]
-
-    @property
-    def control(self) -> FailingEngine:
-        return self
-
-
-def can_fail(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel:
-    one = opened(directory, config, **options)
-    return replace(one, engine=FailingEngine(one.engine))  # type: ignore[arg-type]
-
-
-def failures_of(server: Running) -> dict[str, Exception]:
-    """Return the failures of the shared server's commands, by the name of the engine's method."""
-    assert isinstance(server.opened.engine, FailingEngine)
-    return server.opened.engine.failures
-
-
 @pytest.fixture(scope="module")
 def shared(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
-    with serving(tiny_directory, shelf, weight_timeout=60, max_batch_size=2, make=can_fail) as one:
+    with serving(tiny_directory, shelf, weight_timeout=60, max_batch_size=2) as one:
         yield one
 
 
@@ -83,7 +45,6 @@ def shared(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
 def server(shared: Running) -> Iterator[Running]:
     """The shared server, awake and without groups or open update after each test."""
     yield shared
-    failures_of(shared).clear()
     shared.post("/wake_up", {})
     shared.post("/resume", {})
     shared.post("/shutdown_weight_transfer_engine", {})
@@ -180,11 +141,14 @@ def test_resume_without_memory_tag_does_not_wake(server: Running) -> None:
     assert not is_asleep(server) and not is_sleeping(server)
 
 
-def test_failed_wake_can_be_retried(server: Running) -> None:
+def test_failed_wake_can_be_retried(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wake() -> None:
+        raise BadRequest("not now")
+
     ok(server.post("/sleep", {}))
-    failures_of(server)["wake"] = BadRequest("not now")
-    refused(server.post("/wake_up", {}), 400, "not now")
-    failures_of(server).clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(server.opened.engine.control, "wake", wake)
+        refused(server.post("/wake_up", {}), 400, "not now")
     assert is_asleep(server) and is_sleeping(server)
     assert ok(server.post("/wake_up", {}))["status"] == "awake"
     assert not is_asleep(server) and not is_sleeping(server)
@@ -238,9 +202,12 @@ def test_checksum_of_discarded_weights_is_refused(own: Running) -> None:
 )
 @pytest.mark.parametrize(("path", "name"), [("/weight_checker", "weights_checksum"), ("/flush_cache", "flush_cache")])
 def test_command_failure_becomes_error_reply(
-    server: Running, path: str, name: str, error: Exception, status: int, part: str
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, name: str, error: Exception, status: int, part: str
 ) -> None:
-    failures_of(server)[name] = error
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(server.opened.engine.control, name, fail)
     reply = server.post(path, {"action": "checksum"} if path == "/weight_checker" else {})
     refused(reply, status, part)
     if status != 500:
@@ -304,40 +271,33 @@ class HangingFileSystem(NamedTuple):
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingFileSystem]:
-    """Make the operating system hang where it resolves the path of a directory of weights."""
+    """Make the resolution of paths hang."""
     one = HangingFileSystem(threading.Event(), threading.Event())
-    realpath = os.path.realpath
 
-    def hang(path: Any, **options: Any) -> Any:
-        if Path(path).name != "one":
-            return realpath(path, **options)
+    def place_of(*_: object) -> None:
         one.asked.set()
         one.answer.wait(60)
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(os.path, "realpath", hang)
+    monkeypatch.setattr(context, "place_of", place_of)
     yield one
     one.answer.set()
 
 
-def test_hanging_file_system_blocks_no_other_request(server: Running, hanging: HangingFileSystem) -> None:
+def test_hanging_file_system_blocks_no_other_request(
+    server: Running, hanging: HangingFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "_FILE_SYSTEM_TIMEOUT_S", 60.0)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(server.post, "/update_weights_from_disk", {"model_path": "one"})
         assert hanging.asked.wait(60)
         assert server.client.get("/health").status_code == 200
         assert Stream(server, params=SHORT).result().finish_reason == "length"
         assert not waiting.done()
+        monkeypatch.setattr(context, "_FILE_SYSTEM_TIMEOUT_S", 0.01)
+        refused(server.post("/update_weights_from_disk", {"model_path": "one"}), 503, "model_path", "did not answer")
         hanging.answer.set()
         refused(waiting.result(60), 400, "Stale file handle")
-
-
-def test_file_system_that_does_not_answer_in_time_is_reported(server: Running, hanging: HangingFileSystem) -> None:
-    config = server.app.config
-    context = make_context(server.link, config, guard_policy(config, KeyRing.of(())), lambda: server.opened)
-    resolving = asyncio.run_coroutine_threadsafe(context.weights_in("one", "model_path", timeout=0.01), server.loop)
-    with pytest.raises(ApiError, match=r"model_path: the file system did not answer within 0\.01 seconds") as raised:
-        resolving.result(60)
-    assert (raised.value.status, raised.value.param) == (503, "model_path")
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------------
@@ -390,7 +350,9 @@ def test_waiting_join_can_be_cancelled(server: Running, path: str, is_joining: C
     assert ok(server.post("/shutdown_weight_transfer_engine", {}))["num_groups"] == 0
 
 
-def test_group_that_connects_after_cancellation_is_closed(tiny_directory: Path, is_joining: Callable[[], bool]) -> None:
+def test_group_that_connects_after_cancellation_is_closed(
+    server: Running, monkeypatch: pytest.MonkeyPatch, is_joining: Callable[[], bool]
+) -> None:
     may_connect, is_closed = threading.Event(), threading.Event()
 
     class Late:
@@ -400,12 +362,12 @@ def test_group_that_connects_after_cancellation_is_closed(tiny_directory: Path, 
         def close(self) -> None:
             is_closed.set()
 
-    groups = Groups(60, dict, open_plain=Late)
-    with serving(tiny_directory, weight_timeout=60, groups=groups) as server, ThreadPoolExecutor() as pool:
+    monkeypatch.setattr(plain, "PlainGroup", Late)
+    with ThreadPoolExecutor() as pool:
         joining = pool.submit(server.post, "/init_weights_update_group", {**INFO, "master_port": 1})
         until_joining(server, is_joining, joining)
         ok(server.post("/shutdown_weight_transfer_engine", {}))
         refused(joining.result(60), 409, "cancelled")
-        may_connect.set()
-        assert is_closed.wait(60)
-        refused(server.post("/destroy_weights_update_group", {}), 400, "no group")
+    may_connect.set()
+    assert is_closed.wait(60)
+    refused(server.post("/destroy_weights_update_group", {}), 400, "no group")

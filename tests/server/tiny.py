@@ -25,7 +25,6 @@ from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.opening import open_model
 from nano_inference.server.protocol import uvicorn_config
-from nano_inference.server.rl.groups import Groups
 from nano_inference.server.run import Listener, bind
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
@@ -204,13 +203,9 @@ def running(
     config: ServerConfig | None = None,
     make: Any = opened,
     dialects: Mapping[str, Dialect] | None = None,
-    groups: Groups | None = None,
     **options: Any,
 ) -> Iterator[Running]:
-    """Serve the tiny model on 127.0.0.1 while the block runs, by default with all dialects; `make` loads it.
-
-    `groups` joins the process groups of trainers.
-    """
+    """Serve the tiny model on 127.0.0.1 while the block runs, by default with all dialects; `make` loads it."""
     config = config or ServerConfig(port=0, log_requests=False)
     listening = bind(config)
     ready: list[Running] = []
@@ -221,7 +216,7 @@ def running(
         link = EngineLink(step_timeout=config.step_timeout)
         keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
         table = installed_dialects() if dialects is None else dialects
-        app = make_app(config, guard_policy(config, keys), link, table, groups)
+        app = make_app(config, guard_policy(config, keys), link, table)
         listener = Listener(uvicorn_config(app.asgi, config, takes_sockets=True))
         serving = asyncio.create_task(listener.serve(sockets=[listening]))
         loaded = await link.start(lambda: make(directory, config, **options))

@@ -27,7 +27,6 @@ from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.keys import KeyRing
 from nano_inference.server.reply_store import ReplyStore
-from nano_inference.server.rl.groups import Groups
 from nano_inference.server.rl.routes import ADMIN_PATHS, STREAM_PATHS, rl_routes
 
 OWN_DIALECTS: Mapping[str, Dialect] = {
@@ -55,19 +54,12 @@ def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
     return guard.policy_of(config, keys, ADMIN_PATHS, STREAM_PATHS)
 
 
-def make_app(
-    config: ServerConfig,
-    policy: GuardPolicy,
-    link: EngineLink,
-    dialects: Mapping[str, Dialect],
-    groups: Groups | None = None,
-) -> App:
+def make_app(config: ServerConfig, policy: GuardPolicy, link: EngineLink, dialects: Mapping[str, Dialect]) -> App:
     """Return the application with these dialects, the RL routes and an empty store of replies.
 
-    `groups` joins the process groups of trainers, by default one of its own. Raises `PluginError` for a route that is
-    defined twice.
+    Raises `PluginError` for a route that is defined twice.
     """
     replies = ReplyStore(config.max_stored_replies, config.max_stored_bytes, config.max_body_bytes)
-    further = partial(rl_routes, link, config, policy, groups=groups)
+    further = partial(rl_routes, link, config, policy)
     upgrade = partial(with_sockets, policy=policy, idle_timeout=config.request_timeout)
     return App(config, policy, link, dialects, further, replies, upgrade)

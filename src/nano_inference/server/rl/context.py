@@ -47,7 +47,7 @@ B = TypeVar("B", bound=Body)
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 NO_WEIGHTS = "the weights were discarded: requests wait until an update has installed all of them"
 _log = logging.getLogger("nano_inference.server")
-FILE_SYSTEM_TIMEOUT_S = 10.0
+_FILE_SYSTEM_TIMEOUT_S = 10.0
 """Limit for resolving a path, which may be on a network file system."""
 _CLIENT_ERRORS = (WeightError, ModelError, BadRequest, UpdateBusy, EnginePaused, EngineDead, OSError)
 """Failures of a command that are not defects of the server."""
@@ -142,16 +142,16 @@ class RLContext:
             is_vllm=isinstance(info, InitInfo),
         )
 
-    async def weights_in(self, path: str, field: str, timeout: float = FILE_SYSTEM_TIMEOUT_S) -> Source:
+    async def weights_in(self, path: str, field: str) -> Source:
         """Return the weights of a directory below `root`. The path is resolved in a thread.
 
-        Raises `ApiError` as `place_of` does, and 503 if the file system does not respond within `timeout` seconds.
+        Raises `ApiError` as `place_of` does, and 503 if the file system does not respond.
         """
         resolving = in_thread(lambda: place_of(self.root, path, field), lambda place: None, "weight-place")
         try:
-            place = await asyncio.wait_for(resolving, timeout)
+            place = await asyncio.wait_for(resolving, _FILE_SYSTEM_TIMEOUT_S)
         except TimeoutError:
-            text = f"{field}: the file system did not answer within {timeout:g} seconds"
+            text = f"{field}: the file system did not answer within {_FILE_SYSTEM_TIMEOUT_S:g} seconds"
             raise ApiError(503, text, param=field, code="no_answer") from None
         assert self.root is not None, "place_of raises without a root"
         return weights_below(self.root, place)
@@ -162,7 +162,6 @@ def make_context(
     config: ServerConfig,
     policy: GuardPolicy,
     opened: Callable[[], LoadedModel],
-    groups: Groups | None = None,
 ) -> RLContext:
     """Return a server's context. Raises `ValueError` if `config.weights_dir` is not a directory."""
 
@@ -178,7 +177,7 @@ def make_context(
         root=root,
         control=Control(link, engine),
         updates=Updates(link, engine, config.weight_timeout, relative_paths(root)),
-        groups=groups or Groups(config.weight_timeout, lambda: engine().weight_shapes()),
+        groups=Groups(config.weight_timeout, lambda: engine().weight_shapes()),
         snapshot=Snapshot(),
     )
 

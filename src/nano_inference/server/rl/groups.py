@@ -41,12 +41,6 @@ class _Joined:
             self.group.close()
 
 
-def _open_plain(address: str, port: int, **options: Any) -> Any:
-    from nano_inference.weights.plain import PlainGroup
-
-    return PlainGroup(address, port, **options)
-
-
 class Groups:
     """Owns the process groups. Accessed on the event loop."""
 
@@ -57,17 +51,15 @@ class Groups:
         *,
         nccl_device: str = "cuda",
         nccl_library: str | None = None,
-        open_plain: Callable[..., Any] | None = None,
     ) -> None:
         """`weight_shapes` returns {name: shape} of the model's weights; `timeout` is in seconds.
 
         `nccl_device` and `nccl_library` are those of groups of vLLM's trainers; without a file of the library the one
-        that torch uses. `open_plain` returns a group of other trainers; by default it is `PlainGroup`.
+        that torch uses.
         """
         self._timeout = timeout
         self._weight_shapes = weight_shapes
         self._nccl_device, self._nccl_library = nccl_device, nccl_library
-        self._open_plain = open_plain or _open_plain
         self._groups: dict[str, _Joined] = {}
         self._joining: dict[str, asyncio.Task[None]] = {}
         """Rendezvous in progress; cancelling the task abandons it."""
@@ -106,7 +98,9 @@ class Groups:
             if is_vllm:
                 group = self._open_vllm(address, port, **common)
             else:
-                group = self._open_plain(address, port, name=name, backend=backend, timeout=self._timeout, **common)
+                from nano_inference.weights.plain import PlainGroup
+
+                group = PlainGroup(address, port, name=name, backend=backend, timeout=self._timeout, **common)
             return _Joined(group, bucket_bytes, is_vllm)
 
         task = asyncio.ensure_future(self._connect(name, connect))

@@ -20,7 +20,6 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.rl.context import endpoint_of, make_context
 from nano_inference.server.rl.facts import DESCRIPTIONS, QUERIES
-from nano_inference.server.rl.groups import Groups
 from nano_inference.server.rl.sglang import SGLANG_COMMANDS, sglang_endpoint_of, unsupported
 from nano_inference.server.rl.vllm import VLLM_COMMANDS
 
@@ -44,19 +43,14 @@ _ALSO_GET = frozenset({"/flush_cache", "/weights_checker"})
 
 
 def rl_routes(
-    link: EngineLink,
-    config: ServerConfig,
-    policy: GuardPolicy,
-    opened: Callable[[], LoadedModel],
-    *,
-    groups: Groups | None = None,
+    link: EngineLink, config: ServerConfig, policy: GuardPolicy, opened: Callable[[], LoadedModel]
 ) -> list[Route]:
     """Return the routes. They do not check keys: `guard` must be in front of them.
 
-    `opened` returns the loaded model, or raises `ApiError` while it is loading. `groups` joins the process groups of
-    trainers, by default one of its own. Raises `ValueError` if `config.weights_dir` is not a directory.
+    `opened` returns the loaded model, or raises `ApiError` while it is loading. Raises `ValueError` if
+    `config.weights_dir` is not a directory.
     """
-    context = make_context(link, config, policy, opened, groups)
+    context = make_context(link, config, policy, opened)
     questions = [Route(path, endpoint_of(command, context), methods=["GET"]) for path, command in QUERIES.items()]
     if not config.enable_rl:
         described = [route for route in questions if route.path in DESCRIPTIONS]
