@@ -20,6 +20,7 @@ from nano_inference.kernels.program import (
     Mix,
     Norm,
     Op,
+    Product,
     Program,
     Smear,
     Softcap,
@@ -226,6 +227,8 @@ def test_embed_reads_tables_that_are_stored_by_rows(library: Library, dtype: tor
     made = NativeProgram(library, program)
     made.run(layout, Cache(torch.zeros(64), torch.zeros(64), 16, 16))
     assert torch.equal(made.buffer("x", 4), weight_NK.float()[[70, 0, 64, 63]])
+    with pytest.raises(AssertionError, match="products read panels"):
+        NativeProgram(library, Program(ops=(Product(x="x", out="y", matrices=(table,)),), widths={"x": 51, "y": 71}))
 
 
 def test_embed_reads_eight_bit_tables(library: Library) -> None:

@@ -219,6 +219,7 @@ class NativeProgram:
             out.in_, out.out, out.weight = self._at(op.x), self._at(op.out), self._pointer(op.weight)
             out.eps, out.offset, out.flags = op.eps, op.offset, _ADD * op.add
         elif isinstance(op, ops.Product):
+            assert not any(m.by_rows for m in op.matrices), "products read panels"
             out.in_, out.out, out.weight = self._at(op.x), self._at(op.out), self._pointer(op.bias)
             out.matrix, out.num_matrices, out.flags = self._add(op.matrices), len(op.matrices), _ADD * op.add
         elif isinstance(op, ops.Heads):
