@@ -6,9 +6,10 @@ A torch operation on tensors of two devices raises, and every launch is recorded
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.cuda_parts.models import SHAPES, config_of
-from nano_inference.executors.cuda.decode import StepKey
+from benchmarks.cuda_parts.models import SHAPES, Shape, config_of
+from nano_inference.executors.cuda.decode import EagerStepper, StepKey
 from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.launchers import triton_kernels
 from nano_inference.executors.cuda.memory import Limits
@@ -59,6 +60,13 @@ Launched = tuple[str, tuple[Any, ...], tuple[str, ...]]
 
 def variant_key(variant: Any) -> tuple[Any, ...]:
     return (tuple(sorted(variant.constants.items())), variant.num_warps, variant.num_stages, variant.fuses)
+
+
+MOST_EARLY = 2048
+"""Programs above which a kernel is compiled to start late (`Variant.launch`)."""
+SMALL = Shape(20_000, 64, 128, 1, 4, 2, 16, has_bias=True)
+"""A model whose sampler has more than `MOST_EARLY` programs for 256 rows."""
+LIMITS = Limits(max_len=4096, max_rows=256, max_tokens=4096)
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +155,78 @@ def test_passes_launch_compiled_kernels_on_the_device(
         assert logits_KV.shape == (5, config.vocab_size) and logits_KV.device == CUDA
     assert launched <= compiled, launched - compiled
     assert ("attend_chunk" in {kernel for kernel, *_ in launched}) is not is_deterministic
+
+
+class Warmed(EagerStepper):
+    """Runs steps in advance, as a stepper for CUDA does."""
+
+    def warm_up(self, keys: list[StepKey], progress: Callable[[int, int], None]) -> None:
+        for key in keys:
+            self.replay(key)
+
+
+def forms(kernel: Any, arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return how Triton distinguishes each argument: by type, and whether a number is 1 or a multiple of 16."""
+
+    def form(name: str, argument: Tensor | float) -> str:
+        if isinstance(argument, Tensor | float) or name in kernel.do_not_specialize:
+            return type_of(argument)
+        return "1" if argument == 1 else "i32 of 16s" if argument % 16 == 0 else "i32"
+
+    return tuple(form(name, one) for name, one in zip(kernel.arg_names, arguments, strict=False))
+
+
+def run_rows(executor: CudaExecutor, count: int, size: int, start: int, **options: Any) -> None:
+    """Run rows of `size` tokens on blocks that all of them share."""
+    params = SamplingParams(**options)
+    rows = tuple(
+        Row(id=index, tokens=(1,) * size, prev_token=1 if start else -1, start=start, blocks=tuple(range(256)),
+            num_sampled=1, params=params, logprobs_mode="raw", seed=0, sample_index=0)
+        for index in range(count)
+    )  # fmt: skip
+    executor.run(rows, (), ())
+
+
+REQUESTS: dict[str, Callable[[CudaExecutor], None]] = {
+    "a prompt": lambda executor: run_rows(executor, 1, 7, 0),
+    "a prompt of 16 tokens": lambda executor: run_rows(executor, 1, 16, 0),
+    "a long prompt": lambda executor: run_rows(executor, 1, 3000, 0),
+    "the next part of a prompt": lambda executor: run_rows(executor, 1, 100, 900, temperature=0),
+    "many prompts": lambda executor: run_rows(executor, 20, 200, 0, top_k=5),
+    "many prompts with log-probabilities": lambda executor: run_rows(executor, 200, 3, 0, logprobs=3),
+    "a window": lambda executor: run_rows(executor, 1, 1, 9),
+    "a window of three rows with top-p": lambda executor: run_rows(executor, 3, 1, 100, top_p=0.5),
+    "a window of many rows": lambda executor: run_rows(executor, 250, 1, 255, frequency_penalty=1.0),
+    "a window of rows that share a prefix": lambda executor: run_rows(executor, 30, 1, 600),
+    "many rows that share a long prefix": lambda executor: run_rows(executor, 256, 1, 4000, min_p=0.1, logprobs=20),
+}
+
+
+@pytest.mark.parametrize(("max_rows", "deterministic"), [(256, False), (256, True), (8, False)])
+def test_nothing_is_compiled_after_the_start(
+    max_rows: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compilation takes half a second, in which all requests wait."""
+    from nano_inference.executors.cuda.kernels.variant import Variant
+
+    found: set[tuple[Any, ...]] = set()
+
+    def launch(variant: Variant, kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+        is_early = prod(grid) <= MOST_EARLY
+        found.add((kernel.__name__, is_early, variant_key(variant), forms(kernel, arguments)))
+
+    monkeypatch.setattr(Variant, "launch", launch)
+    config, limits = config_of(SMALL), replace(LIMITS, max_rows=max_rows, is_deterministic=deterministic)
+    program = program_of(config)
+
+    def stepper(step: Callable[[StepKey], None], device: torch.device) -> Warmed:
+        return Warmed(step)
+
+    executor = CudaExecutor(config, program, torch.device("cpu"), torch.bfloat16, triton_kernels(), limits, stepper)
+    load_weights(executor, {spec.name: TensorSource(torch.zeros(spec.shape)) for spec in program.weights})
+    executor.new_cache(CacheSize(num_blocks=300, block_size=16))
+    executor.warm_up(lambda done, total: None)
+    warm = frozenset(found)
+    for name, run in REQUESTS.items():
+        run(executor)
+        assert found <= warm, f"{name}: {sorted(str(one[:3]) for one in found - warm)}"

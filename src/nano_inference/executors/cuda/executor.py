@@ -18,7 +18,7 @@ from nano_inference.config import KvDtype
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.cuda.decode import CapturedStepper, EagerStepper, StepKey, Stepper
 from nano_inference.executors.cuda.launchers import Kernels
-from nano_inference.executors.cuda.measure import largest_steps
+from nano_inference.executors.cuda.measure import largest_steps, usual_passes
 from nano_inference.executors.cuda.memory import Limits, StepMemory, check_program
 from nano_inference.executors.cuda.passes import Pass, PassRow, TokenRow, build_pass
 from nano_inference.executors.cuda.registers import Lowered
@@ -209,9 +209,16 @@ class CudaExecutor:
         return peak - before
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Capture the steps of windows without truncation, for rows of up to 2,048 keys."""
-        windows = self.windows
-        self._inside(lambda: windows.warm_up(progress))
+        """Compile the kernels, and capture the steps of windows without truncation, for rows of up to 2,048 keys.
+
+        Call it before the first request: it overwrites blocks of the cache.
+        """
+        self._inside(lambda: self._warm_up(progress))
+
+    def _warm_up(self, progress: Callable[[int, int], None]) -> None:
+        for rows in usual_passes(self._limits, self.store):
+            run_in_parts(rows, self._run_pass, self._limits.max_tokens)
+        self.windows.warm_up(progress)
 
     # ---- cache ----
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import product, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,11 @@ class Windows:
         return self._read(placed, key, count)
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Prepare the stepper for windows of any number of rows, without truncation."""
+        """Prepare the stepper for windows of any number of rows, without truncation; compile the kernels of others.
+
+        Groups' steps are captured when they are needed. Their kernels are compiled here, and those of truncation and
+        top tokens, in both forms that `Variant.launch` has for few and for many programs.
+        """
         step = self._step
         most, splits = step.slots.num_slots, step.partials.num_splits
         buckets = sorted({bucket_of(size, most) for size in range(1, most + 1)}, reverse=True)
@@ -111,6 +115,9 @@ class Windows:
         step.slots.push()
         keys = [StepKey(bucket, length, False, False, False) for bucket in buckets for length in lengths]
         self._stepper.warm_up(keys, progress)
+        for bucket, length in product((buckets[-1], buckets[0]), (1, splits)):
+            step.run(StepKey(bucket, length, True, True, step.reads_prefixes_once))
+            step.run(StepKey(bucket, length, False, True, False))
 
     def _replay(self, key: StepKey, count: int, *, wants_raw: bool) -> None:
         scratch = self._step.scratch
