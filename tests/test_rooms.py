@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -121,6 +122,12 @@ KINDS = {"KVStore", "KernelStore", "TorchExecutor", "CpuExecutor"}
 MAKERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
 
 
+@functools.cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return all nodes of a tree, which most tests read."""
+    return tuple(ast.walk(tree))
+
+
 def room_of(module: str) -> str:
     """The room of a dotted module name below the package."""
     return module.split(".")[1] if "." in module else "__init__"
@@ -128,7 +135,7 @@ def room_of(module: str) -> str:
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
     """Every module that is imported, at any depth; names of the package's face count as where they live."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -153,17 +160,20 @@ def wrong_imports(room: str, tree: ast.AST) -> list[str]:
     return [name for name in names if room_of(name) != room and not LEVEL[room_of(name)] < LEVEL[room]]
 
 
-def early_imports(tree: ast.Module) -> Iterator[str]:
-    """Yield every module that is imported together with the tree's own, not in its functions."""
+@functools.cache
+def early_imports(tree: ast.Module) -> tuple[str, ...]:
+    """Return every module that is imported together with the tree's own, not in its functions."""
+    found: list[str] = []
     waiting: list[ast.stmt] = list(tree.body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from imported_modules(ast.Module([node], []))
+            found += imported_modules(ast.Module([node], []))
             if isinstance(node, ast.ImportFrom):
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                found += (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If | ast.Try | ast.With | ast.ClassDef):
             waiting += [one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)]
+    return tuple(found)
 
 
 def loaded_with(path: str, trees: Mapping[str, ast.Module]) -> set[str]:
@@ -190,7 +200,7 @@ def globals_written(tree: ast.Module) -> list[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             bound |= {target.id for target in targets if isinstance(target, ast.Name)}
     written = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
             written.append(node.func.value)
         elif isinstance(node, ast.AugAssign):
@@ -216,16 +226,16 @@ def root_of(node: ast.expr) -> ast.expr:
 
 def reads_environment(tree: ast.AST) -> bool:
     names = {"environ", "environb", "getenv", "putenv"}
-    attributes = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "os"}
-    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "os" for a in n.names}
+    attributes = {n.attr for n in nodes_of(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "os"}
+    imported = {a.name for n in nodes_of(tree) if isinstance(n, ast.ImportFrom) and n.module == "os" for a in n.names}
     return bool(names & (attributes | imported))
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
     """Yield every identifier, module name and string, docstrings left out."""
-    bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
+    bodies = [node.body for node in nodes_of(tree) if isinstance(getattr(node, "body", None), list)]
     docstrings = {id(one.value) for body in bodies for one in body if isinstance(one, ast.Expr)}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if id(node) not in docstrings:
             values = [
                 value for _, field in ast.iter_fields(node) for value in (field if isinstance(field, list) else [field])
@@ -238,8 +248,10 @@ def relative(path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def trees() -> dict[str, ast.Module]:
-    return {relative(path): ast.parse(path.read_text()) for path in FILES}
+def trees() -> Iterator[dict[str, ast.Module]]:
+    yield {relative(path): ast.parse(path.read_text()) for path in FILES}
+    nodes_of.cache_clear()
+    early_imports.cache_clear()
 
 
 def test_imports_point_one_way(trees: dict[str, ast.Module]) -> None:
@@ -258,14 +270,14 @@ def test_the_engine_knows_no_text_and_text_no_engine(trees: dict[str, ast.Module
 
 def test_nothing_is_imported_for_the_type_checker_alone(trees: dict[str, ast.Module]) -> None:
     for path, tree in trees.items():
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        names = {node.id for node in nodes_of(tree) if isinstance(node, ast.Name)}
+        attributes = {node.attr for node in nodes_of(tree) if isinstance(node, ast.Attribute)}
         assert "TYPE_CHECKING" not in names | attributes, path
 
 
 def test_no_state_lives_in_a_module(trees: dict[str, ast.Module]) -> None:
     for path, tree in trees.items():
-        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], f"{path}: global"
+        assert not [node for node in nodes_of(tree) if isinstance(node, ast.Global)], f"{path}: global"
         assert not globals_written(tree), path
 
 
@@ -331,7 +343,7 @@ def test_the_environment_is_read_by_command_lines_and_by_assemble(trees: dict[st
 def kinds_asked(tree: ast.AST) -> list[str]:
     """Executors, stores and families that the code asks for by `isinstance` or `.family`."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
             found += [one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name) and one.id in KINDS]
         if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "family":
@@ -370,7 +382,7 @@ def part_of(module: str) -> str:
 
 def modules_of(tree: ast.AST) -> Iterator[str]:
     """Every module of the server that is imported; `from a.b import c` gives a.b.c when that is a module."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("nano_inference.server"):
             for alias in node.names:
                 inner = HOME.joinpath(*f"{node.module}.{alias.name}".split(".")[1:])
@@ -413,7 +425,7 @@ def test_no_model_is_a_torch_module(trees: dict[str, ast.Module]) -> None:
     bases = [
         base
         for tree in trees.values()
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.ClassDef)
         for base in node.bases
     ]
