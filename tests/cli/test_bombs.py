@@ -11,8 +11,9 @@ import httpx2
 import pytest
 
 from nano_inference.cli import main
-from tests.cli.test_serve import Process, command
+from tests.cli.test_serve import forked
 from tests.server.tiny import make_tiny
+from tests.warm import Forker
 
 GUARD_S = 120
 """Time limit of a process in seconds."""
@@ -36,30 +37,25 @@ def chat(url: str, content: str) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=GUARD_S)
 
 
-def test_template_bomb_fails_alone_and_sigterm_ends_the_server(bombed: Path) -> None:
-    process = Process(command(bombed))
-    try:
-        process.wait_for("^ready: ")
-        url = process.url
-        with ThreadPoolExecutor(4) as threads:
-            bombs = [threads.submit(chat, url, "bomb") for _ in range(2)]
-            body = {"prompt": "hello", "max_tokens": 2}
-            while not all(bomb.done() for bomb in bombs):
-                assert httpx2.get(f"{url}/health", timeout=GUARD_S).status_code == 200
-                assert httpx2.post(f"{url}/v1/completions", json=body, timeout=GUARD_S).status_code == 200
-            refused = [bomb.result() for bomb in bombs]
-            assert [one.status_code for one in refused] == [400, 400]
-            error = refused[0].json()["error"]
-            assert (error["message"], error["param"]) == (f"messages: {SAYS}", "messages")
-            assert chat(url, "hello").status_code == 200
-            last = threads.submit(chat, url, "bomb")
-            httpx2.get(f"{url}/health", timeout=GUARD_S)
-            process.popen.send_signal(signal.SIGTERM)
-            assert process.popen.wait(GUARD_S) == 0
-            assert last.exception() is not None or last.result().status_code >= 400
-    finally:
-        process.popen.kill()
-        process.end()
+def test_template_bomb_fails_alone_and_sigterm_ends_the_server(forker: Forker, bombed: Path) -> None:
+    with forked(forker, bombed) as server, ThreadPoolExecutor(4) as threads:
+        server.wait_for("^ready: ")
+        url = server.url
+        bombs = [threads.submit(chat, url, "bomb") for _ in range(2)]
+        body = {"prompt": "hello", "max_tokens": 2}
+        while not all(bomb.done() for bomb in bombs):
+            assert httpx2.get(f"{url}/health", timeout=GUARD_S).status_code == 200
+            assert httpx2.post(f"{url}/v1/completions", json=body, timeout=GUARD_S).status_code == 200
+        refused = [bomb.result() for bomb in bombs]
+        assert [one.status_code for one in refused] == [400, 400]
+        error = refused[0].json()["error"]
+        assert (error["message"], error["param"]) == (f"messages: {SAYS}", "messages")
+        assert chat(url, "hello").status_code == 200
+        last = threads.submit(chat, url, "bomb")
+        httpx2.get(f"{url}/health", timeout=GUARD_S)
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.popen.wait(GUARD_S) == 0
+        assert last.exception() is not None or last.result().status_code >= 400
 
 
 def test_generate_and_chat_report_a_templates_limit_in_one_line(

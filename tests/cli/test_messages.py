@@ -18,7 +18,8 @@ from nano_inference.executors.devices import available_memory
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.wiring import guard_policy
-from tests.cli.test_serve import Process, command, process
+from tests.cli.test_serve import forked
+from tests.warm import Forker
 
 Capture = pytest.CaptureFixture[str]
 TOO_MUCH = "100TiB"
@@ -232,17 +233,12 @@ def test_cache_smaller_than_context_is_printed(tiny: Path, capsys: Capture) -> N
     assert "tokens, the size of the KV cache (--kv-cache-bytes sets it)]" in capsys.readouterr().err
 
 
-def test_serve_prints_context_limits(tiny: Path) -> None:
-    with process(tiny, "--max-model-len", "100") as server:
+def test_serve_prints_context_limits(forker: Forker, tiny: Path) -> None:
+    with forked(forker, tiny, "--max-model-len", "100") as server:
         server.wait_for(r"context 100 tokens of the model's 32768")
-    words = [word if word != str(8 << 20) else "16KiB" for word in command(tiny, "--max-model-len", "100000")]
-    server = Process(words)
-    try:
+    with forked(forker, tiny, "--max-model-len", "100000", "--kv-cache-bytes", "16KiB") as server:
         server.wait_for(r"context 32768 tokens, the model's limit \(--max-model-len 100000 is more\)")
         server.wait_for(r"a request has at most \d+ tokens, the size of the KV cache")
-    finally:
-        server.popen.kill()
-        server.end()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,10 @@ from nano_inference.cli import main
 from nano_inference.server.config import ServerConfig
 from tests.cli.screen import terminal
 from tests.cli.scripted import Scripted, chunk, scripted
+from tests.cli.test_serve import forked
 from tests.server.reasoner import ANSWER, THOUGHT, make_reasoner
 from tests.server.tiny import Running, make_tiny, running
+from tests.warm import Forker
 
 CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
 WIDE = 160
@@ -155,21 +156,13 @@ def test_calculator_is_not_requested_without_one(tmp_path: Path, capsys: Capture
         assert 'status="4' not in one.client.get("/metrics").text, "a request was rejected"
 
 
-def test_ctrl_c_aborts_the_servers_request(tmp_path: Path) -> None:
+def test_ctrl_c_aborts_the_servers_request(forker: Forker, tmp_path: Path) -> None:
     """The server aborts the request when the chat's Ctrl-C closes the connection."""
     model = make_tiny(tmp_path / "tiny", 32768)
-    command = [sys.executable, "-m", "nano_inference", "serve", "--model", str(model), "--port", "0"]
-    env = os.environ | {"NANO_INFERENCE_NUM_THREADS": "1"}
-    serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-    watchdog = threading.Timer(120, serving.kill)  # ends a wait for a missing line
-    watchdog.start()
-    try:
-        assert serving.stderr is not None
-        lines = iter(serving.stderr.readline, "")
-        url = next(found[0] for line in lines if (found := re.findall(r"http://127\.0\.0\.1:\d+", line)))
+    with forked(forker, model) as serving:
+        serving.wait_for("^ready: ")
         argv = ("--ignore-eos", "--max-tokens", "30000")
-        next(line for line in lines if "curl" in line or "ready" in line.lower())
-        with terminal("chat", "--server", url, *argv, columns=WIDE) as screen:
+        with terminal("chat", "--server", serving.url, *argv, columns=WIDE) as screen:
             screen.prompt()
             screen.send("hello\r")
             screen.wait_below("> hello")
@@ -178,14 +171,8 @@ def test_ctrl_c_aborts_the_servers_request(tmp_path: Path) -> None:
             screen.prompt()
             screen.send("\x04")
             assert screen.leave() == 0
-        logged = next(json.loads(line) for line in lines if '"client_abort"' in line)
+        logged = json.loads(serving.wait_for(r'^\{.*"client_abort".*')[0])
         assert logged["client_abort"] is True and logged["output_tokens"] < 30000
-    finally:
-        watchdog.cancel()
-        serving.terminate()
-        serving.wait(60)
-        if serving.stderr is not None:
-            serving.stderr.close()
 
 
 # ---- pipes

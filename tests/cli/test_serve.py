@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -19,6 +18,7 @@ import pytest
 
 from nano_inference.cli import main
 from tests.server.tiny import events_in, make_tiny
+from tests.warm import Forked, Forker
 
 LONG = {"prompt": "continue", "max_tokens": 480, "ignore_eos": True, "seed": 1, "stream": True}
 ENDLESS = {**LONG, "max_tokens": 30_000}
@@ -45,10 +45,8 @@ def command(directory: Path | str, *options: str) -> list[str]:
 class Process:
     """A server process; a thread reads its stderr."""
 
-    def __init__(self, arguments: list[str], before: Callable[[], object] | None = None) -> None:
-        self.popen = subprocess.Popen(
-            arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=before
-        )
+    def __init__(self, popen: subprocess.Popen[str] | Forked) -> None:
+        self.popen = popen
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read)
@@ -87,14 +85,25 @@ class Process:
 
 
 @contextmanager
-def process(directory: Path, *options: str, before: Callable[[], object] | None = None) -> Iterator[Process]:
-    """Run a server until the end of the block; `before` runs in its process first."""
-    one = Process(command(directory, *options), before)
+def followed(popen: subprocess.Popen[str] | Forked) -> Iterator[Process]:
+    """Yield a server that has been started; end it after the block."""
+    one = Process(popen)
     try:
         yield one
     finally:
         one.popen.kill()
         one.end()
+
+
+def process(directory: Path, *options: str) -> AbstractContextManager[Process]:
+    """Run a server in a process that imports everything, as a user's does."""
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    return followed(subprocess.Popen(command(directory, *options), stderr=pipe, stdout=null, text=True))
+
+
+def forked(forker: Forker, directory: Path, *options: str, before: str = "") -> AbstractContextManager[Process]:
+    """Run a server in a fork, after the code `before`."""
+    return followed(forker.start(command(directory, *options)[3:], before=before))
 
 
 def test_process_starts_and_logs_requests(directory: Path) -> None:
@@ -118,8 +127,8 @@ def test_process_starts_and_logs_requests(directory: Path) -> None:
         assert (warning["level"], warning["logger"]) == ("warning", "nano_inference.server")
 
 
-def test_sigterm_finishes_open_requests(directory: Path) -> None:
-    with process(directory) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
+def test_sigterm_finishes_open_requests(forker: Forker, directory: Path) -> None:
+    with forked(forker, directory) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         server.wait_for("ready: ")
         with client.stream("POST", "/v1/completions", json=LONG) as stream:
             parts = stream.iter_text()
@@ -132,11 +141,9 @@ def test_sigterm_finishes_open_requests(directory: Path) -> None:
         assert not any("Traceback" in line for line in server.lines)
 
 
-def test_sighup_finishes_open_requests(directory: Path) -> None:
-    def heed() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP
-
-    with process(directory, before=heed) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
+def test_sighup_finishes_open_requests(forker: Forker, directory: Path) -> None:
+    heed = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # nohup ignores SIGHUP
+    with forked(forker, directory, before=heed) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         server.wait_for("ready: ")
         with client.stream("POST", "/v1/completions", json=LONG) as stream:
             parts = stream.iter_text()
@@ -151,8 +158,8 @@ def test_sighup_finishes_open_requests(directory: Path) -> None:
         assert server.end() == 0
 
 
-def test_ignored_sighup_stays_ignored(directory: Path) -> None:
-    with process(directory, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as server:
+def test_ignored_sighup_stays_ignored(forker: Forker, directory: Path) -> None:
+    with forked(forker, directory, before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)") as server:
         server.wait_for("ready: ")
         server.popen.send_signal(signal.SIGHUP)
         with httpx2.Client(base_url=server.url, timeout=60) as client:
@@ -160,11 +167,9 @@ def test_ignored_sighup_stays_ignored(directory: Path) -> None:
                 assert client.get("/ready").status_code == 200
 
 
-def test_connections_above_descriptor_limit_are_refused(directory: Path) -> None:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-
-    with process(directory, before=limit) as server:
+def test_connections_above_descriptor_limit_are_refused(forker: Forker, directory: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"
+    with forked(forker, directory, before=limit) as server:
         server.wait_for("ready: ")
         port = int(server.url.rpartition(":")[2])
         for _ in range(3):
@@ -182,9 +187,11 @@ def test_connections_above_descriptor_limit_are_refused(directory: Path) -> None
 
 
 @pytest.mark.parametrize("how", ["twice", "no time"])
-def test_second_signal_or_zero_timeout_aborts_open_requests_and_new_ones_are_refused(patient: Path, how: str) -> None:
+def test_second_signal_or_zero_timeout_aborts_open_requests_and_new_ones_are_refused(
+    forker: Forker, patient: Path, how: str
+) -> None:
     options = ("--shutdown-timeout", "0") if how == "no time" else ()
-    with process(patient, *options) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
+    with forked(forker, patient, *options) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         server.wait_for("ready: ")
         with client.stream("POST", "/v1/completions", json={**ENDLESS, "n": 16}) as stream:
             parts = stream.iter_text()
@@ -212,8 +219,8 @@ def test_loading_server_ends_immediately(directory: Path, number: signal.Signals
         assert not any("Traceback" in line for line in server.lines)
 
 
-def test_root_path_is_optional_in_requests_and_ctrl_c_ends_an_idle_server(directory: Path) -> None:
-    with process(directory, "--root-path", "/llm") as server:
+def test_root_path_is_optional_in_requests_and_ctrl_c_ends_an_idle_server(forker: Forker, directory: Path) -> None:
+    with forked(forker, directory, "--root-path", "/llm") as server:
         base = server.url
         assert base.endswith("/llm")
         server.wait_for("ready: ")
