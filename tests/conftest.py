@@ -96,8 +96,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt imported modules from garbage collection: with torch and Transformers a full collection is slow."""
+    """Exempt imported modules from garbage collection: with torch and Transformers a full collection is slow.
+
+    Let torch's loggers pass on what they log: pytest adds and removes its handlers, twice in each of a test's three
+    phases, at every logger that does not, and torch has 43 of them.
+    """
     freeze()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.startswith("torch"):
+            logger.propagate = True
 
 
 def freeze() -> None:
