@@ -216,14 +216,6 @@ def test_ollamas_names_choose_models_with_and_without_a_tag(http: httpx2.Client)
     assert http.post("/api/show", json={"name": "two"}).json()["model_info"]["LlamaForCausalLM.context_length"] == 256
 
 
-def test_models_are_loaded_and_unloaded_by_request(http: httpx2.Client) -> None:
-    assert http.post("/models/load", json={"model": "one"}).json()["status"] == {"value": "loaded"}
-    assert states(http)["one"] == "loaded"
-    assert http.post("/models/unload", json={"model": "one"}).json()["status"] == {"value": "unloaded"}
-    assert states(http) | {"broken": ""} == {"one": "unloaded", "two": "unloaded", "broken": ""}
-    assert http.post("/models/load", json={"model": "three"}).status_code == 404
-
-
 def test_streams_end_before_their_model_is_unloaded(server: tuple[Process, str]) -> None:
     """Eight streams of each model at the same time, with room for one model: all are complete."""
 
@@ -234,10 +226,19 @@ def test_streams_end_before_their_model_is_unloaded(server: tuple[Process, str])
     async def main() -> list[str]:
         headers = {"authorization": f"Bearer {KEY}"}
         async with httpx2.AsyncClient(base_url=server[1], headers=headers, timeout=PATIENCE) as client:
-            return await asyncio.gather(*(read(client, ("one", "two")[n % 2], n) for n in range(16)))
+            return await asyncio.gather(*(read(client, ("two", "one")[n % 2], n) for n in range(16)))
 
     texts = asyncio.run(main())
     assert all(text.rstrip().endswith("[DONE]") and "error" not in text for text in texts)
+
+
+def test_models_are_loaded_and_unloaded_by_request(http: httpx2.Client) -> None:
+    unloaded = next(name for name in ("one", "two") if states(http)[name] == "unloaded")
+    assert http.post("/models/load", json={"model": unloaded}).json()["status"] == {"value": "loaded"}
+    assert states(http)[unloaded] == "loaded"
+    assert http.post("/models/unload", json={"model": unloaded}).json()["status"] == {"value": "unloaded"}
+    assert states(http) | {"broken": ""} == {"one": "unloaded", "two": "unloaded", "broken": ""}
+    assert http.post("/models/load", json={"model": "three"}).status_code == 404
 
 
 def test_a_unix_socket_serves_several_models(directories: dict[str, Path], tmp_path: Path) -> None:
@@ -248,8 +249,9 @@ def test_a_unix_socket_serves_several_models(directories: dict[str, Path], tmp_p
         process.wait_for(f"^listening on {re.escape(str(path))}, loading one")
         process.wait_for("^ready: one")
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), timeout=PATIENCE) as http:
-            body = {"model": "two", "prompt": "x", "max_tokens": 1}
-            assert http.post("http://localhost/v1/completions", json=body).json()["model"] == "two"
+            body = {"model": "one", "prompt": "x", "max_tokens": 1}
+            assert http.post("http://localhost/v1/completions", json=body).json()["model"] == "one"
+            assert [card["id"] for card in http.get("http://localhost/v1/models").json()["data"]] == ["one", "two"]
     finally:
         assert process.end() == 0
     assert not path.exists()
