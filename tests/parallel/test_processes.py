@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,6 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_processes_compute_what_one_process_does(tiny: Path) -> None:
-    with InferenceEngine(config_of(tiny)) as whole:
-        right = whole.generate([[1, 2, 3], [4] * 30], PARAMS, 2)
-    with InferenceEngine(config(tiny)) as engine:
-        assert len(ranks_of(os.getpid())) == 1
-        assert_same(engine.generate([[1, 2, 3], [4] * 30], PARAMS, 2), right)
-        executor = engine.parts.executor
-        assert isinstance(executor, ShardedExecutor) and executor.num_ranks == 2
-    assert not ranks_of(os.getpid())
-    with pytest.raises(EngineDead):
-        engine.generate([[1]], PARAMS)
-
-
 def listening_sockets(pid: int) -> dict[str, str]:
     """Return the inode of each socket at which a process accepts connections, and its address in hexadecimal."""
     inodes = set()
@@ -83,12 +71,21 @@ def listening_sockets(pid: int) -> dict[str, str]:
     return {parts[9]: parts[1].split(":")[0] for parts in sockets if parts[3] == "0A" and parts[9] in inodes}
 
 
-def test_ranks_accept_connections_from_this_machine_only(tiny: Path) -> None:
+def test_processes_compute_what_one_process_does_and_accept_connections_from_this_machine_only(tiny: Path) -> None:
+    with InferenceEngine(config_of(tiny)) as whole:
+        right = whole.generate([[1, 2, 3], [4] * 30], PARAMS, 2)
     before = listening_sockets(os.getpid()).keys()  # of other tests in this process
-    with InferenceEngine(config(tiny)):
-        for pid in (os.getpid(), *ranks_of(os.getpid())):
+    with InferenceEngine(config(tiny)) as engine:
+        (rank,) = ranks_of(os.getpid())
+        for pid in (os.getpid(), rank):
             opened = listening_sockets(pid)
             assert {address for inode, address in opened.items() if inode not in before} == {"0100007F"}
+        assert_same(engine.generate([[1, 2, 3], [4] * 30], PARAMS, 2), right)
+        executor = engine.parts.executor
+        assert isinstance(executor, ShardedExecutor) and executor.num_ranks == 2
+    assert not ranks_of(os.getpid())
+    with pytest.raises(EngineDead):
+        engine.generate([[1]], PARAMS)
 
 
 def test_a_killed_rank_ends_the_engine(tiny: Path) -> None:
@@ -122,31 +119,43 @@ def test_a_rank_that_is_lost_between_steps_is_noticed(tiny: Path) -> None:
     asyncio.run(main())
 
 
-_LEADER = """
-import sys, time
+_LEADERS = """
+import json, os, sys, time
 from nano_inference import EngineConfig, InferenceEngine
-engine = InferenceEngine(EngineConfig.from_dict(__import__("json").loads(sys.argv[1])))
-print("ready", flush=True)
-time.sleep(600)
+for _ in range(2):
+    if not os.fork():
+        engine = InferenceEngine(EngineConfig.from_dict(json.loads(sys.argv[1])))
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+for _ in range(2):
+    os.wait()
 """
+"""Two leaders, forked from a process that has imported torch."""
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_no_rank_outlives_its_leader(how: signal.Signals, tiny: Path) -> None:
-    command = [sys.executable, "-P", "-c", _LEADER, json.dumps(config(tiny).to_dict())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as leader:
-        assert leader.stdout is not None and leader.stdout.readline() == "ready\n"
-        (rank,) = ranks_of(leader.pid)
-        leader.send_signal(how)
-        leader.wait(10)
-        wait_until(lambda: not Path(f"/proc/{rank}").exists() or "\nState:\tZ" in _status(rank), FIVE_SECONDS)
+def test_no_rank_outlives_its_leader(tiny: Path) -> None:
+    """One leader is killed, one is interrupted."""
+    command = [sys.executable, "-P", "-c", _LEADERS, json.dumps(config(tiny).to_dict())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+        assert parent.stdout is not None
+        leaders = [int(parent.stdout.readline()) for _ in range(2)]
+        try:
+            for leader, how in zip(leaders, (signal.SIGKILL, signal.SIGINT), strict=True):
+                (rank,) = ranks_of(leader)
+                os.kill(leader, how)
+                wait_until(partial(has_ended, leader), 10)
+                wait_until(partial(has_ended, rank), FIVE_SECONDS)
+        finally:
+            for leader in leaders:
+                with suppress(ProcessLookupError):
+                    os.kill(leader, signal.SIGKILL)
 
 
-def _status(pid: int) -> str:
+def has_ended(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/status").read_text()
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return "\nState:\tZ"
+        return True
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.server.test_functions import ASK, check_calls, choice_of
 from tests.server.tiny import events_in, make_tiny, running
 
 PARALLEL = ("--tensor-parallel", "2")
+DIVIDED = {"tensor_parallel": 2, "kernels": "off"}
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +28,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_server_reports_the_loss_of_a_rank(directory: Path) -> None:
     short = {"prompt": "continue", "max_tokens": 8, "seed": 1, "ignore_eos": True}
-    with process(directory, *PARALLEL) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
-        server.wait_for(r"ready: served\d*")
+    with running(directory, **DIVIDED) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         answers = [client.post("/v1/completions", json=short).json()["choices"][0]["text"] for _ in range(2)]
         assert answers[0] == answers[1]
         assert client.get("/health").status_code == 200
-        (rank,) = ranks_of(server.popen.pid)
+        (rank,) = ranks_of(os.getpid())
         with client.stream("POST", "/v1/completions", json=LONG) as reply:
             pieces = reply.iter_text()
             text = next(pieces)
@@ -43,13 +43,12 @@ def test_a_server_reports_the_loss_of_a_rank(directory: Path) -> None:
         last, done = events_in(text)[-2:]
         assert last["error"]["message"] == "internal server error" and done == "[DONE]"
         wait_until(lambda: client.get("/health").status_code == 503, FIVE_SECONDS)
-        assert not ranks_of(server.popen.pid)
+        assert not ranks_of(os.getpid())
 
 
 def test_a_server_without_requests_reports_the_loss_of_a_rank(directory: Path) -> None:
-    with process(directory, *PARALLEL) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
-        server.wait_for(r"ready: served\d*")
-        os.kill(*ranks_of(server.popen.pid), signal.SIGKILL)
+    with running(directory, **DIVIDED) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
+        os.kill(*ranks_of(os.getpid()), signal.SIGKILL)
         wait_until(lambda: client.get("/health").status_code == 503, FIVE_SECONDS)
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
 
@@ -67,7 +66,7 @@ def test_required_tool_calls_are_those_of_an_undivided_server(tmp_path: Path) ->
     make_tiny(tmp_path, 4096)
     body = {**ASK, "tool_choice": "required", "max_tokens": 350, "temperature": 1.0}
     choices = []
-    for options in ({}, {"tensor_parallel": 2, "kernels": "off"}):
+    for options in ({}, DIVIDED):
         with running(tmp_path, **options) as server:
             choices.append([choice_of(server, **body | {"seed": seed}) for seed in range(some(2))])
     for choice in choices[0]:

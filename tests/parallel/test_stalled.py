@@ -87,18 +87,26 @@ def test_the_timeout_of_an_update_leaves_every_rank_on_the_old_weights(tiny: Pat
         assert engine.weights_checksum() != checksum and engine.get_weight_version() == 1
 
 
-@pytest.mark.parametrize("is_updating", [True, False])
-def test_an_engine_whose_rank_hangs_can_be_shut_down(is_updating: bool, tiny: Path) -> None:
-    engine = InferenceEngine(config(tiny, 2))
+def stopped(path: Path) -> InferenceEngine:
+    """Return an engine whose rank 1 is stopped after its first answer."""
+    before = ranks_of(os.getpid())
+    engine = InferenceEngine(config(path, 2))
     engine.generate(PROMPTS, PARAMS)
-    (rank,) = ranks_of(os.getpid())
+    (rank,) = set(ranks_of(os.getpid())).difference(before)
     os.kill(rank, signal.SIGSTOP)
-    if is_updating:
-        engine.update_weights(weights_of(tiny, 1.25))
-    else:
-        time.sleep(2)  # rank 0 waits for an answer to its question
-    ending = threading.Thread(target=engine.shutdown)
-    ending.start()
-    ending.join(60)
-    assert not ending.is_alive()
+    return engine
+
+
+def test_engines_whose_ranks_hang_can_be_shut_down(tiny: Path) -> None:
+    """One waits for an answer to its question, one sends an update; both wait for their ranks at the same time."""
+    asking, stopped_at = stopped(tiny), time.monotonic()
+    updating = stopped(tiny)
+    updating.update_weights(weights_of(tiny, 1.25))
+    endings = [threading.Thread(target=one.shutdown) for one in (updating, asking)]
+    endings[0].start()
+    time.sleep(max(0.0, stopped_at + 2 - time.monotonic()))  # rank 0 waits for an answer to its question
+    endings[1].start()
+    for ending in endings:
+        ending.join(60)
+        assert not ending.is_alive()
     assert not ranks_of(os.getpid())
