@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,29 @@ from benchmarks.cuda_parts.engines import workload
 from benchmarks.cuda_parts.models import SHAPES, Bench, config_of
 from benchmarks.cuda_parts.report import Report, Sink, Unit, line_of, open_bench, run_unit
 from nano_inference.models import dense
+from tests.forking import Forks
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("Qwen2.5-0.5B", "Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-7B")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/cuda.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs the script with arguments in a process that has imported torch already."""
+    code = (
+        "import runpy, sys; sys.path.insert(0, 'benchmarks'); runpy.run_path('benchmarks/cuda.py', run_name='__main__')"
+    )
+    with Forks(["benchmarks.cuda_parts.sections"]) as forks:
+        yield partial(forks.run, code)
 
 
 def test_a_dry_run_measures_every_model(tmp_path: Path) -> None:
     out = tmp_path / "cuda.json"
-    done = run("--dry", "--only", "engine,ceilings", "--out", str(out))
+    command = [sys.executable, "benchmarks/cuda.py", "--dry", "--only", "engine,ceilings", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     assert report["is_dry"] and report["device"] == "CPU" and report["torch"]
@@ -55,12 +67,12 @@ def test_a_dry_run_measures_every_model(tmp_path: Path) -> None:
     assert len([line for line in done.stdout.splitlines() if line.startswith("dry ")]) == len(figures)
 
 
-def test_what_no_time_is_left_for_is_named() -> None:
+def test_what_no_time_is_left_for_is_named(run: Run) -> None:
     done = run("--dry", "--seconds", "0", "--only", "ceilings,tests")
     assert done.stdout.count("skipped: no time is left") == 3 and done.returncode == 0
 
 
-def test_an_unknown_section_is_refused_in_one_line() -> None:
+def test_an_unknown_section_is_refused_in_one_line(run: Run) -> None:
     done = run("--dry", "--only", "engines")
     assert done.returncode == 1
     assert (
@@ -69,13 +81,13 @@ def test_an_unknown_section_is_refused_in_one_line() -> None:
     )
 
 
-def test_one_model_is_measured_alone() -> None:
+def test_one_model_is_measured_alone(run: Run) -> None:
     done = run("--dry", "--seconds", "0", "--only", "ceilings,engine,kernels,tests", "--model", "Qwen2.5-0.5B")
     names = [line.split(" · ")[0].split()[2] for line in done.stdout.splitlines() if line.startswith("dry ")]
     assert names == ["ceilings", "Qwen2.5-0.5B", "groups", "Qwen2.5-0.5B", "tests", "compute-sanitizer"]
 
 
-def test_an_unknown_model_is_refused_in_one_line() -> None:
+def test_an_unknown_model_is_refused_in_one_line(run: Run) -> None:
     done = run("--dry", "--model", "Qwen4")
     assert done.returncode == 1 and done.stderr.startswith("--model: there is no model Qwen4; there are Qwen2.5-0.5B,")
 
@@ -101,18 +113,18 @@ def hangs(bench: Bench, sink: Sink) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("measure", "values", "has_failed"),
+    ("measure", "seconds", "values", "has_failed"),
     [
-        (raises, [1.0, "failed: ValueError: ", "failed: RuntimeError: CUDA error"], True),
-        (ends, ["failed: the process ended with 3"], True),
-        (hangs, [1.0, "stopped: no time is left"], False),
+        (raises, 60.0, [1.0, "failed: ValueError: ", "failed: RuntimeError: CUDA error"], True),
+        (ends, 60.0, ["failed: the process ended with 3"], True),
+        (hangs, 1.0, [1.0, "stopped: no time is left"], False),
     ],
 )  # fmt: skip
 def test_a_unit_that_fails_is_one_line_of_the_report(
-    measure: object, values: list[object], has_failed: bool, tmp_path: Path
+    measure: object, seconds: float, values: list[object], has_failed: bool, tmp_path: Path
 ) -> None:
     report = Report(is_dry=True, out=tmp_path / "cuda.json")
-    run_unit(Unit("engine", "model", measure), report, time.monotonic() + 5)  # type: ignore[arg-type]
+    run_unit(Unit("engine", "model", measure), report, time.monotonic() + seconds)  # type: ignore[arg-type]
     assert [one["value"] for one in report.figures] == values
     assert json.loads((tmp_path / "cuda.json").read_text())["figures"] == report.figures
     assert all("in refuse" in one["trace"] for one in report.figures if one["name"] == "second")
