@@ -11,6 +11,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -151,32 +152,49 @@ def test_an_index_that_answers_is_taken_by_name(index: str, tmp_path: Path) -> N
     assert command.endswith(f"-P -m pip install --extra-index-url {index} torch=={VERSION}+cpu")
 
 
+class Slow(Quiet):
+    """Answers at once, and its page takes longer than an answer may."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        for _ in range(8):
+            self.wfile.write(b"-")
+            time.sleep(0.5)
+        self.wfile.write(f"torch-{VERSION}".encode())
+
+
+class Plan(NamedTuple):
+    """An index, and what the script says that it would do."""
+
+    source: str
+    lines: list[str]
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Plan]:
+    """The plans with an index that is not there, a silent one and a slow one; the script waits for all at once."""
+    with create_server(("127.0.0.1", 0)) as silent, serving(Slow) as slow, ThreadPoolExecutor() as pool:
+        port = silent.getsockname()[1]  # it takes connections and says nothing
+        sources = {"absent": "http://127.0.0.1:9", "silent": f"http://127.0.0.1:{port}", "slow": slow}
+        homes = [tmp_path_factory.mktemp(name) for name in sources]
+        plans = pool.map(lambda home, source: plan(home, "--source", source), homes, sources.values())
+        return {name: Plan(sources[name], lines) for name, lines in zip(sources, plans, strict=True)}
+
+
 @needs_linux_without_gpu
-@pytest.mark.parametrize("is_open", [True, False])
-def test_an_index_that_does_not_answer_is_given_up_within_seconds(is_open: bool, tmp_path: Path) -> None:
-    with create_server(("127.0.0.1", 0)) as silent:  # it takes connections and says nothing
-        source = f"http://127.0.0.1:{silent.getsockname()[1]}" if is_open else "http://127.0.0.1:9"
-        notice, command = plan(tmp_path, "--source", source)  # ends at all: the server never answers
+@pytest.mark.parametrize("name", ["absent", "silent"])
+def test_an_index_that_does_not_answer_is_given_up(name: str, waiting: Mapping[str, Plan]) -> None:
+    """The plan ends at all: the silent server never answers."""
+    source, (notice, command) = waiting[name]
     assert notice.startswith(f"no NVIDIA GPU, but {source} does not answer (")
     assert f"PyTorch {VERSION} with CUDA libraries from the package index: about 4.6 GB" in notice
     assert command.endswith(f"-P -m pip install torch=={VERSION}")
 
 
 @needs_linux_without_gpu
-def test_an_index_on_a_slow_link_is_taken(tmp_path: Path) -> None:
-    """It answers at once, and its page takes longer than an answer may."""
-
-    class Slow(Quiet):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            for _ in range(8):
-                self.wfile.write(b"-")
-                time.sleep(0.5)
-            self.wfile.write(f"torch-{VERSION}".encode())
-
-    with serving(Slow) as source:
-        notice, _ = plan(tmp_path, "--source", source)
+def test_an_index_on_a_slow_link_is_taken(waiting: Mapping[str, Plan]) -> None:
+    source, (notice, _) = waiting["slow"]
     assert notice.startswith(f"no NVIDIA GPU: downloading PyTorch {VERSION}, CPU build, from {source}")
 
 
