@@ -102,7 +102,7 @@ def test_engines_whose_ranks_hang_can_be_shut_down(tiny: Path) -> None:
     asking, stopped_at = stopped(tiny), time.monotonic()
     updating = stopped(tiny)
     updating.update_weights(weights_of(tiny, 1.25))
-    endings = [threading.Thread(target=one.shutdown) for one in (updating, asking)]
+    endings = [threading.Thread(target=one.shutdown, daemon=True) for one in (updating, asking)]
     endings[0].start()
     time.sleep(max(0.0, stopped_at + 2 - time.monotonic()))  # rank 0 waits for an answer to its question
     endings[1].start()
