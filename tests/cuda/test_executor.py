@@ -68,8 +68,10 @@ def answers(tiny: Path) -> list[TrainingSample]:
         return run_all(ours, KINDS)[0]
 
 
-@pytest.mark.parametrize("lookahead", [1, 3, 16])
-@pytest.mark.parametrize("options", [{}, {"max_tokens_per_batch": 24, "max_batch_size": 5, "block_size": 4}])
+TIGHT = {"max_tokens_per_batch": 24, "max_batch_size": 5, "block_size": 4}
+
+
+@pytest.mark.parametrize(("lookahead", "options"), [(1, {}), (3, TIGHT), (16, {}), (16, TIGHT)])
 def test_every_kind_of_request_is_the_c_path(
     lookahead: int, options: dict[str, Any], tiny: Path, answers: list[TrainingSample]
 ) -> None:
