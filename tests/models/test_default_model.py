@@ -14,6 +14,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import SamplingParams
+from tests.effort import some
 from tests.models.families import gap, gap_to, reference_logprobs
 from tests.models.written import smollm2_config
 
@@ -76,12 +77,13 @@ def test_scores_match_transformers_cold_chunked_and_cached(
         assert gap_to(expected, ids, chunked.score(ids)) <= TOLERANCE
 
 
-def test_greedy_tokens_are_identical_on_20_prompts(
+def test_greedy_tokens_are_identical(
     engine: InferenceEngine, tokenizer: Tokenizer, witness: transformers.PreTrainedModel
 ) -> None:
-    prompts = [chat(tokenizer, question.format(topic)) for question in QUESTIONS for topic in TOPICS[::3]]
+    questions = [question.format(topic) for question in QUESTIONS for topic in TOPICS[::3]]
+    prompts = [chat(tokenizer, question) for question in questions[:: 20 // some(20)]]
     samples = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    assert len(samples) == 20
+    assert len(samples) >= some(20)
     for sample in samples:
         table = reference_logprobs(witness, [*sample.prompt_tokens, *sample.completion_tokens], 24)
         assert table.argmax(-1).tolist() == list(sample.completion_tokens)
