@@ -7,8 +7,9 @@ INSTALL_TORCH = command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here
 BIN := .venv/bin
 # Without bytecode on disk each process that a test starts compiles its modules again, and pytest rewrites every test.
 unexport PYTHONDONTWRITEBYTECODE
-# Two processes; files go out in their order, because the longest have few tests and would otherwise come last.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three processes for two cores: a quarter of the time a test waits, for a browser, a socket or the end of a time limit.
+# Files go out in their order, because the longest have few tests and would otherwise come last.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test thorough check browser test-clients test-open-webui lint fast aot bench docs clean
 

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch is loaded: its idle threads busy-wait, which takes the cores from the tests of the other process.
+# Before torch is loaded: its idle threads busy-wait, which takes the cores from the tests of the other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # nanobind reports as leaked what the collection at the interpreter's end leaves.
 atexit.register(gc.unfreeze)
 
-# Tiny models gain nothing from more, and two processes of tests would wait for each other's threads.
+# Tiny models gain nothing from more, and several processes of tests would wait for each other's threads.
 torch.set_num_threads(1)
 
 
@@ -85,7 +85,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first: at the end one process would work on them while the other waits."""
+    """Run the longest files first: at the end one process would work on them while the others wait."""
     root = Path(__file__).parent
 
     def rank(item: pytest.Item) -> int:
