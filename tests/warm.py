@@ -1,5 +1,7 @@
 """Commands in forks of a process that has imported what `serve` uses: importing takes longer than most of them run.
 
+Not multiprocessing's forkserver: a process has only one, in which `tests.weights` imports Transformers, and pydantic.
+
 `python -m tests.warm FD MODULES` reads jobs from the socket FD: JSON objects {"argv", "environ", "cwd", "before"}. Each
 arrives with two descriptors: stderr, and a socket for the process id and, at the end, the exit code.
 """

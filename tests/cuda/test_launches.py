@@ -62,10 +62,8 @@ def variant_key(variant: Any) -> tuple[Any, ...]:
     return (tuple(sorted(variant.constants.items())), variant.num_warps, variant.num_stages, variant.fuses)
 
 
-MOST_EARLY = 2048
-"""Programs above which a kernel is compiled to start late (`Variant.launch`)."""
 SMALL = Shape(20_000, 64, 128, 1, 4, 2, 16, has_bias=True)
-"""A model whose sampler has more than `MOST_EARLY` programs for 256 rows."""
+"""A model whose sampler has more than `variant.MOST_EARLY` programs for 256 rows."""
 LIMITS = Limits(max_len=4096, max_rows=256, max_tokens=4096)
 
 
@@ -176,29 +174,28 @@ def forms(kernel: Any, arguments: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(form(name, one) for name, one in zip(kernel.arg_names, arguments, strict=False))
 
 
-def run_rows(executor: CudaExecutor, count: int, size: int, start: int, **options: Any) -> None:
-    """Run rows of `size` tokens on blocks that all of them share."""
-    params = SamplingParams(**options)
-    rows = tuple(
+def rows_of(count: int, size: int, start: int, params: SamplingParams) -> tuple[Row, ...]:
+    """Return rows of `size` tokens on blocks that all of them share."""
+    return tuple(
         Row(id=index, tokens=(1,) * size, prev_token=1 if start else -1, start=start, blocks=tuple(range(256)),
             num_sampled=1, params=params, logprobs_mode="raw", seed=0, sample_index=0)
         for index in range(count)
     )  # fmt: skip
-    executor.run(rows, (), ())
 
 
-REQUESTS: dict[str, Callable[[CudaExecutor], None]] = {
-    "a prompt": lambda executor: run_rows(executor, 1, 7, 0),
-    "a prompt of 16 tokens": lambda executor: run_rows(executor, 1, 16, 0),
-    "a long prompt": lambda executor: run_rows(executor, 1, 3000, 0),
-    "the next part of a prompt": lambda executor: run_rows(executor, 1, 100, 900, temperature=0),
-    "many prompts": lambda executor: run_rows(executor, 20, 200, 0, top_k=5),
-    "many prompts with log-probabilities": lambda executor: run_rows(executor, 200, 3, 0, logprobs=3),
-    "a window": lambda executor: run_rows(executor, 1, 1, 9),
-    "a window of three rows with top-p": lambda executor: run_rows(executor, 3, 1, 100, top_p=0.5),
-    "a window of many rows": lambda executor: run_rows(executor, 250, 1, 255, frequency_penalty=1.0),
-    "a window of rows that share a prefix": lambda executor: run_rows(executor, 30, 1, 600),
-    "many rows that share a long prefix": lambda executor: run_rows(executor, 256, 1, 4000, min_p=0.1, logprobs=20),
+PLAIN = SamplingParams()
+REQUESTS = {
+    "a prompt": rows_of(1, 7, 0, PLAIN),
+    "a prompt of 16 tokens": rows_of(1, 16, 0, PLAIN),
+    "a long prompt": rows_of(1, 3000, 0, PLAIN),
+    "the next part of a prompt": rows_of(1, 100, 900, SamplingParams(temperature=0)),
+    "many prompts": rows_of(20, 200, 0, SamplingParams(top_k=5)),
+    "many prompts with log-probabilities": rows_of(200, 3, 0, SamplingParams(logprobs=3)),
+    "a window": rows_of(1, 1, 9, PLAIN),
+    "a window of three rows with top-p": rows_of(3, 1, 100, SamplingParams(top_p=0.5)),
+    "a window of many rows": rows_of(250, 1, 255, SamplingParams(frequency_penalty=1.0)),
+    "a window of rows that share a prefix": rows_of(30, 1, 600, PLAIN),
+    "many rows that share a long prefix": rows_of(256, 1, 4000, SamplingParams(min_p=0.1, logprobs=20)),
 }
 
 
@@ -207,7 +204,7 @@ def test_nothing_is_compiled_after_the_start(
     max_rows: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compilation takes half a second, in which all requests wait."""
-    from nano_inference.executors.cuda.kernels.variant import Variant
+    from nano_inference.executors.cuda.kernels.variant import MOST_EARLY, Variant
 
     found: set[tuple[Any, ...]] = set()
 
@@ -227,6 +224,6 @@ def test_nothing_is_compiled_after_the_start(
     executor.new_cache(CacheSize(num_blocks=300, block_size=16))
     executor.warm_up(lambda done, total: None)
     warm = frozenset(found)
-    for name, run in REQUESTS.items():
-        run(executor)
+    for name, rows in REQUESTS.items():
+        executor.run(rows, (), ())
         assert found <= warm, f"{name}: {sorted(str(one[:3]) for one in found - warm)}"

@@ -98,7 +98,10 @@ class Executor(Protocol):
         """Return the default size of a KV cache in bytes; `share` of a GPU's memory is for weights and cache."""
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Compile and record the usual steps; `progress` receives (done, total). Needs weights and a cache."""
+        """Compile and record the usual steps; `progress` receives (done, total).
+
+        Needs weights and a cache, whose blocks it may overwrite: call it before the first request.
+        """
 
     # ---- cache ----
 

@@ -209,10 +209,7 @@ class CudaExecutor:
         return peak - before
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Compile the kernels, and capture the steps of windows without truncation, for rows of up to 2,048 keys.
-
-        Call it before the first request: it overwrites blocks of the cache.
-        """
+        """Compile the kernels, and capture the steps of windows without truncation, for rows of up to 2,048 keys."""
         self._inside(lambda: self._warm_up(progress))
 
     def _warm_up(self, progress: Callable[[int, int], None]) -> None:

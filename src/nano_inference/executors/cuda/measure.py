@@ -13,6 +13,7 @@ from nano_inference.types import SamplingParams
 
 _PLAIN = SamplingParams(temperature=1.0, logprobs=1)
 _CUT = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, raw_logprobs=True)
+"""Without and with truncation; both want top tokens, which have kernels of their own."""
 
 
 def largest_steps(limits: Limits, block_size: int) -> Iterator[Rows]:

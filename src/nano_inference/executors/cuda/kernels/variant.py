@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-_MOST_EARLY = 2048
+MOST_EARLY = 2048
 """Programs of a kernel that may start early: more would wait where the programs of the kernel before it could run."""
 
 
@@ -40,7 +40,7 @@ class Variant:
             num_warps=self.num_warps,
             num_stages=self.num_stages,
             enable_fp_fusion=self.fuses,
-            **({"launch_pdl": True} if prod(grid) <= _MOST_EARLY and starts_early(arguments[0].device) else {}),
+            **({"launch_pdl": True} if prod(grid) <= MOST_EARLY and starts_early(arguments[0].device) else {}),
         )
 
 
