@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscop
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-# Lint runs beside the tests: mypy takes a minute of one core. Its output follows theirs. `make`, because a line with
+# Lint runs beside the tests: mypy takes a quarter of a minute. Its output follows theirs. `make`, because a line with
 # $(MAKE) runs even in `make --dry-run`.
 test: .venv/ready-dev .venv/ready-aot .cache/triton-3.6/ready browser
 	@log=$$(mktemp); make --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
