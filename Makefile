@@ -18,7 +18,8 @@ demo: .venv/ready
 
 # Lint runs beside the tests: mypy takes a quarter of a minute. Its output follows theirs. `make`, because a line with
 # $(MAKE) runs even in `make --dry-run`.
-test: .venv/ready-dev .venv/ready-aot .cache/triton-3.6/ready browser
+test: .venv/ready-dev
+	@make --no-print-directory --jobs 2 .venv/ready-aot .cache/triton-3.6/ready .venv/collected browser
 	@log=$$(mktemp); make --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
 	$(PYTEST); tests=$$?; \
 	wait $$lint; lint=$$?; cat "$$log"; rm "$$log"; \
@@ -86,8 +87,13 @@ docs: .venv/ready
 
 .venv/ready-dev: .venv/ready
 	@echo "downloading the packages of the tests"
-	@$(BIN)/python -m pip install -e '.[dev]'
+	@$(BIN)/python -m pip install --no-compile -e '.[dev]'
 	@touch $@
+
+# A first collection compiles the tests and what they import, which takes longer in three processes at once.
+.venv/collected: .venv/ready-dev
+	@echo "compiling the tests"
+	@$(BIN)/python -m pytest --collect-only -q >/dev/null && touch $@ || echo "WARNING: the tests cannot be collected"
 
 # Triton compiles the CUDA kernels ahead of time, and interprets them on a CPU. Without it those tests are skipped, which
 # pytest says at its end.
