@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,6 +21,8 @@ from tests.weights.pairs import OpenEngine, Pair
 PROMPTS = [[5, 9, 30, 2, 44, 8, 1], [5, 9, 30, 2, 11], [3]]
 PARAMS = SamplingParams(max_tokens=12, seed=4, ignore_eos=True, prompt_logprobs=0)
 WAITING = [5, 9, 30, 1, 1]
+FIRST = 120
+"""Bytecodes between a call and an interrupt; most functions execute fewer, and the interrupt is in another one."""
 
 
 def make_engine(cache_type: str) -> InferenceEngine:
@@ -52,15 +55,15 @@ def assert_whole(engine: InferenceEngine, expected: list[tuple[object, ...]]) ->
     assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
 
 
-def count_bytecodes(work: Callable[[], object]) -> int:
-    with Striker([]) as striker:
+def count_calls(work: Callable[[], object]) -> int:
+    with Striker([], num_calls=sys.maxsize) as striker:
         work()
     return striker.num_seen
 
 
-def strike(work: Callable[[], object], gaps: list[int]) -> list[str]:
-    """Run `work` with interrupts after these numbers of bytecodes; return where they struck."""
-    with Striker(gaps) as striker, contextlib.suppress(KeyboardInterrupt):
+def strike(work: Callable[[], object], num_calls: int, gaps: list[int]) -> list[str]:
+    """Run `work` with interrupts after so many calls and these numbers of bytecodes; return where they struck."""
+    with Striker(gaps, num_calls=num_calls) as striker, contextlib.suppress(KeyboardInterrupt):
         work()
     return striker.struck
 
@@ -70,15 +73,15 @@ def strike(work: Callable[[], object], gaps: list[int]) -> list[str]:
 def test_generate_interrupted_anywhere_leaves_an_engine_that_works(cache_type: str, num_strikes: int) -> None:
     fresh = make_engine(cache_type)
     expected = content(generate(fresh))
-    length = count_bytecodes(lambda: generate(fresh))
+    length = count_calls(lambda: generate(fresh))
     alone = make_engine(cache_type).generate([WAITING], PARAMS)
     engine = make_engine(cache_type)
     rng = random.Random(f"{cache_type} {num_strikes}")
     struck: set[str] = set()
     for _ in range(some(100)):
         waiting = engine.add_request(WAITING, PARAMS)
-        gaps = [rng.randrange(1, length)] + [rng.choice((1, 9, 60, 400)) * rng.randrange(1, 10) for _ in range(3)]
-        struck.update(strike(lambda: generate(engine), gaps[:num_strikes]))
+        gaps = [rng.randrange(1, FIRST)] + [rng.choice((1, 9, 60, 400)) * rng.randrange(1, 10) for _ in range(3)]
+        struck.update(strike(lambda: generate(engine), rng.randrange(length), gaps[:num_strikes]))
         samples = run_to_end(engine)
         assert content([samples[waiting]]) == content(alone)
         assert_whole(engine, expected)
@@ -115,13 +118,13 @@ def change_everything(engine: InferenceEngine) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("num_strikes", [1, 2])
 def test_commands_interrupted_anywhere_leave_an_engine_that_works(num_strikes: int) -> None:
-    length = count_bytecodes(lambda: change_everything(make_engine("radix")))
+    length = count_calls(lambda: change_everything(make_engine("radix")))
     engine = make_engine("radix")
     rng = random.Random(num_strikes)
     struck: set[str] = set()
     for _ in range(some(120)):
-        gaps = [rng.randrange(1, length), rng.choice((1, 9, 60, 400)) * rng.randrange(1, 10)]
-        struck.update(strike(lambda: change_everything(engine), gaps[:num_strikes]))
+        gaps = [rng.randrange(1, FIRST), rng.choice((1, 9, 60, 400)) * rng.randrange(1, 10)]
+        struck.update(strike(lambda: change_everything(engine), rng.randrange(length), gaps[:num_strikes]))
         engine.resume()
         engine.wake()
         engine.cancel_update()
@@ -144,10 +147,10 @@ def test_a_model_interrupted_anywhere_gives_the_same_tokens_afterwards(
         return engine.generate([[1, 2, 3, 4, 5, 6], [1, 2, 9]], SamplingParams(max_tokens=4, seed=1), 2)
 
     expected = content(ask())
-    length = count_bytecodes(ask)
+    length = count_calls(ask)
     rng = random.Random(path)
     for _ in range(some(40)):
-        strike(ask, [rng.randrange(1, length), rng.randrange(1, 300)])
+        strike(ask, rng.randrange(length), [rng.randrange(1, FIRST), rng.randrange(1, 300)])
         assert not torch.is_inference_mode_enabled()
         engine.parts.kv.flush()
         assert content(ask()) == expected
