@@ -9,7 +9,7 @@ import pytest
 
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams, TrainingSample
-from tests.effort import some
+from tests.effort import few
 from tests.sim.fakes import (
     Calculator,
     Failing,
@@ -143,7 +143,7 @@ def check_scores(sample: TrainingSample, ask: dict[str, object]) -> None:
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_roomy_worlds_equal_the_reference(cache_type: str) -> None:
     num_computed = num_naive = 0
-    for seed in range(some(200)):
+    for seed in range(few(200)):
         world = run_world(make_world(seed, cache_type, tight=False))
         check_samples(world)
         runner = world.engine.parts.runner
@@ -156,27 +156,27 @@ def test_roomy_worlds_equal_the_reference(cache_type: str) -> None:
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_tight_worlds_preempt_and_equal_the_reference(cache_type: str) -> None:
     num_preempted = 0
-    for seed in range(some(200)):
+    for seed in range(few(200)):
         world = run_world(make_world(seed, cache_type, tight=True))
         check_samples(world)
         num_preempted += sum(sample.num_preemptions for sample in world.samples)
-    assert num_preempted > some(50)
+    assert num_preempted > few(50)
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_abort_returns_partial_samples_and_leaves_others_unaffected(cache_type: str) -> None:
     num_aborted = 0
-    for seed in range(some(200)):
+    for seed in range(few(200)):
         world = run_world(make_world(seed, cache_type, tight=seed % 2 == 0), aborts=True)
         check_samples(world)
         num_aborted += len(world.aborted)
-    assert num_aborted > some(50)
+    assert num_aborted > few(50)
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("guesses", [False, True])
 def test_several_tokens_a_step_equal_one(cache_type: str, guesses: bool) -> None:
-    for seed in range(some(105)):
+    for seed in range(few(105)):
         lookahead = 2 + seed % 15
         world = make_world(seed, cache_type, tight=seed % 2 == 0, lookahead=lookahead, guesses=guesses)
         check_samples(run_world(world, aborts=seed % 3 == 0))
@@ -186,7 +186,7 @@ def test_several_tokens_a_step_equal_one(cache_type: str, guesses: bool) -> None
 @pytest.mark.parametrize("tight", [False, True])
 def test_drafts_change_no_output(cache_type: str, tight: bool) -> None:
     num_right = num_wrong = num_preempted = num_aborted = 0
-    for seed in range(some(150)):
+    for seed in range(few(150)):
         world = run_world(make_world(seed, cache_type, tight=tight, guesses=True), aborts=seed % 3 == 0)
         check_samples(world)
         runner = world.engine.parts.runner
@@ -194,8 +194,8 @@ def test_drafts_change_no_output(cache_type: str, tight: bool) -> None:
         num_wrong += runner.num_wrong
         num_preempted += sum(sample.num_preemptions for sample in world.samples)
         num_aborted += len(world.aborted)
-    assert min(num_right, num_wrong) > some(500) and num_aborted > some(20), (num_right, num_wrong, num_aborted)
-    assert num_preempted > some(50) or not tight
+    assert min(num_right, num_wrong) > few(500) and num_aborted > few(20), (num_right, num_wrong, num_aborted)
+    assert num_preempted > few(50) or not tight
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
