@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -19,34 +20,61 @@ WITHOUT = {"avx512": ("avx512_vnni", "-mno-avx512vnni"), "avx2": ("avx_vnni", "-
 """Optional instructions: the CPU's flag and the compiler option that disables them."""
 
 
-@pytest.fixture(scope="session", params=[*ISAS, *(f"{isa} without vnni" for isa in WITHOUT)])
-def build(request: pytest.FixtureRequest) -> tuple[Isa, tuple[str, ...]]:
-    """Return an instruction set of this machine, and further compiler options."""
-    isa, _, is_without = request.param.partition(" ")
+BUILDS = (*ISAS, *(f"{isa} without vnni" for isa in WITHOUT))
+
+
+def missing(name: str) -> str | None:
+    """Return which instructions of a build this CPU lacks, or None."""
+    isa = isa_of(name)
     if ISAS.index(isa) < ISAS.index(best_isa(cpu_flags())):
-        pytest.skip(f"this CPU has no {isa}")
-    find_compiler(os.environ)
-    if not is_without:
-        return isa, ()
-    flag, option = WITHOUT[isa]
-    if flag not in cpu_flags():
-        pytest.skip(f"this CPU has no {flag}")
-    return isa, (option,)
+        return isa
+    return WITHOUT[isa][0] if name != isa and WITHOUT[isa][0] not in cpu_flags() else None
 
 
-@pytest.fixture(scope="session")
-def isa(build: tuple[Isa, tuple[str, ...]]) -> Isa:
-    return build[0]
+def isa_of(name: str) -> Isa:
+    """Return the instruction set of a build."""
+    return next(isa for isa in ISAS if isa == name.partition(" ")[0])
 
 
-@pytest.fixture(scope="session")
-def team(build: tuple[Isa, tuple[str, ...]]) -> Iterator[Team]:
-    isa, options = build
+@contextmanager
+def open_team(name: str) -> Iterator[Team]:
+    """Compile a build and yield its libraries."""
+    isa = isa_of(name)
+    options = () if name == isa else (WITHOUT[isa][1],)
     path = compile_library(isa, default_cache(os.environ), os.environ, options)
     libraries = {threads: Library(path, threads) for threads in (1, 2, 3)}
     yield libraries
     for library in libraries.values():
         library.close()
+
+
+@pytest.fixture(scope="session", params=BUILDS)
+def build(request: pytest.FixtureRequest) -> str:
+    """Return the name of a build for this machine."""
+    name = str(request.param)
+    if missing(name):
+        pytest.skip(f"this CPU has no {missing(name)}")
+    find_compiler(os.environ)
+    return name
+
+
+@pytest.fixture(scope="session")
+def isa(build: str) -> Isa:
+    return isa_of(build)
+
+
+@pytest.fixture(scope="session")
+def team(build: str) -> Iterator[Team]:
+    with open_team(build) as libraries:
+        yield libraries
+
+
+@pytest.fixture(scope="session")
+def teams() -> Iterator[dict[str, Team]]:
+    """Yield the libraries of all builds for this machine, for tests that compute what is expected once for all."""
+    find_compiler(os.environ)
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(open_team(name)) for name in BUILDS if not missing(name)}
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -59,38 +60,54 @@ def case_with_reference(index: int, dtype: torch.dtype = torch.float32) -> tuple
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
-def test_attention_matches_float64(team: Team, index: int, dtype: torch.dtype) -> None:
+def test_attention_matches_float64(teams: dict[str, Team], index: int, dtype: torch.dtype) -> None:
     case, right, after = case_with_reference(index, dtype)
-    cache = case.fresh(dtype)
-    got = attend(team[2], case, case.spans, cache)
     bound = attention_bound(case, after)
-    for token, row in got.items():
-        assert (row - right[token]).abs().max() <= bound, token
-    for mine, theirs in zip(layer_of(case, cache), layer_of(case, after), strict=True):
-        assert torch.equal(mine.nan_to_num(9.0).double(), theirs.nan_to_num(9.0).double())
-    assert all(cache.isnan().all() for cache in layers_of(case, cache)[0]), "another layer was written"
+    for build, team in teams.items():
+        cache = case.fresh(dtype)
+        got = attend(team[2], case, case.spans, cache)
+        for token, row in got.items():
+            assert (row - right[token]).abs().max() <= bound, (build, token)
+        for mine, theirs in zip(layer_of(case, cache), layer_of(case, after), strict=True):
+            assert torch.equal(mine.nan_to_num(9.0).double(), theirs.nan_to_num(9.0).double()), build
+        assert all(cache.isnan().all() for cache in layers_of(case, cache)[0]), f"{build}: another layer was written"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
-def test_rows_have_the_same_bits_in_any_batch(team: Team, index: int, dtype: torch.dtype) -> None:
+def test_rows_have_the_same_bits_in_any_batch(teams: dict[str, Team], index: int, dtype: torch.dtype) -> None:
     case, _, _ = case_with_reference(index, dtype)
+    wrong = [f"{build}: {what}" for build, team in teams.items() for what in differences(team, case, dtype)]
+    assert wrong == []
+
+
+def differences(team: Team, case: Case, dtype: torch.dtype) -> Iterator[str]:
+    """Yield the ways to run a step that change a bit of a row."""
     cache = case.fresh(dtype)
     whole = attend(team[2], case, case.spans, cache)
     for threads in (1, 3):
-        assert same_bits(whole, attend(team[threads], case, case.spans, cache)), "threads"
-    assert same_bits(whole, attend(team[2], case, case.spans[::-1], cache)), "order"
+        if not same_bits(whole, attend(team[threads], case, case.spans, cache)):
+            yield f"{threads} threads"
+    if not same_bits(whole, attend(team[2], case, case.spans[::-1], cache)):
+        yield "another order"
     for span in case.spans[:9]:
-        assert same_bits(whole, attend(team[2], case, (span,), cache)), "alone"
-        assert same_bits(whole, attend(team[3], case, (span.cut(0, 1), *pieces(span.cut(1, len(span.tokens)))), cache))
-    uncut = attend(team[3], case, case.spans[:1], cache, max_split_tokens=0)
-    assert same_bits(whole, uncut), "without cutting long rows"
-    cut = attend(team[3], case, case.spans[:3], cache, max_split_tokens=10_000)
-    assert same_bits(whole, cut), "with it"
+        if not same_bits(whole, attend(team[2], case, (span,), cache)):
+            yield "alone"
+        chunks = (span.cut(0, 1), *pieces(span.cut(1, len(span.tokens))))
+        if not same_bits(whole, attend(team[3], case, chunks, cache)):
+            yield "in chunks"
+    if not same_bits(whole, attend(team[3], case, case.spans[:1], cache, max_split_tokens=0)):
+        yield "long rows uncut"
+    if not same_bits(whole, attend(team[3], case, case.spans[:3], cache, max_split_tokens=10_000)):
+        yield "long rows cut"
 
 
-@pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
-def test_kept_rows_have_the_same_bits_as_among_all_rows(team: Team, index: int) -> None:
+def test_kept_rows_have_the_same_bits_as_among_all_rows(team: Team) -> None:
+    for index in range(len(SHAPES)):
+        check_kept_rows(team, index)
+
+
+def check_kept_rows(team: Team, index: int) -> None:
     case, _, _ = case_with_reference(index)
     whole, cache = attend(team[2], case, case.spans, case.fresh()), case.fresh()
     num_tokens = len(whole)
@@ -99,7 +116,7 @@ def test_kept_rows_have_the_same_bits_as_among_all_rows(team: Team, index: int) 
     for count in {1, num_tokens // 2 + 1, max(1, num_tokens - 1)}:
         kept = sorted(rng.choice(num_tokens, count, replace=False).tolist())
         got = attend(team[2], case, case.spans, cache, kept)
-        assert len(got) == len(kept) and same_bits(got, whole)
+        assert len(got) == len(kept) and same_bits(got, whole), (NAMES[index], kept)
 
 
 def pieces(span: Span) -> tuple[Span, ...]:
@@ -110,16 +127,18 @@ def pieces(span: Span) -> tuple[Span, ...]:
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 256])
 @pytest.mark.parametrize("num_rows", [31, 32, 33, 70])
-def test_crews_with_tables_diverging_at_every_block(team: Team, block_size: int, num_rows: int) -> None:
+def test_crews_with_tables_diverging_at_every_block(teams: dict[str, Team], block_size: int, num_rows: int) -> None:
     """Crews of 32 tokens, each sharing one block less: the largest number of stretches."""
     shape = Shape(num_heads=3, num_kv_heads=1, head_dim=16, block_size=block_size, num_rows=num_rows)
     shape = replace(shape, longest=(num_rows + 1) * block_size)
     case = make_staircase(shape, seed=70)
     right, after = attend_reference(case)
-    got = attend(team[2], case, case.spans, case.fresh())
-    assert all((row - right[token]).abs().max() <= attention_bound(case, after) for token, row in got.items())
-    for span in case.spans[::9]:
-        assert same_bits(got, attend(team[1], case, (span,), case.fresh()))
+    bound = attention_bound(case, after)
+    for build, team in teams.items():
+        got = attend(team[2], case, case.spans, case.fresh())
+        assert all((row - right[token]).abs().max() <= bound for token, row in got.items()), build
+        for span in case.spans[::9]:
+            assert same_bits(got, attend(team[1], case, (span,), case.fresh())), build
 
 
 def test_split_rows_have_the_bits_of_unsplit_rows(team: Team) -> None:
@@ -135,21 +154,26 @@ def test_split_rows_have_the_bits_of_unsplit_rows(team: Team) -> None:
     assert all((row - right[token]).abs().max() <= bound for token, row in cut.items())
 
 
-@pytest.mark.parametrize("value", [float("nan"), GPU_NAN, float("inf"), -float("inf")])
 @pytest.mark.parametrize("part", ["query", "key", "value"])
-def test_nan_in_one_sequence_does_not_affect_others(team: Team, value: float, part: str) -> None:
+def test_nan_in_one_sequence_does_not_affect_others(teams: dict[str, Team], part: str) -> None:
     """One sequence's last token is NaN or infinite; the others share its first blocks."""
+    for value in (float("nan"), GPU_NAN, float("inf"), -float("inf")):
+        check_nan(teams, value, part)
+
+
+def check_nan(teams: dict[str, Team], value: float, part: str) -> None:
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=20, block_size=16, num_rows=12, chunks=(9,), longest=300)
     case = make_case(shape, seed=60)
-    clean = attend(team[2], case, case.spans, case.fresh())
+    clean = {build: attend(team[2], case, case.spans, case.fresh()) for build, team in teams.items()}
     spoiled = case.spans[4].tokens[-1]
     case.qkv_TW[spoiled, {"query": 0, "key": 120, "value": 160}[part]] = value
-    got = attend(team[2], case, case.spans, case.fresh())
     own = set(case.spans[4].tokens)
-    assert same_bits({t: row for t, row in got.items() if t not in own}, clean)
     right, _ = attend_reference(case)
-    assert got[spoiled].isnan()[right[spoiled].isnan()].all()
-    assert not got[spoiled].isfinite().all() or right[spoiled].isfinite().all()
+    for build, team in teams.items():
+        got = attend(team[2], case, case.spans, case.fresh())
+        assert same_bits({t: row for t, row in got.items() if t not in own}, clean[build]), build
+        assert got[spoiled].isnan()[right[spoiled].isnan()].all(), build
+        assert not got[spoiled].isfinite().all() or right[spoiled].isfinite().all(), build
 
 
 def test_row_without_finite_scores_is_nan(team: Team) -> None:
@@ -172,9 +196,13 @@ def test_cache_may_be_unaligned(team: Team, skip: int) -> None:
     assert same_bits(clean, got) and got.keys() == right.keys()
 
 
-@pytest.mark.parametrize("value", [1.0, 1.00390625, 1.01171875, -3.4e38, 1e-40, 3.0e-39, float("inf"), float("nan")])
-def test_cache_rounds_to_bfloat16_like_torch(team: Team, value: float) -> None:
+def test_cache_rounds_to_bfloat16_like_torch(team: Team) -> None:
     """Ties to even, overflow to infinity, NaN stays NaN."""
+    for value in (1.0, 1.00390625, 1.01171875, -3.4e38, 1e-40, 3.0e-39, float("inf"), float("nan")):
+        check_rounding(team, value)
+
+
+def check_rounding(team: Team, value: float) -> None:
     shape = Shape(num_heads=1, num_kv_heads=1, head_dim=16, block_size=4, num_rows=1, longest=9, has_prefix=False)
     case = make_case(shape, seed=62)
     case.qkv_TW[:, 16:] = value

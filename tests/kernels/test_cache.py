@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from nano_inference.assemble import kernels_here
 from nano_inference.catalog import default_cache
 from nano_inference.kernels.compile import (
     CannotCompile,
@@ -21,6 +20,7 @@ from nano_inference.kernels.compile import (
     compiled_library,
     cpu_flags,
 )
+from tests.kernels.steps import in_child
 from tests.kernels.test_compile import fake_compiler, num_compiles
 
 Damage = Callable[[Path], object]
@@ -53,19 +53,17 @@ def test_damaged_library_is_recompiled(tmp_path: Path, name: str) -> None:
     assert compile_library("generic", tmp_path / "cache", environ) == path and num_compiles(tmp_path) == 2
 
 
-def test_damaged_library_is_not_loaded(tmp_path: Path) -> None:
-    """Loading an empty library raises; loading a truncated one ends a process by SIGBUS."""
+def test_damaged_library_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading an empty library raises; loading a truncated one ends a process by SIGBUS: the load is in a child."""
     good = compile_library(best_isa(cpu_flags()), default_cache(os.environ), os.environ)
     script = fake_compiler(tmp_path, f"cp {good} $out")["CC"]
-    environ = {**os.environ, "NANO_INFERENCE_CACHE": str(tmp_path), "CC": script}
-    code = "from nano_inference.assemble import kernels_here; print(kernels_here()['code'])"
-    compile_library(best_isa(cpu_flags()), tmp_path, environ)
+    monkeypatch.setenv("NANO_INFERENCE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", script)
+    compile_library(best_isa(cpu_flags()), tmp_path, os.environ)
     for size in (0, 8192):
         for path in (tmp_path / "kernels").glob("*.so"):
             os.truncate(path, size)
-        command = [sys.executable, "-I", "-c", code]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
-        assert (done.returncode, done.stdout.strip()) == (0, best_isa(cpu_flags())), done.stderr
+        assert in_child(lambda: kernels_here()["code"] == best_isa(cpu_flags())) == 0
     assert num_compiles(tmp_path) == 3
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from nano_inference.kernels.library import INT8, Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.program import Product, Program
 from nano_inference.memory import Slabs
+from tests.effort import some
 from tests.kernels import reference
 from tests.kernels.conftest import Team
 from tests.kernels.steps import (
@@ -38,10 +42,12 @@ def program(matrices: tuple[Matrix, ...], bias: Tensor | None = None, *, add: bo
     return Program(ops=(op,), widths={"x": num_in, "y": sum(m.num_out for m in matrices)})
 
 
-def assert_rows_independent(library: Library, made: Program, x_SK: Tensor, y_SN: Tensor, whole_SN: Tensor) -> None:
+def assert_rows_independent(
+    library: Library, made: Program, counts: Sequence[int], x_SK: Tensor, y_SN: Tensor, whole_SN: Tensor
+) -> None:
     """Assert that any range of rows has the same bits as among all rows."""
-    for index, count in enumerate(COUNTS):
-        first = index * 13 % (x_SK.size(0) - count + 1)
+    for count in counts:
+        first = COUNTS.index(count) * 13 % (x_SK.size(0) - count + 1)
         some = slice(first, first + count)
         part_SN = run_rows(library, made, {"x": x_SK[some], "y": y_SN[some]}, "y")
         assert torch.equal(part_SN, whole_SN[some]), (count, first)
@@ -55,30 +61,39 @@ def assert_equal_or_close(library: Library, name: str, got_SN: Tensor, expected_
         assert ((got_SN - expected_SN).abs() <= bound_SN).all()
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_products_match_float64_and_rows_are_independent(team: Team, name: str, size: tuple[int, int]) -> None:
-    weight = make_matrix(team[1], name, *size, seed=1)
-    x_SK = torch.randn(200, weight.num_in, generator=random(2))
-    y_SN = torch.zeros(200, weight.num_out)
-    made = program((weight,), num_in=weight.num_in)
-    whole_SN = run_rows(team[2], made, {"x": x_SK, "y": y_SN}, "y")
-    if name in ROUNDED:
-        assert_equal_or_close(
-            team[2], name, whole_SN, reference.run_rows(made, {"x": x_SK})["y"], product_bound(x_SK, (weight,), y_SN)
-        )
-    else:
-        exact_SN = x_SK.double() @ reference.unpack(weight).double().T
-        assert ((whole_SN - exact_SN).abs() <= product_bound(x_SK, (weight,), y_SN)).all()
-    assert_rows_independent(team[2], made, x_SK, y_SN, whole_SN)
-    for threads in (1, 3):
-        assert torch.equal(run_rows(team[threads], made, {"x": x_SK, "y": y_SN}, "y"), whole_SN)
+def test_products_match_float64_and_rows_are_independent(teams: dict[str, Team], name: str) -> None:
+    step = round(len(COUNTS) / some(len(COUNTS)))
+    for index, size in enumerate(SIZES):
+        weight = make_matrix(teams["generic"][1], name, *size, seed=1)
+        x_SK = torch.randn(200, weight.num_in, generator=random(2))
+        y_SN = torch.zeros(200, weight.num_out)
+        right_SN = expected(name, program((weight,), num_in=weight.num_in), x_SK)
+        bound_SN = product_bound(x_SK, (weight,), y_SN)
+        for build, team in teams.items():
+            made = program((make_matrix(team[1], name, *size, seed=1),), num_in=weight.num_in)
+            whole_SN = run_rows(team[2], made, {"x": x_SK, "y": y_SN}, "y")
+            if name in ROUNDED:
+                assert_equal_or_close(team[2], name, whole_SN, right_SN, bound_SN)
+            else:
+                assert ((whole_SN - right_SN).abs() <= bound_SN).all(), (build, size)
+            assert_rows_independent(team[2], made, COUNTS[index % step :: step], x_SK, y_SN, whole_SN)
+            for threads in (1, 3):
+                assert torch.equal(run_rows(team[threads], made, {"x": x_SK, "y": y_SN}, "y"), whole_SN), (build, size)
+
+
+def expected(name: str, made: Program, x_SK: Tensor) -> Tensor:
+    """Return the product in float64, or in the reference if activations are rounded."""
+    return reference.run_rows(made, {"x": x_SK}, dtype=torch.float32 if name in ROUNDED else torch.float64)["y"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_matrices_write_adjacent_columns(team: Team, name: str, add: bool, with_bias: bool) -> None:
+def test_matrices_write_adjacent_columns(team: Team, name: str) -> None:
+    for add, with_bias in product((False, True), repeat=2):
+        check_columns(team, name, add, with_bias)
+
+
+def check_columns(team: Team, name: str, add: bool, with_bias: bool) -> None:
     matrices = tuple(make_matrix(team[1], name, num_out, 256, seed=num_out) for num_out in (70, 1, 64, 33))
     width = sum(m.num_out for m in matrices)
     x_SK, y_SN = torch.randn(30, 256, generator=random(3)), torch.randn(30, width, generator=random(4))
@@ -118,10 +133,13 @@ def test_matrix_with_fewer_inputs_uses_first_columns(library: Library, name: str
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("num_rows", [3, 20])
-def test_nan_row_does_not_affect_other_rows(library: Library, name: str, value: float, num_rows: int) -> None:
+def test_nan_row_does_not_affect_other_rows(library: Library, name: str) -> None:
     weight = make_matrix(library, name, 70, 256, seed=10)
+    for value, num_rows in product((float("nan"), float("inf"), -float("inf")), (3, 20)):
+        check_nan_row(library, weight, value, num_rows)
+
+
+def check_nan_row(library: Library, weight: Matrix, value: float, num_rows: int) -> None:
     made = program((weight,), num_in=256)
     x_SK = torch.randn(num_rows, 256, generator=random(11))
     clean_SN = run_rows(library, made, {"x": x_SK}, "y")
@@ -158,9 +176,13 @@ def test_eight_bit_rounding_preserves_nan(library: Library, value: float) -> Non
 
 
 @pytest.mark.parametrize("name", NIBBLES)
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_largest_nibble_products_do_not_overflow(team: Team, name: str, blocks: int) -> None:
+def test_largest_nibble_products_do_not_overflow(team: Team, name: str) -> None:
     """All products have the largest magnitude and one sign: 16-bit sums can hold exactly one block."""
+    for blocks in (1, 2, 3):
+        check_largest_products(team, name, blocks)
+
+
+def check_largest_products(team: Team, name: str, blocks: int) -> None:
     num_in = blocks * BLOCK[name][0]
     rows = block_rows(name, 70, num_in, seed=17).view(70, blocks, -1)
     rows[..., -BLOCK[name][0] // 2 :] = 255

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import struct
 from array import array
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from nano_inference.kernels.library import Library
+from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.native import Cache, NativeProgram
 from nano_inference.kernels.program import (
     Activate,
@@ -81,33 +83,33 @@ def bound_of(name: str, width: int, exact_SW: Tensor, inputs: dict[str, Tensor])
     return relative * size_SW + 1e-36
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_row_operations_match_float64_and_rows_are_independent(team: Team, width: int) -> None:
-    for name, (program, out) in rows_programs(width).items():
+def test_row_operations_match_float64_and_rows_are_independent(team: Team) -> None:
+    cases = [(name, width, *made) for width in WIDTHS for name, made in rows_programs(width).items()]
+    for name, width, program, out in cases:
         inputs = inputs_of(program, NUM_ROWS, seed=width)
         got_SW = run_rows(team[2], program, inputs, out)
         exact_SW = reference.run_rows(program, inputs, dtype=torch.float64)[out]
-        assert ((got_SW - exact_SW).abs() <= bound_of(name, width, exact_SW, inputs)).all(), name
+        assert ((got_SW - exact_SW).abs() <= bound_of(name, width, exact_SW, inputs)).all(), (name, width)
         for threads in (1, 3):
-            assert torch.equal(run_rows(team[threads], program, inputs, out), got_SW), name
+            assert torch.equal(run_rows(team[threads], program, inputs, out), got_SW), (name, width)
         alone = {key: rows_SW[11:12] for key, rows_SW in inputs.items()}
-        assert torch.equal(run_rows(team[1], program, alone, out), got_SW[11:12]), name
+        assert torch.equal(run_rows(team[1], program, alone, out), got_SW[11:12]), (name, width)
 
 
 @pytest.mark.parametrize("width", [1, 17, 40])
-@pytest.mark.parametrize("value", SPECIAL)
-def test_special_values_match_torch_and_stay_in_their_row(library: Library, width: int, value: float) -> None:
+def test_special_values_match_torch_and_stay_in_their_row(library: Library, width: int) -> None:
+    others = [row for row in range(NUM_ROWS) if row != 5]
     for name, (program, out) in rows_programs(width).items():
         inputs = inputs_of(program, NUM_ROWS, seed=width)
         clean_SW = run_rows(library, program, inputs, out)
-        inputs["x"][5, width // 2] = value
-        got_SW = run_rows(library, program, inputs, out)
-        plain_W = reference.run_rows(program, inputs)[out][5]
-        assert got_SW[5].isnan()[plain_W.isnan()].all(), name
-        if not math.isfinite(value):
-            assert torch.equal(got_SW[5].isfinite(), plain_W.isfinite()), name
-        others = [row for row in range(NUM_ROWS) if row != 5]
-        assert torch.equal(got_SW[others], clean_SW[others]), name
+        for value in SPECIAL:
+            inputs["x"][5, width // 2] = value
+            got_SW = run_rows(library, program, inputs, out)
+            plain_W = reference.run_rows(program, inputs)[out][5]
+            assert got_SW[5].isnan()[plain_W.isnan()].all(), (name, value)
+            if not math.isfinite(value):
+                assert torch.equal(got_SW[5].isfinite(), plain_W.isfinite()), (name, value)
+            assert torch.equal(got_SW[others], clean_SW[others]), (name, value)
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -150,19 +152,17 @@ def embedding(library: Library, width: int, seed: int) -> Embed:
     return Embed(out="qkv", table=make_matrix(library, "float32", 40, width, seed))
 
 
-@pytest.mark.parametrize("norm", ["none", "before", "after"])
-@pytest.mark.parametrize("rope", [None, 0])
-@pytest.mark.parametrize("with_weight", [False, True])
-def test_heads_are_normalised_rotated_and_stored(
-    library: Library, norm: str, rope: int | None, with_weight: bool
-) -> None:
-    q_weight, k_weight = torch.randn(2, DIM, generator=random(21)) if with_weight else (None, None)
-    op = Heads(
-        x="qkv", layer=0, rope=rope, norm=norm, q_weight=q_weight, k_weight=k_weight, eps=1e-6, offset=0.5 * with_weight
-    )
-    for got, exact in run_tokens(library, (embedding(library, WIDTH, 22), op), {"qkv": WIDTH}, SPAN).values():
-        assert (got - exact).abs().max() <= 3e-6
-        assert exact.abs().max() > 1
+def test_heads_are_normalised_rotated_and_stored(library: Library) -> None:
+    q, k = torch.randn(2, DIM, generator=random(21))
+    for norm, rope, (q_weight, k_weight, offset) in product(
+        ("none", "before", "after"), (None, 0), ((None, None, 0.0), (q, k, 0.5))
+    ):
+        op = Heads(
+            x="qkv", layer=0, rope=rope, norm=norm, q_weight=q_weight, k_weight=k_weight, eps=1e-6, offset=offset
+        )
+        for got, exact in run_tokens(library, (embedding(library, WIDTH, 22), op), {"qkv": WIDTH}, SPAN).values():
+            assert (got - exact).abs().max() <= 3e-6, (norm, rope, offset)
+            assert exact.abs().max() > 1
 
 
 def test_values_are_gated_per_kv_head(library: Library) -> None:
@@ -197,10 +197,12 @@ def test_smear_adds_previous_embedding_if_there_is_one(library: Library, before:
     assert torch.equal(made.buffer("x", 30)[0], table[3]) is (before < 0)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "int8"])
-@pytest.mark.parametrize("rows", ["token", "previous", "pair"])
-def test_embed_selects_rows(library: Library, name: str, rows: str) -> None:
-    table = make_matrix(library, name, 71, 50, 28)
+def test_embed_selects_rows(library: Library) -> None:
+    for name, rows in product([name for name in FORMATS if name != "int8"], ("token", "previous", "pair")):
+        check_embedding(library, make_matrix(library, name, 71, 50, 28), rows)
+
+
+def check_embedding(library: Library, table: Matrix, rows: str) -> None:
     program = Program(ops=(Embed(out="x", table=table, rows=rows, scale=0.3),), widths={"x": table.num_in})
     span = Span(tokens=(70, 0, 64, 63, 5, 70, 69), start=3, blocks=(1,))
     layout = layout_of((span,))
