@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.nanochat_parity.cases import KINDS, has_bigrams
+from benchmarks.nanochat_parity.cases import KINDS, cases, has_bigrams
 from benchmarks.nanochat_parity.commits import COMMITS, Commit, Conditions
 from benchmarks.nanochat_parity.history import HistoryError, commit_in, commit_of, export
 from benchmarks.nanochat_parity.ours import Comparison, compare
@@ -88,7 +88,7 @@ def compared(wish: argparse.Namespace, commit: Commit) -> bool:
     recorded = results_of(wish, commit, conditions)
     if wish.record:
         (RECORDED / f"{commit.hash}.json").write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
-    found = compare(recorded, conditions, kernels=wish.kernels)
+    found = compare(recorded, conditions, list(cases()), kernels=wish.kernels)
     print(line_of(commit, found))
     if conditions.is_first_shared:
         print(f"  {ONE_FIRST_TOKEN}")

@@ -173,20 +173,22 @@ def rows_of(columns: Iterator[tuple[list[int], list[int]]], num_samples: int) ->
     return rows
 
 
+def cases_of(*, is_first_shared: bool) -> list[Case]:
+    """Return the cases that are recorded: with `is_first_shared` only those whose samples cannot differ at first."""
+    return [case for case in cases() if not (is_first_shared and case.draws_several_first_tokens)]
+
+
 def results(
-    model: Any, engine: Any, names: Mapping[str, Sequence[int]], *, is_first_shared: bool
+    model: Any, engine: Any, names: Mapping[str, Sequence[int]], chosen: Sequence[Case]
 ) -> list[dict[str, Any]]:
-    """Run the cases on a model's `generate` and on its engine; return the rows of each.
+    """Run cases, in their order, on a model's `generate` and on its engine; return the rows of each.
 
     A result of an engine also has a digest of what `generate_batch` returns. `names` has the shapes of the weights, of
-    which the model has the first ones of `weights`. `is_first_shared` leaves out cases whose samples draw several first
-    tokens.
+    which the model has the first ones of `weights`.
     """
     found: list[dict[str, Any]] = []
     calls_often = False
-    for case in cases():
-        if is_first_shared and case.draws_several_first_tokens:
-            continue
+    for case in chosen:
         if case.kind == "tools" and not calls_often:
             calls_often = True
             model.load_state_dict(weights(names, calls_often=True), strict=True, assign=True)

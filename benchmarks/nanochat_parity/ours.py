@@ -52,8 +52,10 @@ class Comparison(NamedTuple):
         return self.logits <= TOLERANCE and all(one.equal == one.total for one in self.found.values())
 
 
-def compare(recorded: Mapping[str, Any], conditions: Conditions, *, kernels: KernelsName = "auto") -> Comparison:
-    """Run the cases on the weights of a recording (`upstream.py`), and return what is equal.
+def compare(
+    recorded: Mapping[str, Any], conditions: Conditions, chosen: Sequence[cases.Case], *, kernels: KernelsName = "auto"
+) -> Comparison:
+    """Run the chosen ones of the recorded cases on the weights of a recording (`upstream.py`); return what is equal.
 
     Raises `ModelError` for weights that this package does not load.
     """
@@ -68,12 +70,14 @@ def compare(recorded: Mapping[str, Any], conditions: Conditions, *, kernels: Ker
     logits_TV = model.forward(torch.tensor([cases.scored()]))[0, -cases.LAST :].double()
     expected_TV = torch.tensor(recorded["logits"], dtype=torch.float64)
     engine = Engine(model, cases.Tokenizer(), config=config)
-    own = cases.results(model, engine, shapes, is_first_shared=conditions.is_first_shared)
+    all_cases = cases.cases_of(is_first_shared=conditions.is_first_shared)
+    pairs = [pair for pair in zip(all_cases, recorded["cases"], strict=True) if pair[0] in chosen]
+    own = cases.results(model, engine, shapes, [case for case, _ in pairs])
     found: dict[str, Finding] = {}
-    for ours, theirs in zip(own, recorded["cases"], strict=True):
+    for ours, (_, theirs) in zip(own, pairs, strict=True):
         rows = [[*map(list, row)] for row in ours["rows"]]
-        pairs = list(zip(rows, theirs["rows"], strict=True))
-        found[ours["kind"]] = found.get(ours["kind"], Finding()).plus(sum(a == b for a, b in pairs), len(pairs))
+        equal = [a == b for a, b in zip(rows, theirs["rows"], strict=True)]
+        found[ours["kind"]] = found.get(ours["kind"], Finding()).plus(sum(equal), len(equal))
         if "batch" in theirs:
             found["batch"] = found.get("batch", Finding()).plus(ours["batch"] == theirs["batch"], 1)
     masks = [mask for one in recorded["cases"] for _, mask in one["rows"]]

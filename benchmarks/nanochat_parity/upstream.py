@@ -92,10 +92,11 @@ def main() -> None:
     with torch.inference_mode():
         logits_TV = model.forward(torch.tensor([cases.scored()]))[0]
     sampler = engine.Engine(Uncached(model) if cases.has_bigrams(shapes) else model, cases.Tokenizer())
+    chosen = cases.cases_of(is_first_shared="first-shared" in sys.argv[2:])
     found = {
         "shapes": shapes,
         "logits": [[round(value, 7) for value in row] for row in logits_TV[-cases.LAST :].tolist()],
-        "cases": cases.results(model, sampler, shapes, is_first_shared="first-shared" in sys.argv[2:]),
+        "cases": cases.results(model, sampler, shapes, chosen),
     }
     print(json.dumps(found))
 

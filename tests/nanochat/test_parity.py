@@ -16,16 +16,24 @@ from pathlib import Path
 import pytest
 
 from benchmarks.nanochat_parity.__main__ import RECORDED, main
-from benchmarks.nanochat_parity.cases import KINDS, MIN_CALLS
+from benchmarks.nanochat_parity.cases import KINDS, MIN_CALLS, Case, cases
 from benchmarks.nanochat_parity.commits import COMMITS, Commit, Conditions, at
 from benchmarks.nanochat_parity.ours import TOLERANCE, Comparison, compare
 from nano_inference.config import KernelsName
-from tests.effort import IS_THOROUGH
+from tests.effort import IS_THOROUGH, some
 
 
 @cache
 def compared(commit: Commit, conditions: Conditions, kernels: KernelsName = "auto") -> Comparison:
-    return compare(json.loads((RECORDED / f"{commit.hash}.json").read_text()), conditions, kernels=kernels)
+    recorded = json.loads((RECORDED / f"{commit.hash}.json").read_text())
+    return compare(recorded, conditions, some_cases(COMMITS.index(commit)), kernels=kernels)
+
+
+def some_cases(place: int) -> list[Case]:
+    """Return the long prompts, and a share of the short ones: another for the next place."""
+    long, short = ([case for case in cases() if (len(case.prompt) > 100) == is_long] for is_long in (True, False))
+    step = round(len(short) / some(len(short)))
+    return long + short[place % step :: step]
 
 
 def each_commit(commit: Commit) -> str:
