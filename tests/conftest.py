@@ -74,7 +74,7 @@ def restored_logging() -> Iterator[None]:
         one.handlers[:] = handlers
 
 
-pytest_plugins = ["tests.models.written", "tests.weights.pairs"]
+pytest_plugins = ["tests.models.written", "tests.warm", "tests.weights.pairs"]
 
 LONGEST = (
     *("models/test_default_model.py", "cli/test_serve.py", "docs/test_site.py", "test_batch_invariance.py"),

@@ -2,8 +2,9 @@
 
 Not multiprocessing's forkserver: a process has only one, in which `tests.weights` imports Transformers, and pydantic.
 
-`python -m tests.warm FD MODULES` reads jobs from the socket FD: JSON objects {"argv", "environ", "cwd", "before"}. Each
-arrives with two descriptors: stderr, and a socket for the process id and, at the end, the exit code.
+`python -m tests.warm FD MODULES` reads jobs from the socket FD: JSON objects {"argv", "environ", "cwd", "before",
+"is_terminal"}. Each arrives with two descriptors: stderr or a terminal, and a socket for the process id and, at the
+end, the exit code.
 """
 
 from __future__ import annotations
@@ -17,21 +18,26 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-SERVING = ("nano_inference.cli.app", "nano_inference.engine", "nano_inference.assemble", "uvicorn", "prometheus_client")
+SERVING = (
+    *("nano_inference.cli.app", "nano_inference.cli.local", "nano_inference.cli.remote", "nano_inference.engine"),
+    *("nano_inference.assemble", "uvicorn", "prometheus_client"),
+)
 """Without pydantic, with which cyclopts would check values: a command imports it later."""
 MAX_JOB = 1 << 20
 
 
 class Forked:
-    """A command in a fork, with the methods of `subprocess.Popen` that tests use; stderr is a pipe."""
+    """A command in a fork, with the methods of `subprocess.Popen` that tests use; stderr is a pipe or a terminal."""
 
-    def __init__(self, pid: int, stderr: TextIO, reports: socket.socket) -> None:
+    def __init__(self, pid: int, stderr: TextIO | None, reports: socket.socket) -> None:
         self.pid = pid
         self.stderr = stderr
         self.returncode: int | None = None
@@ -80,18 +86,45 @@ class Forker:
         self._jobs.close()
         self._popen.wait()
 
-    def start(self, argv: Sequence[str], environ: Mapping[str, str] = os.environ, *, before: str = "") -> Forked:
-        """Run `nano-inference ARGV` after the code `before`; stdin and stdout are /dev/null."""
+    def start(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str] = os.environ,
+        *,
+        before: str = "",
+        terminal: int | None = None,
+    ) -> Forked:
+        """Run `nano-inference ARGV` after the code `before`.
+
+        stdin and stdout are /dev/null. With `terminal`, a descriptor, it is all three streams and controls the command.
+        """
         job = json.dumps(
-            {"argv": list(argv), "environ": dict(environ), "cwd": str(Path.cwd()), "before": before}
+            {
+                "argv": list(argv),
+                "environ": dict(environ),
+                "cwd": str(Path.cwd()),
+                "before": before,
+                "is_terminal": terminal is not None,
+            }
         ).encode()
         assert len(job) < MAX_JOB
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if terminal is not None:
+            with theirs:
+                socket.send_fds(self._jobs, [job], [terminal, theirs.fileno()])
+            return Forked(int(reports.recv(64)), None, reports)
         read_end, write_end = os.pipe()
         with theirs:
             socket.send_fds(self._jobs, [job], [write_end, theirs.fileno()])
         os.close(write_end)
         return Forked(int(reports.recv(64)), os.fdopen(read_end), reports)
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    """A process that has imported what `serve` and `chat` import, and forks them."""
+    with Forker() as one:
+        yield one
 
 
 def main() -> None:
@@ -121,10 +154,28 @@ def follow(message: bytes, stderr: int, reports: int) -> None:
         os.write(reports, b"%d" % child)
         os.write(reports, b"%d" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         os._exit(0)
-    os.dup2(stderr, 2)
+    job = json.loads(message)
+    if job.pop("is_terminal"):
+        enter(stderr)
+    else:
+        os.dup2(stderr, 2)
     os.close(stderr)
     os.close(reports)
-    run(**json.loads(message))
+    run(**job)
+
+
+def enter(terminal: int) -> None:
+    """Make a terminal this process's streams, and let it control the process: Ctrl-C sends a signal."""
+    import fcntl  # only here: on Windows there is none
+    import termios
+
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    for number in range(3):
+        os.dup2(terminal, number)
+    # The old objects know that their files can seek.
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
 
 
 def run(argv: list[str], environ: dict[str, str], cwd: str, before: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import transformers
 
 from tests.text.tokenizer_samples import byte_level, save
-from tests.warm import Forker
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -40,13 +38,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.lm_head.weight.mul_(40)  # no two greedy logits are equal
     model.save_pretrained(directory)
     return directory
-
-
-@pytest.fixture(scope="session")
-def forker() -> Iterator[Forker]:
-    """A process that has imported what `serve` imports, and forks servers."""
-    with Forker() as one:
-        yield one
 
 
 @pytest.fixture(autouse=True)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import sys
+import termios
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pexpect
 import pyte
+from pexpect.fdpexpect import fdspawn
+
+from tests.warm import Forker
 
 PATIENCE_S = 60
 _CLEAN = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM_PROGRAM", "TMUX", "VTE_VERSION", "PYTHONIOENCODING")
@@ -35,19 +40,48 @@ class Emulator(pyte.HistoryScreen):
         self.cursor.x, self.cursor.y = x, y
 
 
+class Forked(fdspawn):  # type: ignore[misc]
+    """A fork of a warm process in a terminal, with the methods of `pexpect.spawn` that `Terminal` uses."""
+
+    def __init__(self, forker: Forker, argv: Sequence[str], env: Mapping[str, str], size: tuple[int, int]) -> None:
+        master, slave = pty.openpty()
+        termios.tcsetwinsize(master, size)
+        self._command = forker.start(argv, env, terminal=slave)
+        os.close(slave)
+        super().__init__(master, timeout=PATIENCE_S)
+        self.pid = self._command.pid
+
+    def setwinsize(self, rows: int, columns: int) -> None:
+        """Change the window's size."""
+        termios.tcsetwinsize(self.child_fd, (rows, columns))
+
+    def close(self, force: bool = False) -> None:
+        """Close the terminal and wait for the command's end; kill it with `force`."""
+        if self.closed:
+            return
+        if force:
+            self._command.kill()
+        self.exitstatus = self._command.wait(PATIENCE_S)
+        super().close()
+
+
+def spawned(command: list[str], env: Mapping[str, str], size: tuple[int, int]) -> pexpect.spawn:
+    """Start a process in a terminal."""
+    return pexpect.spawn(
+        command[0],
+        command[1:],
+        env=dict(env),
+        dimensions=size,
+        timeout=PATIENCE_S,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background processes ignore Ctrl-C
+    )
+
+
 class Terminal:
     """A command in a terminal. Waits fail after `PATIENCE_S` with the text on the screen."""
 
-    def __init__(self, command: list[str], env: Mapping[str, str], rows: int, columns: int) -> None:
-        clean = {name: value for name, value in os.environ.items() if name not in _CLEAN}
-        self.child = pexpect.spawn(
-            command[0],
-            command[1:],
-            env={**clean, "TERM": "xterm-256color", **env},
-            dimensions=(rows, columns),
-            timeout=PATIENCE_S,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background processes ignore Ctrl-C
-        )
+    def __init__(self, child: pexpect.spawn | Forked, rows: int, columns: int) -> None:
+        self.child = child
         self.child.delaybeforesend = None
         self.screen = Emulator(columns, rows, history=100_000, ratio=0.5)
         self.stream = pyte.ByteStream(self.screen)
@@ -137,11 +171,19 @@ def shown_on(screen: Emulator) -> str:
 
 @contextmanager
 def terminal(
-    *argv: str, rows: int = 24, columns: int = 80, python: tuple[str, ...] = ("-m", "nano_inference"), **env: str
+    *argv: str,
+    forker: Forker | None = None,
+    rows: int = 24,
+    columns: int = 80,
+    python: tuple[str, ...] = ("-m", "nano_inference"),
+    **env: str,
 ) -> Iterator[Terminal]:
-    """Run nano-inference in a terminal while the block runs."""
-    one = Terminal([sys.executable, *python, *argv], env, rows, columns)
+    """Run nano-inference in a terminal while the block runs: as a fork of a process, or as a new one."""
+    clean = {name: value for name, value in os.environ.items() if name not in _CLEAN}
+    environ, size = {**clean, "TERM": "xterm-256color", **env}, (rows, columns)
+    command = [sys.executable, *python, *argv]
+    child = spawned(command, environ, size) if forker is None else Forked(forker, argv, environ, size)
     try:
-        yield one
+        yield Terminal(child, rows, columns)
     finally:
-        one.child.close(force=True)
+        child.close(force=True)

@@ -9,11 +9,12 @@ pytest.importorskip("pty", reason="needs a Unix terminal")
 from nano_inference.cli.serve import place_lines
 from nano_inference.server.config import ServerConfig
 from tests.cli.screen import terminal
+from tests.warm import Forker
 
 
-def test_banner_wraps_facts_but_not_the_command() -> None:
+def test_banner_wraps_facts_but_not_the_command(forker: Forker) -> None:
     """A wrapped command could not be copied."""
-    with terminal("serve", "--model", "calculator", "--port", "0", rows=40, columns=60) as screen:
+    with terminal("serve", "--model", "calculator", "--port", "0", forker=forker, rows=40, columns=60) as screen:
         screen.wait_raw('"calculator": true}\'\r\n')
         rows = screen.text().splitlines()
         assert max(map(len, rows)) <= 60 and "  http://127.0.0.1:" in screen.text()

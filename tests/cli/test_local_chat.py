@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from nano_inference.cli.session import encode, open_session
 from nano_inference.config import EngineConfig
 from nano_inference.types import SamplingParams
 from tests.cli.screen import terminal
+from tests.warm import Forker
 
 WIDE = 160
 ENDLESS = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos")
@@ -32,8 +30,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def test_ctrl_c_stops_answer_and_twice_at_prompt_quits(tiny: Path) -> None:
-    with terminal("chat", "-m", str(tiny), *ENDLESS, columns=WIDE) as screen:
+def test_ctrl_c_stops_answer_and_twice_at_prompt_quits(forker: Forker, tiny: Path) -> None:
+    with terminal("chat", "-m", str(tiny), *ENDLESS, forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("hello\r")
         screen.wait_below("> hello")
@@ -48,8 +46,8 @@ def test_ctrl_c_stops_answer_and_twice_at_prompt_quits(tiny: Path) -> None:
         assert screen.leave() == 130 and "Traceback" not in screen.text()
 
 
-def test_model_and_help_wrap_in_narrow_window(tiny: Path) -> None:
-    with terminal("chat", "-m", str(tiny), rows=60, columns=40) as screen:
+def test_model_and_help_wrap_in_narrow_window(forker: Forker, tiny: Path) -> None:
+    with terminal("chat", "-m", str(tiny), forker=forker, rows=60, columns=40) as screen:
         screen.ask("/model")
         names = [row.split(" ")[0] for row in screen.text().partition("> /model\n")[2].splitlines() if row[0] != " "]
         assert [name for name in names if "/" not in name] == [
@@ -111,9 +109,9 @@ def test_seed_repeats_answer_and_regen_changes_it(
     assert same[1:] == [seeds[0], seeds[1], seeds[1]]
 
 
-def test_calculator_in_terminal() -> None:
+def test_calculator_in_terminal(forker: Forker) -> None:
     """Tool output is styled in the answer and marked as forced among the tokens; the next prompt has the call."""
-    with terminal("chat", "--model", "calculator", columns=WIDE) as screen:
+    with terminal("chat", "--model", "calculator", forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("What is 12+34?\r")
         screen.wait("[12+34 → 46] ")
@@ -154,13 +152,9 @@ def test_shown_tokens_have_raw_logprobs(tiny: Path) -> None:
 # ---- pipes
 
 
-def piped(stdin: str, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nano_inference", "chat", *argv]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=os.environ | env)
-
-
-def test_piped_question() -> None:
-    done = piped("What is 12+34?\n\n/seed 3\nplus 5\n", "--model", "calculator")
-    assert done.returncode == 0
-    assert done.stdout == "[12+34 → 46] The answer is 46.\n[46+5 → 51] The answer is 51.\n"
-    assert "seed = 3" in done.stderr and "tokens/s" in done.stderr and "\x1b" not in done.stdout + done.stderr
+def test_piped_questions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 12+34?\n\n/seed 3\nplus 5\n"))
+    assert main(["chat", "--model", "calculator"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "[12+34 → 46] The answer is 46.\n[46+5 → 51] The answer is 51.\n"
+    assert "seed = 3" in err and "tokens/s" in err and "\x1b" not in out + err

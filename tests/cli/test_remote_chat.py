@@ -107,9 +107,9 @@ def test_chat_with_nano_inference_server(calculating: Running) -> None:
 
 
 @pytest.mark.parametrize(("env", "shown"), [({}, "\x1b[32m"), ({"NO_COLOR": "1"}, "'3' forced")])
-def test_tokens_in_colours_or_numbers(calculating: Running, env: dict[str, str], shown: str) -> None:
+def test_tokens_in_colours_or_numbers(forker: Forker, calculating: Running, env: dict[str, str], shown: str) -> None:
     argv = ("chat", "--server", calculating.url)
-    with terminal(*argv, columns=WIDE, NANO_INFERENCE_API_KEY=KEY, **env) as screen:
+    with terminal(*argv, forker=forker, columns=WIDE, NANO_INFERENCE_API_KEY=KEY, **env) as screen:
         screen.ask("/tokens on")
         screen.send("How many r are in strawberry?\r")
         screen.wait("tokens,"[: None if env == {} else 6])
@@ -162,7 +162,7 @@ def test_ctrl_c_aborts_the_servers_request(forker: Forker, tmp_path: Path) -> No
     with forked(forker, model) as serving:
         serving.wait_for("^ready: ")
         argv = ("--ignore-eos", "--max-tokens", "30000")
-        with terminal("chat", "--server", serving.url, *argv, columns=WIDE) as screen:
+        with terminal("chat", "--server", serving.url, *argv, forker=forker, columns=WIDE) as screen:
             screen.prompt()
             screen.send("hello\r")
             screen.wait_below("> hello")
@@ -346,8 +346,8 @@ def test_finish_reason_without_done_ends_the_answer(server: Scripted, capsys: Ca
     assert ask(capsys, server.url)[0] == "all\n"
 
 
-def test_partial_answer_stays_in_the_conversation(server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+def test_partial_answer_stays_in_the_conversation(forker: Forker, server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
         server.say("half")

@@ -14,6 +14,7 @@ pytest.importorskip("pty", reason="needs a Unix terminal")
 
 from tests.cli.screen import Terminal, terminal
 from tests.cli.scripted import Scripted, scripted
+from tests.warm import Forker
 
 WIDE = 120
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
@@ -37,8 +38,8 @@ def answer_of(screen: Terminal) -> str:
     return screen.text().rpartition("> question\n")[2].partition("\n[first token")[0]
 
 
-def test_answer_is_rendered_while_streamed(server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+def test_answer_is_rendered_while_streamed(forker: Forker, server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
         server.say("**Bo")
@@ -77,8 +78,8 @@ def assert_once(text: str) -> None:
     assert places == sorted(places) and all(text.count(mark) == 1 for mark in marks()), text
 
 
-def test_long_answer_scrolls_and_is_shown_once(server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, rows=12, columns=50) as screen:
+def test_long_answer_scrolls_and_is_shown_once(forker: Forker, server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, forker=forker, rows=12, columns=50) as screen:
         screen.prompt()
         screen.send("question\r")
         for at in range(0, len(LONG), 11):
@@ -93,11 +94,13 @@ def test_long_answer_scrolls_and_is_shown_once(server: Scripted) -> None:
 
 
 @pytest.mark.parametrize("sizes", [((8, 60), (20, 40)), ((30, 90), (10, 35))])
-def test_answer_is_shown_once_with_resizes(server: Scripted, sizes: tuple[tuple[int, int], ...]) -> None:
+def test_answer_is_shown_once_with_resizes(
+    forker: Forker, server: Scripted, sizes: tuple[tuple[int, int], ...]
+) -> None:
     """Resize in the middle of a paragraph and of a table; every row is shown once."""
     cuts = [0, LONG.index("paragraph 2") + 40, LONG.index("row3"), len(LONG)]
     last_words = ["paragraph 2 word word word word word wor", "row2  4", "end"]
-    with terminal("chat", "--server", server.url, rows=16, columns=70) as screen:
+    with terminal("chat", "--server", server.url, forker=forker, rows=16, columns=70) as screen:
         screen.prompt()
         screen.send("question\r")
         for (start, end), last, size in zip(pairwise(cuts), last_words, [*sizes, None], strict=True):
@@ -113,8 +116,8 @@ def test_answer_is_shown_once_with_resizes(server: Scripted, sizes: tuple[tuple[
         assert screen.leave() == 0
 
 
-def test_ctrl_c_ends_answer_and_connection(server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+def test_ctrl_c_ends_answer_and_connection(forker: Forker, server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
         server.say("half an ans")
@@ -134,8 +137,8 @@ def test_ctrl_c_ends_answer_and_connection(server: Scripted) -> None:
         assert screen.leave() == 0
 
 
-def test_ctrl_c_before_first_token(server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+def test_ctrl_c_before_first_token(forker: Forker, server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
         server.post()
@@ -146,9 +149,9 @@ def test_ctrl_c_before_first_token(server: Scripted) -> None:
         assert screen.leave() == 0
 
 
-def test_ctrl_c_at_the_prompt(server: Scripted) -> None:
+def test_ctrl_c_at_the_prompt(forker: Forker, server: Scripted) -> None:
     """It clears a partial line; on an empty line a second Ctrl-C quits with 130."""
-    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("half a ques")
         screen.wait("half a ques")
@@ -165,8 +168,8 @@ def test_ctrl_c_at_the_prompt(server: Scripted) -> None:
         assert screen.leave() == 130 and "Traceback" not in screen.text()
 
 
-def test_input_during_answer_is_queued_without_echo(server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+def test_input_during_answer_is_queued_without_echo(forker: Forker, server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
         server.say("first ")
@@ -182,8 +185,8 @@ def test_input_during_answer_is_queued_without_echo(server: Scripted) -> None:
         assert screen.leave() == 0
 
 
-def test_ctrl_d_during_answer_quits_after_it(server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+def test_ctrl_d_during_answer_quits_after_it(forker: Forker, server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
         server.say("first ")
@@ -194,14 +197,14 @@ def test_ctrl_d_during_answer_quits_after_it(server: Scripted) -> None:
         assert screen.leave() == 0
 
 
-def test_multi_line_messages(server: Scripted) -> None:
+def test_multi_line_messages(forker: Forker, server: Scripted) -> None:
     typed = {
         '"""one\r/two\r\rthree"""\r': "one\n/two\n\nthree",
         '"""onethree\x1b[D\x1b[D\x1b[D\x1b[D\x1b[D\rtwo\r\x1b[F"""\r': "one\ntwo\nthree",
         "one\\\rtwo\r": "one\ntwo",
         "\x1b[200~/pasted\n  text\n\x1b[201~\r": "/pasted\n  text",
     }
-    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
         screen.wait_raw("\x1b[?2004h")  # bracketed paste is enabled
         for keys, message in typed.items():
             screen.prompt()
@@ -225,9 +228,9 @@ def test_multi_line_messages(server: Scripted) -> None:
         assert screen.leave() == 0 and server.asked.empty()
 
 
-def test_history_is_kept_and_tab_completes(server: Scripted, state: Path, tmp_path: Path) -> None:
+def test_history_is_kept_and_tab_completes(forker: Forker, server: Scripted, state: Path, tmp_path: Path) -> None:
     for entry in ("hello\\\rthere\r", "/se\t7\r"):
-        with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
             screen.prompt()
             screen.send(entry)
             if entry.startswith("hello"):
@@ -241,7 +244,7 @@ def test_history_is_kept_and_tab_completes(server: Scripted, state: Path, tmp_pa
     assert stat.S_IMODE(state.stat().st_mode) == 0o600
     assert [json.loads(line) for line in state.read_text().splitlines()] == ["hello\nthere", "/se7"]
     (tmp_path / "kept.json").touch()
-    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("\x1b[A\x1b[A\r")
         while (body := server.post())["messages"][-1]["content"] != "hello\nthere":
@@ -256,9 +259,13 @@ def test_history_is_kept_and_tab_completes(server: Scripted, state: Path, tmp_pa
         assert screen.leave() == 0 and body["model"] == "parrot"
 
 
-def test_unwritable_history_is_ignored(server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_history_is_ignored(
+    forker: Forker, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
-    with terminal("chat", "--server", server.url, columns=WIDE, XDG_STATE_HOME=str(tmp_path / "file")) as screen:
+    with terminal(
+        "chat", "--server", server.url, forker=forker, columns=WIDE, XDG_STATE_HOME=str(tmp_path / "file")
+    ) as screen:
         screen.ask("/seed 3")
         screen.send("\x1b[A")
         screen.wait("> /seed 3", 2)
@@ -271,8 +278,10 @@ HARMLESS = "a ␛[31mred␛]0;title␇ �32m b␈ [red]c[/red] &#27;[33m �tur
 
 
 @pytest.mark.parametrize("options", [(), ("--plain",)])
-def test_control_sequences_of_a_model_are_shown_as_text(server: Scripted, options: tuple[str, ...]) -> None:
-    with terminal("chat", "--server", server.url, *options, columns=WIDE) as screen:
+def test_control_sequences_of_a_model_are_shown_as_text(
+    forker: Forker, server: Scripted, options: tuple[str, ...]
+) -> None:
+    with terminal("chat", "--server", server.url, *options, forker=forker, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
         for char in EVIL:
@@ -305,9 +314,10 @@ COLOUR_CODES = [f"\x1b[{code}m".encode() for code in (*range(30, 38), *range(90,
     ],
 )
 def test_colours_depend_on_terminal_and_variables(
-    server: Scripted, env: dict[str, str], is_coloured: bool, is_rendered: bool
+    forker: Forker, server: Scripted, env: dict[str, str], is_coloured: bool, is_rendered: bool
 ) -> None:
-    with terminal("chat", "--server", server.url, columns=WIDE, **env) as screen:
+    own = None if "PYTHONIOENCODING" in env else forker  # Python reads it when it starts
+    with terminal("chat", "--server", server.url, forker=own, columns=WIDE, **env) as screen:
         screen.prompt()
         screen.send("question\r")
         screen.wait("question")

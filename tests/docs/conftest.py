@@ -107,6 +107,12 @@ def place_of(
         monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
         monkeypatch.setenv("NANOCHAT_BASE_DIR", str(directory / NANOCHAT_HOME))
         monkeypatch.setenv("NO_COLOR", "1")
-        return Place(directory=directory, monkeypatch=monkeypatch, url=url, succeeded=succeeded)
+        return Place(
+            directory=directory,
+            monkeypatch=monkeypatch,
+            url=url,
+            succeeded=succeeded,
+            forker=lambda: request.getfixturevalue("forker"),
+        )
 
     return place

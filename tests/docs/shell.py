@@ -23,9 +23,10 @@ import httpx2
 import pytest
 
 from nano_inference.cli import main
-from tests.cli.screen import terminal
+from tests.cli.screen import PATIENCE_S, terminal
 from tests.docs.pages import ROOT, Block
 from tests.docs.scripts import parse_only
+from tests.warm import Forker
 
 SHOWN_URL = "http://127.0.0.1:8000"
 """Where the pages say that a server listens."""
@@ -73,6 +74,8 @@ class Place:
     """The address of a server: of the tiny model, or (True) of the default one."""
     succeeded: list[Command]
     """What succeeded on any page and shows no output: every page's directory has the same files."""
+    forker: Callable[[], Forker]
+    """Return the process whose forks are servers, and chats in a terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +188,7 @@ def run_main(command: Command, place: Place) -> str:
 
 def type_along(command: Command, place: Place) -> str:
     """Run a command in a terminal, type each line at its prompt, leave with Ctrl-D; return what the screen shows."""
-    with terminal(*command.words[1:], rows=50, columns=WIDE, **command.environment) as screen:
+    with terminal(*command.words[1:], forker=place.forker(), rows=50, columns=WIDE, **command.environment) as screen:
         for line in command.typed:
             screen.ask(line)
         screen.prompt()
@@ -206,15 +209,15 @@ def print_config(command: Command, place: Place) -> str:
 
 def start_server(command: Command, place: Place) -> str:
     """Start a server at a free port, read what it says until it is ready, stop it as Ctrl-C does."""
-    words = [sys.executable, "-m", "nano_inference", *command.words[1:], "--port", "0"]
     lines: list[str] = []
-    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as popen:
-        assert popen.stderr is not None
-        for line in popen.stderr:
+    process = place.forker().start([*command.words[1:], "--port", "0"])
+    assert process.stderr is not None
+    with process.stderr as stderr:
+        for line in stderr:
             lines.append(line)
             if line.startswith("  curl"):
-                popen.send_signal(signal.SIGINT)
-    assert popen.returncode == 0, lines
+                process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE_S) == 0, lines
     return re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:8000", "".join(lines))
 
 
