@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -30,6 +31,11 @@ COMPANIONS = {
     **dict.fromkeys(("--models-memory", "--max-loaded-models"), SEVERAL),
 }
 """Options that require another one."""
+ALONE = (
+    *("--chat-template", "--chat-template-file", "--further-model", "--replicas", "--tensor-parallel", "--uds"),
+    "--workers",
+)
+"""Options that others rule out."""
 
 
 @pytest.fixture(autouse=True)
@@ -110,12 +116,11 @@ def sample(option: Argument) -> tuple[str, object]:
     return (one[0], [one[1]]) if takes_list(hint) else one
 
 
-def every_option() -> list[tuple[tuple[str, ...], Argument]]:
+def every_option() -> list[tuple[tuple[str, ...], list[Argument]]]:
+    """Return the options of each command."""
     return [
-        (path, option)
+        (path, [one for one in options_of(app.assemble_argument_collection()) if one.name[2:] not in NOT_IN_FILES])
         for path, app in walk_commands(build_app())
-        for option in options_of(app.assemble_argument_collection())
-        if option.name[2:] not in NOT_IN_FILES
     ]
 
 
@@ -126,21 +131,36 @@ def shown_setting(page: str, key: str) -> list[Any]:
     return list(parse(page)[key])
 
 
+def environments() -> Iterator[tuple[tuple[str, ...], list[Argument], dict[str, str]]]:
+    """Yield (command, options, values of further variables): options that another one rules out come alone."""
+    for path, options in every_option():
+        together = [one for one in options if one.name not in COMPANIONS and one.name not in ALONE]
+        yield path, together, {}
+        for one in options:
+            if one not in together:
+                yield path, [one], COMPANIONS.get(one.name, {})
+
+
 def test_every_option_has_an_environment_variable(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Set each variable alone; the command must receive the value with that origin."""
+    """Set the variables of a command; it must receive each value with that origin."""
     wrong = []
-    for path, option in every_option():
-        text, value = SAMPLES.get(option.name) or sample(option)
+    for path, options, companions in environments():
+        values = [(one, *(SAMPLES.get(one.name) or sample(one))) for one in options]
         with monkeypatch.context() as patched:
-            for name, companion in COMPANIONS.get(option.name, {}).items():
+            for name, companion in companions.items():
                 patched.setenv(f"NANO_INFERENCE_{name}", companion)
-            patched.setenv(variable_of(option), text)
+            for option, text, _ in values:
+                patched.setenv(variable_of(option), text)
             code = main([*path, *NEEDED.get(" ".join(path), ()), "--print-config"])
         out, err = capsys.readouterr()
-        shown = "" if code else shown_setting(out, option.name[2:])
-        wanted = [None if option.name in ("--api-key", "--admin-key") else value, f"environment {variable_of(option)}"]
-        if shown != wanted:
-            wrong.append((*path, option.name, text, shown, err))
+        if code:
+            wrong.append((path, err))
+            continue
+        for option, _, value in values:
+            shown = shown_setting(out, option.name[2:])
+            is_secret = option.name in ("--api-key", "--admin-key")
+            if shown != [None if is_secret else value, f"environment {variable_of(option)}"]:
+                wrong.append(((*path, option.name), shown))
     assert not wrong
 
 
