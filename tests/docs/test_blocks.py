@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from nano_inference import InferenceEngine
+from tests.cases import failures
 from tests.docs.furniture import DEFAULT_MODEL, NAMES, TRAINED
 from tests.docs.pages import PAGES, Block, blocks_in, blocks_of, name_of, spans_in
 from tests.docs.shell import (
@@ -134,24 +135,26 @@ def test_a_pages_python(page: Path, place_of: PlaceOf, request: pytest.FixtureRe
     run_python(blocks, names, replaced)
 
 
-def spans() -> Iterator[Any]:
+def spans() -> Iterator[str]:
     """Yield the whole commands that stand within sentences. Words in capitals are a reader's own."""
     for path in PAGES:
         for text in dict.fromkeys(spans_in(path.read_text(encoding="utf-8"))):
             if text.startswith(SPANS) and not any(word.isupper() or word == "…" for word in text.split()):
-                yield pytest.param(text, id=f"{name_of(path)}-{text}")
+                yield text
 
 
-@pytest.mark.parametrize("text", list(spans()))
-def test_a_command_within_a_sentence_has_these_options(text: str, place_of: PlaceOf) -> None:
-    command = command_of(text)
-    assert command is not None
-    if command.begins("nano-inference") and not command.has("--print-config", "--help", "-h", "--version"):
-        command = command_of(f"{text} --print-config")
+def test_a_command_within_a_sentence_has_these_options(place_of: PlaceOf) -> None:
+    def check(text: str) -> None:
+        command = command_of(text)
         assert command is not None
-    if command.begins("python", "-m"):
-        return  # `-m pytest`, `-m zensical`: others' programs
-    rule_for(command).run(command, place_of("docs/index.md"))
+        if command.begins("nano-inference") and not command.has("--print-config", "--help", "-h", "--version"):
+            command = command_of(f"{text} --print-config")
+            assert command is not None
+        if command.begins("python", "-m"):
+            return  # `-m pytest`, `-m zensical`: others' programs
+        rule_for(command).run(command, place_of("docs/index.md"))
+
+    assert failures(check, zip(spans())) == []
 
 
 # ---- the test of the tests: each rule, once with what it must not let through

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from tests.cases import failures
 from tests.docs.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -49,10 +50,12 @@ def test_versions_are_exact() -> None:
         assert re.search(r"\d+\.\d+\.\d+|\b0\.\d+\b|\b[0-9a-f]{7,8}\b", version), version
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.client}-{change.path}")
-def test_changed_text_is_in_the_sources_once(change: Change) -> None:
-    text = (ROOT / "src" / "nano_inference" / "server" / change.path).read_text(encoding="utf-8")
-    assert text.count(change.old) == 1 and change.new != change.old
+def test_changed_text_is_in_the_sources_once() -> None:
+    def check(change: Change) -> None:
+        text = (ROOT / "src" / "nano_inference" / "server" / change.path).read_text(encoding="utf-8")
+        assert text.count(change.old) == 1 and change.new != change.old
+
+    assert failures(check, zip(CHANGES)) == []
 
 
 def test_printed_table_has_every_change_and_the_test_that_noticed_it() -> None:

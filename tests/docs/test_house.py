@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
-from tests.docs.pages import LINKING, ROOT, name_of, spans_in
+from tests.cases import failures
+from tests.docs.pages import LINKING, ROOT, spans_in
 from tests.test_rooms import HOME, LEVEL
 
 HOUSE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
@@ -91,14 +90,18 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-@pytest.mark.parametrize("page", LINKING, ids=name_of)
-def test_named_files_exist(page: Path) -> None:
-    assert missing_files(page.read_text(encoding="utf-8")) == []
+def test_named_files_exist() -> None:
+    def check(page: Path) -> None:
+        assert missing_files(page.read_text(encoding="utf-8")) == []
+
+    assert failures(check, zip(LINKING)) == []
 
 
-@pytest.mark.parametrize("page", LINKING, ids=name_of)
-def test_named_functions_and_classes_exist(page: Path) -> None:
-    assert missing_definitions(page.read_text(encoding="utf-8")) == []
+def test_named_functions_and_classes_exist() -> None:
+    def check(page: Path) -> None:
+        assert missing_definitions(page.read_text(encoding="utf-8")) == []
+
+    assert failures(check, zip(LINKING)) == []
 
 
 def test_missing_file_is_found() -> None:

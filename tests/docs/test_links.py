@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import pytest
-
-from tests.docs.pages import DOCS, LINKING, ROOT, anchors_in, links_in, name_of
+from tests.cases import failures
+from tests.docs.pages import DOCS, LINKING, ROOT, anchors_in, links_in
 
 
 def broken_links(text: str, page: Path) -> list[str]:
@@ -31,17 +30,21 @@ def leads(link: str, text: str, page: Path) -> bool:
     return target.suffix == ".md" and parts.fragment in anchors_in(aimed)
 
 
-@pytest.mark.parametrize("page", LINKING, ids=name_of)
-def test_link_targets_exist(page: Path) -> None:
-    assert broken_links(page.read_text(encoding="utf-8"), page) == []
+def test_link_targets_exist() -> None:
+    def check(page: Path) -> None:
+        assert broken_links(page.read_text(encoding="utf-8"), page) == []
+
+    assert failures(check, zip(LINKING)) == []
 
 
-@pytest.mark.parametrize("page", DOCS, ids=name_of)
-def test_the_sites_pages_link_only_what_the_site_has(page: Path) -> None:
-    for link in links_in(page.read_text(encoding="utf-8")):
-        parts = urlsplit(link)
-        inside = (page.parent / unquote(parts.path)).resolve().is_relative_to(ROOT / "docs")
-        assert is_external(link) or inside, f"{link}: name the file, do not link it: it is not part of the site"
+def test_the_sites_pages_link_only_what_the_site_has() -> None:
+    def check(page: Path) -> None:
+        for link in links_in(page.read_text(encoding="utf-8")):
+            parts = urlsplit(link)
+            inside = (page.parent / unquote(parts.path)).resolve().is_relative_to(ROOT / "docs")
+            assert is_external(link) or inside, f"{link}: name the file, do not link it: it is not part of the site"
+
+    assert failures(check, zip(DOCS)) == []
 
 
 def test_every_image_is_shown_somewhere() -> None:

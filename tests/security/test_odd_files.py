@@ -24,6 +24,7 @@ from nano_inference.server.rl.places import place_of, weights_root
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError
+from tests.cases import failures
 from tests.security.model_seeds import configs, hf_files, nanochat_files, own_nanochat, sharded_files, tiktoken_file
 from tests.security.mutants import seeds
 from tests.security.opening import open_model, use_tokenizer
@@ -81,18 +82,20 @@ def write(directory: Path, files: Mapping[str, bytes]) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("model", "file"), FILES)
-def test_irregular_files_are_refused_by_name(tmp_path: Path, model: str, file: str, kind: str) -> None:
-    directory = write(tmp_path / "model", DIRECTORIES[model])
-    (directory / file).unlink()
-    KINDS[kind](directory / file)
-    with pytest.raises(ModelError) as caught:
-        open_model(directory)
-    message = str(caught.value)
-    is_named = f"{directory / file}: cannot be read: is a" in message
-    is_absent = "no config.json and no .gguf file" in message  # a directory called model_000650.pt may hold anything
-    assert "\n" not in message and (is_named or (kind == "directory" and is_absent))
+def test_irregular_files_are_refused_by_name(tmp_path: Path) -> None:
+    def check(model: str, file: str, kind: str) -> None:
+        directory = write(tmp_path / f"{model}-{file}-{kind}", DIRECTORIES[model])
+        (directory / file).unlink()
+        KINDS[kind](directory / file)
+        with pytest.raises(ModelError) as caught:
+            open_model(directory)
+        message = str(caught.value)
+        is_named = f"{directory / file}: cannot be read: is a" in message
+        # A directory called model_000650.pt may hold anything.
+        is_absent = "no config.json and no .gguf file" in message
+        assert "\n" not in message and (is_named or (kind == "directory" and is_absent))
+
+    assert failures(check, [(model, file, kind) for model, file in FILES for kind in KINDS]) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

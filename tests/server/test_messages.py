@@ -30,6 +30,7 @@ from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
 from nano_inference.types import FinishReason
+from tests.cases import failures
 from tests.server.mounted import END_TOKEN
 from tests.server.test_detokenizer import TOKENIZER, sample_of
 from tests.server.test_replies import call_of, delta
@@ -264,76 +265,74 @@ def content(*blocks: JSON, role: str = "user") -> JSON:
     return {"messages": [{"role": role, "content": list(blocks)}]}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"max_tokens": ...}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        (content({"type": "image", "source": {"type": "url", "url": "x"}}), "messages.0.content.0.type"),
-        (content({"type": "text", "text": "a"}, {"type": "document"}), "messages.0.content.1.type"),
-        (content({"type": "web_search_tool_result", "content": []}), "messages.0.content.0.type"),
-        (content({"type": "text"}), "messages.0.content.0.text"),
-        (content({"text": "x"}), "messages.0.content.0.type"),
-        (content(USE), "messages.0.content.0.type"),
-        (content(RESULT), "messages.0.content.0.tool_use_id"),
-        (content(RESULT, role="assistant"), "messages.0.content.0.type"),
-        (content(USE, USE, role="assistant"), "messages.0.content.1.id"),
-        (content(USE, role="system"), "messages.0.content.0.type"),
-        (content({"type": "thinking", "thinking": "x", "signature": "s"}), "messages.0.content.0.type"),
-        ({"system": [{"type": "image"}]}, "system.0.type"),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
-        ({"stop_sequences": [""]}, "stop_sequences.0"),
-        ({"temperature": 2.5}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
-        ({"cache_salt": "a/b"}, "cache_salt"),
-        ({"thinking": {"type": "always"}}, "thinking.type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-        ({"container": "c"}, "container"),
-        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
-        (
-            {
-                "context_management": {
-                    "edits": [{"type": "clear_thinking_20251015"}, {"type": "clear_tool_uses_20250919"}]
-                }
-            },
-            "context_management.edits.1.type",
-        ),
-        ({"speed": "fast"}, "speed"),
-        ({"inference_geo": "eu"}, "inference_geo"),
-        ({"stop": ["x"]}, "stop"),
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"grammar": "x"}, "grammar"),
-        ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
-        (
-            {"output_format": {"type": "json_schema", "schema": {}}}
-            | {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-            "output_format",
-        ),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
-        ({"tools": [{"type": "calculator"}, {"type": "bash_20250124", "name": "bash"}]}, "tools.1.type"),
-        ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
-        ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
-        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools.0.defer_loading"),
-        ({"tools": [{**WEATHER, "allowed_callers": ["code_execution_20250825"]}]}, "tools.0.allowed_callers"),
-        ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools.0.input_examples"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "all"}}, "tool_choice.type"),
-        ({"model": "claude"}, "model"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
-        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
-    ],
-)
-def test_unsupported_or_invalid_field_is_named(model: ServedModel, fields: JSON, param: str) -> None:
-    error = refusal(model, **fields)
-    assert error.param == param and error.status == (404 if param == "model" else 400)
-    named = {"model": "claude"}.get(param, param.split(".")[-1])
-    assert named in error.message or "the prompt has" in error.message
+REFUSED_FIELDS = [
+    ({"max_tokens": ...}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    (content({"type": "image", "source": {"type": "url", "url": "x"}}), "messages.0.content.0.type"),
+    (content({"type": "text", "text": "a"}, {"type": "document"}), "messages.0.content.1.type"),
+    (content({"type": "web_search_tool_result", "content": []}), "messages.0.content.0.type"),
+    (content({"type": "text"}), "messages.0.content.0.text"),
+    (content({"text": "x"}), "messages.0.content.0.type"),
+    (content(USE), "messages.0.content.0.type"),
+    (content(RESULT), "messages.0.content.0.tool_use_id"),
+    (content(RESULT, role="assistant"), "messages.0.content.0.type"),
+    (content(USE, USE, role="assistant"), "messages.0.content.1.id"),
+    (content(USE, role="system"), "messages.0.content.0.type"),
+    (content({"type": "thinking", "thinking": "x", "signature": "s"}), "messages.0.content.0.type"),
+    ({"system": [{"type": "image"}]}, "system.0.type"),
+    ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+    ({"stop_sequences": [""]}, "stop_sequences.0"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"cache_salt": "a/b"}, "cache_salt"),
+    ({"thinking": {"type": "always"}}, "thinking.type"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+    ({"container": "c"}, "container"),
+    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+    (
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015"}, {"type": "clear_tool_uses_20250919"}]}},
+        "context_management.edits.1.type",
+    ),
+    ({"speed": "fast"}, "speed"),
+    ({"inference_geo": "eu"}, "inference_geo"),
+    ({"stop": ["x"]}, "stop"),
+    ({"n": 2}, "n"),
+    ({"logprobs": True}, "logprobs"),
+    ({"grammar": "x"}, "grammar"),
+    ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    (
+        {"output_format": {"type": "json_schema", "schema": {}}}
+        | {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        "output_format",
+    ),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "calculator"}, {"type": "bash_20250124", "name": "bash"}]}, "tools.1.type"),
+    ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
+    ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
+    ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools.0.defer_loading"),
+    ({"tools": [{**WEATHER, "allowed_callers": ["code_execution_20250825"]}]}, "tools.0.allowed_callers"),
+    ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools.0.input_examples"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "all"}}, "tool_choice.type"),
+    ({"model": "claude"}, "model"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+    ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+]
+
+
+def test_unsupported_or_invalid_field_is_named(model: ServedModel) -> None:
+    def check(fields: JSON, param: str) -> None:
+        error = refusal(model, **fields)
+        assert error.param == param and error.status == (404 if param == "model" else 400)
+        named = {"model": "claude"}.get(param, param.split(".")[-1])
+        assert named in error.message or "the prompt has" in error.message
+
+    assert failures(check, REFUSED_FIELDS) == []
 
 
 def test_unsupported_block_type_is_named(model: ServedModel) -> None:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, BinaryIO
 
 import pytest
@@ -33,6 +34,7 @@ from nano_inference.server.protocol import (
     uvicorn_config,
 )
 from nano_inference.server.wiring import guard_policy
+from tests.cases import failures
 
 PATIENCE = 30.0
 """Timeout in seconds that only a broken test reaches."""
@@ -406,16 +408,19 @@ def test_host_header_does_not_bypass_key(keyed: Running, path: bytes) -> None:
     assert keyed.app.paths == served
 
 
-@pytest.mark.parametrize(
-    "target", [b"/v1/models", b"/metrics", b"/nowhere", b"http://localhost/health", b"/health%2f", b"*"]
-)
-@pytest.mark.parametrize("method", [b"GET", b"HEAD", b"OPTIONS", b"POST", b"DELETE", b"CONNECT", b"BREW"])
-def test_requests_without_key_are_refused(keyed: Running, target: bytes, method: bytes) -> None:
-    for lines in (b"", b"Origin: https://page.example\r\n", b"Authorization: Bearer first-key-\r\n"):
-        reply = request(
-            keyed, method, b" ", target, b" HTTP/1.1\r\n", HOST, JSON, lines, b"\r\n", method=method.decode()
-        )
-        assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+METHODS = (b"GET", b"HEAD", b"OPTIONS", b"POST", b"DELETE", b"CONNECT", b"BREW")
+TARGETS = (b"/v1/models", b"/metrics", b"/nowhere", b"http://localhost/health", b"/health%2f", b"*")
+
+
+def test_requests_without_key_are_refused(keyed: Running) -> None:
+    def check(method: bytes, target: bytes) -> None:
+        for lines in (b"", b"Origin: https://page.example\r\n", b"Authorization: Bearer first-key-\r\n"):
+            reply = request(
+                keyed, method, b" ", target, b" HTTP/1.1\r\n", HOST, JSON, lines, b"\r\n", method=method.decode()
+            )
+            assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+
+    assert failures(check, product(METHODS, TARGETS)) == []
 
 
 def test_keys_and_preflights_over_the_wire(keyed: Running) -> None:
@@ -497,18 +502,20 @@ def test_other_http_versions_are_refused(server: Running, version: bytes) -> Non
     check_error(request(server, get("/").replace(b"1.1", version)), 505)
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *NOT_UNDERSTOOD])
 def test_an_ambiguous_request_is_refused_and_nothing_after_it_is_read(
-    server: Running, name: str, caplog: pytest.LogCaptureFixture
+    server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with wire(server) as client:
-        client.send({**REFUSED, **NOT_UNDERSTOOD}[name], SMUGGLED)
-        reply = client.reply()
-        check_error(reply, 501 if name in NOT_UNDERSTOOD else 400)
-        assert reply.headers["connection"] == "close" and len(reply.body) < 500
-        assert client.rest() == b""
-    assert "/smuggled" not in server.app.paths
-    assert not caplog.records, "anybody could fill a log"
+    def check(name: str) -> None:
+        with wire(server) as client:
+            client.send({**REFUSED, **NOT_UNDERSTOOD}[name], SMUGGLED)
+            reply = client.reply()
+            check_error(reply, 501 if name in NOT_UNDERSTOOD else 400)
+            assert reply.headers["connection"] == "close" and len(reply.body) < 500
+            assert client.rest() == b""
+        assert "/smuggled" not in server.app.paths
+        assert not caplog.records, "anybody could fill a log"
+
+    assert failures(check, zip([*REFUSED, *NOT_UNDERSTOOD])) == []
 
 
 def test_each_ambiguous_request_is_valid_without_its_flaw() -> None:

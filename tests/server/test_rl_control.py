@@ -19,6 +19,7 @@ from nano_inference.server.keys import KeyRing
 from nano_inference.server.rl.facts import DESCRIPTIONS
 from nano_inference.server.rl.routes import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS, STREAM_PATHS
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
+from tests.cases import failures
 from tests.server.tiny import Running
 from tests.server.trainer import LONG, PROMPT, SHORT, Hold, Stream, held, ok, refused, serving, until
 
@@ -405,20 +406,24 @@ def test_unsupported_command_is_refused_with_501(server: Running, path: str) -> 
     assert response.json()["success"] is False and response.json()["message"] == error["message"]
 
 
-@pytest.mark.parametrize("path", sorted(ADMIN_PATHS | QUESTIONS))
-def test_every_path_exists_and_rejects_other_methods(server: Running, path: str) -> None:
-    wrong, right = ("POST", "GET") if path in QUESTIONS else ("PUT", "POST")
-    body: dict[str, Any] = {} if right == "GET" else {"json": WRONG}
-    if path in STREAM_PATHS:
-        body = {"content": b"", "headers": {"content-type": "application/octet-stream"}}
-    assert server.client.request(wrong, path, **(body or {"json": {}})).status_code == 405
-    assert server.client.request(right, path, **body).status_code in (200, 400, 501)
+def test_every_path_exists_and_rejects_other_methods(server: Running) -> None:
+    def check(path: str) -> None:
+        wrong, right = ("POST", "GET") if path in QUESTIONS else ("PUT", "POST")
+        body: dict[str, Any] = {} if right == "GET" else {"json": WRONG}
+        if path in STREAM_PATHS:
+            body = {"content": b"", "headers": {"content-type": "application/octet-stream"}}
+        assert server.client.request(wrong, path, **(body or {"json": {}})).status_code == 405
+        assert server.client.request(right, path, **body).status_code in (200, 400, 501)
+
+    assert failures(check, zip(sorted(ADMIN_PATHS | QUESTIONS))) == []
 
 
-@pytest.mark.parametrize("path", sorted((ADMIN_PATHS | QUESTIONS) - DESCRIPTIONS))
-def test_path_without_enable_rl_names_the_option(tiny_directory: Path, closed: Running, path: str) -> None:
-    for response in (closed.client.get(path), closed.post(path, {})):
-        refused(response, 404, path, "--enable-rl")
+def test_path_without_enable_rl_names_the_option(tiny_directory: Path, closed: Running) -> None:
+    def check(path: str) -> None:
+        for response in (closed.client.get(path), closed.post(path, {})):
+            refused(response, 404, path, "--enable-rl")
+
+    assert failures(check, zip(sorted((ADMIN_PATHS | QUESTIONS) - DESCRIPTIONS))) == []
 
 
 def test_model_and_load_are_described_without_enable_rl(closed: Running, server: Running) -> None:

@@ -1,0 +1,20 @@
+"""Many quick cases in one test: a test for each costs milliseconds in every process that collects it."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def failures(check: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> list[str]:
+    """Call `check` with the values of each case; return the cases in which it fails, with their errors."""
+    found = []
+    for case in cases:
+        try:
+            check(*case)
+        except (Exception, pytest.fail.Exception) as error:
+            found.append(f"{reprlib.repr(case)}: {type(error).__name__}: {error}")
+    return found
