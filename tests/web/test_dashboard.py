@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.metrics import Metrics, not_loaded
 from nano_inference.server.pages import load_page
+from tests.effort import IS_THOROUGH
 from tests.server.test_metrics import RECORD, STEP
 from tests.server.tiny import Running, running
 from tests.web.fake import TIMEOUT_S
@@ -494,8 +495,11 @@ def test_model_name_is_shown_as_text(context: BrowserContext, server: Running) -
     board.watch.assert_clean()
 
 
-@pytest.mark.parametrize("width", [1280, 360])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+LOOKS = [(1280, "light"), (360, "dark"), *([(360, "light"), (1280, "dark")] if IS_THOROUGH else [])]
+"""Width and theme; each of them once in `make test`, because neither changes what the other does."""
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_page_is_accessible_and_has_no_layout_shift(
     width: int, scheme: str, browser: Browser, server: Running, metrics: Metrics
 ) -> None:

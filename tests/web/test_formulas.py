@@ -17,36 +17,37 @@ FAILED = "Failed to load resource"
 MATHML = {"math", "mrow", "mi", "mn", "mo", "mtext", "msup", "msub", "mfrac", "msqrt", "mspace", "mtable", "mtr", "mtd"}
 
 
-@pytest.mark.parametrize("text", [r"\[a^2\]", r"\(a^2\)", "$$a^2$$", "$a^2$", "\\[\na^2\n\\]", "$$\na^2\n$$"])
-def test_latex_is_rendered_with_every_delimiter(chat: ChatDriver, fake: FakeServer, text: str) -> None:
-    answered(chat, fake, "Hello", f"Before\n\n{text}\n\nAfter")
-    formula = chat.last().locator(".body math")
-    expect(formula.locator("msup mi")).to_have_text("a")
-    expect(formula.locator("msup mn")).to_have_text("2")
-    body = shown_text(chat.last().locator(".body"))
-    assert "$" not in body and "\\" not in body and "[" not in body
-    is_display = formula.get_attribute("display") == "block"
-    assert is_display == (text[:2] in ("$$", r"\["))
+DELIMITED = (r"\[a^2\]", r"\(a^2\)", "$$a^2$$", "$a^2$", "\\[\na^2\n\\]", "$$\na^2\n$$")
+NO_FORMULAS = (
+    "It costs $5 and $10.",
+    "from $20 (it was $30) to $5-$10",
+    "between $5 < x and more than $3, US$5=A$7$",
+    "`$a^2$` and `\\(a^2\\)`",
+    "```\n$$a^2$$\n\\[a^2\\]\n```",
+    "set $HOME/$USER_NAME and $PATH$",
+    r"\$a^2\$",
+)
+
+
+def test_latex_is_rendered_with_every_delimiter(chat: ChatDriver, fake: FakeServer) -> None:
+    for text in DELIMITED:
+        answered(chat, fake, "Hello", f"Before\n\n{text}\n\nAfter")
+        formula = chat.last().locator(".body math")
+        expect(formula.locator("msup mi")).to_have_text("a")
+        expect(formula.locator("msup mn")).to_have_text("2")
+        body = shown_text(chat.last().locator(".body"))
+        assert "$" not in body and "\\" not in body and "[" not in body, text
+        is_display = formula.get_attribute("display") == "block"
+        assert is_display == (text[:2] in ("$$", r"\[")), text
     chat.watch.assert_clean()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "It costs $5 and $10.",
-        "from $20 (it was $30) to $5-$10",
-        "between $5 < x and more than $3, US$5=A$7$",
-        "`$a^2$` and `\\(a^2\\)`",
-        "```\n$$a^2$$\n\\[a^2\\]\n```",
-        "set $HOME/$USER_NAME and $PATH$",
-        r"\$a^2\$",
-    ],
-)
-def test_money_variables_and_code_are_not_formulas(chat: ChatDriver, fake: FakeServer, text: str) -> None:
-    answered(chat, fake, "Hello", text)
-    expect(chat.last().locator(".markdown")).to_be_visible()
-    assert chat.last().locator("math, .math").count() == 0
-    assert fake.late_requests == [], "the renderer is loaded only for a formula"
+def test_money_variables_and_code_are_not_formulas(chat: ChatDriver, fake: FakeServer) -> None:
+    for text in NO_FORMULAS:
+        answered(chat, fake, "Hello", text)
+        expect(chat.last().locator(".markdown")).to_be_visible()
+        assert chat.last().locator("math, .math").count() == 0, text
+        assert fake.late_requests == [], f"the renderer is loaded only for a formula: {text}"
 
 
 def test_incomplete_formula_is_shown_as_text(chat: ChatDriver, fake: FakeServer) -> None:

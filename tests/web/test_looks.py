@@ -7,6 +7,7 @@ import re
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, expect
 
+from tests.effort import IS_THOROUGH
 from tests.web.chat_driver import ChatDriver, answered, started
 from tests.web.fake import FakeServer
 from tests.web.watch import axe_violations
@@ -35,8 +36,12 @@ def fill(chat: ChatDriver, fake: FakeServer) -> None:
     expect(chat.page.locator(".toast.bad")).to_be_visible()
 
 
-@pytest.mark.parametrize("size", [{"width": 1280, "height": 800}, PHONE], ids=["desktop", "phone"])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+DESKTOP = {"width": 1280, "height": 800}
+LOOKS = [("light", DESKTOP), ("dark", PHONE), *([("light", PHONE), ("dark", DESKTOP)] if IS_THOROUGH else [])]
+"""Theme and size; each of them once in `make test`, because neither changes what the other does."""
+
+
+@pytest.mark.parametrize(("theme", "size"), LOOKS, ids=lambda one: one if isinstance(one, str) else str(one["width"]))
 def test_axe_finds_no_violations(browser: Browser, fake: FakeServer, theme: str, size: dict[str, int]) -> None:
     context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")  # type: ignore[arg-type]
     chat = ChatDriver(context, fake.url)
