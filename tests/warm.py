@@ -176,6 +176,7 @@ def enter(terminal: int) -> None:
     # The old objects know that their files can seek.
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+    sys.__stderr__ = sys.stderr  # type: ignore[misc]  # a command lets the original one drop failed writes
 
 
 def run(argv: list[str], environ: dict[str, str], cwd: str, before: str) -> None:

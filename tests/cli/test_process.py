@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import nano_inference
-from tests.forking import Forks
+pytest.importorskip("pty", reason="needs a Unix terminal")
 
-pty = pytest.importorskip("pty", reason="needs a Unix terminal")
+import nano_inference
+from tests.cli.screen import terminal
+from tests.forking import Forks
+from tests.warm import Forker
 
 _HEAVY = ("torch", "transformers", "gguf", "tokenizers", "rich.progress", "huggingface_hub")
 _SPY = f"""
@@ -24,13 +25,6 @@ code = main(sys.argv[1:])
 print("imported:", [name for name in {_HEAVY!r} if name in sys.modules], file=sys.stderr)
 sys.exit(code)
 """
-_IN_TERMINAL = """
-import fcntl, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C sends a signal
-from nano_inference.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-_PATIENCE_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -96,54 +90,15 @@ def test_unencodable_output_is_replaced(tiny: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "?!\n", "")
 
 
-class Terminal:
-    """A command in a pseudo-terminal; reads have a time limit."""
-
-    def __init__(self, *argv: str) -> None:
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _IN_TERMINAL, *argv],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env=os.environ | {"TERM": "dumb"},
-        )
-        os.close(slave)
-        self.seen = b""
-
-    def send(self, text: str) -> None:
-        self.seen = b""
-        os.write(self._master, text.encode())
-
-    def wait_for(self, text: str, *, more: int = 0) -> None:
-        """Read until `text` and `more` bytes after it were written."""
-        wanted = text.encode()
-        while len(self.seen.partition(wanted)[2]) < more or wanted not in self.seen:
-            ready, _, _ = select.select([self._master], [], [], _PATIENCE_S)
-            assert ready, f"no {text!r} in {self.seen!r}"
-            self.seen += os.read(self._master, 4096)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-
-def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(tiny: Path) -> None:
-    terminal = Terminal("chat", "-m", str(tiny), "--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos")
-    try:
-        terminal.wait_for("> ")
-        terminal.send("hello\n")
-        terminal.wait_for("hello", more=40)
-        terminal.send("\x03")
-        terminal.wait_for("[stopped]")
-        terminal.wait_for("> ")
-        terminal.send("/help\n")
-        terminal.wait_for("/clear")
-        terminal.wait_for("quits.\r\n", more=2)
-        terminal.send("\x04")
-        assert terminal.process.wait(_PATIENCE_S) == 0
-    finally:
-        terminal.close()
+def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat_in_a_dumb_terminal(forker: Forker, tiny: Path) -> None:
+    options = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos")
+    with terminal("chat", "-m", str(tiny), *options, forker=forker, rows=50, columns=160, TERM="dumb") as screen:
+        screen.prompt()
+        screen.send("hello\r")
+        screen.wait_below("> hello")
+        screen.send("\x03")
+        screen.wait("[stopped]")
+        screen.ask("/help")
+        screen.wait("/clear")
+        screen.send("\x04")
+        assert screen.leave() == 0
