@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -35,10 +34,11 @@ from nano_inference.server.keys import KeyRing
 from nano_inference.server.openapi import openapi
 from nano_inference.server.rl.routes import ADMIN_PATHS, QUESTIONS
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
+from tests.effort import IS_THOROUGH
 from tests.server.tiny import Running, running
 
 DIALECTS = installed_dialects()
-EXAMPLES = 200 if os.environ.get("NANO_INFERENCE_THOROUGH") else 5
+EXAMPLES = 200 if IS_THOROUGH else 3
 """Requests for each operation."""
 MAX_LEN = 64
 NO_KEY = {"needs_key": False}
