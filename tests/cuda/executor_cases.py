@@ -5,7 +5,6 @@ Larger than the cases of single kernels: they show that the executor gives each 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,6 @@ from nano_inference import EngineConfig, SamplingParams, TrainingSample
 from nano_inference.executors.cuda.launchers import Kernels, plain_kernels
 from tests.cuda.case import Case
 from tests.cuda.engines import open_cuda
-from tests.models.families import FAMILIES, make_model
-from tests.nanochat.tiny import base_meta, model_config, write_checkpoint
 
 _SMALL: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
 _MODELS: dict[str, dict[str, Any]] = {
@@ -27,21 +24,28 @@ _MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def cases() -> Iterator[Case]:
-    """Yield a case for each model."""
+def write_models(home: Path) -> None:
+    """Write each model into a directory of its name."""
+    from tests.models.families import FAMILIES, make_model  # imports Transformers
+    from tests.nanochat.tiny import base_meta, model_config, write_checkpoint
+
     for name, more in _MODELS.items():
-        yield Case(f"executor {name}", partial(_difference, name, more), 2e-5)
-
-
-def _difference(name: str, more: dict[str, Any], kernels: Kernels, device: torch.device) -> float:
-    """Return the largest difference of log-probabilities; infinity if tokens differ."""
-    with tempfile.TemporaryDirectory() as home:
-        path = Path(home)
+        (home / name).mkdir()
         if name in FAMILIES:
-            make_model(name, path, more)
+            make_model(name, home / name, more)
         else:
-            write_checkpoint(path, name, config=model_config(name, **more), meta=base_meta(name))
-        mine, right = (_samples(path, one, where) for one, where in ((kernels, device), (plain_kernels(), _CPU)))
+            write_checkpoint(home / name, name, config=model_config(name, **more), meta=base_meta(name))
+
+
+def cases(home: Path) -> Iterator[Case]:
+    """Yield a case for each model of `write_models`."""
+    for name in _MODELS:
+        yield Case(f"executor {name}", partial(_difference, home / name), 2e-5)
+
+
+def _difference(path: Path, kernels: Kernels, device: torch.device) -> float:
+    """Return the largest difference of log-probabilities; infinity if tokens differ."""
+    mine, right = (_samples(path, one, where) for one, where in ((kernels, device), (plain_kernels(), _CPU)))
     if [sample.completion_tokens for sample in mine] != [sample.completion_tokens for sample in right]:
         return float("inf")
     pairs = [zip(_numbers(a), _numbers(b), strict=True) for a, b in zip(mine, right, strict=True)]

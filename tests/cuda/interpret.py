@@ -1,17 +1,20 @@
-"""Run the cases in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.cuda.interpret [PREFIX…]`.
+"""Run the cases in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.cuda.interpret [--models DIR] [PREFIX…]`.
 
 Prints one JSON object: for each case its difference or the text of its exception, its bound, and its seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from triton.language.core import is_builtin
 from nano_inference.executors.cuda.launchers import triton_kernels
 from tests.cuda import executor_cases, triton_cases
 from tests.cuda.all_cases import all_cases
+from tests.cuda.case import Case
 
 
 def remember_builtins() -> None:
@@ -42,26 +46,36 @@ def remember_builtins() -> None:
     inspect.getmembers = members
 
 
-def main(prefixes: list[str]) -> int:
+def main() -> int:
     """Run the cases whose names start with a prefix (default: all)."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--models", type=Path, help="directory in which executor_cases.write_models has written")
+    parser.add_argument("prefixes", nargs="*")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # numpy warns about NaN and infinity, which the cases contain on purpose
     remember_builtins()
-    kernels = triton_kernels()
-    found: dict[str, tuple[float | str, float, float]] = {}
-    for case in (*all_cases(), *triton_cases.cases(), *executor_cases.cases()):
-        if case.needs_gpu:
-            continue
-        if not prefixes or case.name.startswith(tuple(prefixes)):
-            started = time.process_time()
-            try:
-                result: float | str = case.run(kernels, torch.device("cpu"))
-            except Exception:
-                result = traceback.format_exc(limit=-4)
-            found[case.name] = (result, case.bound, round(time.process_time() - started, 2))
-    print(json.dumps(found, indent=1))
+    with tempfile.TemporaryDirectory() as home:
+        if args.models is None:
+            executor_cases.write_models(Path(home))
+        cases = (*all_cases(), *triton_cases.cases(), *executor_cases.cases(args.models or Path(home)))
+        wanted = [one for one in cases if not one.needs_gpu and one.name.startswith(tuple(args.prefixes) or "")]
+        print(json.dumps(found(wanted), indent=1))
     return 0
 
 
+def found(cases: Sequence[Case]) -> dict[str, tuple[float | str, float, float]]:
+    """Return the result, the bound and the seconds of each case."""
+    kernels, done = triton_kernels(), dict[str, tuple[float | str, float, float]]()
+    for case in cases:
+        started = time.process_time()
+        try:
+            result: float | str = case.run(kernels, torch.device("cpu"))
+        except Exception:
+            result = traceback.format_exc(limit=-4)
+        done[case.name] = (result, case.bound, round(time.process_time() - started, 2))
+    return done
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -12,6 +12,7 @@ from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from tests.cuda.engines import open_cuda
 from tests.cuda.models import NAMES, config_of, prompts, write_model
 from tests.cuda.strict import Strictly
+from tests.effort import IS_THOROUGH
 from tests.models.families import make_model
 from tests.test_batch_invariance import ThreadsKept
 from tests.test_lookahead import REQUESTS, run_all
@@ -29,15 +30,15 @@ def assert_same(mine: list[TrainingSample], right: list[TrainingSample]) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_is_the_c_path(name: str, tmp_path: Path) -> None:
-    """Two windows of up to 16 steps. They only launch kernels, on the same memory each time (`Strictly`)."""
+    """Two windows of up to 4 steps. They only launch kernels, on the same memory each time (`Strictly`)."""
     write_model(name, tmp_path)
     with InferenceEngine(config_of(tmp_path)) as ours:
         assert ours.parts.code not in ("torch", "cuda"), "these tests need a C compiler"
         longest = ours.parts.max_model_len - 40
         asked = prompts(ours.parts.vocab_size, longest)
-        params = [SamplingParams(max_tokens=20, seed=i, temperature=float(i % 3 > 0)) for i in range(len(asked))]
+        params = [SamplingParams(max_tokens=7, seed=i, temperature=float(i % 3 > 0)) for i in range(len(asked))]
         right, scored = ours.generate(asked, params), [ours.score(prompt) for prompt in asked[3:6]]
-    strictly = Strictly(tmp_path, config_of(tmp_path), most_checks=2)
+    strictly = Strictly(tmp_path, config_of(tmp_path, lookahead=4), most_checks=2)
     with strictly.engine as theirs:
         assert theirs.parts.code == "cuda"
         assert_same(theirs.generate(asked, params), right)
@@ -71,7 +72,7 @@ def answers(tiny: Path) -> list[TrainingSample]:
 TIGHT = {"max_tokens_per_batch": 24, "max_batch_size": 5, "block_size": 4}
 
 
-@pytest.mark.parametrize(("lookahead", "options"), [(1, {}), (3, TIGHT), (16, {}), (16, TIGHT)])
+@pytest.mark.parametrize(("lookahead", "options"), [(1, {}), (3, TIGHT), (16, TIGHT), *[(16, {})] * IS_THOROUGH])
 def test_every_kind_of_request_is_the_c_path(
     lookahead: int, options: dict[str, Any], tiny: Path, answers: list[TrainingSample]
 ) -> None:

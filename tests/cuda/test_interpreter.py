@@ -14,16 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.cuda import executor_cases
+
 ROOT = Path(__file__).parents[2]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="NO TRITON: pip install -e '.[aot]' (286 MB)")
 
 
 @pytest.fixture(scope="module")
-def differences() -> dict[str, tuple[float | str, float, float]]:
+def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float | str, float, float]]:
     """The difference (or exception), the bound and the seconds of each case."""
+    models = tmp_path_factory.mktemp("models")
+    executor_cases.write_models(models)
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.cuda.interpret"]
+    command = [sys.executable, "-m", "tests.cuda.interpret", "--models", str(models)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return {name: tuple(values) for name, values in json.loads(done.stdout).items()}  # type: ignore[misc]
