@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from tests.parallel.test_engine import TOLERANCE, assert_same, config_of
 from tests.parallel.test_processes import FIVE_SECONDS
 from tests.weights.test_group import free_port
 
-SEEDED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,23 +48,29 @@ def seen_by_ranks(out: Path, size: int, errors: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def forks() -> Iterator[Forks]:
+    # DTensor's operations import torch._dynamo, which takes as long as to import torch.
+    modules = ["tests.parallel.trainer", "torch._dynamo", "torch.distributed.run"]
+    with Forks(modules, environment={"OMP_NUM_THREADS": "1"}) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def two(tiny: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks of `torchrun` saw of refused engines, one that trains, and its loss of rank 0."""
     out = tmp_path_factory.mktemp("two")
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = [str(ROOT / "tests" / "parallel" / "trainer.py"), *arguments(tiny, out)]
-    done = subprocess.run([*command, *script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    code = "from torch.distributed.run import main; main()"  # what `torchrun` runs
+    done = forks.run(code, "--standalone", "--nproc-per-node=2", *script)
     return seen_by_ranks(out, 2, done.stderr)
 
 
 @pytest.fixture(scope="module")
-def four(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def four(tiny: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What four ranks, forked with the variables of `torchrun`, saw of two engines, and of one that lost rank 2."""
     out = tmp_path_factory.mktemp("four")
     code = "import sys; from tests.parallel.trainer import fork_ranks; fork_ranks(4, int(sys.argv[3]))"
-    # DTensor's operations import torch._dynamo, which takes as long as to import torch.
-    with Forks(["tests.parallel.trainer", "torch._dynamo"], environment={"OMP_NUM_THREADS": "1"}) as forks:
-        done = forks.run(code, *arguments(tiny, out), free_port())
+    done = forks.run(code, *arguments(tiny, out), free_port())
     return seen_by_ranks(out, 4, done.stderr)
 
 

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from nano_inference import EngineConfig, SamplingParams, SpmdEngine
 from nano_inference.types import EngineDead
 
-SEEDED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, seed=3, ignore_eos=True)
-UNSEEDED = SamplingParams(max_tokens=16, ignore_eos=True)
+UNSEEDED = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def error_of(work: Callable[[], object]) -> str:
