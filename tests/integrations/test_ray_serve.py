@@ -10,10 +10,17 @@ import pytest
 from tests.forking import Forks
 
 LINE = "Ray Serve is not installed: pip install 'nano-inference[ray]'"
-WAYS = {
-    "deployment": "deployment(EngineConfig(model_path='m'), ServerConfig())",
-    "application": "application({'model': 'm'})",
-}
+CODE = """
+from nano_inference import EngineConfig
+from nano_inference.integrations.ray_serve import application, deployment
+from nano_inference.packages import MissingPackage
+from nano_inference.server.config import ServerConfig
+for make in (lambda: deployment(EngineConfig(model_path='m'), ServerConfig()), lambda: application({'model': 'm'})):
+    try:
+        make()
+    except MissingPackage as error:
+        print(error)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -23,19 +30,8 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.mark.parametrize("hidden", ["ray", "fastapi"], ids=["no ray", "ray without the packages of serve"])
-@pytest.mark.parametrize("way", WAYS)
-def test_missing_ray_serve_is_one_line(way: str, hidden: str, forks: Forks) -> None:
-    code = f"""
-from nano_inference import EngineConfig
-from nano_inference.integrations.ray_serve import application, deployment
-from nano_inference.packages import MissingPackage
-from nano_inference.server.config import ServerConfig
-try:
-    {WAYS[way]}
-except MissingPackage as error:
-    print(error)
-"""
+def test_missing_ray_serve_is_one_line(hidden: str, forks: Forks) -> None:
     if hidden != "ray" and importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray")
-    done = forks.run(code, hidden=[hidden])
-    assert done.stdout == LINE + "\n", done.stderr
+    done = forks.run(CODE, hidden=[hidden])
+    assert done.stdout == 2 * f"{LINE}\n", done.stderr
