@@ -72,7 +72,7 @@ def model_path(tokenizer: transformers.PreTrainedTokenizerFast, tmp_path_factory
     model = transformers.LlamaForCausalLM(config)
     ids = tokenizer.apply_chat_template(CONVERSATION, tools=[plus], return_dict=False, return_tensors="pt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(120):
+    for _ in range(200):
         loss = model(ids, labels=ids).loss
         loss.backward()
         optimizer.step()

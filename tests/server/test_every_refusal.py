@@ -177,10 +177,8 @@ def test_responses_refusals_over_http(server: Running) -> None:
 
 
 def test_messages_refusals_over_http(server: Running) -> None:
-    (mark,) = test_messages.test_unsupported_or_invalid_field_is_named.pytestmark  # type: ignore[attr-defined]
-    _, cases = mark.args
-    assert len(cases) > 40
-    for fields, param in cases:
+    assert len(test_messages.REFUSED_FIELDS) > 40
+    for fields, param in test_messages.REFUSED_FIELDS:
         body = {**BODIES[MESSAGES], **fields}
         reply = server.post(MESSAGES, {name: value for name, value in body.items() if value is not ...})
         assert reply.status_code == (404 if param == "model" else 400)
