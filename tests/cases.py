@@ -10,9 +10,14 @@ import pytest
 
 
 def failures(check: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> list[str]:
-    """Call `check` with the values of each case; return the cases in which it fails, with their errors."""
+    """Call `check` with the values of each case; return the cases in which it fails, with their errors.
+
+    There must be cases: a table that has become empty is a failure.
+    """
     found = []
-    for case in cases:
+    tried = list(cases)
+    assert tried, "no cases"
+    for case in tried:
         try:
             check(*case)
         except (Exception, pytest.fail.Exception) as error:
