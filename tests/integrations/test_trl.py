@@ -72,7 +72,7 @@ def model_path(tokenizer: transformers.PreTrainedTokenizerFast, tmp_path_factory
     model = transformers.LlamaForCausalLM(config)
     ids = tokenizer.apply_chat_template(CONVERSATION, tools=[plus], return_dict=False, return_tensors="pt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(200):
+    for _ in range(120):
         loss = model(ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -116,9 +116,9 @@ def test_grpo_runs_a_tool(model_path: Path, tokenizer: transformers.PreTrainedTo
         assert entry["sampling/sampling_logp_difference/max"] < 1e-3
 
 
-def lengths(completions: list[Any], **_: Any) -> list[float]:
+def sums(completions: list[Any], **_: Any) -> list[float]:
     """Return rewards that differ within a group."""
-    return [len(one[-1]["content"]) / 100 for one in completions]
+    return [sum(map(ord, str(one[-1]["content"]))) / 1000 for one in completions]
 
 
 def test_rloo_learns_with_an_engine(
@@ -128,7 +128,7 @@ def test_rloo_learns_with_an_engine(
 
     config = RLOOConfig(str(tmp_path), **SMALL, max_completion_length=24, temperature=1.0)
     model = transformers.LlamaForCausalLM.from_pretrained(model_path)
-    trainer = RLOOTrainer(model, lengths, config, data(), None, tokenizer)
+    trainer = RLOOTrainer(model, sums, config, data(), None, tokenizer)
     with open_engine(model_path) as engine:
         backend = use_engine(trainer, engine)
         trainer.train()
@@ -147,7 +147,7 @@ def test_adapters_are_merged_for_the_engine(
     config = GRPOConfig(str(tmp_path), **options, max_completion_length=24, temperature=1.0)
     model = transformers.LlamaForCausalLM.from_pretrained(model_path)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
-    trainer = GRPOTrainer(model, lengths, config, data(), None, tokenizer, peft_config=adapters)
+    trainer = GRPOTrainer(model, sums, config, data(), None, tokenizer, peft_config=adapters)
     with open_engine(model_path) as engine:
         before = engine.weights_checksum()
         backend = use_engine(trainer, engine)
