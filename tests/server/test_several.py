@@ -250,8 +250,8 @@ def test_a_unix_socket_serves_several_models(directories: dict[str, Path], tmp_p
         process.wait_for("^ready: one")
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), timeout=PATIENCE) as http:
             listed = [one["id"] for one in http.get("http://localhost/v1/models").json()["data"]]
-            body = {"model": "one", "prompt": "x", "max_tokens": 1}
-            assert http.post("http://localhost/v1/completions", json=body).json()["model"] == "one"
+            body = {"model": "two", "prompt": "x", "max_tokens": 1}
+            assert http.post("http://localhost/v1/completions", json=body).json()["model"] == "two"
     finally:
         assert process.end() == 0
     assert listed == ["one", "two"] and not path.exists()
