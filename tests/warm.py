@@ -18,12 +18,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 SERVING = (
@@ -118,13 +116,6 @@ class Forker:
             socket.send_fds(self._jobs, [job], [write_end, theirs.fileno()])
         os.close(write_end)
         return Forked(int(reports.recv(64)), os.fdopen(read_end), reports)
-
-
-@pytest.fixture(scope="session")
-def forker() -> Iterator[Forker]:
-    """A process that has imported what `serve` and `chat` import, and forks them."""
-    with Forker() as one:
-        yield one
 
 
 def main() -> None:
