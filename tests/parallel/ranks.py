@@ -55,9 +55,16 @@ def on_ranks(size: int, work: Callable[[Links], Result]) -> list[Result]:
 
 @contextmanager
 def open_ranks(
-    config: EngineConfig, *, wait: timedelta = WAIT, changed: Callable[[Executor], Executor] = lambda own: own
+    config: EngineConfig,
+    *,
+    wait: timedelta = WAIT,
+    changed: Callable[[Executor], Executor] = lambda own: own,
+    on_failure: Callable[[], None] = lambda: None,
 ) -> Iterator[InferenceEngine]:
-    """Open an engine of `config.tensor_parallel` ranks; `changed` returns the executors of ranks other than 0."""
+    """Open an engine of `config.tensor_parallel` ranks; `changed` returns the executors of ranks other than 0.
+
+    `on_failure` is called where an engine with processes would kill them.
+    """
     kinds = installed_kinds()
     checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
     model, program = divided_model(checkpoint, config, kinds)
@@ -82,7 +89,7 @@ def open_ranks(
         links = local_links(Path(directory), 0, size, CPU, wait)
         own = load_rank(checkpoint, model, program, config, links, CPU)
         executor = ShardedExecutor(
-            own, Whole(program, size), Leader(links, join, lambda: None, is_serving=True), is_fed=True
+            own, Whole(program, size), Leader(links, join, on_failure, is_serving=True), is_fed=True
         )
         with InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds)) as engine:
             yield engine

@@ -31,32 +31,41 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-class Stalling:
-    """An executor, or an update of it, that waits inside one of an update's methods until `may_go` is set."""
+class Stall:
+    """Where a rank waits: `is_reached` is set by it, `may_go` releases it."""
 
-    def __init__(self, own: Any, method: str, may_go: threading.Event) -> None:
-        self._own, self._method, self._may_go = own, method, may_go
+    def __init__(self) -> None:
+        self.is_reached, self.may_go = threading.Event(), threading.Event()
+
+
+class Stalling:
+    """An executor, or an update of it, that waits inside one of an update's methods."""
+
+    def __init__(self, own: Any, method: str, stall: Stall) -> None:
+        self._own, self._method, self._stall = own, method, stall
 
     def __getattr__(self, name: str) -> Any:
         if name == self._method:
-            self._may_go.wait()
+            self._stall.is_reached.set()
+            self._stall.may_go.wait()
         found = getattr(self._own, name)
-        return (lambda **options: Stalling(found(**options), self._method, self._may_go)) if name == "stage" else found
+        return (lambda **options: Stalling(found(**options), self._method, self._stall)) if name == "stage" else found
 
 
 @contextmanager
-def stalled(path: Path, method: str, wait: float) -> Iterator[tuple[InferenceEngine, threading.Event]]:
-    """Open an engine whose rank 1 stalls in a method of `Staged`, and the event that releases it."""
-    may_go = threading.Event()
+def stalled(path: Path, method: str, wait: float) -> Iterator[tuple[InferenceEngine, Stall]]:
+    """Open an engine whose rank 1 stalls in a method of `Staged`."""
+    stall = Stall()
 
     def changed(own: Executor) -> Executor:
-        return cast(Executor, Stalling(own, method, may_go))
+        return cast(Executor, Stalling(own, method, stall))
 
-    with open_ranks(config(path, 2), wait=timedelta(seconds=wait), changed=changed) as engine:
+    kill = stall.may_go.set  # the links are closed, so that the rank ends
+    with open_ranks(config(path, 2), wait=timedelta(seconds=wait), changed=changed, on_failure=kill) as engine:
         try:
-            yield engine, may_go
+            yield engine, stall
         finally:
-            may_go.set()
+            stall.may_go.set()
 
 
 @pytest.mark.parametrize("method", ["has_same", "finish"])
@@ -75,16 +84,27 @@ def test_a_rank_that_does_not_answer_an_update_in_time_ends_the_engine(method: s
 
 
 def test_the_timeout_of_an_update_leaves_every_rank_on_the_old_weights(tiny: Path) -> None:
-    with stalled(tiny, "finish", 60.0) as (engine, may_go):
+    with stalled(tiny, "finish", 60.0) as (engine, stall):
         before, checksum = engine.generate(PROMPTS, PARAMS), engine.weights_checksum()
         engine.update_weights(weights_of(tiny, 1.25), timeout=0.5)
         with pytest.raises(WeightError, match=r"the weights were not complete within 0\.5 seconds"):
             engine.finish_update()
         assert_same(engine.generate(PROMPTS, PARAMS), before)
-        may_go.set()
+        stall.may_go.set()
         assert engine.weights_checksum() == checksum
         engine.update_weights(weights_of(tiny, 1.25), blocking=True)
         assert engine.weights_checksum() != checksum and engine.get_weight_version() == 1
+
+
+def test_an_engine_whose_rank_does_not_answer_an_update_can_be_shut_down(tiny: Path) -> None:
+    """Without the wait of two minutes for the answer."""
+    with stalled(tiny, "finish", 120.0) as (engine, stall):
+        engine.update_weights(weights_of(tiny, 1.25))
+        assert stall.is_reached.wait(60)
+        ending = threading.Thread(target=engine.shutdown, daemon=True)
+        ending.start()
+        ending.join(60)
+        assert not ending.is_alive()
 
 
 def stopped(path: Path) -> InferenceEngine:
