@@ -159,3 +159,4 @@ def test_piped_questions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     out, err = capsys.readouterr()
     assert out == "[12+34 → 46] The answer is 46.\n[46+5 → 51] The answer is 51.\n"
     assert "seed = 3" in err and "tokens/s" in err and "\x1b" not in out + err
+    assert "> " not in err, "a prompt in a pipe"
