@@ -102,6 +102,17 @@ def test_commit_without_blocking_installs_in_the_next_step(untied: Pair, open_en
     assert engine.get_weight_version() == 1
 
 
+def test_the_step_that_installs_an_update_reports_what_it_aborted(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied, max_batch_size=1)
+    running, queued = (engine.add_request(PROMPT, PARAMS, claim=True) for _ in range(2))
+    engine.tick()
+    engine.update_weights(untied.named(), blocking=True, hold=True, on_running="abort")
+    engine.commit_update(blocking=False)
+    result = engine.tick()
+    assert [delta.request_id for delta in result.deltas] == [running, queued]
+    assert [(sample.request_id, sample.finish_reason) for sample in result.samples] == [(running, "abort")]
+
+
 Work = Callable[[AsyncEngine[InferenceEngine]], Awaitable[None]]
 
 
