@@ -226,6 +226,8 @@ async def _serve(server: uvicorn.Server, listening: socket.socket, leave: thread
     await asyncio.wait([serving])
     asyncio.get_running_loop().remove_reader(listening)
     listening.close()
+    for _ in range(2):  # turns of the loop, after which the server knows every accepted connection
+        await asyncio.sleep(0)
     for connection in tuple(server.server_state.connections):
         connection.transport.abort()
     await asyncio.sleep(0)  # here they close
