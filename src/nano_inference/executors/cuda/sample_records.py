@@ -96,7 +96,7 @@ class Scratch:
     """int64 [B]: see `select.cut_row`."""
     cut_id: Tensor
     normaliser: Tensor
-    """float64 [B, 5]: see `sampler.draw_row`."""
+    """float64 [B, 5]: see `kernels/sampler.py`."""
     token: Tensor
     """int32 [B]: the drawn tokens."""
     logprob: Tensor

@@ -7,7 +7,8 @@ masses. Masses and log-sum-exps are float64:
     log-probability = (x - best) / T - log Σ e^((x - best) / T),   rounded to float32 once.
 
 Shapes: B rows, S slots, V vocabulary, N chunks of C tokens, P rows of the tables of penalties, biases or masks, X stop
-tokens of a slot, W = V / 32 words of a mask.
+tokens of a slot, W = V / 32 words of a mask. Normalisers: the best logit, the log masses of all and of kept tokens, and
+the unmodified logits' best and log mass.
 """
 
 from __future__ import annotations
@@ -32,6 +33,26 @@ def penalised(
 
 
 @triton.jit
+def biased(x_C: tl.tensor, row: tl.tensor, bias_PV: tl.tensor, vocab_size: tl.tensor, id_C: tl.tensor) -> tl.tensor:
+    """Return logits with a row of biases added, of which -inf forbids its token; unchanged if `row` is negative."""
+    if row >= 0:
+        bias_C = tl.load(bias_PV + row * vocab_size + id_C, mask=id_C < vocab_size, other=0.0)
+        x_C = tl.where(bias_C == float("-inf"), float("-inf"), x_C + bias_C)
+    return x_C
+
+
+@triton.jit
+def masked(
+    x_C: tl.tensor, row: tl.tensor, mask_PW: tl.tensor, num_words: tl.tensor, vocab_size: tl.tensor, id_C: tl.tensor
+) -> tl.tensor:
+    """Return logits of the tokens whose bits are set in a row of masks, else -inf; unchanged if `row` is negative."""
+    if row >= 0:
+        word_C = tl.load(mask_PW + row * num_words + id_C // 32, mask=id_C < vocab_size, other=0)
+        x_C = tl.where(((word_C >> (id_C % 32)) & 1) != 0, x_C, float("-inf"))
+    return x_C
+
+
+@triton.jit
 def divisor_of(temperature: tl.tensor) -> tl.tensor:
     """Return what logits are divided by, float64; temperature 0 counts as 1."""
     return tl.where(temperature == 0.0, 1.0, tl.maximum(temperature, 1e-30)).to(tl.float64)
@@ -42,6 +63,14 @@ def relative_mass(x_C: tl.tensor, best: tl.tensor, inverse: tl.tensor) -> tl.ten
     """Return Σ e^((x - best) · inverse), float64; 0 if there is no token, where `best` is -inf."""
     shift = tl.where(best == float("-inf"), 0.0, best).to(tl.float64)
     return tl.sum(tl.exp((x_C.to(tl.float64) - shift) * inverse), 0)
+
+
+@triton.jit
+def store_mass(best: tl.tensor, mass: tl.tensor, x_C: tl.tensor, inverse: tl.tensor) -> None:
+    """Write the largest logit and the mass relative to it to two pointers."""
+    largest = tl.max(x_C, 0)
+    tl.store(best, largest)
+    tl.store(mass, relative_mass(x_C, largest, inverse))
 
 
 @triton.jit
@@ -80,8 +109,8 @@ def adjust_chunk(
     Maximum and mass of the unmodified logits, too, if the row reports them.
     """
     begin_kernel()
-    row, chunk, num_chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    slot = tl.load(slot_B + row).to(tl.int64)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at, slot = row * tl.num_programs(1) + chunk, tl.load(slot_B + row).to(tl.int64)
     id_C = chunk * C + tl.arange(0, C)
     valid_C = id_C < vocab_size
     x_C = tl.load(logits_BV + row * stride + id_C, mask=valid_C, other=float("-inf")).to(tl.float32)
@@ -89,30 +118,19 @@ def adjust_chunk(
         x_C = tl.where(valid_C, capped(x_C, cap), float("-inf"))
     report = tl.load(report_S + slot)
     if (report == RAW) | (report >= WANTS_RAW):
-        raw_best = tl.max(x_C, 0)
-        tl.store(raw_best_BN + row * num_chunks + chunk, raw_best)
-        tl.store(raw_mass_BN + row * num_chunks + chunk, relative_mass(x_C, raw_best, 1.0))
+        store_mass(raw_best_BN + at, raw_mass_BN + at, x_C, 1.0)
     counts = tl.load(count_row_S + slot).to(tl.int64)
     if counts >= 0:
         count_C = tl.load(count_PV + counts * vocab_size + id_C, mask=valid_C, other=0)
         repetition = tl.load(repetition_S + slot)
         x_C = penalised(x_C, count_C, repetition, tl.load(presence_S + slot), tl.load(frequency_S + slot))
-    biases = tl.load(bias_row_S + slot).to(tl.int64)
-    if biases >= 0:
-        bias_C = tl.load(bias_PV + biases * vocab_size + id_C, mask=valid_C, other=0.0)
-        x_C = tl.where(bias_C == float("-inf"), float("-inf"), x_C + bias_C)
-    masks = tl.load(mask_row_S + slot).to(tl.int64)
-    if masks >= 0:
-        word_C = tl.load(mask_PW + masks * num_words + id_C // 32, mask=valid_C, other=0)
-        x_C = tl.where(((word_C >> (id_C % 32)) & 1) != 0, x_C, float("-inf"))
+    x_C = biased(x_C, tl.load(bias_row_S + slot).to(tl.int64), bias_PV, vocab_size, id_C)
+    x_C = masked(x_C, tl.load(mask_row_S + slot).to(tl.int64), mask_PW, num_words, vocab_size, id_C)
     if tl.load(num_new_S + slot) < tl.load(min_tokens_S + slot):
         for index in range(num_stops):
             x_C = tl.where(id_C == tl.load(stop_SX + slot * num_stops + index), float("-inf"), x_C)
     tl.store(work_BV + row * vocab_size + id_C, x_C, mask=valid_C)
-    best = tl.max(x_C, 0)
-    tl.store(best_BN + row * num_chunks + chunk, best)
-    inverse = 1.0 / divisor_of(tl.load(temperature_S + slot))
-    tl.store(mass_BN + row * num_chunks + chunk, relative_mass(x_C, best, inverse))
+    store_mass(best_BN + at, mass_BN + at, x_C, 1.0 / divisor_of(tl.load(temperature_S + slot)))
 
 
 @triton.jit
@@ -232,13 +250,49 @@ def token_of(
 
 
 @triton.jit
-def raw_normaliser(raw_best_BN: tl.tensor, raw_mass_BN: tl.tensor, at_N: tl.tensor, valid_N: tl.tensor) -> tl.tensor:
-    """Return the largest unmodified logit and the log of the mass relative to it, float64."""
+def kept_masses(kept_N: tl.tensor, valid_N: tl.tensor, mass_N: tl.tensor, is_cut: tl.tensor) -> tl.tensor:
+    """Return the masses at pointers if the row truncates, else those of all tokens.
+
+    Without the choice a row's bits would depend on whether another row of its step truncates.
+    """
+    return tl.where(is_cut, tl.load(kept_N, mask=valid_N, other=0.0), mass_N)
+
+
+@triton.jit
+def store_normaliser(normaliser_5: tl.tensor, best_N: tl.tensor, mass_N: tl.tensor, kept_N: tl.tensor) -> tl.tensor:
+    """Write and return the best logit, the log of the mass of all tokens and of those kept, float64."""
+    best, log_mass, log_kept = tl.max(best_N, 0).to(tl.float64), tl.log(tl.sum(mass_N, 0)), tl.log(tl.sum(kept_N, 0))
+    tl.store(normaliser_5, best)
+    tl.store(normaliser_5 + 1, log_mass)
+    tl.store(normaliser_5 + 2, log_kept)
+    return best, log_mass, log_kept
+
+
+@triton.jit
+def store_raw_normaliser(
+    normaliser_5: tl.tensor, raw_best_BN: tl.tensor, raw_mass_BN: tl.tensor, at_N: tl.tensor, valid_N: tl.tensor
+) -> tl.tensor:
+    """Write and return the largest unmodified logit and the log of the mass relative to it, float64."""
     best_N = tl.load(raw_best_BN + at_N, mask=valid_N, other=float("-inf"))
     best = tl.max(best_N, 0)
     shift_N = tl.where(best_N == float("-inf"), best_N, best_N - best).to(tl.float64)
     mass_N = tl.load(raw_mass_BN + at_N, mask=valid_N, other=0.0) * tl.exp(shift_N)
-    return best.to(tl.float64), tl.log(tl.sum(mass_N, 0))
+    log_mass = tl.log(tl.sum(mass_N, 0))
+    tl.store(normaliser_5 + 3, best.to(tl.float64))
+    tl.store(normaliser_5 + 4, log_mass)
+    return best.to(tl.float64), log_mass
+
+
+@triton.jit
+def raw_logprob_of(
+    logit: tl.tensor, best: tl.tensor, log_mass: tl.tensor, cap: tl.tensor, HAS_CAP: tl.constexpr
+) -> tl.tensor:
+    """Return the log-probability, float32, of the token at a pointer to its unmodified logit; -9999 instead of -inf."""
+    raw = tl.load(logit).to(tl.float32)
+    if HAS_CAP:
+        raw = capped(raw, cap)
+    logprob = ((raw.to(tl.float64) - best) - log_mass).to(tl.float32)
+    return tl.where(logprob == float("-inf"), -9999.0, logprob)
 
 
 @triton.jit
@@ -271,10 +325,7 @@ def draw_row(
     HAS_CAP: tl.constexpr,
     HAS_CUT: tl.constexpr,
 ) -> None:
-    """Write one row's token, its log-probabilities and the normalisers of its distributions. Grid: (B,).
-
-    normaliser: the best logit, log mass of all and of kept tokens; the unmodified logits' best and log mass.
-    """
+    """Write one row's token, its log-probabilities and the normalisers of its distributions. Grid: (B,)."""
     begin_kernel()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_B + row).to(tl.int64)
@@ -286,35 +337,22 @@ def draw_row(
     cut_key, cut_id = tl.load(cut_key_B + row), tl.load(cut_id_B + row)
     kept_N = mass_N
     if HAS_CUT:
-        is_cut = (cut_key > 0) | (cut_id < vocab_size)  # else the bits would depend on whether another row truncates
-        kept_N = tl.where(is_cut, tl.load(kept_BN + at_N, mask=valid_N, other=0.0), mass_N)
+        kept_N = kept_masses(kept_BN + at_N, valid_N, mass_N, (cut_key > 0) | (cut_id < vocab_size))
     position = tl.load(position_S + slot).to(tl.int64) + 1
     uniform = uniform_of(tl.load(seed_S + slot), tl.load(sample_S + slot).to(tl.int64), position)
-    work_V = work_BV + row * vocab_size
+    work_V, normaliser_5 = work_BV + row * vocab_size, normaliser_B5 + row * 5
     token = token_of(
         work_V, best_N, kept_N, uniform, temperature, cut_key, cut_id, vocab_size, num_chunks, C, NP, HAS_CUT,
     )  # fmt: skip
     tl.store(token_B + row, token)
 
-    best = tl.max(best_N, 0).to(tl.float64)
-    log_mass = tl.log(tl.sum(mass_N, 0))
-    log_kept = tl.log(tl.sum(kept_N, 0))
+    best, log_mass, log_kept = store_normaliser(normaliser_5, best_N, mass_N, kept_N)
     y = (tl.load(work_V + token).to(tl.float64) - best) / divisor_of(temperature)
     processed = (y - log_kept).to(tl.float32)
     logprob = tl.where(report % 4 == TEMPERED, (y - log_mass).to(tl.float32), processed)
-    tl.store(normaliser_B5 + row * 5, best)
-    tl.store(normaliser_B5 + row * 5 + 1, log_mass)
-    tl.store(normaliser_B5 + row * 5 + 2, log_kept)
     if (report == RAW) | (report >= WANTS_RAW):
-        raw_best, log_raw = raw_normaliser(raw_best_BN, raw_mass_BN, at_N, valid_N)
-        raw = tl.load(logits_BV + row * stride + token).to(tl.float32)
-        if HAS_CAP:
-            raw = capped(raw, cap)
-        raw_logprob = ((raw.to(tl.float64) - raw_best) - log_raw).to(tl.float32)
-        raw_logprob = tl.where(raw_logprob == float("-inf"), -9999.0, raw_logprob)
+        raw_best, log_raw = store_raw_normaliser(normaliser_5, raw_best_BN, raw_mass_BN, at_N, valid_N)
+        raw_logprob = raw_logprob_of(logits_BV + row * stride + token, raw_best, log_raw, cap, HAS_CAP)
         tl.store(raw_logprob_B + row, raw_logprob)
-        tl.store(normaliser_B5 + row * 5 + 3, raw_best)
-        tl.store(normaliser_B5 + row * 5 + 4, log_raw)
         logprob = tl.where((report % 4 == RAW) & (temperature != 0.0), raw_logprob, logprob)
-    is_finite = tl.abs(processed) < float("inf")
-    tl.store(logprob_B + row, tl.where(is_finite, logprob, processed))
+    tl.store(logprob_B + row, tl.where(tl.abs(processed) < float("inf"), logprob, processed))
