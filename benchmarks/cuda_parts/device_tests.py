@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,12 +29,16 @@ OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-W", "default", "--tb=line
 """conftest.py needs hypothesis; a warning of another version of torch is no failure."""
 PYTEST = (sys.executable, "-P", "-m", "pytest", *OPTIONS)
 ALONE = ("-p", "no:xdist")
+KERNELS = "tests/gpu/test_kernels.py"
 MEMORY = "tests/gpu/test_memory.py"
 """Needs the GPU for itself."""
 TOOLKITS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 """Where compute-sanitizer may be beside the PATH."""
+TOOLS = ("memcheck", "racecheck")
+"""They find accesses outside of allocated memory, and unordered accesses of threads to shared memory."""
 UNCACHED: Mapping[str, str] = MappingProxyType({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 """Each tensor is an allocation of its own, behind whose end the sanitizer notices accesses."""
+PASSED = re.compile(r"\b(\d+) passed")
 MOST_NAMED = 20
 SPARE_S = 3.0
 
@@ -63,17 +71,49 @@ def parallel() -> tuple[str, ...]:
 
 
 def sanitize(bench: Bench, sink: Sink, toolkits: Sequence[str] = TOOLKITS) -> None:
-    """Run the comparisons of kernels under compute-sanitizer, which reports accesses outside of allocated memory.
+    """Run the comparisons of kernels under compute-sanitizer, once with each of its `TOOLS`.
 
-    The program is looked for on the PATH, then in the directories `toolkits`.
+    They are divided among a process on every second core, because the sanitizer makes them many times slower. The
+    program is looked for on the PATH, then in the directories `toolkits`.
     """
     program = shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), *toolkits)))
     missing = "compute-sanitizer" if program is None else "pytest" if importlib.util.find_spec("pytest") is None else ""
     if bench.is_dry or missing or program is None:
         sink.add("compute-sanitizer", f"not run: {'it needs a GPU' if bench.is_dry else missing + ' is not installed'}")
         return
-    command = [program, "--tool", "memcheck", "--error-exitcode", "9", *PYTEST, *ALONE, "tests/gpu/test_kernels.py"]
-    _run(sink, "compute-sanitizer", command, ("FAILED", "ERROR", "========= "), UNCACHED)
+    names = _names_of_tests(KERNELS)
+    count = min(len(names), max(1, (os.cpu_count() or 1) // 2))
+    for tool in TOOLS:
+        command = [program, "--tool", tool, "--error-exitcode", "9", *PYTEST, *ALONE]
+        _sanitize(sink, f"compute-sanitizer, {tool}", [[*command, *names[index::count]] for index in range(count)])
+
+
+def _sanitize(sink: Sink, name: str, commands: Sequence[Sequence[str]]) -> None:
+    """Run commands at once; report those that end alike as one figure, and what the failed ones found."""
+    with ThreadPoolExecutor(len(commands)) as pool:
+        ends = list(pool.map(lambda command: _ran(command, sink.deadline, UNCACHED), commands))
+    for summary, group in groupby(sorted(ends, key=lambda one: one.summary), key=lambda one: one.summary):
+        alike = list(group)
+        passed = sum(int(found[1]) for end in alike if (found := PASSED.search("\n".join(end.lines))))
+        sink.add(name, f"{len(alike)} of {len(commands)} processes, {passed} tests passed: {summary}")
+        _name_failures(sink, name, alike, ("FAILED", "ERROR", "========= "))
+
+
+def _names_of_tests(file: str) -> list[str]:
+    """Return the names with which pytest runs each test of a file; the file's if they cannot be listed."""
+    command = [*PYTEST, *ALONE, "--collect-only", "-o", "addopts=", "-q", file]  # a second -q would print their number
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"{file}::")] or [file]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a run of tests ended."""
+
+    summary: str
+    failed: bool
+    lines: Sequence[str]
+    """What it printed."""
 
 
 def _run(
@@ -83,19 +123,30 @@ def _run(
 
     `more` are further variables of the environment.
     """
-    seconds = max(1.0, sink.deadline - time.monotonic() - SPARE_S)
-    environment = {**os.environ, **(more or {})}
+    end = _ran(command, sink.deadline, more or {})
+    sink.add(name, end.summary)
+    _name_failures(sink, name, [end], starts)
+
+
+def _ran(command: Sequence[str], deadline: float, more: Mapping[str, str]) -> End:
+    """Run a command until a deadline, with further variables of the environment."""
+    seconds = max(1.0, deadline - time.monotonic() - SPARE_S)
+    environment = {**os.environ, **more}
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=seconds
         )
     except subprocess.TimeoutExpired as error:
-        lines = _text(error.stdout).strip().splitlines()
-        sink.add(name, f"stopped after {seconds:.0f} s: {lines[-1] if lines else 'no output'}")
-        return
+        lines = _text(error.stdout).strip().splitlines() or ["no output"]
+        return End(f"stopped after {seconds:.0f} s: {lines[-1]}", False, lines)
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"]
-    sink.add(name, lines[-1] if done.returncode in (0, 5) else f"failed: {lines[-1]}")
-    for line in [one for one in lines if done.returncode and one.startswith(starts)][:MOST_NAMED]:
+    has_failed = done.returncode not in (0, 5)
+    return End(f"failed: {lines[-1]}" if has_failed else lines[-1], has_failed, lines)
+
+
+def _name_failures(sink: Sink, name: str, ends: Sequence[End], starts: tuple[str, ...]) -> None:
+    """Report the lines of failed runs that begin with one of `starts`, up to `MOST_NAMED`."""
+    for line in [line for end in ends if end.failed for line in end.lines if line.startswith(starts)][:MOST_NAMED]:
         sink.add(name, line)
 
 

@@ -191,41 +191,39 @@ def test_failures_of_the_gpu_tests_are_named(
     assert [one["value"] for one in pipe.found] == values * 2  # all tests, and those that need the GPU for themselves
 
 
-@pytest.mark.parametrize(
-    ("returncode", "stdout", "values"),
-    [
-        (0, "4 passed\n========= ERROR SUMMARY: 0 errors\n", ["========= ERROR SUMMARY: 0 errors"]),
-        (
-            9,
-            "========= Invalid __global__ read of size 4 bytes\n4 passed\n========= ERROR SUMMARY: 1 error\n",
-            [
-                "failed: ========= ERROR SUMMARY: 1 error",
-                "========= Invalid __global__ read of size 4 bytes",
-                "========= ERROR SUMMARY: 1 error",
-            ],
-        ),
-    ],
-)
-def test_what_compute_sanitizer_reports_is_a_figure(
-    returncode: int, stdout: str, values: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_compute_sanitizer_reports_is_a_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The comparisons are divided among processes, each run once with each tool; the one that failed is shown."""
     program = tmp_path / "compute-sanitizer"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    names = [f"tests/gpu/test_kernels.py::test_one[{index} of 8]" for index in range(8)]
     commands: list[list[str]] = []
 
     def done(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        if "--collect-only" in command:
+            return subprocess.CompletedProcess([], 0, "\n".join([*names, "", "8 tests collected"]), "")
         commands.append(command)
         assert more["env"]["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-        return subprocess.CompletedProcess([], returncode, stdout, "")
+        if names[4] not in command or "racecheck" in command:
+            return subprocess.CompletedProcess([], 0, "3 passed\n========= ERROR SUMMARY: 0 errors\n", "")
+        invalid = "========= Invalid __global__ read of size 4 bytes"
+        return subprocess.CompletedProcess([], 9, f"{invalid}\n3 passed\n========= ERROR SUMMARY: 1 error\n", "")
 
     monkeypatch.setattr(subprocess, "run", done)
     pipe = Pipe()
     bench = dataclasses.replace(open_bench(is_dry=True), is_dry=False)
     device_tests.sanitize(bench, Sink("tests", pipe, {}, 0.0))  # type: ignore[arg-type]
-    assert [one["value"] for one in pipe.found] == values
-    assert commands[0][0] == str(program) and commands[0][-1] == "tests/gpu/test_kernels.py"
+    assert [(one["name"], one["value"]) for one in pipe.found] == [
+        ("compute-sanitizer, memcheck", "2 of 3 processes, 6 tests passed: ========= ERROR SUMMARY: 0 errors"),
+        ("compute-sanitizer, memcheck", "1 of 3 processes, 3 tests passed: failed: ========= ERROR SUMMARY: 1 error"),
+        ("compute-sanitizer, memcheck", "========= Invalid __global__ read of size 4 bytes"),
+        ("compute-sanitizer, memcheck", "========= ERROR SUMMARY: 1 error"),
+        ("compute-sanitizer, racecheck", "3 of 3 processes, 9 tests passed: ========= ERROR SUMMARY: 0 errors"),
+    ]
+    assert {command[0] for command in commands} == {str(program)}
+    assert sorted(part for command in commands for part in command if part in names) == sorted(names * 2)
 
 
 def test_without_compute_sanitizer_or_a_gpu_that_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
