@@ -114,6 +114,7 @@ def test_resume_rejects_invalid_partial_naming_the_field() -> None:
     engine = fake()
     part = interrupted(engine, LONG, 6)[0]
     ended = replace(part, finish_reason="stop")
+    unforced = replace(part, completion_tokens=(1,) * 6, mask=(1, 0, 1, 1, 1, 1))
     cases = [
         ({"partial": {}}, "partial must be a TrainingSample, got dict"),
         ({"partial": ended}, "ended with a stop"),
@@ -128,10 +129,8 @@ def test_resume_rejects_invalid_partial_naming_the_field() -> None:
             "its logprobs are processed, raw is",
         ),
         ({"partial": replace(part, completion_tokens=(3, 4, 4, 4, 4, 4)), "program": Calculator()}, "program forces"),
-        (
-            {"partial": replace(part, completion_tokens=(1,) * 6, mask=(1, 0, 1, 1, 1, 1)), "program": Calculator()},
-            "program forces",
-        ),
+        ({"partial": unforced, "program": Calculator()}, "program forces"),
+        ({"partial": unforced, "program": Calculator(), "make_matcher": StopAfter}, "program forces"),
     ]
     for options, message in cases:
         with pytest.raises(BadRequest, match=message):
