@@ -88,6 +88,23 @@ def test_update_interrupted_after_the_weights_changed_is_installed() -> None:
     assert set(engine.generate([PROMPT], LONG)[0].token_versions) == {1}
 
 
+def test_update_interrupted_while_the_weights_change_is_installed() -> None:
+    runner = VersionedRunner(60, 4)
+    interrupts = [KeyboardInterrupt()]
+
+    def install(version: int) -> None:
+        runner.install(version)
+        if interrupts:
+            raise interrupts.pop()
+
+    weights = WeightSyncManager(CountedWeights(install))
+    engine = InferenceEngine(fake_config(), parts=replace(versioned().parts, runner=runner, weights=weights))
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_weights(new_weights(), blocking=True, version="new")
+    assert engine.weight_info() == (1, "new", "idle")
+    assert set(engine.generate([PROMPT], LONG)[0].token_versions) == {1}
+
+
 class ShortOfMemory(FakeRunner):
     """Runs out of memory in its second step."""
 
