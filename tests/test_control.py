@@ -43,13 +43,14 @@ def is_right(samples: list[TrainingSample]) -> bool:
     return all(list(s.completion_tokens) == reference(PROMPT, LONG, s.sample_index)[0] for s in samples)
 
 
-@pytest.mark.parametrize("clear_cache", [False, True])
-def test_pause_keep_suspends_all_requests(clear_cache: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"clear_cache": False}, {"clear_cache": True}])
+def test_pause_keep_suspends_all_requests(options: dict[str, bool]) -> None:
+    clear_cache = options.get("clear_cache", False)
     engine = fake()
     started(engine)
     computed = engine.parts.runner.num_computed
     for _ in range(2):
-        engine.pause("keep", clear_cache=clear_cache)
+        engine.pause("keep", **options)
         assert engine.is_paused and not engine.has_pending()
         assert engine.step() == [] and engine.tick().deltas == ()
     engine.add_request([1, 2], LONG)

@@ -59,6 +59,19 @@ def test_a_step_leaves_no_objects_to_search_when_deltas_are_taken(cache_type: Ca
     assert counts.growth < NUM_ROWS and counts.num_in_cycles < NUM_ROWS
 
 
+def test_streams_that_were_dropped_leave_no_objects() -> None:
+    def drop_one() -> int:
+        next(engine.stream([1, 2, 3], PARAMS))
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+        engine.flush_cache()
+        gc.collect()
+        return len(gc.get_objects())
+
+    with new_engine("radix") as engine:
+        num_objects = [drop_one() for _ in range(30)]
+    assert num_objects[-1] - num_objects[10] < 5
+
+
 def test_a_request_of_a_call_keeps_samples_and_no_deltas() -> None:
     """`collect` returns its samples; without `claim` it has no deltas to read."""
 

@@ -51,6 +51,16 @@ class OneOfOne:
         return b"\x00\x08" if self.is_forcing else None
 
 
+class ForceOne:
+    """A program that forces one token after each multiple of three, and none after that one."""
+
+    def start(self) -> object:
+        return None
+
+    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
+        return state, (7,) * (token % 3 == 0)
+
+
 def requests() -> list[EngineRequest]:
     """Requests of all kinds: those of speculation's tests, matchers, programs, and what restricts lookahead."""
     rng = random.Random(4)
@@ -74,6 +84,7 @@ def requests() -> list[EngineRequest]:
     add(max_tokens=1)
     add(max_tokens=2, prompt_logprobs=1)
     add(num_samples=1, max_tokens=0, prompt_logprobs=0)
+    add(more={"program": ForceOne()})
     return found
 
 

@@ -64,6 +64,10 @@ def test_engine_updates_from_broadcast(untied: Pair, tmp_path: Path, open_engine
         assert engine.finish_update() == 2
     rounded = {name: tensor.bfloat16() for name, tensor in untied.named().items()}
     assert engine.weights_checksum() == weights_checksum(rounded.items(), torch.float32)
+    with pytest.raises(WeightError, match="no weight group"):
+        engine.init_weights_update_group("127.0.0.1", free_port(), rank=1, world_size=2, timeout=1)
+    with pytest.raises(WeightError, match="join a new one"):  # the attempt to join another has closed it
+        engine.update_weights(group.receive(), blocking=True)
 
 
 def send_wrong_then_right(group: WeightGroup, named: Named) -> None:
