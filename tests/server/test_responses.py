@@ -22,11 +22,10 @@ from nano_inference.server.body import parse
 from nano_inference.server.call import Call, Transcript, transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialects import responses
-from nano_inference.server.dialects.responses import LOGPROBS, ResponsesBody, responses_call
+from nano_inference.server.dialects.responses import LOGPROBS, AskedChat, ResponsesBody, asked_chat
 from nano_inference.server.dialects.responses_stream import ResponsesReply
 from nano_inference.server.errors import ApiError
-from nano_inference.server.schema import ChatBody
+from nano_inference.server.translating import errors_reworded
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
 from tests.server.stepped import stepped
@@ -282,28 +281,12 @@ def test_failed_stream(name: str, status: int, code: str) -> None:
 # ---- bodies to chats ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def chats(monkeypatch: pytest.MonkeyPatch) -> list[ChatBody]:
-    """The chat bodies that `responses_call` creates."""
-    seen: list[ChatBody] = []
-
-    def record(body: ChatBody, *_: Any) -> Call:
-        seen.append(body)
-        return call_of("chat")
-
-    monkeypatch.setattr(responses, "chat_call", record)
-    return seen
+def asked(body: JSON) -> AskedChat:
+    return asked_chat(parse(json.dumps(body).encode(), ResponsesBody))
 
 
-def call_of_body(body: JSON) -> Call:
-    """Return the call of a body; model and configuration are used only by the replaced `chat_call`."""
-    nothing: Any = None
-    return responses_call(parse(json.dumps(body).encode(), ResponsesBody), nothing, nothing, "")
-
-
-def chat_of(chats: list[ChatBody], **body: Any) -> JSON:
-    call_of_body({"input": "x", **body})
-    return chats.pop().model_dump(by_alias=True, exclude_none=True)
+def chat_of(**body: Any) -> JSON:
+    return asked({"input": "x", **body}).body.model_dump(by_alias=True, exclude_none=True)
 
 
 ITEM_CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
@@ -312,8 +295,8 @@ CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather",
 USER = {"role": "user", "content": "x"}
 
 
-def test_conversation_becomes_messages(chats: list[ChatBody]) -> None:
-    assert chat_of(chats, instructions="Be kind.")["messages"] == [{"role": "system", "content": "Be kind."}, USER]
+def test_conversation_becomes_messages() -> None:
+    assert chat_of(instructions="Be kind.")["messages"] == [{"role": "system", "content": "Be kind."}, USER]
     items: list[JSON] = [
         {"role": "developer", "content": "Be short."},
         {"type": "message", **USER},
@@ -328,7 +311,7 @@ def test_conversation_becomes_messages(chats: list[ChatBody]) -> None:
         ITEM_CALL,
         ITEM_RESULT,
     ]  # fmt: skip
-    assert chat_of(chats, input=items)["messages"] == [
+    assert chat_of(input=items)["messages"] == [
         {"role": "developer", "content": "Be short."},
         USER,
         {"role": "assistant", "content": [{"type": "text", "text": "One moment."}],
@@ -341,10 +324,10 @@ def test_conversation_becomes_messages(chats: list[ChatBody]) -> None:
     ]  # fmt: skip
 
 
-def test_output_items_are_accepted_as_input(chats: list[ChatBody]) -> None:
+def test_output_items_are_accepted_as_input() -> None:
     output = ScriptedReply(SCRIPTS["text and calls"], shape={"token_ids": True}).whole()["output"]
     results = [{"type": "function_call_output", "call_id": one["call_id"], "output": "ok"} for one in output[1:]]
-    _, assistant, *tools = chat_of(chats, input=[USER, *output, *results])["messages"]
+    _, assistant, *tools = chat_of(input=[USER, *output, *results])["messages"]
     assert [call["function"]["arguments"] for call in assistant["tool_calls"]] == [
         '{"city": "Rome"}',
         '{"city": "Oslo"}',
@@ -353,7 +336,7 @@ def test_output_items_are_accepted_as_input(chats: list[ChatBody]) -> None:
     assert assistant["content"] == [{"type": "text", "text": "Well"}]
 
 
-def test_calculator_parts_are_kept_in_the_message(chats: list[ChatBody]) -> None:
+def test_calculator_parts_are_kept_in_the_message() -> None:
     scripted = ScriptedReply(())
     call = scripted.call()
     transcript, reply = scripted.ended(call), scripted.reply(call)
@@ -368,11 +351,11 @@ def test_calculator_parts_are_kept_in_the_message(chats: list[ChatBody]) -> None
         {"type": "python", "text": "1+1"},
         {"type": "python_output", "text": "2"},
     ]
-    _, message = chat_of(chats, input=[USER, item])["messages"]
+    _, message = chat_of(input=[USER, item])["messages"]
     assert message["parts"] == item["parts"]
 
 
-def test_fields_are_translated_to_a_chat(chats: list[ChatBody]) -> None:
+def test_fields_are_translated_to_a_chat() -> None:
     function = {"name": "weather", "description": "Reports it.", "parameters": WEATHER, "strict": True}
     for given, chat in (
         ({"max_output_tokens": 5}, {"max_completion_tokens": 5}),
@@ -393,7 +376,7 @@ def test_fields_are_translated_to_a_chat(chats: list[ChatBody]) -> None:
         ({"truncation": "disabled", "background": False, "previous_response_id": None, "max_tool_calls": None}, {}),
     ):  # fmt: skip
         expected = {"messages": [USER], **chat}
-        assert chat_of(chats, **given) == expected
+        assert chat_of(**given) == expected
     same = {
         "temperature": 0.5,
         "top_p": 0.5,
@@ -404,7 +387,7 @@ def test_fields_are_translated_to_a_chat(chats: list[ChatBody]) -> None:
         "logit_bias": {"5": 1.0},
     }
     same |= {"return_token_ids": True, "stream": True, "request_id": "r1", "chat_template_kwargs": {"a": 1}}
-    assert chat_of(chats, **same, stream_options={"include_obfuscation": False}) == {
+    assert chat_of(**same, stream_options={"include_obfuscation": False}) == {
         "messages": [USER], **same, "stream_options": {"include_obfuscation": False}
     }  # fmt: skip
 
@@ -452,11 +435,11 @@ REFUSED: tuple[tuple[JSON, str], ...] = (
 
 
 @pytest.mark.parametrize(("body", "param"), REFUSED, ids=[param for _, param in REFUSED])
-def test_unsupported_field_is_refused_by_name(chats: list[ChatBody], body: JSON, param: str) -> None:
+def test_unsupported_field_is_refused_by_name(body: JSON, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        call_of_body({"input": "x", **body})
+        asked({"input": "x", **body})
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, "unsupported_field")
-    assert param.split(".")[0] in caught.value.message and not chats
+    assert param.split(".")[0] in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -481,11 +464,11 @@ def test_unsupported_field_is_refused_by_name(chats: list[ChatBody], body: JSON,
         ({"temperature": 3}, "temperature"),
     ],
 )
-def test_invalid_field_is_named(chats: list[ChatBody], body: JSON, param: str) -> None:
+def test_invalid_field_is_named(body: JSON, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        call_of_body({"input": "x", **body})
+        asked({"input": "x", **body})
     assert (caught.value.status, caught.value.param) == (400, param)
-    assert caught.value.message.startswith(param.split(".")[0]) and not chats
+    assert caught.value.message.startswith(param.split(".")[0])
 
 
 @pytest.mark.parametrize(
@@ -509,14 +492,11 @@ def test_invalid_field_is_named(chats: list[ChatBody], body: JSON, param: str) -
     ],
 )  # fmt: skip
 def test_chat_errors_have_this_apis_field_names(
-    monkeypatch: pytest.MonkeyPatch, param: str | None, message: str, own_param: str | None, own_message: str
+    param: str | None, message: str, own_param: str | None, own_message: str
 ) -> None:
-    def refuse(*_: Any) -> Call:
+    chat = asked({"instructions": "i", "input": [USER, ITEM_CALL, {"type": "reasoning"}, ITEM_RESULT]})
+    with pytest.raises(ApiError) as caught, errors_reworded(chat.own_names):
         raise ApiError(400, message, param=param, code="c", headers={"h": "1"}, extra={"n_ctx": 1})
-
-    monkeypatch.setattr(responses, "chat_call", refuse)
-    with pytest.raises(ApiError) as caught:
-        call_of_body({"instructions": "i", "input": [USER, ITEM_CALL, {"type": "reasoning"}, ITEM_RESULT]})
     error = caught.value
     assert (error.param, error.message) == (own_param, own_message)
     assert (error.status, error.code, error.headers, error.extra) == (400, "c", {"h": "1"}, {"n_ctx": 1})

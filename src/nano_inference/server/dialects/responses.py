@@ -14,7 +14,7 @@ what only the answer depends on: `parallel_tool_calls`, `tools.strict`, `tools.t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -96,6 +96,32 @@ class _Conversation:
         return as_body({"input": self.earlier}, ConversationItems).input if self.earlier else ()
 
 
+@dataclass(frozen=True, slots=True)
+class AskedChat:
+    """The chat that a request of this API means."""
+
+    body: ChatBody
+    conversation: _Conversation
+    functions: Sequence[Function]
+    own_names: Callable[[str], str]
+    """Replaces a chat's field names in the text of an error by those of this API."""
+
+
+def asked_chat(body: ResponsesBody, replies: ClientReplies | None = None) -> AskedChat:
+    """Return the chat that a request means. Raises `ApiError` naming the invalid or unsupported field.
+
+    With `replies`, the request may continue one of them.
+    """
+    _refuse(body)
+    conversation = _conversation_of(body.previous_response_id, body.input, replies)
+    functions = functions_of(body.tools or ())
+    messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
+    own_names = partial(with_own_names, places=messages.places, tools=[one.place for one in functions])
+    with errors_reworded(own_names):
+        chat = as_body(_chat_of(body, messages.chat, functions), ChatBody)
+    return AskedChat(chat, conversation, functions, own_names)
+
+
 def responses_call(
     body: ResponsesBody, model: ServedModel, config: ServerConfig, salt: str, replies: ClientReplies | None = None
 ) -> Call:
@@ -103,19 +129,17 @@ def responses_call(
 
     With `replies`, the call may continue one of them, and adds its reply to them.
     """
-    _refuse(body)
-    conversation = _conversation_of(body.previous_response_id, body.input, replies)
-    functions = functions_of(body.tools or ())
-    call = _chat_call(body, conversation, functions, model, config, salt)
-    call = rename_structures(call, CHAT_NAMES)
+    asked = asked_chat(body, replies)
+    call = rename_structures(_chat_call(body, asked, model, config, salt), CHAT_NAMES)
     stem = uuid.uuid4().hex
     call = replace(call, id=f"resp_{body.request_id or stem}")
     keep = None
     lasts = replies is not None and body.store is not False
     if replies is not None and (lasts or replies.session is not None):
-        items = [*conversation.earlier, *stored_replies.listed_items(conversation.new, stem)]
+        items = [*asked.conversation.earlier, *stored_replies.listed_items(asked.conversation.new, stem)]
         keep = partial(stored_replies.keep, replies, call.id, to_json(items), lasts)
-    namespaces = {one.name: (one.namespace, one.tool.name or "") for one in functions if one.namespace is not None}
+    functions = asked.functions
+    namespaces = {one.name: (space, one.tool.name or "") for one in functions if (space := one.namespace) is not None}
     reply = partial(
         ResponsesReply,
         echo=_echo(body, call) | {"store": lasts},
@@ -132,9 +156,8 @@ def input_tokens(body: InputTokensBody, model: ServedModel, replies: ClientRepli
     _refuse_common(body)
     given = {name: getattr(body, name) for name in InputTokensBody.model_fields}
     unlimited = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
-    conversation = _conversation_of(body.previous_response_id, body.input, replies)
     whole = as_body({**given, "max_output_tokens": 1}, ResponsesBody)
-    call = _chat_call(whole, conversation, functions_of(body.tools or ()), unlimited, ServerConfig(), "")
+    call = _chat_call(whole, asked_chat(whole, replies), unlimited, ServerConfig(), "")
     return {"object": "response.input_tokens", "input_tokens": len(call.requests[0].prompt)}
 
 
@@ -149,7 +172,7 @@ def compact_call(
     messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
     fields: JSON = {"model": body.model, "max_completion_tokens": SUMMARY_TOKENS, "temperature": 0}
     fields["messages"] = with_request(messages.chat)
-    with errors_reworded(lambda text: with_own_names(text, messages.places, ())):
+    with errors_reworded(partial(with_own_names, places=messages.places, tools=())):
         call = chat_call(as_body(fields, ChatBody), model, config, salt)
     stem = uuid.uuid4().hex
     listed = [*conversation.earlier, *stored_replies.listed_items(conversation.new, stem)]
@@ -168,18 +191,9 @@ def _conversation_of(
     return _Conversation([*from_json(stored.items), *from_json(stored.reply)["output"]], new)
 
 
-def _chat_call(
-    body: ResponsesBody,
-    conversation: _Conversation,
-    functions: Sequence[Function],
-    model: ServedModel,
-    config: ServerConfig,
-    salt: str,
-) -> Call:
-    messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
-    tools = [one.place for one in functions]
-    with errors_reworded(lambda text: with_own_names(text, messages.places, tools)):
-        call = chat_call(as_body(_chat_of(body, messages.chat, functions), ChatBody), model, config, salt)
+def _chat_call(body: ResponsesBody, asked: AskedChat, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    with errors_reworded(asked.own_names):
+        call = chat_call(asked.body, model, config, salt)
     refuse_window(body.model_extra or {}, call.requests[0].params)
     return call
 
