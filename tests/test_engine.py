@@ -235,6 +235,8 @@ def test_logprobs_have_the_requested_shape_and_raw_values(tiny: tuple[Path, Any]
     assert everything.prompt_top_logprobs is not None and everything.prompt_ranks is not None
     for token, top, rank in zip(PROMPT[1:], everything.prompt_top_logprobs, everything.prompt_ranks, strict=True):
         assert top[rank - 1].token == token
+    scored = ours.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0))[0]
+    assert scored.prompt_logprobs == sample.prompt_logprobs and scored.prompt_top_logprobs is None
     plain = ours.generate([PROMPT], SamplingParams(max_tokens=1))[0]
     assert plain.prompt_ranks is None
     assert plain.top_logprobs is plain.prompt_logprobs is plain.prompt_top_logprobs is None

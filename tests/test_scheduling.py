@@ -198,6 +198,12 @@ def test_decoding_rows_keep_their_token_while_a_long_prompt_is_read() -> None:
     assert [work.num_tokens for work in plan.work] == [1] * 5 + [3], "newcomers take what is left"
 
 
+def test_the_oldest_prompt_goes_before_shorter_ones_although_older_rows_decode() -> None:
+    running = [decoding(1, 9), view(2, 100), view(3, 10)]
+    plan = plan_step((), running, 60, config(budget=20))
+    assert [(work.id, work.num_tokens) for work in plan.work] == [(1, 1), (2, 10), (3, 9)]
+
+
 def test_lookahead_reserves_the_slots_of_tokens_not_yet_drawn() -> None:
     row = decoding(0, 8)._replace(max_new=9)
     assert plan_step([], [row], 9, config(lookahead=1)).work == (Work(0, 1, 0, 1),)
