@@ -11,6 +11,7 @@ import pytest
 
 from nano_inference import AsyncEngine, BadRequest, EngineDead, InferenceEngine, SamplingParams, WeightError
 from nano_inference.runner import BlockCopy, Row, RowResult
+from nano_inference.scheduling import STREAM_LOOKAHEAD
 from nano_inference.weights.updates import WeightUpdate
 from tests.sim.fakes import Calculator, FakeRunner, fake_config, fake_parts
 from tests.test_strikes import content
@@ -57,6 +58,14 @@ def test_stream_yields_every_token_and_then_the_sample() -> None:
         assert [delta.sample is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
 
     run(work)
+
+
+def test_a_stream_gets_few_tokens_at_a_time_where_generate_would_get_many() -> None:
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        sizes = [len(delta.token_ids) async for delta in engine.stream(PROMPT, replace(PARAMS, max_tokens=40))]
+        assert sum(sizes) == 40 and max(sizes) == STREAM_LOOKAHEAD
+
+    run(work, InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4, lookahead=16)))
 
 
 @pytest.mark.parametrize("how", ["cancel a generate", "break a stream", "cancel a stream"])

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.scheduling import LOOKAHEAD, STREAM_LOOKAHEAD, SeqView, StepPlan, Work, plan_step
+from nano_inference.scheduling import LOOKAHEAD, STREAM_LOOKAHEAD, SeqView, StepPlan, Work, plan_step, seats
 
 State = tuple[list[SeqView], list[SeqView], int, SchedulerConfig]
 States = list[tuple[State, StepPlan]]
@@ -202,6 +202,11 @@ def test_the_oldest_prompt_goes_before_shorter_ones_although_older_rows_decode()
     running = [decoding(1, 9), view(2, 100), view(3, 10)]
     plan = plan_step((), running, 60, config(budget=20))
     assert [(work.id, work.num_tokens) for work in plan.work] == [(1, 1), (2, 10), (3, 9)]
+
+
+@pytest.mark.parametrize(("budget", "count"), [(1, 1), (2, 1), (3, 2), (8, 7), (9, 8), (64, 8)])
+def test_as_many_sequences_run_as_can_decode_beside_a_prompt(budget: int, count: int) -> None:
+    assert seats(config(max_batch_size=8, budget=budget)) == count
 
 
 def test_lookahead_reserves_the_slots_of_tokens_not_yet_drawn() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -89,6 +90,30 @@ def test_on_running_applies_at_the_commit(how: OnRunning, untied: Pair, open_eng
     mine, expected = finished(held, requests[0]), finished(plain, requests[1])
     assert mine.completion_tokens == expected.completion_tokens and mine.logprobs == expected.logprobs
     assert mine.token_versions == expected.token_versions and mine.finish_reason == expected.finish_reason
+
+
+def test_an_update_that_waits_lets_no_other_request_start(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    running = started(engine)
+    engine.update_weights(untied.named(), on_running="wait")
+    assert engine.parts.weights is not None and engine.parts.weights.wait() == "staged"
+    queued = engine.add_request(PROMPT[:3], PARAMS, claim=True)
+    assert set(finished(engine, queued).token_versions) == {1}
+    assert set(finished(engine, running).token_versions) == {0}
+
+
+def test_a_prompt_that_an_update_restarts_is_scored_once(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied, max_tokens_per_batch=4)
+    params = replace(PARAMS, prompt_logprobs=2)
+    request = engine.add_request(PROMPT, params, claim=True)
+    engine.tick()
+    engine.update_weights(untied.named(), blocking=True)
+    engine.tick()
+    mine = finished(engine, request)
+    engine.flush_cache()
+    (expected,) = engine.generate([PROMPT], params)
+    assert mine.prompt_logprobs == expected.prompt_logprobs and mine.prompt_ranks == expected.prompt_ranks
+    assert mine.prompt_top_logprobs == expected.prompt_top_logprobs is not None
 
 
 def test_commit_without_blocking_installs_in_the_next_step(untied: Pair, open_engine: OpenEngine) -> None:
