@@ -224,3 +224,10 @@ def test_packages_lists_every_import_and_every_dependency() -> None:
     assert imported == {*ESSENTIAL, *PACKAGES, "llguidance", "ray", "triton", "verl"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {Requirement(text).name for text in project["dependencies"]} == {*ESSENTIAL, *PACKAGES.values()}
+
+
+def test_the_environment_of_other_peoples_clients_has_the_plugin_whose_option_is_set() -> None:
+    """Without it pytest ends with "Unknown config option"."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    recipe = (ROOT / "Makefile").read_text().partition("\n.venv-clients/ready:")[2].partition("\n\n")[0]
+    assert options["timeout"] and "'pytest-timeout" in recipe and "'pytest>=" in recipe
