@@ -60,7 +60,7 @@ def test_stream_yields_every_token_and_then_the_sample() -> None:
     run(work)
 
 
-def test_a_stream_gets_few_tokens_at_a_time_where_generate_would_get_many() -> None:
+def test_a_stream_gets_few_tokens_at_a_time() -> None:
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:
         sizes = [len(delta.token_ids) async for delta in engine.stream(PROMPT, replace(PARAMS, max_tokens=40))]
         assert sum(sizes) == 40 and max(sizes) == STREAM_LOOKAHEAD

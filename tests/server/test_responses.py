@@ -22,7 +22,7 @@ from nano_inference.server.body import parse
 from nano_inference.server.call import Call, Transcript, transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialects.responses import LOGPROBS, AskedChat, ResponsesBody, asked_chat
+from nano_inference.server.dialects.responses import LOGPROBS, ResponsesBody, TranslatedChat, translated_chat
 from nano_inference.server.dialects.responses_stream import ResponsesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.translating import errors_reworded
@@ -281,12 +281,12 @@ def test_failed_stream(name: str, status: int, code: str) -> None:
 # ---- bodies to chats ------------------------------------------------------------------------------------------------
 
 
-def asked(body: JSON) -> AskedChat:
-    return asked_chat(parse(json.dumps(body).encode(), ResponsesBody))
+def translated(body: JSON) -> TranslatedChat:
+    return translated_chat(parse(json.dumps(body).encode(), ResponsesBody))
 
 
 def chat_of(**body: Any) -> JSON:
-    return asked({"input": "x", **body}).body.model_dump(by_alias=True, exclude_none=True)
+    return translated({"input": "x", **body}).body.model_dump(by_alias=True, exclude_none=True)
 
 
 ITEM_CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
@@ -437,7 +437,7 @@ REFUSED: tuple[tuple[JSON, str], ...] = (
 @pytest.mark.parametrize(("body", "param"), REFUSED, ids=[param for _, param in REFUSED])
 def test_unsupported_field_is_refused_by_name(body: JSON, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        asked({"input": "x", **body})
+        translated({"input": "x", **body})
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, "unsupported_field")
     assert param.split(".")[0] in caught.value.message
 
@@ -466,7 +466,7 @@ def test_unsupported_field_is_refused_by_name(body: JSON, param: str) -> None:
 )
 def test_invalid_field_is_named(body: JSON, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        asked({"input": "x", **body})
+        translated({"input": "x", **body})
     assert (caught.value.status, caught.value.param) == (400, param)
     assert caught.value.message.startswith(param.split(".")[0])
 
@@ -494,7 +494,7 @@ def test_invalid_field_is_named(body: JSON, param: str) -> None:
 def test_chat_errors_have_this_apis_field_names(
     param: str | None, message: str, own_param: str | None, own_message: str
 ) -> None:
-    chat = asked({"instructions": "i", "input": [USER, ITEM_CALL, {"type": "reasoning"}, ITEM_RESULT]})
+    chat = translated({"instructions": "i", "input": [USER, ITEM_CALL, {"type": "reasoning"}, ITEM_RESULT]})
     with pytest.raises(ApiError) as caught, errors_reworded(chat.own_names):
         raise ApiError(400, message, param=param, code="c", headers={"h": "1"}, extra={"n_ctx": 1})
     error = caught.value

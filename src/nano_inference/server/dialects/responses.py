@@ -84,7 +84,7 @@ _CHAT_ONLY = (*CHAT_NAMES, *(ChatBody.model_fields.keys() - ResponsesBody.model_
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversation:
+class Conversation:
     """The items before the reply to a request."""
 
     earlier: Sequence[JSON]
@@ -97,18 +97,18 @@ class _Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedChat:
-    """The chat that a request of this API means."""
+class TranslatedChat:
+    """A request of this API, translated to a chat completion."""
 
     body: ChatBody
-    conversation: _Conversation
+    conversation: Conversation
     functions: Sequence[Function]
     own_names: Callable[[str], str]
     """Replaces a chat's field names in the text of an error by those of this API."""
 
 
-def asked_chat(body: ResponsesBody, replies: ClientReplies | None = None) -> AskedChat:
-    """Return the chat that a request means. Raises `ApiError` naming the invalid or unsupported field.
+def translated_chat(body: ResponsesBody, replies: ClientReplies | None = None) -> TranslatedChat:
+    """Translate a request to a chat completion. Raises `ApiError` naming the invalid or unsupported field.
 
     With `replies`, the request may continue one of them.
     """
@@ -119,7 +119,7 @@ def asked_chat(body: ResponsesBody, replies: ClientReplies | None = None) -> Ask
     own_names = partial(with_own_names, places=messages.places, tools=[one.place for one in functions])
     with errors_reworded(own_names):
         chat = as_body(_chat_of(body, messages.chat, functions), ChatBody)
-    return AskedChat(chat, conversation, functions, own_names)
+    return TranslatedChat(chat, conversation, functions, own_names)
 
 
 def responses_call(
@@ -129,16 +129,16 @@ def responses_call(
 
     With `replies`, the call may continue one of them, and adds its reply to them.
     """
-    asked = asked_chat(body, replies)
-    call = rename_structures(_chat_call(body, asked, model, config, salt), CHAT_NAMES)
+    chat = translated_chat(body, replies)
+    call = rename_structures(_chat_call(body, chat, model, config, salt), CHAT_NAMES)
     stem = uuid.uuid4().hex
     call = replace(call, id=f"resp_{body.request_id or stem}")
     keep = None
     lasts = replies is not None and body.store is not False
     if replies is not None and (lasts or replies.session is not None):
-        items = [*asked.conversation.earlier, *stored_replies.listed_items(asked.conversation.new, stem)]
+        items = [*chat.conversation.earlier, *stored_replies.listed_items(chat.conversation.new, stem)]
         keep = partial(stored_replies.keep, replies, call.id, to_json(items), lasts)
-    functions = asked.functions
+    functions = chat.functions
     namespaces = {one.name: (space, one.tool.name or "") for one in functions if (space := one.namespace) is not None}
     reply = partial(
         ResponsesReply,
@@ -157,7 +157,7 @@ def input_tokens(body: InputTokensBody, model: ServedModel, replies: ClientRepli
     given = {name: getattr(body, name) for name in InputTokensBody.model_fields}
     unlimited = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
     whole = as_body({**given, "max_output_tokens": 1}, ResponsesBody)
-    call = _chat_call(whole, asked_chat(whole, replies), unlimited, ServerConfig(), "")
+    call = _chat_call(whole, translated_chat(whole, replies), unlimited, ServerConfig(), "")
     return {"object": "response.input_tokens", "input_tokens": len(call.requests[0].prompt)}
 
 
@@ -181,19 +181,19 @@ def compact_call(
 
 def _conversation_of(
     previous: str | None, new: str | Sequence[InputItem], replies: ClientReplies | None
-) -> _Conversation:
+) -> Conversation:
     """Return the conversation of a request. Raises `ApiError` 404 if the reply it continues is not stored."""
     if previous is None:
-        return _Conversation((), new)
+        return Conversation((), new)
     if replies is None:
         raise unsupported_field(EARLIER)
     stored = replies.get(previous, EARLIER, "previous_response_not_found")
-    return _Conversation([*from_json(stored.items), *from_json(stored.reply)["output"]], new)
+    return Conversation([*from_json(stored.items), *from_json(stored.reply)["output"]], new)
 
 
-def _chat_call(body: ResponsesBody, asked: AskedChat, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    with errors_reworded(asked.own_names):
-        call = chat_call(asked.body, model, config, salt)
+def _chat_call(body: ResponsesBody, chat: TranslatedChat, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    with errors_reworded(chat.own_names):
+        call = chat_call(chat.body, model, config, salt)
     refuse_window(body.model_extra or {}, call.requests[0].params)
     return call
 
