@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,11 +18,15 @@ from nano_inference.loader.hf_config import model_config
 from nano_inference.loader.listing import PICKLED, only_gguf
 from nano_inference.loader.opened import Checkpoint, main_dtype
 from nano_inference.loader.safetensors_file import open_weights
+from nano_inference.loader.sources import same_values
+from nano_inference.models.parts import EMBEDDING, HEAD
 from nano_inference.registry import table
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.types import BadRequest, ModelError
 
 __all__ = ["Checkpoint", "installed_formats", "open_checkpoint"]
+
+_log = logging.getLogger("nano_inference")
 
 
 def installed_formats() -> Mapping[str, ModelFormat]:
@@ -50,7 +56,23 @@ def open_checkpoint(
         raise BadRequest(f"overrides: {only} have no constants to override")
     if found is None:
         raise ModelError(_why_none(path))
-    return found.open(path, given)
+    return _with_head(found.open(path, given))
+
+
+def _with_head(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint as its files are: tied unless they have a head that differs from the embedding.
+
+    Files with a head only give it both names. Same as `tie_weights` in Transformers' `from_pretrained`.
+    """
+    head, table = (checkpoint.sources.get(name) for name in (HEAD, EMBEDDING))
+    if not checkpoint.config.tie_embeddings or head is None:
+        return checkpoint
+    if table is None:
+        return replace(checkpoint, sources=MappingProxyType({**checkpoint.sources, EMBEDDING: head}))
+    if same_values(head, table):
+        return checkpoint
+    _log.warning("%s: %s differs from %s, so they are not tied", checkpoint.path, HEAD, EMBEDDING)
+    return replace(checkpoint, config=replace(checkpoint.config, tie_embeddings=False))
 
 
 def _why_none(path: Path) -> str:

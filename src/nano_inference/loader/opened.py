@@ -13,6 +13,7 @@ from nano_inference.chat_defaults import MODELS_OWN
 from nano_inference.loader.inferred import Inferred
 from nano_inference.loader.sources import WeightSource
 from nano_inference.models.config import ModelConfig
+from nano_inference.models.parts import HEAD
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.types import ModelError, SamplingParams
 
@@ -50,7 +51,7 @@ class Checkpoint:
     @property
     def num_parameters(self) -> int:
         """Return the number of parameters; tied embeddings count once."""
-        tied = {"lm_head.weight"} if self.config.tie_embeddings else set()
+        tied = {HEAD} if self.config.tie_embeddings else set()
         return sum(math.prod(source.shape) for name, source in self.sources.items() if name not in tied)
 
     def with_positions(self, count: int) -> Checkpoint:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nano_inference.loader.pieces import PIECE_BYTES, FileRange
 from nano_inference.types import ModelError
 
 _SHOWN_NAMES = 5
@@ -49,6 +51,26 @@ class TensorSource:
 
     def read_into(self, target: Tensor) -> None:
         target.copy_(self.tensor)
+
+
+def same_values(one: WeightSource, other: WeightSource) -> bool:
+    """Return whether two weights are equal as float32; files are read in pieces, up to the first difference."""
+    if one.shape != other.shape:
+        return False
+    return all(torch.equal(a, b) for a, b in zip(_pieces(one), _pieces(other), strict=True))
+
+
+def _pieces(source: WeightSource) -> Iterator[Tensor]:
+    """Yield a weight's values as float32, a file's some rows at a time."""
+    size = source.shape[0] if source.shape else 1
+    step = size
+    if isinstance(source, FileRange) and source.shape:
+        step = max(1, PIECE_BYTES // max(1, 4 * math.prod(source.shape[1:])))
+    for start in range(0, size, max(1, step)):
+        part = source.rows(start, start + step) if isinstance(source, FileRange) and step < size else source
+        values = torch.empty(part.shape)
+        part.read_into(values)
+        yield values
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@ from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import Linear, Norm, Op, WeightSpec
 from nano_inference.models.program import Program
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 def norm(config: ModelConfig, name: str, x: str, out: str, offset: float = 0.0) -> Norm:
     """Return an RMSNorm with the weight `{name}.weight`."""
@@ -81,9 +83,8 @@ def gated_mlp(config: ModelConfig, at: str, x: str, out: str) -> list[Op]:
 def decoder(config: ModelConfig, layers: Iterable[Op], final: Norm) -> Program:
     """Return a decoder: embedding, `layers`, the norm `final`, head and soft cap."""
     shape = (config.vocab_size, config.hidden_size)
-    tied = ("lm_head.weight",) if config.tie_embeddings else ()
-    table = WeightSpec("model.embed_tokens.weight", shape, tied=tied)
-    matrix = table if config.tie_embeddings else WeightSpec("lm_head.weight", shape)
+    table = WeightSpec(EMBEDDING, shape, tied=(HEAD,) if config.tie_embeddings else ())
+    matrix = table if config.tie_embeddings else WeightSpec(HEAD, shape)
     return Program(
         body=(ops.Embed(out="x", table=table, scale=config.embedding_scale or 1.0), *layers),
         final=(final,),

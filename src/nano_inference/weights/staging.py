@@ -77,12 +77,25 @@ class Staging:
             raise WeightError("the update is empty")
         return self._staged.finish()
 
+    @property
+    def only_aliases(self) -> dict[str, str]:
+        """Map the tied weights that the update has under their other name only to that name."""
+        return {known: name for known, name in self._taken.items() if known != name}
+
     def _check_again(self, name: str, spec: WeightSpec, source: WeightSource) -> None:
         """Raise `WeightError` unless a repeated weight is a tied one under its other name with equal values."""
         if name == self._taken[spec.name]:
             raise WeightError(f"{name}: occurs twice")
         if not self._staged.has_same(spec, source):
-            raise WeightError(f"{name}: differs from {self._taken[spec.name]}, to which this model ties it")
+            raise differs(name, self._taken[spec.name])
+        self._taken[spec.name] = spec.name
+
+
+def differs(name: str, other: str) -> WeightError:
+    """Return the error of a weight with other values than the one to which the model ties it."""
+    return WeightError(
+        f"{name}: differs from {other}, to which this model ties it; load the model anew from files that have both"
+    )
 
 
 def pairs(named: NamedWeights) -> Generator[tuple[object, object]]:

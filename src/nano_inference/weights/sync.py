@@ -16,7 +16,7 @@ from nano_inference.executors.protocol import Executor, Staged
 from nano_inference.types import EngineDead, ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.gate import StepGate, share_of
-from nano_inference.weights.staging import NamedWeights, Staging, pairs
+from nano_inference.weights.staging import NamedWeights, Staging, differs, pairs
 from nano_inference.weights.updates import UpdateRules
 
 _log = logging.getLogger(__name__)
@@ -295,6 +295,8 @@ class _Job:
             while (item := self._next(source)) is not None:
                 staging.put(*item)
             complete = staging.complete()
+            if rules.partial:
+                self._check_heads(staging.only_aliases, complete)
             found = None if self.checksum is None else digest(executor.staged_values(complete))
             if found != self.checksum:
                 raise WeightError(f"checksum: the update has {found}, {self.checksum} was expected")
@@ -304,6 +306,13 @@ class _Job:
             raise
         self._gathered = staged
         return complete
+
+    def _check_heads(self, given: Mapping[str, str], complete: Any) -> None:
+        """Raise `WeightError` for a new head without its embedding, which a partial update leaves as it is."""
+        for tied, name in given.items():
+            new = next(value for found, value in self._executor.staged_values(complete) if found == tied)
+            if not all(torch.equal(new, old) for _, old in self._executor.weight_values((tied,))):
+                raise differs(name, tied)
 
     def discard(self) -> None:
         """Drop an update that is gathered and will not be installed."""
