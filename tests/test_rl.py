@@ -217,6 +217,28 @@ def test_a_truncated_logprobs_are_those_of_what_was_drawn_from(
         assert sample.raw_logprobs == pytest.approx(teacher(untied.old, sample).tolist(), abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("temperature", [0, 0.6, 1])
+def test_a_raw_logprobs_are_the_models_own_whatever_is_drawn_from(
+    temperature: float, kernels: str, untied: Pair, open_engine: OpenEngine
+) -> None:
+    options: list[dict[str, Any]] = [
+        {"logit_bias": {3: 4.0, 9: -2.0}},
+        {"allowed_token_ids": list(range(0, VOCAB_SIZE, 7))},
+        {"repetition_penalty": 1.7, "presence_penalty": 0.9, "frequency_penalty": 0.3},
+        {"min_tokens": 24, "stop_token_ids": list(range(0, VOCAB_SIZE, 2))},
+        {"top_k": 4, "top_p": 0.7, "min_p": 0.1},
+    ]
+    params = [replace(LONG, temperature=temperature, logprobs_mode="raw", logprobs=3, **one) for one in options]
+    for sample in open_engine(untied, kernels=kernels).generate([PROMPT] * len(params), params):
+        table = reference_logprobs(untied.old, [*sample.prompt_tokens, *sample.completion_tokens])
+        table = torch.log_softmax(table[-len(sample.completion_tokens) :], dim=-1)
+        assert sample.logprobs == pytest.approx(teacher(untied.old, sample).tolist(), abs=TOLERANCE)
+        assert sample.top_logprobs is not None
+        for top, row in zip(sample.top_logprobs, table, strict=True):
+            assert [one.logprob for one in top] == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
+
+
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_a_scores_are_the_trainers(temperature: float, pair: Pair, open_engine: OpenEngine) -> None:
     """Scoring a given text gives the trainer's teacher-forced log-probabilities: whole, in chunks, behind a hit, and

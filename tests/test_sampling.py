@@ -183,7 +183,7 @@ def test_logprobs_modes_equal_softmax_of_their_distribution(temperature: float, 
     processed_V = torch.log_softmax((changed_V / divisor).masked_fill(~kept_V, -INF), -1)
     expected = {"raw": torch.log_softmax(logits_V.double(), -1), "tempered": tempered_V, "processed": processed_V}
     if not temperature:
-        expected = dict.fromkeys(expected, tempered_V)
+        expected["processed"] = tempered_V
     for mode, logp_V in expected.items():
         drawn = draw_one(logits_V, make(mode=mode, temperature=temperature, top_k=3, logprobs=12))
         assert bool(kept_V[drawn.tokens[0]])

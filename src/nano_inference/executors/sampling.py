@@ -4,8 +4,8 @@ Order: penalties, logit_bias, allowed ids and masks, temperature, top-k, top-p o
 uniform inverts the CDF over tokens in ascending id order.
 
 Reported log-probabilities are the log-softmax of the model's logits (mode "raw"), of the adjusted logits divided by the
-temperature ("tempered"), or of what top-k, top-p and min-p leave of them ("processed"). At temperature 0 all three are
-that of the adjusted logits, undivided.
+temperature ("tempered"), or of what top-k, top-p and min-p leave of them ("processed"). At temperature 0 the last two
+are that of the adjusted logits, undivided.
 
 A row's result never depends on the other rows: rows without truncation are computed identically alone and among
 truncated ones.
@@ -185,15 +185,11 @@ def _choose(scaled_BV: Tensor, argmax_B: Tensor | None, rows: Sequence[Row], voc
 
 
 def _needs_raw(row: Row) -> bool:
-    """Return whether the row reports the unmodified distribution and samples from a modified one.
-
-    At temperature 0 all modes are the same by definition: the log-softmax of the adjusted logits.
-    """
+    """Return whether the row reports the unmodified distribution and samples from a modified one."""
     params = row.params
-    if row.logprobs_mode != "raw" or params.temperature == 0:
-        return False
-    is_adjusted = bool(row.history or params.logit_bias or params.allowed_token_ids or row.mask or row.banned)
-    return is_adjusted or params.temperature != 1 or truncation_of(row).is_active
+    is_restricted = params.allowed_token_ids is not None or row.mask is not None or bool(row.banned)
+    is_adjusted = bool(row.history or params.logit_bias) or is_restricted or params.temperature not in (0, 1)
+    return row.logprobs_mode == "raw" and (is_adjusted or truncation_of(row).is_active)
 
 
 def adjust_logits(logits_V: Tensor, row: Row) -> None:

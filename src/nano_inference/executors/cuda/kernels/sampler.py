@@ -354,5 +354,5 @@ def draw_row(
         raw_best, log_raw = store_raw_normaliser(normaliser_5, raw_best_BN, raw_mass_BN, at_N, valid_N)
         raw_logprob = raw_logprob_of(logits_BV + row * stride + token, raw_best, log_raw, cap, HAS_CAP)
         tl.store(raw_logprob_B + row, raw_logprob)
-        logprob = tl.where((report % 4 == RAW) & (temperature != 0.0), raw_logprob, logprob)
+        logprob = tl.where(report % 4 == RAW, raw_logprob, logprob)
     tl.store(logprob_B + row, tl.where(tl.abs(processed) < float("inf"), logprob, processed))

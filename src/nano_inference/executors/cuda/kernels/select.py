@@ -230,7 +230,7 @@ def top_row(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_B + row).to(tl.int64)
     temperature, report = tl.load(temperature_S + slot), tl.load(report_S + slot) % 4
-    is_raw = (report == RAW) & (temperature != 0.0)
+    is_raw = report == RAW
     best = tl.load(normaliser_B5 + row * 5)
     log_mass = tl.load(normaliser_B5 + row * 5 + tl.where(is_raw, 4, tl.where(report == PROCESSED, 2, 1)))
     shift = tl.load(normaliser_B5 + row * 5 + tl.where(is_raw, 3, 0))

@@ -188,7 +188,7 @@ def _write_logprobs(out: Scratch, raw_B1: Tensor, token_B1: Tensor, slot_B: Tens
     log_raw_B = (out.raw_mass[:num_rows] * shift_BN.exp()).sum(-1).log()
     raw_logprob_B = floor_logprobs(((raw_B1.double() - raw_best_B1.double()).squeeze(-1) - log_raw_B).float())
     logprob_B = torch.where(report_B == REPORTS["tempered"], tempered_B, processed_B)
-    logprob_B = torch.where((report_B == REPORTS["raw"]) & (temperature_B != 0), raw_logprob_B, logprob_B)
+    logprob_B = torch.where(report_B == REPORTS["raw"], raw_logprob_B, logprob_B)
     out.logprob[:num_rows].copy_(torch.where(processed_B.isfinite(), logprob_B, processed_B))
     out.raw_logprob[:num_rows].copy_(raw_logprob_B)
     normalisers = (best_B, log_mass_B, log_kept_B, raw_best_B1.squeeze(-1).double(), log_raw_B)

@@ -45,7 +45,7 @@ def tops(
     width = min(out.top_id.size(1), vocab_size)
     temperature_B1 = slots.temperature[slot_B].unsqueeze(-1)
     report_B1 = slots.report[slot_B].unsqueeze(-1) % 4
-    is_raw_B1 = (report_B1 == REPORTS["raw"]) & (temperature_B1 != 0)
+    is_raw_B1 = report_B1 == REPORTS["raw"]
     x_BV = torch.where(is_raw_B1, model_logits(logits_BV[:num_rows, :vocab_size], softcap), work_BV)
     id_V = torch.arange(vocab_size, device=x_BV.device)
     code_BV = _keys_of(x_BV.masked_fill(x_BV == 0, 0.0)) * (2 * MOST_TOKENS) - id_V
