@@ -48,10 +48,10 @@ from nano_inference.parallel.processes import Processes
 from nano_inference.parallel.shard import check_divisible
 from nano_inference.parallel.staged import Whole
 from nano_inference.runner import BlockCopy, Row, RowResult, Runner
-from nano_inference.text.kinds import Tokenizer, TokenizerKind, TokenizerSource
+from nano_inference.text.kinds import Tokenizer
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, EngineDead
+from nano_inference.types import BadRequest, EngineDead, ModelError
 from nano_inference.weights.sync import WeightSyncManager
 
 _COPY_SHARE = 8
@@ -191,7 +191,27 @@ def parts_with(executor: Executor, config: EngineConfig, checkpoint: Checkpoint,
     except BaseException:
         executor.close()
         raise
-    return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer, kinds.tokenizers), checkpoint=checkpoint)
+    load = cache(lambda: load_tokenizer(checkpoint.tokenizer, kinds.tokenizers))
+    try:
+        ends = end_token_ids(checkpoint.config, load())
+    except ModelError as error:
+        ends = parts.eos_token_ids
+        _log.info("only the configuration's end tokens end an answer: %s", error)
+    return replace(
+        parts,
+        eos_token_ids=ends,
+        stop_matcher=lambda stops: stop_matcher(load(), stops),
+        checkpoint=checkpoint,
+    )
+
+
+def end_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end an answer, of chats, completions and rollouts alike.
+
+    They are `eos_token_id` of config.json and generation_config.json, and the tokenizer's `eos_token` or, of a GGUF
+    file, all that llama.cpp stops at. vLLM's are the same, without config.json's if generation_config.json exists.
+    """
+    return frozenset(token for token in (*config.eos_token_ids, *tokenizer.eos_ids) if token < config.vocab_size)
 
 
 def set_threads(config: EngineConfig) -> None:
@@ -403,13 +423,3 @@ def check_cache_fits(num_bytes: int | None, device: torch.device) -> None:
             f"kv_cache_bytes: {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) are more than the available memory, "
             f"{available} bytes ({available / 2**30:.1f} GiB); give a smaller size"
         )
-
-
-def matcher_maker(source: TokenizerSource, kinds: Mapping[str, TokenizerKind] | None = None) -> StopMatcherFactory:
-    """Return the factory of stop-string matchers; it loads the tokenizer on first use."""
-
-    @cache
-    def tokenizer() -> Tokenizer:
-        return load_tokenizer(source, kinds)
-
-    return lambda stops: stop_matcher(tokenizer(), stops)

@@ -206,7 +206,7 @@ def test_all_end_tokens_are_read(tmp_path: Path) -> None:
         writer.add_eot_token_id(3)
 
     assert opened(tmp_path, "gemma2", more).config.eos_token_ids == (2, 3, 4)
-    assert opened(tmp_path, "llama", more).config.eos_token_ids == (2, 3)
+    assert opened(tmp_path, "llama", more).config.eos_token_ids == (2, 3, 4)
 
 
 def test_equal_per_layer_head_counts_are_accepted(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_byte_level_ids_equal_those_of_the_trained_tokenizer() -> None:
     for text in (*ODD, "<|im_start|>user\nhi<|im_end|>"):
         assert ours.encode(text) == core.encode(text).ids, text
         assert ours.decode(ours.encode(text)) == core.decode(core.encode(text).ids), text
-    assert ours.special_ids == {0, 1, 2} and ours.bos_id == 1 and ours.eos_ids == (2,)
+    assert ours.special_ids == {0, 1, 2} and ours.bos_id == 1 and ours.eos_ids == (2, 0)
     assert ours.named == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     assert not ours.special_ids & set(ours.encode("<|im_end|>", parse_special=False))
 
@@ -85,8 +85,31 @@ def test_user_defined_tokens_are_matched_first_but_are_text() -> None:
     ours = gguf_tokenizer(metadata, "m.gguf")
     last = ours.vocab_size - 1
     assert ours.encode("<think>") == [last - 1] and last - 1 not in ours.special_ids
-    assert ours.eos_ids == (2, last)
+    assert ours.eos_ids == (2, 0, last)
     assert gguf_tokenizer(metadata | {"tokenizer.ggml.eot_token_id": 0}, "m.gguf").eos_ids == (2, 0, last)
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+@pytest.mark.parametrize(
+    "end", ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<turn|>", "[EOS]"]
+)
+def test_turn_ends_of_llama_cpp_end_an_answer_and_are_special(end: str, kind: int) -> None:
+    metadata = sentencepiece_metadata()
+    metadata["tokenizer.ggml.tokens"] += (end,)
+    metadata["tokenizer.ggml.token_type"] += (kind,)
+    metadata["tokenizer.ggml.scores"] += (0.0,)
+    ours = gguf_tokenizer(metadata, "m.gguf")
+    last = len(metadata["tokenizer.ggml.tokens"]) - 1
+    assert ours.eos_ids == (2, last) and last in ours.special_ids and ours.encode(end)[-1] == last
+
+
+def test_end_of_a_message_is_no_end_where_the_answer_has_several() -> None:
+    metadata = sentencepiece_metadata()
+    metadata["tokenizer.ggml.tokens"] += ("<|end|>", "<|return|>", "<|call|>")
+    metadata["tokenizer.ggml.token_type"] += (3, 3, 3)
+    metadata["tokenizer.ggml.scores"] += (0.0, 0.0, 0.0)
+    size = len(metadata["tokenizer.ggml.tokens"])
+    assert gguf_tokenizer(metadata, "m.gguf").eos_ids == (2, size - 2, size - 1)
 
 
 def test_whole_words_are_one_token_with_ignore_merges() -> None:

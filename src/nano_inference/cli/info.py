@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nano_inference.assemble import end_token_ids
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
@@ -58,7 +59,7 @@ def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
         "kv_bytes_per_token": config.kv_bytes_per_token(_FLOAT32),
         "tokenizer": _tokenizer_kind(checkpoint, kinds),
         "chat_template": load_dialogue(checkpoint.tokenizer, tokenizer, kinds.tokenizers) is not None,
-        "end_tokens": {token: tokenizer.token_text(token) for token in config.eos_token_ids},
+        "end_tokens": {token: tokenizer.token_text(token) for token in sorted(end_token_ids(config, tokenizer))},
         **_inferred(checkpoint),
     }
 

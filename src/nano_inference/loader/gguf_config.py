@@ -17,10 +17,10 @@ from nano_inference.loader.fields import Fields, shown
 from nano_inference.loader.gguf_file import GgufFile, GgufTensor
 from nano_inference.loader.hf_config import MAX_LAYERS, stretched
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
+from nano_inference.text.gguf_vocab import end_ids
 from nano_inference.types import ModelError
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-_TURN_END = "<end_of_turn>"
 _MAX_ROPE_FACTORS = 4096
 _LARGEST_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
 
@@ -100,7 +100,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
             attention_softcap=_softcap(fields, "attn_logit_softcapping", 50.0 if architecture == "gemma2" else None),
             logits_softcap=_softcap(fields, "final_logit_softcapping", 30.0 if architecture == "gemma2" else None),
             embedding_scale=math.sqrt(hidden) if rules.family == "gemma" else None,
-            eos_token_ids=_eos_ids(file, rules, vocab_size),
+            eos_token_ids=_eos_ids(file, vocab_size),
             bos_token_id=_token(file, "bos", vocab_size),
         )
     except ValueError as error:
@@ -266,10 +266,7 @@ def _token(file: GgufFile, which: str, vocab_size: int) -> int | None:
     return token if token is not None and token < vocab_size else None
 
 
-def _eos_ids(file: GgufFile, rules: _Rules, vocab_size: int) -> tuple[int, ...]:
-    """Return the end tokens; Gemma files do not name <end_of_turn>, so it is looked up in the vocabulary."""
-    found = {_token(file, which, vocab_size) for which in ("eos", "eot", "eom")}
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    if rules.family == "gemma" and isinstance(tokens, tuple) and _TURN_END in tokens:
-        found.add(tokens.index(_TURN_END))
-    return tuple(sorted(token for token in found if token is not None and token < vocab_size))
+def _eos_ids(file: GgufFile, vocab_size: int) -> tuple[int, ...]:
+    for which in ("eos", "eot", "eom"):
+        _token(file, which, vocab_size)  # raises for a damaged one
+    return tuple(sorted(token for token in end_ids(file.metadata) if token < vocab_size))

@@ -6,7 +6,7 @@ from the scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -27,8 +27,21 @@ from nano_inference.types import ModelError
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 """Token types of `tokenizer.ggml.token_type` (llama.cpp, llama_token_type); 1 is an ordinary piece."""
 
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
-"""Control tokens that end a turn; old converters write only one end token into a GGUF file."""
+END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""The roles `tokenizer.ggml.*_token_id` whose tokens end an answer."""
+END_TEXTS = frozenset(
+    {
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>"),
+        *("<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<eos>"),
+        *("<|flush|>", "<|calls|>", "<turn|>", "<|tool_response>"),
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>"),
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    }
+)
+"""Tokens that end an answer by their text, in every file: converters write only one or two end tokens into it.
+
+Those of llama.cpp (llama-vocab.cpp, special_eog_ids), without `</s>`, which is a tag of HTML in some vocabularies.
+"""
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = (
@@ -76,7 +89,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
         raise ModelError(f"{where}: tokenizer.ggml.model {shown(model)} is not supported; known: gpt2, llama")
     pieces = _strings(metadata, "tokens", where)
     check_pieces(pieces, where)
-    types = _types(metadata, len(pieces), where)
+    given = _types(metadata, len(pieces), where)
+    types = [CONTROL if piece in END_TEXTS else kind for piece, kind in zip(pieces, given, strict=True)]
     vocab, doubles = _vocabulary(pieces)
     if model == "gpt2":
         core, adds_bos = _byte_level(metadata, vocab, where), metadata.get("tokenizer.ggml.pre") in ADDS_BOS
@@ -92,7 +106,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
             spelling="byte_level" if model == "gpt2" else "sentencepiece",
             drops_space=model == "llama" and _flag(metadata, "add_space_prefix", True),
             named=named,
-            eos_ids=_end_ids(metadata, pieces, types, where),
+            eos_ids=end_ids(metadata),
             doubles=doubles,
         )
 
@@ -234,12 +248,13 @@ def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
     return bool(metadata.get(f"tokenizer.ggml.{key}", default))
 
 
-def _end_ids(metadata: Mapping[str, Any], pieces: Sequence[str], types: Sequence[int], where: str) -> Iterable[int]:
-    """Yield the tokens that end a turn or a message, in addition to EOS."""
-    for key in ("eot", "eom"):
-        token = _token(metadata, key, where)
-        if token is not None and 0 <= token < len(pieces):
-            yield token
-    for token, piece in enumerate(pieces):
-        if types[token] == CONTROL and piece in TURN_ENDS:
-            yield token
+def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that end an answer: by their role, and by their text (`END_TEXTS`)."""
+    pieces = metadata.get("tokenizer.ggml.tokens")
+    pieces = pieces if isinstance(pieces, list | tuple) else ()
+    named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in END_ROLES]
+    found = {piece: token for token, piece in enumerate(pieces) if isinstance(piece, str) and piece in END_TEXTS}
+    if {"<|return|>", "<|call|>"} <= found.keys() or {"<|calls|>", "<|flush|>"} <= found.keys():
+        found.pop("<|end|>", None)  # ends a message there, and the answer has several
+    ids = [token for token in named if type(token) is int and 0 <= token < (len(pieces) or 2**31)]
+    return tuple(dict.fromkeys([*ids, *found.values()]))

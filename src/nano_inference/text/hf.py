@@ -76,13 +76,12 @@ def token_number(key: str) -> int | None:
 
 
 def end_ids(directory: Path) -> tuple[int, ...]:
-    """Return `eos_token_id` (one id or a list) of generation_config.json, else of config.json."""
+    """Return `eos_token_id` (one id or a list) of generation_config.json and config.json."""
+    found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        if value is not None and all(type(token) is int for token in ids):
-            return tuple(ids)
-    return ()
+        found += [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
+    return tuple(dict.fromkeys(found))
 
 
 def _content(token: object) -> str | None:

@@ -84,14 +84,14 @@ def _added_text(tokenizer: Tokenizer) -> str:
 
 def tokenizer_info(model: ServedModel, occupancy: Occupancy) -> JSON:
     """Return vocabulary sizes, special tokens and the chat template, for clients that count tokens themselves."""
-    tokenizer, dialogue = model.tokenizer, model.dialogue
+    tokenizer, dialogue, ends = model.tokenizer, model.dialogue, sorted(model.limits.eos_token_ids)
     return {
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": tokenizer.vocab_size,
         "model_vocab_size": model.limits.vocab_size,
         "max_model_len": model.limits.max_model_len,
         "bos_token_id": tokenizer.bos_id,
-        "eos_token_ids": list(tokenizer.eos_ids),
+        "eos_token_ids": list(dict.fromkeys(token for token in (*tokenizer.eos_ids, *ends) if token in ends)),
         "special_tokens": {str(token): tokenizer.token_text(token) for token in sorted(tokenizer.special_ids)},
         **tokenizer.named,
         "chat_template": dialogue.template.source if isinstance(dialogue, TemplateDialogue) else None,
