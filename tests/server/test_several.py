@@ -118,13 +118,11 @@ def test_a_killed_model_is_loaded_again_by_the_next_request(server: tuple[Proces
     server[0].wait_for("the server of one (ended with code -9|does not answer)")
 
 
-def test_pages_of_other_sites_load_nothing(http: httpx2.Client) -> None:
-    """A page can send a GET to this machine without asking; what it causes must not be a load."""
+def test_a_key_loads_a_model_with_any_method(http: httpx2.Client) -> None:
+    """A page of another site cannot send this server's key."""
     assert http.post("/models/load", json={"model": "one"}).status_code == 200
-    for path in ("/info?model=two", "/v1/models/two?load=true", "/props?model=two"):
-        assert http.get(path, headers={"sec-fetch-site": "cross-site"}).status_code == 403
-    assert states(http)["one"] == "loaded"
-    assert http.get("/info?model=two", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+    assert http.get("/info?model=two").status_code == 200
+    assert states(http)["two"] == "loaded"
 
 
 def test_lists_name_all_models_and_their_states(client: openai.OpenAI, http: httpx2.Client) -> None:
@@ -239,6 +237,44 @@ def test_models_are_loaded_and_unloaded_by_request(http: httpx2.Client) -> None:
     assert http.post("/models/unload", json={"model": unloaded}).json()["status"] == {"value": "unloaded"}
     assert states(http) | {"broken": ""} == {"one": "unloaded", "two": "unloaded", "broken": ""}
     assert http.post("/models/load", json={"model": "three"}).status_code == 404
+
+
+QUESTIONS = ("/info", "/props", "/slots", "/tokenizer_info", "/stats", "/version", "/health_generate", "/api/version")
+
+
+@pytest.mark.parametrize("headers", [{}, {"origin": "http://evil.example"}, {"sec-fetch-site": "same-origin"}])
+def test_without_a_key_only_a_post_of_json_loads_a_model(keyless: httpx2.Client, headers: dict[str, str]) -> None:
+    """A page of another site can cause every GET, and not every browser sends Sec-Fetch-Site with it."""
+    paths = [*(f"{path}?model=two" for path in QUESTIONS), "/v1/models/two?load=true"]
+    paths += ["/v1/responses/resp_unknown", *QUESTIONS] if states(keyless)["one"] == "unloaded" else []
+    for path in paths:
+        for method in ("GET", "HEAD"):
+            assert keyless.request(method, path, headers=headers).status_code == 403, (method, path)
+    refused = keyless.get(paths[0], headers=headers).json()["error"]
+    assert refused["code"] == "load_needs_post" and "/models/load" in refused["message"]
+    assert keyless.post("/v1/completions?model=two", content="{}", headers={"content-type": "text/plain"} | headers)
+    assert states(keyless)["two"] == "unloaded"
+    assert keyless.post("/models/unload", json={"model": "one"}).status_code == 200  # the next case finds none loaded
+
+
+def test_without_a_key_a_post_loads_what_a_get_then_describes(keyless: httpx2.Client) -> None:
+    assert keyless.post("/v1/models/load", json={"model": "two"}).status_code == 200
+    assert keyless.get("/info?model=two").json()["context"] == 256
+
+
+@pytest.fixture(scope="module")
+def keyless(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    """A server without keys, as it is by default."""
+    process = Process(
+        ["--model", str(directories["one"]), "--further-model", f"two={directories['two']}", *OPTIONS], {}
+    )
+    try:
+        (listening,) = process.wait_for(r"^listening on (\S+), loading one")
+        process.wait_for("^ready: one")
+        with httpx2.Client(base_url=listening[1], timeout=PATIENCE) as one:
+            yield one
+    finally:
+        assert process.end() == 0
 
 
 def test_a_unix_socket_serves_several_models(directories: dict[str, Path], tmp_path: Path) -> None:

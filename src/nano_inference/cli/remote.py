@@ -70,7 +70,9 @@ def open_server(address: Address, wanted: str | None) -> RemoteBackend:
     card: Mapping[str, Any] = next((card for card in cards if card.get("id") == wanted), {})
     if _mapping(card.get("status")).get("value", "loaded") != "loaded":
         note(f"[the server loads {one_line(wanted)}]")
-        card = _mapping(get_json(address, f"/models/{quote(wanted, safe='')}?load=true"))
+        for _ in stream_json(address, "/models/load", {"model": wanted}, lambda end: None):
+            pass
+        card = _mapping(get_json(address, f"/models/{quote(wanted, safe='')}"))
     length = card.get("max_model_len")
     return RemoteBackend(
         address=address,

@@ -1,8 +1,8 @@
 """`ModelsFront`: the ASGI application in front of the models. It forwards each request to the server of its model.
 
 The model is that of the body's field `model`, or of the query's parameter `model`. A POST without one goes to the
-default model, a GET without one to any loaded model, preferably the default. Requests that need no key load nothing:
-the front serves the pages itself.
+default model, a GET without one to any loaded model, preferably the default. Only a POST loads a model, or a request
+with a key: a page of another site can cause any other request, by an image for example, and not every browser says so.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -21,11 +22,9 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nano_inference.server.cors import granted_origin
 from nano_inference.server.dialect import Dialect, UnloadedModel, listings, stored_paths
 from nano_inference.server.errors import ApiError, queue_full
 from nano_inference.server.guard import GuardPolicy, read_body
-from nano_inference.server.headers import single
 from nano_inference.server.model import OWNER, unknown_model
 from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.replicas.forwarding import (
@@ -130,8 +129,9 @@ class ModelsFront:
         if any(pattern.fullmatch(scope["path"]) for pattern in self._stored):
             await self._forward_stored(scope, body, send)
             return
-        if scope["method"] == "POST" and scope["path"] in (LOAD_PATH, UNLOAD_PATH):
-            await self._switch(scope["path"], body, send)
+        path = scope["path"].removeprefix("/v1")
+        if scope["method"] == "POST" and path in (LOAD_PATH, UNLOAD_PATH):
+            await self._switch(path, body, send)
         else:
             await self._forward(await self._model_of(scope, body), scope, body, send)
 
@@ -145,21 +145,16 @@ class ModelsFront:
         return self._named(fields or {}) or self._in_query(scope) or self.models.default
 
     def _in_query(self, scope: Scope) -> HostedModel | None:
-        """Return the model of the query, if any.
-
-        Raises `ApiError` 403 if another site's page would load it: a page can send such a request without this
-        server's consent.
-        """
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        found = self._named({"model": query["model"][-1]}) if "model" in query else None
-        if found is not None:
-            self._check_loads(scope, found)
-        return found
+        return self._named({"model": query["model"][-1]}) if "model" in query else None
 
-    def _check_loads(self, scope: Scope, model: HostedModel) -> None:
-        is_foreign = single(scope["headers"], b"sec-fetch-site") not in (None, "same-origin", "none")
-        if model.state != "loaded" and is_foreign and not granted_origin(scope["headers"], self._policy.cors_origins):
-            raise ApiError(403, "a page of another site cannot load a model", code="cross_site")
+    def _use(self, scope: Scope, model: HostedModel) -> AbstractAsyncContextManager[str]:
+        """Return `Models.use`. Raises `ApiError` 403 if the request may not load the model and would."""
+        may_load = scope["method"] == "POST" or scope["state"]["key_index"] is not None
+        if not may_load and model.state not in ("loaded", "loading"):
+            text = f"{model.entry.name} is {model.state}: POST its name as `model` to {LOAD_PATH}; without a key, GET"
+            raise ApiError(403, f"{text} loads no model", param="model", code="load_needs_post")
+        return self.models.use(model, self._load_timeout)
 
     def _any(self) -> HostedModel:
         loaded = self.models.loaded
@@ -177,7 +172,7 @@ class ModelsFront:
     async def _forward(self, model: HostedModel, scope: Scope, body: bytes, send: Send) -> None:
         """Forward a request; once more if the server died, or closed the connection, before it sent a byte."""
         for is_last in (False, True):
-            async with self.models.use(model, self._load_timeout) as url:
+            async with self._use(scope, model) as url:
                 try:
                     reply = await self._client.send(request_for(self._client, url, scope, body), stream=True)
                 except httpx2.HTTPError:
@@ -196,7 +191,7 @@ class ModelsFront:
         """Ask the loaded models one after another for a stored reply, since its id does not name its model."""
         models = self.models.loaded or [self.models.default]
         for model in models:
-            async with self.models.use(model, self._load_timeout) as url:
+            async with self._use(scope, model) as url:
                 try:
                     reply = await self._client.send(request_for(self._client, url, scope, body), stream=True)
                 except httpx2.HTTPError:
@@ -252,8 +247,7 @@ class ModelsFront:
         name = scope["path"].partition("models/")[2]
         found = self._named({"model": name}) or self.models.default
         if parse_qs(scope["query_string"].decode("latin-1")).get("load") == ["true"]:
-            self._check_loads(scope, found)
-            async with self.models.use(found, self._load_timeout):
+            async with self._use(scope, found):
                 pass
         cards = [card for card in await self._all_cards(scope) if card["id"] in found.entry.names]
         await respond(send, 200, next((one for one in cards if one["id"] == name), cards[0]))
@@ -279,7 +273,7 @@ class ModelsFront:
     async def _info(self, scope: Scope, send: Send) -> None:
         """Send GET /info of the model in the query, or of a loaded one, with all models' states."""
         model = self._in_query(scope) or self._any()
-        async with self.models.use(model, self._load_timeout) as url:
+        async with self._use(scope, model) as url:
             headers = forwarded_headers(scope)
             try:
                 reply = await self._client.get(f"{url}/info", headers=headers, timeout=_DESCRIBE_TIMEOUT_S)

@@ -16,15 +16,24 @@ function pauseFor(milliseconds) {
  * to wait. Throws `ServerError` 401 if a key is needed, and `AbortError` after an abort.
  */
 export async function reachServer(onWaiting, model, signal) {
+  let mustLoad = false;
   for (;;) {
     try {
       await ask("/ready", { signal });
+      if (mustLoad) {
+        const name = model ?? (await (await ask("/v1/models", { signal })).json()).data[0].id;
+        await ask("/models/load", { body: { model: name }, signal });
+      }
       const path = model === null ? "/info" : `/info?model=${encodeURIComponent(model)}`;
       return await (await ask(path, { signal })).json();
     } catch (error) {
       if (signal.aborted) throw error;
       if (error.code === "model_not_found") {
         model = null;
+        continue;
+      }
+      if (error.code === "load_needs_post" && !mustLoad) {
+        mustLoad = true;
         continue;
       }
       if (error instanceof ServerError && FINAL.includes(error.status)) throw error;
