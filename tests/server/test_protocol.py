@@ -331,6 +331,45 @@ def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
             assert json.loads(client.reply().body) == {"path": "/echo", "bytes": 2}
 
 
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("http://localhost/a/b?c=http://d", "/a/b"),
+        ("HTTP://127.0.0.1:8000/a", "/a"),
+        ("https://localhost", "/"),
+        ("http://localhost?q", "/"),
+        ("http://localhost//a", "//a"),
+    ],
+)
+def test_a_target_may_be_a_whole_url(server: Running, target: str, path: str) -> None:
+    """RFC 9112, 3.2.2: a server must accept it, and ignore the Host header beside it."""
+    for host in (b"localhost", b"elsewhere.example", b"no host"):
+        reply = request(server, get(target).replace(HOST, b"Host: " + host + b"\r\n"))
+        assert reply.status == 200 and json.loads(reply.body)["path"] == path
+    with wire(server) as client:
+        client.send(post(b"Content-Length: 3", body=b"abc", path=target.encode()), get(target))
+        assert [json.loads(client.reply().body)["bytes"] for _ in range(2)] == [3, 0]
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://elsewhere.example/a", 403),
+        ("http://user@localhost/a", 400),
+        ("http:///a", 400),
+        ("http://localhost:99999/", 400),
+    ],
+)
+def test_the_host_of_a_whole_url_is_checked_instead_of_the_header(server: Running, target: str, status: int) -> None:
+    check_error(request(server, get(target)), status)
+
+
+def test_a_whole_url_needs_a_key_and_a_host_header_as_its_path_does(keyed: Running) -> None:
+    check_error(request(keyed, get("http://localhost/v1/models")), 401)
+    check_error(request(keyed, get("http://localhost/health").replace(HOST, b"")), 400)
+    assert request(keyed, get("http://localhost/health")).status == 200
+
+
 def test_head_has_no_body(server: Running) -> None:
     with wire(server) as client:
         for path in ("/health", "/fail"):
@@ -409,7 +448,7 @@ def test_host_header_does_not_bypass_key(keyed: Running, path: bytes) -> None:
 
 
 METHODS = (b"GET", b"HEAD", b"OPTIONS", b"POST", b"DELETE", b"CONNECT", b"BREW")
-TARGETS = (b"/v1/models", b"/metrics", b"/nowhere", b"http://localhost/health", b"/health%2f", b"*")
+TARGETS = (b"/v1/models", b"/metrics", b"/nowhere", b"http://localhost/v1/models", b"/health%2f", b"*")
 
 
 def test_requests_without_key_are_refused(keyed: Running) -> None:

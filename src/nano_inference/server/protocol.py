@@ -42,6 +42,7 @@ MIN_CONNECTIONS = 8
 _CONTENT_LENGTH = re.compile(rb"(?im)^content-length:(.*)$")
 _ODD_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
 """A line that does not end in CR LF, or that is folded."""
+_ABSOLUTE = re.compile(rb"(?i:https?)://(?P<host>[^/?]*)(?P<rest>.*)", re.DOTALL)
 _REASONS = {
     400: "the request is not valid HTTP/1.1",
     431: f"request line and headers are larger than {MAX_HEAD_BYTES} bytes, or more than {MAX_HEADERS} lines",
@@ -76,6 +77,7 @@ class StrictConnection(h11.Connection):
         if isinstance(event, h11.Request):
             self.method = event.method
             check_head(before[: len(before) - len(self.trailing_data[0])], event)
+            event = in_origin_form(event)
         return event
 
 
@@ -99,6 +101,24 @@ def check_head(head: bytes, request: h11.Request) -> None:
     lengths = _CONTENT_LENGTH.findall(head)
     if len(lengths) > 1 or any(b"," in length for length in lengths) or _ODD_LINE.search(head):
         raise h11.RemoteProtocolError("repeated content-length, or ambiguous line ends")
+
+
+def in_origin_form(request: h11.Request) -> h11.Request:
+    """Return a request whose target is a whole URL as if its client had sent path and Host (RFC 9112, 3.2.2).
+
+    The URL's host replaces the Host header, so that the checks of Host apply to it.
+    """
+    url = _ABSOLUTE.fullmatch(request.target)
+    if url is None:
+        return request
+    headers = [(name, value) for name, value in request.headers if name != b"host"]
+    target = url["rest"] if url["rest"].startswith(b"/") else b"/" + url["rest"]
+    return h11.Request(
+        method=request.method,
+        target=target,
+        headers=[(b"host", url["host"]), *headers],
+        http_version=request.http_version,
+    )
 
 
 class LimitedProtocol(H11Protocol):
