@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.server.tiny import Running
 from tests.server.trainer import ok, refused, serving
 
 KEY, ADMIN = "ordinary-key", "admin-key-1"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -81,6 +83,25 @@ def test_ordinary_key_may_command_if_there_is_no_admin_key(tiny_directory: Path)
 def test_command_from_a_web_page_is_refused(server: Running, header: dict[str, str], method: str) -> None:
     response = server.client.request(method, "/flush_cache", headers={**header, **bearer(ADMIN)})
     assert refused(response, 403, "web pages")["code"] == "not_from_pages"
+
+
+def test_a_get_that_changes_something_is_refused_to_a_browser(tiny_directory: Path) -> None:
+    """Of an image in a page of another site, an older browser says only which languages its user reads."""
+    with serving(tiny_directory) as open_to_this_machine:
+        client = open_to_this_machine.client
+        refused(client.get("/flush_cache", headers={"accept-language": "en"}), 403, "web pages")
+        assert client.get("/flush_cache").status_code == 200
+
+
+def test_security_md_lists_the_routes_that_answer_without_a_key(server: Running) -> None:
+    (text,) = re.findall(r"With keys, every route .*? except (.*?)\)\. ", (ROOT / "SECURITY.md").read_text(), re.DOTALL)
+    answering = set()
+    for route in server.app.routes:
+        path = re.sub(r"\{.*?\}", "x", route.path)
+        for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"):
+            if server.client.request(method, path).status_code != 401:
+                answering.add((method, path))
+    assert answering == {(method, path) for path in re.findall("`(.*?)`", text) for method in ("GET", "HEAD")}
 
 
 def test_command_without_body_is_accepted_and_form_is_refused(server: Running) -> None:
