@@ -257,6 +257,12 @@ def test_without_a_key_only_a_post_of_json_loads_a_model(keyless: httpx2.Client,
     assert keyless.post("/models/unload", json={"model": "one"}).status_code == 200  # the next case finds none loaded
 
 
+def test_the_openapi_document_needs_no_loaded_model(keyless: httpx2.Client) -> None:
+    assert keyless.post("/models/unload", json={"model": "one"}).status_code == 200
+    assert "/v1/completions" in keyless.get("/openapi.json").json()["paths"]
+    assert "loaded" not in states(keyless).values()
+
+
 def test_without_a_key_a_post_loads_what_a_get_then_describes(keyless: httpx2.Client) -> None:
     assert keyless.post("/v1/models/load", json={"model": "two"}).status_code == 200
     assert keyless.get("/info?model=two").json()["context"] == 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,21 @@ def test_refusals_are_shown(context: BrowserContext, server: Running) -> None:
     one.get_by_role("button", name="Send").click()
     expect(one.get_by_role("status")).to_have_text("Status 400")
     expect(one.get_by_label("Response")).to_contain_text("prompt: ")
+
+
+def test_routes_are_shown_while_the_model_is_loaded(context: BrowserContext, server: Running) -> None:
+    page = context.new_page()
+    loading = {"error": {"message": "loading", "type": "service_unavailable", "param": None, "code": "loading"}}
+    page.route("**/v1/models", lambda one: one.fulfill(status=503, json=loading))
+    page.goto(f"{server.url}/docs")
+    expect(page.locator("#state")).to_contain_text("routes")
+    route(page, CHAT).locator("summary").click()
+    expect(route(page, CHAT).get_by_label("Body of the request")).to_have_value(re.compile('"messages"'))
+    page.unroute("**/v1/models")
+    with page.expect_response("**/v1/models"):  # it is asked again until the model is there
+        pass
+    route(page, "/v1/completions").locator("summary").click()
+    expect(route(page, "/v1/completions").get_by_label("Body of the request")).to_have_value(re.compile('"tiny"'))
 
 
 def test_a_server_with_keys_asks_for_one(context: BrowserContext, tiny_directory: Path) -> None:

@@ -26,6 +26,7 @@ from nano_inference.server.dialect import Dialect, UnloadedModel, listings, stor
 from nano_inference.server.errors import ApiError, queue_full
 from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.model import OWNER, unknown_model
+from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.replicas.forwarding import (
     forwarded_headers,
@@ -67,11 +68,12 @@ class ModelsFront:
         self.is_draining = False
         self._client, self._policy = client, policy
         self._any_model, self._load_timeout, self._has_pages = any_model, load_timeout, has_pages
-        self._stored = stored_paths(dialects)
+        self._stored, self._dialects = stored_paths(dialects), dialects
         self._about_all: dict[str, Callable[[Scope, Send], Awaitable[None]]] = {
             **dict.fromkeys(("/health", "/ping", "/liveness", "/ready"), self._health),
             "/load": self._load,
             "/metrics": self._metrics,
+            "/openapi.json": self._document,
         }
         self._lists: dict[str, Callable[[Scope, Send], Awaitable[None]]] = {
             **dict.fromkeys(("/v1/models", "/v1/models/", "/models"), self._cards),
@@ -80,6 +82,7 @@ class ModelsFront:
         }
         self._page_names = {"/": "chat", **{f"/{name}": name for name in ("dashboard", "docs", *LATER)}}
         self._pages: dict[str, Page] = {}
+        self._openapi: asyncio.Task[dict[str, Any]] | None = None
         self._listings = listings(dialects)
         self._started = int(time.time())
 
@@ -288,6 +291,12 @@ class ModelsFront:
     async def _metrics(self, scope: Scope, send: Send) -> None:
         texts = await self._fetch_all(scope, "/metrics")
         await respond_text(send, (own_metrics(self.models.hosted) + merge(texts)).encode())
+
+    async def _document(self, scope: Scope, send: Send) -> None:
+        if self._openapi is None:
+            making = asyncio.to_thread(openapi, self._dialects, needs_key=not self._policy.keys.is_empty)
+            self._openapi = asyncio.create_task(making)
+        await respond(send, 200, await asyncio.shield(self._openapi))
 
     async def _fetch_all(self, scope: Scope, path: str) -> dict[int, str]:
         """GET a path from all loaded models with the client's key; return index -> text of those that answer."""

@@ -7,7 +7,10 @@ import { startTheme, toggleTheme } from "../shared/theme.js";
 import { routeElement } from "./route.js";
 import { fieldsOf } from "./schema.js";
 
+const RETRY_MS = 1000;
 const shown = [];
+/** The model that examples name; "" until it is loaded. */
+let model = "";
 
 /** Return the document's routes: [{path, method, summary, body}]; `body` is a schema or null. */
 function routesOf(document) {
@@ -22,9 +25,8 @@ async function load() {
   byId("enter-key").hidden = true;
   byId("state").textContent = "Loading";
   try {
-    const document = await (await ask("/openapi.json")).json();
-    const models = await (await ask("/v1/models")).json();
-    show(document, models.data[0].id);
+    show(await (await ask("/openapi.json")).json());
+    readModel();
   } catch (error) {
     const isLocked = error.status === 401;
     byId("enter-key").hidden = !isLocked;
@@ -32,13 +34,22 @@ async function load() {
   }
 }
 
-function show(document, model) {
+/** Ask for the model's name until the model is loaded. */
+async function readModel() {
+  try {
+    model = (await (await ask("/v1/models")).json()).data[0].id;
+  } catch {
+    setTimeout(readModel, RETRY_MS);
+  }
+}
+
+function show(document) {
   byId("version").textContent = `${document.info.title} ${document.info.version}`;
   shown.length = 0;
   for (const route of routesOf(document).sort(inOrder)) {
     const names = route.body === null ? [] : fieldsOf(route.body, document).map((field) => field.name);
     const words = [route.method, route.path, route.summary, ...names].join(" ").toLowerCase();
-    shown.push({ words, node: routeElement(route, document, model) });
+    shown.push({ words, node: routeElement(route, document, () => model) });
   }
   byId("routes").replaceChildren(...shown.map(({ node }) => node));
   filter();

@@ -9,14 +9,14 @@ const EXAMPLES = {
   max_tokens: 16, tokens: [1, 2, 3], token_ids: [1, 2, 3], input_prefix: "a = ", input_suffix: "\n",
 };
 
-/** Return the element of a route; its content is made when it is opened. `model`: the name that examples use. */
+/** Return the element of a route, whose content is made when it is opened. `model()`: the name in examples, or "". */
 export function routeElement(route, document, model) {
   const heading = el("summary", {},
     el("span", { class: "method" }, route.method.toUpperCase()), el("span", { class: "path" }, route.path),
     el("span", { class: "summary" }, route.summary));
   const node = el("details", { class: "route" }, heading);
   node.addEventListener("toggle", () => {
-    if (node.open && node.childElementCount === 1) node.append(contentOf(route, document, model));
+    if (node.open && node.childElementCount === 1) node.append(contentOf(route, document, model()));
   });
   return node;
 }
@@ -62,7 +62,7 @@ function formOf(route, document, model) {
 /** Return the body with which an example request is sent: the required fields, and a model if there is one. */
 function exampleOf(schema, document, model) {
   const { properties = {}, required = [] } = resolved(schema, document);
-  const names = new Set([...required, ...["model"].filter((name) => name in properties)]);
+  const names = new Set([...required, ...["model"].filter((name) => model !== "" && name in properties)]);
   for (const name of ["max_tokens"]) if (name in properties) names.add(name);
   if (!["messages", "prompt", "input"].some((name) => names.has(name))) {
     const first = ["messages", "prompt", "content", "text"].find((name) => name in properties);
