@@ -160,3 +160,13 @@ def test_piped_questions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert out == "[12+34 → 46] The answer is 46.\n[46+5 → 51] The answer is 51.\n"
     assert "seed = 3" in err and "tokens/s" in err and "\x1b" not in out + err
     assert "> " not in err, "a prompt in a pipe"
+
+
+def test_answer_that_repeats_itself_ends_by_name(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only in chats: `generate` and the engine run to the limit that was asked for."""
+    loop = ("-m", str(tiny), "-t", "0", "--frequency-penalty=-2", "--ignore-eos", "--max-tokens", "300")
+    assert main(["chat", *loop, "-p", "hello"]) == 0
+    err = capsys.readouterr().err
+    assert "[stopped: the answer repeats itself]" in err and "300 generated" not in err
+    assert main(["generate", *loop, "hello"]) == 0
+    assert "300 generated" in capsys.readouterr().err

@@ -377,3 +377,14 @@ def test_invalid_usage_is_reported_before_requests(capsys: Capture) -> None:
     assert err == "nano-inference: --server must be a URL such as http://127.0.0.1:8000, got 'ftp://x'\n"
     _, err = ask(capsys, "x", "--nanochat", code=2)
     assert err == "nano-inference: --server and --nanochat exclude each other\n"
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_answer_that_repeats_itself_ends_by_name(server: Scripted, capsys: Capture, ids: bool) -> None:
+    """Also with a server that sends no token ids; the connection is closed, which aborts the answer."""
+    for i in range(400):
+        text = ("la", " Femme", ",")[i % 3]
+        server.event(chunk(text, token_ids=[i % 3]) if ids else chunk(text))
+    out, err = ask(capsys, server.url)
+    assert "[stopped: the answer repeats itself]" in err and server.left.wait(60)
+    assert 128 <= len(re.findall(r"la| Femme|,", out)) < 140

@@ -286,3 +286,37 @@ def test_end_token_as_alternative_requests_only_the_beginning(chat: ChatDriver, 
     expect(chat.last().locator(".body")).to_have_text("One two")
     expect(chat.last()).to_contain_text("3 tokens")
     expect(chat.last()).not_to_contain_text("Stopped")
+
+
+def test_answer_that_repeats_itself_ends_by_name(chat: ChatDriver, fake: FakeServer) -> None:
+    """The page closes the request; Continue takes the answer up again."""
+    chat.type("Hello")
+    answer = fake.answer()
+    answer.say(*["la"] * 127)
+    expect(chat.last()).to_contain_text("127 tokens")
+    assert not answer.gone.is_set()
+    answer.say("la")
+    expect(chat.last()).to_contain_text("Stopped: the answer repeats itself.")
+    chat.wait_until_idle()
+    assert answer.gone.wait(TIMEOUT_S), "the request was not closed"
+    chat.press("Continue")
+    rest = fake.answer()
+    assert rest.body["answer_token_ids"] == [7] * 128
+    rest.complete("!")
+    chat.wait_until_idle()
+    expect(chat.last()).not_to_contain_text("repeats itself")
+    chat.watch.assert_clean()
+
+
+def test_one_of_several_answers_may_repeat_itself(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.set(samples=2)
+    chat.type("Hello")
+    answer = fake.answer()
+    answer.say(*["la"] * 130)
+    expect(chat.answers().first).to_contain_text("Stopped: the answer repeats itself.")
+    answer.say("Fine", index=1)
+    answer.finish(index=1)
+    chat.wait_until_idle()
+    expect(chat.last().locator(".body")).to_have_text("Fine")
+    expect(chat.last()).not_to_contain_text("repeats itself")
+    expect(chat.answers().first).to_contain_text("128 tokens")

@@ -12,6 +12,7 @@ from nano_inference.cli.terminal import Interrupts, bar
 from nano_inference.engine import InferenceEngine
 from nano_inference.text import stream
 from nano_inference.text.dialogue import shown, spelled
+from nano_inference.text.repetition import repeats
 from nano_inference.types import Delta, SamplingParams, TrainingSample
 
 
@@ -22,6 +23,8 @@ class Answer:
     text: str
     sample: TrainingSample
     stats: AnswerStats
+    is_repetition: bool
+    """True if the answer was ended because it repeats itself."""
 
 
 def stream_answer(
@@ -33,27 +36,32 @@ def stream_answer(
     *,
     raw: bool = False,
     quiet: bool = False,
+    ends_repetition: bool = False,
 ) -> Answer:
-    """Generate one sample and stream its text to `write`; Ctrl-C ends it early.
+    """Generate one sample and stream its text to `write`; Ctrl-C ends it early, and so does a repetition if asked.
 
     The text contains the calculator's marks, which `text.dialogue` interprets.
     """
     start = time.perf_counter()
     request_id = session.engine.add_request(prompt, params, program=session.tool)
     state = stream.start(stops=tuple(params.stop), drop_space=session.tokenizer.drops_space and not raw)
-    first, text, sample = 0.0, "", None
+    first, text, sample, ids, is_repetition = 0.0, "", None, list[int](), False
     for delta in _deltas(session.engine, len(prompt), interrupts, quiet):
         first = first or time.perf_counter() - start
         state, piece = stream.push(state, readable(session, delta.token_ids, delta.sample))
         write(piece)
         text, sample = text + spelled(piece), delta.sample
+        ids += delta.token_ids
+        is_repetition = ends_repetition and sample is None and repeats(ids)
+        if is_repetition:
+            break
     state, piece = stream.finish(state)
     write(piece)
     if sample is None:
         (sample,) = session.engine.abort(request_id)
     session.engine.step()  # removes the finished sample from the engine, which `delta.sample` has already returned
     stats = answer_stats(sample, first, time.perf_counter() - start)
-    return Answer(text=text + spelled(piece), sample=sample, stats=stats)
+    return Answer(text=text + spelled(piece), sample=sample, stats=stats, is_repetition=is_repetition)
 
 
 def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, quiet: bool) -> Iterator[Delta]:

@@ -105,7 +105,7 @@ class LocalBackend:
             parts, inside = parts_of(text, inside, with_marks=True)
             write([Piece(part.text, part.type == "python_output") for part in parts])
 
-        answer = stream_answer(self.session, prompt, params, interrupts, take, quiet=self.quiet)
+        answer = stream_answer(self.session, prompt, params, interrupts, take, quiet=self.quiet, ends_repetition=True)
         return self._reply(answer, kept, question)
 
     def _reply(self, answer: Answer, kept: tuple[Message, ...], question: Question) -> Reply:
@@ -114,7 +114,7 @@ class LocalBackend:
         return Reply(
             message=require(self.session.dialogue).answer(sample.completion_tokens, answer.text),
             kept=kept,
-            finish_reason=sample.finish_reason,
+            finish_reason="repetition" if answer.is_repetition else sample.finish_reason,
             cut_by=cut_by(self.session, sample),
             stats=stats if question.sampling.params.temperature else stats._replace(seed=None),  # greedy: no seed
             tokens=shown_tokens(self.session, sample) if question.has_tokens else (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -33,6 +34,7 @@ from nano_inference.cli.printable import one_line
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.text.chat import Message
+from nano_inference.text.repetition import repeats
 from nano_inference.types import BadRequest, SamplingParams
 
 _FAILED = 1
@@ -189,10 +191,15 @@ class RemoteBackend:
                 end()
 
         try:
-            for event in stream_json(self.address, "/chat/completions", body, on_connect, partial.add_headers):
-                pieces = partial.add_event(event)
-                if pieces:
-                    write(pieces)
+            events = stream_json(self.address, "/chat/completions", body, on_connect, partial.add_headers)
+            with closing(events):  # after a repetition this aborts the answer on the server
+                for event in events:
+                    pieces = partial.add_event(event)
+                    if pieces:
+                        write(pieces)
+                    if partial.finish_reason is None and repeats(partial.units):
+                        partial.finish_reason = "repetition"
+                        break
         except ServerError as error:
             is_complete = isinstance(error, CutOff) and partial.finish_reason is not None
             if not interrupts.pressed and not is_complete:
@@ -236,6 +243,8 @@ class PartialReply:
     parts: list[tuple[str, str]] = field(default_factory=list)
     """Kind and text of each part, for answers with a calculator."""
     tokens: list[ShownToken] = field(default_factory=list)
+    units: list[Any] = field(default_factory=list)
+    """Token ids; texts of a server that sends none."""
     finish_reason: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
     version: str | None = None
@@ -274,6 +283,8 @@ class PartialReply:
         if isinstance(entries, list):
             self.tokens += _tokens(entries, mask if isinstance(mask, list) else [])
         content = delta.get("content")
+        ids = choice.get("token_ids")
+        self.units += ids if isinstance(ids, list) else [content]
         if not isinstance(content, str) or not content:
             return []
         self.first = self.first or time.perf_counter()

@@ -48,6 +48,8 @@ def _print_end(reply: Reply, was_stopped: bool, shows_tokens: bool, quiet: bool)
         note(f"nano-inference: {reply.failure}")
     elif was_stopped:
         note("[stopped]")
+    elif reply.finish_reason == "repetition":
+        note("[stopped: the answer repeats itself]", quiet)
     elif reply.finish_reason == "length":
         note(f"[cut off: {reply.cut_by or _LENGTH_LIMIT}]", quiet)
     if shows_tokens:

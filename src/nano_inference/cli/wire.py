@@ -10,7 +10,7 @@ import ipaddress
 import json
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,7 +115,7 @@ def stream_json(
     on_headers: OnHeaders = lambda headers: None,
     *,
     max_bytes: int = MAX_BODY_BYTES,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """POST JSON and yield the JSON of every event until [DONE]. Raises `ServerError`, `CutOff` without [DONE].
 
     The reply of a server that does not stream is yielded as one event. An event has at most `max_bytes`.

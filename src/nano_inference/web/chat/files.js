@@ -6,7 +6,7 @@ import { freshId, shownPath } from "./tree.js";
 const FORMAT = "nano-inference-chats";
 const ROLES = ["user", "assistant"];
 const PARTS = ["text", "python", "python_output"];
-const FINISHES = ["stop", "length", "context", "stopped", "interrupted", "error", "abort"];
+const FINISHES = ["stop", "length", "context", "stopped", "repetition", "interrupted", "error", "abort"];
 const FIGURES = ["tokens", "first", "speed", "prompt", "cached"];
 
 /** Return conversations with their messages as the text of a JSON file. */

@@ -11,6 +11,7 @@ const ENDINGS = {
   length: "The answer reached its token limit.",
   context: "The model's context is full.",
   stopped: "Stopped.",
+  repetition: "Stopped: the answer repeats itself.",
   interrupted: "This answer was interrupted.",
   abort: "The server aborted this answer.",
   error: "This answer failed:",

@@ -8,6 +8,8 @@ const SHORTEST_S = 0.02;
 /** Default `max_tokens` for continuing a text. */
 const CONTINUATION = 200;
 const ENDS = ["stop", "abort"];
+/** The limits of `text/repetition.py`. */
+const [MAX_PERIOD, MIN_TIMES, MIN_TOKENS] = [48, 6, 128];
 
 /** Yield the data of a response's server-sent events; throws `ServerError` if the connection is lost. */
 async function* eventsOf(response) {
@@ -89,6 +91,7 @@ export async function writeAnswers(body, messages, signal, onProgress, onlyBegin
   // The server sends this header if the context has less room than max_tokens.
   const limit = response.headers.has("x-max-tokens") ? "context" : "length";
   let usage = null;
+  let isRepetition = false;
   for await (const data of eventsOf(response)) {
     if (data === "[DONE]") break;
     const event = JSON.parse(data);
@@ -97,20 +100,40 @@ export async function writeAnswers(body, messages, signal, onProgress, onlyBegin
     for (const choice of event.choices ?? []) {
       const message = messages[choice.index];
       const clock = clocks[choice.index];
+      if (message.finish === "repetition") continue;
       if (addChoice(message, choice, limit)) {
         clock.last = performance.now();
         clock.first ??= clock.last;
+      }
+      if (body.messages && message.finish === null && repeats(message)) {
+        message.finish = "repetition";
+        isRepetition = true;
       }
       message.stats = statsOf(message, clock, usage);
       onProgress(message);
       if (onlyBeginning && choice.answer_token_ids) return;
     }
+    if (isRepetition && messages.every((one) => one.finish !== null)) break;
   }
   messages.forEach((message, index) => {
     message.stats = statsOf(message, clocks[index], usage);
     onProgress(message);
   });
   if (messages.some((one) => one.finish === null)) throw new ServerError(0, "the connection was lost");
+}
+
+/** Return true if at least the last 128 new tokens are one sequence of at most 48, six times or more. */
+function repeats({ tokens, numGiven = 0 }) {
+  const hasPeriod = (period, length) => {
+    let at = tokens.length - 1;
+    while (at >= tokens.length - length + period && tokens[at][0] === tokens[at - period][0]) at -= 1;
+    return at < tokens.length - length + period;
+  };
+  for (let period = 1; period <= MAX_PERIOD; period += 1) {
+    const length = Math.max(MIN_TIMES * period, MIN_TOKENS);
+    if (tokens.length - numGiven >= length && hasPeriod(period, length)) return true;
+  }
+  return false;
 }
 
 /** Add an event's choice to a message; return true if it has tokens. `limit`: the `finish` of a truncated answer. */

@@ -7,7 +7,7 @@
  * A message: {id, conversation, parent, role, text, parts, tokens, versions, stats, seed, sample, finish, error,
  * created}. A token is [id, text, logprob, forced, alternatives], an alternative [id, text, logprob].
  * `finish`: null while the answer is generated, then "stop", "length" (max_tokens), "context" (full), "stopped",
- * "interrupted", "abort" or "error".
+ * "repetition", "interrupted", "abort" or "error".
  */
 
 const ROOT = "root";
