@@ -19,7 +19,6 @@ from nano_inference.catalog import WHEELS
 from nano_inference.cli import bench, generate, main
 from nano_inference.cli.answer import stream_answer
 from nano_inference.cli.app import report
-from nano_inference.cli.conversation import requested_sampling
 from nano_inference.cli.local import fit_to_context
 from nano_inference.cli.options import COMMON
 from nano_inference.cli.prompts import parse_lines
@@ -191,7 +190,7 @@ def test_stdin_is_one_prompt(tiny: Path, capsys: Capture, monkeypatch: pytest.Mo
         (["generate", "x", "--file", "y"], "not both"),
         (["generate", "--file", "/no/such/file"], "/no/such/file: No such file"),
         (["generate", "x", "-m", "/no/such/model"], "/no/such/model"),
-        (["generate", "x", "--max-model-len", "4"], "4"),
+        (["generate", "x", "--max-model-len", "4", "--quiet"], "4"),
         (["generate", "x", "--raw", "--system", "y"], "--raw disables"),
         (["bench", "--workload", "sleep"], "decode1, prefill, rollout"),
         (["bench", "--repeat", "0"], "--repeat must be >= 1"),
@@ -243,11 +242,10 @@ class FailingEngine:
 @pytest.mark.parametrize("n", [1, 2])
 def test_engine_failure_exits_1(tiny: Path, capsys: Capture, n: int) -> None:
     options = generate.Options(num_samples=n, raw=False, system=None, as_json=False)
-    sampling = requested_sampling(SamplingParams(), frozenset())
     with open_session(EngineConfig(model_path=str(tiny), num_threads=1), COMMON) as session:
         broken = replace(session, engine=FailingEngine(session.engine))  # type: ignore[arg-type]
         with pytest.raises(EngineDead) as caught:
-            generate.answer_all(broken, ["x"], options, sampling, COMMON)
+            generate.answer_all(broken, ["x"], options, SamplingParams(), COMMON)
     assert report(caught.value) == 1
     err = capsys.readouterr().err
     assert "the engine failed: ValueError: broken inside" in err and "Traceback" not in err
@@ -354,12 +352,26 @@ def test_generate_uses_models_sampling_for_unset_fields(tiny: Path, opinionated:
     """Options equal to the built-in defaults override the model's defaults."""
     argv = ("hello", "--seed", "5", "--max-tokens", "12", "--ignore-eos")
     likeliest, err = run(capsys, "generate", *argv, "-m", str(opinionated))
-    assert "[temperature 1.5, top_k 1: the model's defaults (generation_config.json)]" in err
+    assert "temperature 1.5, top_k 1 (the model's generation_config.json)" in err
     assert likeliest == run(capsys, "generate", *argv, "-m", str(tiny), "--temperature", "0")[0]
-    drawn, err = run(capsys, "generate", *argv, "-m", str(opinionated), "--top-k", "0", "--temperature", "1")
+    plain = ("--temperature", "1", "--top-k", "0", "--top-p", "1", "--min-p", "0")
+    drawn, err = run(capsys, "generate", *argv, "-m", str(opinionated), *plain)
     assert "generation_config" not in err and drawn != likeliest
-    assert drawn == run(capsys, "generate", *argv, "-m", str(tiny))[0]
+    assert drawn == run(capsys, "generate", *argv, "-m", str(tiny), *plain)[0]
     assert run(capsys, "generate", *argv, "-m", str(opinionated), "--quiet")[1] == ""
+
+
+def test_generate_uses_chat_defaults_but_not_for_json(tiny: Path, opinionated: Path, capsys: Capture) -> None:
+    argv = ("hello", "--seed", "5", "--max-tokens", "40", "--ignore-eos", "-m", str(tiny))
+    text, err = run(capsys, "generate", *argv)
+    assert "[chat defaults: temperature 0.7, top_p 0.95, min_p 0.05 (default for chats); options change them]" in err
+    chosen = ("--temperature", "0.7", "--top-p", "0.95", "--min-p", "0.05")
+    assert text == run(capsys, "generate", *argv, *chosen)[0]
+    neutral = ("--temperature", "1", "--top-p", "1", "--min-p", "0")
+    assert text != run(capsys, "generate", *argv, *neutral)[0]
+    assert samples_of(capsys, *argv) == samples_of(capsys, *argv, *neutral)
+    _, err = run(capsys, "generate", "--json", "hello", "--max-tokens", "12", "-m", str(opinionated))
+    assert "[temperature 1.5, top_k 1: the model's defaults (generation_config.json)]" in err
 
 
 def test_chat_prints_and_uses_chat_defaults(

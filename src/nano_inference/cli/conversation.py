@@ -14,6 +14,7 @@ from nano_inference.types import FinishReason, SamplingParams
 
 NUM_ALTERNATIVES = 5
 """Number of the most likely tokens that /tokens shows per position."""
+CHAT_HINT = "/set changes them"
 DROPPED = "[the conversation is too long for the model: its oldest {} messages were dropped]"
 _RESERVE = 512
 """Tokens reserved for an answer; at most a quarter of the context."""
@@ -192,12 +193,14 @@ def with_defaults(sampling: Sampling, defaults: Mapping[str, Any]) -> Sampling:
     return sampling._replace(params=replace(sampling.params, **unnamed))
 
 
-def print_defaults(sampling: Sampling, defaults: Mapping[str, Any], source: str, quiet: bool) -> None:
-    """Print the chat defaults of fields that the user did not set."""
+def print_defaults(
+    sampling: Sampling, defaults: Mapping[str, Any], source: str, quiet: bool, hint: str = CHAT_HINT
+) -> None:
+    """Print the chat defaults of fields that the user did not set, and how to change them."""
     unnamed = defaults.keys() - sampling.named
     if unnamed:
         named = {name: getattr(sampling.params, name) for name in sampling.named & defaults.keys()}
-        note(f"[chat defaults: {described({**defaults, **named}, source, unnamed)}; /set changes them]", quiet)
+        note(f"[chat defaults: {described({**defaults, **named}, source, unnamed)}; {hint}]", quiet)
 
 
 def plain_value(params: SamplingParams, name: str) -> Any:

@@ -12,7 +12,7 @@ from nano_inference.cli.answer import cut_by, stream_answer, text_of
 from nano_inference.cli.conversation import Sampling
 from nano_inference.cli.options import Common
 from nano_inference.cli.prompts import Prompt
-from nano_inference.cli.session import Session, encode, open_session, with_model_defaults
+from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults, with_model_defaults
 from nano_inference.cli.spelling import Typed
 from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
@@ -38,12 +38,17 @@ def run(
     if options.num_samples < 1:
         raise BadRequest(f"--n must be >= 1, got {options.num_samples}")
     with open_session(config, common, typed) as session:
-        return answer_all(session, prompts, options, sampling, common)
+        if options.as_json:
+            sampling = with_model_defaults(session, sampling, common.quiet)
+        else:
+            sampling = with_chat_defaults(session, config.model_path, sampling, common.quiet, "options change them")
+        return answer_all(session, prompts, options, sampling.params, common)
 
 
-def answer_all(session: Session, prompts: list[Prompt], options: Options, sampling: Sampling, common: Common) -> int:
+def answer_all(
+    session: Session, prompts: list[Prompt], options: Options, params: SamplingParams, common: Common
+) -> int:
     """Generate for all prompts with a loaded model and print; return the exit code. Raises `EngineDead`."""
-    params = with_model_defaults(session, sampling, common.quiet).params
     encoded = [encode(session, prompt, system=options.system, raw=options.raw) for prompt in prompts]
     with Interrupts() as interrupts:
         if len(encoded) == options.num_samples == 1 and not options.as_json:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from nano_inference.assemble import EngineParts, assemble
 from nano_inference.catalog import catalog_sampling
 from nano_inference.chat_defaults import chat_defaults
-from nano_inference.cli.conversation import Sampling, print_defaults, with_defaults
+from nano_inference.cli.conversation import CHAT_HINT, Sampling, print_defaults, with_defaults
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.prompts import Prompt
@@ -95,16 +95,18 @@ def with_model_defaults(session: Session, sampling: Sampling, quiet: bool) -> Sa
     return sampling._replace(params=replace(sampling.params, **own))
 
 
-def with_chat_defaults(session: Session, model: str, sampling: Sampling, quiet: bool) -> Sampling:
+def with_chat_defaults(
+    session: Session, model: str, sampling: Sampling, quiet: bool, hint: str = CHAT_HINT
+) -> Sampling:
     """Return the sampling with chat defaults for fields that the user did not set, and print these.
 
-    `model` is the model as the user named it. Raises `ModelError` for invalid defaults.
+    `model` is the model as the user named it, `hint` how to change defaults. Raises `ModelError` for invalid ones.
     """
     checkpoint = session.engine.parts.checkpoint
     assert checkpoint is not None, "assemble opens a checkpoint"
     sampling_defaults(checkpoint, without=sampling.named)  # refuses invalid values of fields that are used
     found = chat_defaults(generation_fields(checkpoint), catalog_sampling(model))
-    print_defaults(sampling, found.sampling, found.source, quiet)
+    print_defaults(sampling, found.sampling, found.source, quiet, hint)
     return with_defaults(sampling, found.sampling)
 
 
