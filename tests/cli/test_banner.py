@@ -19,7 +19,7 @@ def test_banner_wraps_facts_but_not_the_command(forker: Forker) -> None:
         rows = screen.text().splitlines()
         assert max(map(len, rows)) <= 60 and "  http://127.0.0.1:" in screen.text()
         (command,) = [line for line in screen.raw.decode().split("\r\n") if line.startswith("  curl -N ")]
-        assert len(command) > 120 and command.endswith("}'")
+        assert len(command) > 120 and command.endswith("}'") and '"temperature": 0' in command
         screen.send("\x03")
         assert screen.leave() == 0
 

@@ -12,9 +12,12 @@ import pytest
 import torch
 import transformers
 
+from nano_inference.catalog import catalog_sampling
+from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.text.chat import encode_chat, load_chat_template
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import SamplingParams
@@ -146,6 +149,18 @@ def test_greedy_tokens_are_identical(
         assert table.argmax(-1).tolist() == list(sample.completion_tokens)
         chosen = table.gather(-1, torch.tensor(sample.completion_tokens).unsqueeze(-1)).squeeze(-1)
         assert float((chosen - torch.tensor(sample.logprobs)).abs().max()) <= TOLERANCE
+
+
+def test_chat_defaults_answer_the_first_question(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
+    """`benchmarks/simple_questions.py --half first` asks nine more questions."""
+    assert engine.parts.checkpoint is not None
+    template = load_chat_template(engine.parts.checkpoint.tokenizer, tokenizer)
+    assert template is not None
+    prompt = encode_chat(template, tokenizer, [{"role": "user", "content": "What is the capital of France?"}])
+    sampling = {**chat_defaults({}, catalog_sampling("default")).sampling, "max_tokens": 12}
+    seeded = [SamplingParams(**sampling, seed=seed) for seed in range(20)]
+    samples = engine.generate([prompt] * 20, seeded)
+    assert sum("Paris" in tokenizer.decode(sample.completion_tokens) for sample in samples) >= 19
 
 
 def test_preempted_rollout_matches_transformers(

@@ -26,6 +26,7 @@ from nano_inference.server.log import set_up_logs
 from nano_inference.server.rl.threads import JOINING
 from nano_inference.server.run import bind, serve
 from nano_inference.server.worker_pool import has_stuck_threads
+from nano_inference.types import SamplingParams
 
 
 def run(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed) -> int:
@@ -163,6 +164,8 @@ def banner(opened: LoadedModel, config: ServerConfig, url: str, wanted_context: 
     has_key = bool(config.api_key or config.api_key_file)
     key = ' -H "authorization: Bearer $KEY"' if has_key else ""
     talk = '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true'
+    shape = {name: value for name, value in model.chat_defaults.sampling.items() if name != "max_tokens"}
+    talk += "".join(f', "{name}": {value}' for name, value in shape.items() if value != getattr(SamplingParams(), name))
     talk += ', "calculator": true' if model.calculates else ""
     origin = (
         "the model's generation_config.json" if model.generation else f"--generation-config {config.generation_config}"
