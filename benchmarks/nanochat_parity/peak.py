@@ -1,12 +1,12 @@
 """Compares a call with its matrix products with weights alone, at the peak of `torch.mm` in float32 on one thread.
 
-Both engines compute these products in full, so they are most of a large call. The C kernels can exceed that peak.
+Both engines compute these products, so they are most of a large call. The C kernels can exceed that peak.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,23 +34,24 @@ def _reached(rows: int, inner: int, columns: int) -> float:
     return best
 
 
-def product_flops(model: GPT, prompt: int, samples: int, tokens: int) -> int:
-    """Return the operations of a call's products with weights, two for each weight and position.
+def product_flops(model: GPT, prompt: int, lengths: Sequence[int]) -> int:
+    """Return the operations of the products with weights that a call needs, two for each weight and position.
 
-    Computed once: the prompt, and the logits of its last position. Then all tokens of the samples but the last ones,
-    after which nothing is drawn.
+    `prompt`: its tokens that are computed, not those of a cached prefix; the last one needs logits. `lengths`: the
+    tokens of each sample up to its terminal; nothing is drawn after the last, so it is not computed.
     """
     head = model.weights["lm_head.weight"].numel()
     layers = model.num_matmul_params() - head
-    steps = samples * (tokens - 1)
+    steps = sum(length - 1 for length in lengths)
     return 2 * (layers * (prompt + steps) + head * (1 + steps))
 
 
-def compared_with_products(row: Mapping[str, Any], flops: int, peak: float) -> str:
+def compared_with_products(row: Mapping[str, Any], peak: float) -> str:
     """Return one line on a row of the speed table: how much of its time the products take at least."""
-    least = flops / peak
+    least = row["flops"] / peak
+    call = f"d{row['depth']} n={row['samples']} top-k {row['top_k'] or '–'}{', cached prompt' * row['cached']}"
     return (
-        f"d{row['depth']} n={row['samples']} top-k {row['top_k'] or '–'}: {flops / 1e9:.1f} GFLOP; products alone at "
-        f"peak would take {least:.3f} s, which is {row['upstream'] / least:.2f}x; measured {row['ratio']:.2f}x, "
+        f"{call}: {row['flops'] / 1e9:.1f} GFLOP; products alone at peak would take {least:.3f} s, which is "
+        f"{row['upstream'] / least:.2f}x; measured {row['ratio']:.2f}x, "
         f"{least / row['ours']:.0%} of the peak over the whole call"
     )

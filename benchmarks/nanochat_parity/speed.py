@@ -1,7 +1,9 @@
 """Time this package's nanochat `Engine` beside upstream's own, on the same random weights, in one run.
 
-Both use one thread; seconds are CPU time of the process, so other programs disturb little. Each pair of runs has the
-same prompt and seed; the ratio is that of the medians. `equal` is the share of equal tokens up to the first difference
+Both use one thread; seconds are CPU time of the process, so other programs disturb little. The two runs of a pair have
+the same prompt and seed, and each pair has a new prompt, so that no prefix is cached; the ratio is the median of the
+pairs' ratios. In the rows `cached` each engine has answered the prompt once before the run that is measured: ours
+then computes its last token only, upstream all of it. `equal` is the share of equal tokens up to the first difference
 of a row: a rounding error can exchange two candidates of almost the same probability. Our cache has the size of
 upstream's for the largest call, and its pages are allocated before anything is counted (`kv_cache_bytes`): otherwise
 the first calls would pay for pages that all later ones use again. At the end: how fast an engine would be,
@@ -20,6 +22,8 @@ import os
 import statistics
 import sys
 import time
+import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,6 +94,12 @@ def run(engine: Any, prompt: list[int], **arguments: Any) -> tuple[Seconds, list
     return Seconds(time.process_time() - start, os.times().system - system), columns
 
 
+def length_of(row: Sequence[int]) -> int:
+    """Return the number of a row's tokens up to its terminal."""
+    ends = {Ids().encode_special("<|assistant_end|>"), Ids().get_bos_token_id()}
+    return next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
+
+
 def equal_share(a: list[list[int]], b: list[list[int]]) -> float:
     """Return the share of tokens before each row's first difference."""
     equal = total = 0
@@ -100,22 +110,31 @@ def equal_share(a: list[list[int]], b: list[list[int]]) -> float:
     return equal / total
 
 
-def compared(sides: dict[str, Any], samples: int, top_k: int, wish: argparse.Namespace) -> dict[str, Any]:
-    """Return the medians of `wish.repeat` pairs after one that is not counted; `system`: that part of each median."""
-    random = torch.Generator().manual_seed(samples)
-    prompt = torch.randint(0, VOCAB - 100, (wish.prompt,), generator=random).tolist()
+def compared(sides: dict[str, Any], samples: int, top_k: int, wish: argparse.Namespace, cached: bool) -> dict[str, Any]:
+    """Return the medians of `wish.repeat` pairs after one that is not counted; `system`: that part of each median.
+
+    `cached`: both engines have answered each prompt once before. `flops`: of the products that our runs need.
+    """
     seconds: dict[str, list[Seconds]] = {name: [] for name in sides}
-    shares = []
+    shares, flops = [], []
     for seed in range(wish.repeat + 1):
+        random = torch.Generator().manual_seed(zlib.crc32(f"{samples} {top_k} {cached} {seed}".encode()))
+        prompt = torch.randint(0, VOCAB - 100, (wish.prompt,), generator=random).tolist()
         arguments = {"num_samples": samples, "max_tokens": wish.tokens, "top_k": top_k or None, "seed": seed}
+        if cached:
+            for engine in sides.values():
+                run(engine, prompt, max_tokens=1)
         found = {name: run(engine, prompt, **arguments) for name, engine in sides.items()}
         for name, (took, _) in found.items():
             seconds[name] += [took] if seed else []
         shares.append(equal_share(found["upstream"][1], found["ours"][1]))
+        lengths = [length_of(row) for row in zip(*found["ours"][1], strict=True)]
+        flops.append(product_flops(sides["ours"].model, 1 if cached else wish.prompt, lengths))
     middle = {name: statistics.median(one.all for one in values) for name, values in seconds.items()}
     system = {name: statistics.median(one.system for one in values) for name, values in seconds.items()}
-    ratio = middle["upstream"] / middle["ours"]
-    return {**middle, "system": system, "ratio": ratio, "equal": statistics.mean(shares)}
+    ratio = statistics.median(a.all / b.all for a, b in zip(*seconds.values(), strict=True))
+    facts = {"equal": statistics.mean(shares), "flops": statistics.median(flops[1:])}
+    return {"samples": samples, "top_k": top_k, "cached": cached, **middle, "system": system, "ratio": ratio, **facts}
 
 
 def main() -> None:
@@ -129,26 +148,23 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     wish = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'model':>6}{'n':>5}{'top-k':>7}{'upstream s':>12}{'ours s':>9}{'ratio':>8}{'equal':>8}")
+    print(f"{'model':>6}{'n':>5}{'top-k':>7}{'prompt':>8}{'upstream s':>12}{'ours s':>9}{'ratio':>8}{'equal':>8}")
     rows: list[dict[str, Any]] = []
-    flops: list[int] = []
     peaks = [peak_flops()]
     for depth in wish.depths:
         sides = engines(wish.checkout, depth, max(wish.samples) * (wish.prompt + wish.tokens))
-        for top_k in wish.top_k:
-            for samples in wish.samples:
-                row = {"depth": depth, "samples": samples, "top_k": top_k, **compared(sides, samples, top_k, wish)}
-                rows.append(row)
-                flops.append(product_flops(sides["ours"].model, wish.prompt, samples, wish.tokens))
-                head = f"{f'd{depth}':>6}{samples:>5}{top_k or '–':>7}"
-                figures = f"{row['upstream']:>12.3f}{row['ours']:>9.3f}{row['ratio']:>7.2f}x{row['equal']:>8.1%}"
-                print(head + figures, flush=True)
+        calls = [(samples, top_k, False) for top_k in wish.top_k for samples in wish.samples]
+        for samples, top_k, cached in [*calls, (wish.samples[0], wish.top_k[0], True)]:
+            row = {"depth": depth, **compared(sides, samples, top_k, wish, cached)}
+            rows.append(row)
+            head = f"{f'd{depth}':>6}{samples:>5}{top_k or '–':>7}{'cached' if cached else 'new':>8}"
+            figures = f"{row['upstream']:>12.3f}{row['ours']:>9.3f}{row['ratio']:>7.2f}x{row['equal']:>8.1%}"
+            print(head + figures, flush=True)
         peaks.append(peak_flops())
-    peak = max(peaks)
     print(f"peak of torch.mm, before and after each model: {', '.join(f'{one / 1e9:.0f}' for one in peaks)} GFLOP/s")
-    for row, operations in zip(rows, flops, strict=True):
+    for row in rows:
         if row["depth"] == max(wish.depths):
-            print(compared_with_products(row, operations, peak))
+            print(compared_with_products(row, max(peaks)))
     print(json.dumps(rows))
 
 
