@@ -55,6 +55,7 @@ check: .venv/ready-dev
 # `make test` with all random cases of tests/effort.py instead of a third of them.
 thorough:
 	NANO_INFERENCE_THOROUGH=1 $(MAKE) test
+	$(BIN)/python benchmarks/reliability/fuzz_configs.py
 
 # The tests without the default model and without a download.
 fast: .venv/ready-dev

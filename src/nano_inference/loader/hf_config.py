@@ -30,7 +30,8 @@ class _Rules:
     windows: Literal["none", "all", "upper", "unrotated", "pattern"] = "none"
     """Layers with a sliding window if there is no `layer_types`: none; all; those from `max_window_layers` on; those
     without rotary embedding; all but every nth."""
-    window_period: int = 2
+    window_period: int | None = 2
+    """None: the field `sliding_window_pattern`, by default 6."""
     window: int | None = None
     theta: float = 10000.0
     kv_heads: int | None = None
@@ -45,8 +46,8 @@ class _Rules:
     mlp_bias: bool = False
     """True if the `mlp_bias` field is read."""
     qk_norm: bool = False
-    softcaps: tuple[float | None, float | None] = (None, None)
-    """Defaults of attn_logit_softcapping and final_logit_softcapping."""
+    softcaps: tuple[tuple[str, float | None], ...] = ()
+    """Fields of soft caps with their defaults."""
 
 
 _GEMMA_2 = _Rules(
@@ -60,9 +61,16 @@ _GEMMA_2 = _Rules(
     tied=True,
     bos=2,
     eos=1,
-    softcaps=(50.0, 30.0),
+    softcaps=(("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)),
 )
-_GEMMA_3 = replace(_GEMMA_2, window_period=6, theta=1e6, max_positions=131072, qk_norm=True, softcaps=(None, None))
+_GEMMA_3 = replace(
+    _GEMMA_2,
+    window_period=None,
+    theta=1e6,
+    max_positions=131072,
+    qk_norm=True,
+    softcaps=(("final_logit_softcapping", None),),
+)
 _RULES: Mapping[str, _Rules] = {
     "LlamaForCausalLM": _Rules(max_positions=2048, bos=1, eos=2, mlp_bias=True),
     "MistralForCausalLM": _Rules(
@@ -97,6 +105,9 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
     rules = _RULES[architecture]
     heads = config.integer("num_attention_heads")
     hidden = config.integer("hidden_size")
+    kv_heads = config.integer("num_key_value_heads", _kv_heads(config, rules, heads))
+    if heads % kv_heads:
+        raise ModelError(f"{config.origin}: num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
     head_dim = _head_dim(config, rules, hidden, heads)
     layer_types, rotated = _layers(config, rules)
     ropes = _ropes(config, rules, architecture, head_dim, sorted(set(layer_types)))
@@ -110,7 +121,7 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
             hidden_size=hidden,
             intermediate_size=config.integer("intermediate_size"),
             num_heads=heads,
-            num_kv_heads=config.integer("num_key_value_heads", _kv_heads(config, rules, heads)),
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
             layers=_layer_configs(config, rules, layer_types, rotated, ropes),
             ropes=tuple(dict.fromkeys(ropes.values())),
@@ -123,8 +134,8 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
             mlp_bias=rules.mlp_bias and config.flag("mlp_bias", False),
             qk_norm=rules.qk_norm,
             attention_scale=config.number("query_pre_attn_scalar", 256.0, high=1e9) ** -0.5 if is_gemma else None,
-            attention_softcap=_softcap(config, rules, "attn_logit_softcapping", 0),
-            logits_softcap=_softcap(config, rules, "final_logit_softcapping", 1),
+            attention_softcap=_softcap(config, rules, "attn_logit_softcapping"),
+            logits_softcap=_softcap(config, rules, "final_logit_softcapping"),
             embedding_scale=math.sqrt(hidden) if is_gemma else None,
             eos_token_ids=_eos_ids(config, generation, rules, vocab_size),
             bos_token_id=_bos_id(config, generation, rules, vocab_size),
@@ -186,10 +197,10 @@ def _activation(config: Fields, rules: _Rules) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _softcap(config: Fields, rules: _Rules, field: str, index: int) -> float | None:
-    if rules.family != "gemma":
-        return None
-    return config.optional_number(field, high=1e6) if field in config.values else rules.softcaps[index]
+def _softcap(config: Fields, rules: _Rules, name: str) -> float | None:
+    defaults = dict(rules.softcaps)
+    is_given = name in defaults and name in config.values
+    return config.optional_number(name, high=1e6) if is_given else defaults.get(name)
 
 
 def _layers(config: Fields, rules: _Rules) -> tuple[tuple[str, ...], tuple[bool, ...]]:
@@ -201,6 +212,7 @@ def _layers(config: Fields, rules: _Rules) -> tuple[tuple[str, ...], tuple[bool,
         return tuple(_default_types(config, rules, rotated)), rotated
     if len(explicit) != num_layers:
         raise ModelError(f"{config.origin}: layer_types has {len(explicit)} entries for {num_layers} layers")
+    explicit = [FULL if kind == "attention" else kind for kind in explicit]  # an older name
     for kind in explicit:
         if kind not in (FULL, SLIDING):
             raise ModelError(f"{config.origin}: layer_types holds {shown(kind)}; known: {FULL}, {SLIDING}")
@@ -224,7 +236,7 @@ def _rotated(config: Fields, num_layers: int) -> tuple[bool, ...]:
 def _default_types(config: Fields, rules: _Rules, rotated: tuple[bool, ...]) -> Iterable[str]:
     """Yield each layer's type for a file without `layer_types`."""
     first_window = config.integer("max_window_layers", 28, low=0)
-    period = config.integer("sliding_window_pattern", rules.window_period)
+    period = rules.window_period or config.integer("sliding_window_pattern", 6)
     has_window = _window(config, rules) is not None
     for i, is_rotated in enumerate(rotated):
         slides = {
@@ -271,10 +283,11 @@ def _ropes(
     config: Fields, rules: _Rules, architecture: str, head_dim: int, kinds: Iterable[str]
 ) -> dict[str, RopeConfig]:
     """Return the rotary embedding of each layer type."""
-    find = _gemma_3_rope if architecture == "Gemma3ForCausalLM" else _plain_rope
     out: dict[str, RopeConfig] = {}
     for kind in kinds:
-        fields = find(config, rules, kind)
+        fields = (
+            _gemma_3_rope(config, rules, kind) if architecture == "Gemma3ForCausalLM" else _plain_rope(config, rules)
+        )
         try:
             out[kind] = _rope(fields, config.integer("max_position_embeddings", rules.max_positions), head_dim)
         except ValueError as error:
@@ -282,30 +295,33 @@ def _ropes(
     return out
 
 
-def _plain_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
-    """Return one layer type's rotary parameters; `rope_scaling` takes precedence over `rope_parameters`."""
-    name = "rope_scaling" if config.mapping("rope_scaling") else "rope_parameters"
-    fields = config.within(name)
-    is_nested = any(key in (FULL, SLIDING) for key in fields.values)
-    if is_nested and not fields.mapping(kind):
-        raise ModelError(f"{fields.origin} has no {kind}, which some layers are")
-    found = dict(fields.mapping(kind) if is_nested else fields.values)
+def _plain_rope(config: Fields, rules: _Rules) -> Fields:
+    """Return the rotary parameters; `rope_scaling` takes precedence over `rope_parameters`."""
+    fields = config.within("rope_scaling" if config.mapping("rope_scaling") else "rope_parameters")
+    if FULL in fields.values or SLIDING in fields.values:
+        raise ModelError(f"{fields.origin} must not differ between layer types")
     outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    found = _filled(fields.values, {**outer, "rope_theta": outer["rope_theta"] or rules.theta})
     # The original length of a context extension may be outside the rotary parameters.
-    if not is_nested and config.get("original_max_position_embeddings") is not None:
+    if config.get("original_max_position_embeddings") is not None:
         found["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
-    return Fields(fields.origin, _filled(found, {**outer, "rope_theta": outer["rope_theta"] or rules.theta}))
+    return Fields(fields.origin, found)
 
 
 def _gemma_3_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
     """Return one layer type's rotary parameters for Gemma 3: only full layers are scaled; sliding ones have a base."""
-    given = config.within("rope_parameters")
+    given, scaling = config.within("rope_parameters"), config.within("rope_scaling")
     if given.values and not any(key in (FULL, SLIDING) for key in given.values):
         raise ModelError(f"{given.origin} must have {FULL} and {SLIDING}")
     found = dict(given.mapping(kind))
+    # Transformers does not read these two forms, other programs do.
+    if False in (found.get("truncate"), given.get("truncate"), scaling.get("truncate")):
+        raise ModelError(f"{given.origin}: truncate is not supported")
+    if scaling.get("rope_type") is None and scaling.text("type", "default") != "default":
+        raise ModelError(f"{scaling.origin}: rope_type is missing")
     if kind == SLIDING:
         return Fields(given.origin, _filled(found, {"rope_theta": config.number("rope_local_base_freq", 10000.0)}))
-    found.update(config.mapping("rope_scaling"))
+    found.update(scaling.values)
     return Fields(given.origin, _filled(found, {"rope_theta": config.number("rope_theta", rules.theta)}))
 
 
@@ -317,16 +333,17 @@ def _filled(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
 def _rope(rope: Fields, max_positions: int, head_dim: int) -> RopeConfig:
     """Return the rotary embedding described by one object of rotary parameters."""
     kind = rope.text("rope_type", rope.text("type", "default"))
-    dimensions = int(head_dim * rope.number("partial_rotary_factor", 1.0, high=1.0))
     theta = rope.number("rope_theta")
-    config = partial(RopeConfig, theta=theta, rotary_dim=dimensions, max_positions=max_positions)
-    if kind == "default":
+    config = partial(RopeConfig, theta=theta, rotary_dim=head_dim, max_positions=max_positions)
+    if kind == "default":  # none of these families rotates a part of its heads: their own code ignores the field
         return config()
+    if int(head_dim * rope.number("partial_rotary_factor", 1.0)) != head_dim:
+        raise ModelError(f"{rope.origin}: partial_rotary_factor is not supported with the rope type {shown(kind)}")
     if kind == "linear":
         return config(kind="linear", factor=rope.number("factor", high=1e6))
     if kind == "dynamic":
-        if dimensions < 4:
-            raise ModelError(f"{rope.origin}: dynamic scaling needs at least 4 rotary dimensions, got {dimensions}")
+        if head_dim < 4:
+            raise ModelError(f"{rope.origin}: dynamic scaling needs at least 4 rotary dimensions, got {head_dim}")
         return config(kind="dynamic", factor=rope.number("factor", high=1e6), original_max_positions=max_positions)
     if kind == "llama3":
         return _llama3_rope(rope, config, max_positions)
