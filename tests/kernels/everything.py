@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 
+from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
+from nano_inference.executors.sampling import WholeVocabulary, draw
 from nano_inference.kernels import native
 from nano_inference.kernels.compile import Isa, compile_library, sources
 from nano_inference.kernels.library import Library
@@ -33,6 +35,7 @@ from nano_inference.kernels.native import Cache, Continuation, NativeProgram
 from nano_inference.kernels.program import Activate, Embed, Keep, Product, Program, Softcap
 from tests.kernels import reference, steps
 from tests.kernels.steps import FORMATS, Shape, Span
+from tests.kernels.test_draw import random_draws
 
 SHAPES = (
     Shape(num_heads=3, num_kv_heads=1, head_dim=20, block_size=16, num_rows=5, chunks=(9,), longest=290),
@@ -111,6 +114,10 @@ def check_draws(library: Library) -> None:
         assert all(0 <= token < vocab_size for token in tokens)
         logits_BV[2, 0], logits_BV[3, -1] = torch.nan, torch.inf
         native.draw(library, logits_BV, *arguments)
+    for seed in range(12):
+        logits_BV, rows = random_draws(seed, 8, (40, 513, 1040)[seed % 3])
+        expected = draw(logits_BV.clone(), rows, WholeVocabulary(kernel_normalise(library)))
+        assert repr(KernelSampler(library)(logits_BV, rows)) == repr(expected)
 
 
 def check_all(library: Library) -> None:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from nano_inference import sample_with_logprobs
+from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
+from nano_inference.executors.sampling import WholeVocabulary, draw
 from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
+from nano_inference.runner import Row
 from tests.kernels import reference
 from tests.kernels.conftest import Team
 from tests.kernels.steps import random
 from tests.logit_shapes import SHAPES, shaped
+from tests.test_sampling import random_row
+from tests.test_sampling import row as row_of
 
 VOCABS = (1, 7, 8, 16, 511, 512, 513, 1025, 49152)
 TEMPERATURES = (0.0, 1e-9, 0.01, 0.5, 1.0, 1.7, 100.0)
@@ -188,3 +196,38 @@ def test_greedy_draws_lowest_token_among_ties(library: Library) -> None:
     logits_BV[2, 1029] = 2.0
     assert native.draw(library, logits_BV, [0.0] * 3, [0.9] * 3, [False] * 3)[0] == [0, 17, 1029]
     assert reference.draw(logits_BV, [0.0] * 3, [0.9] * 3, [False] * 3)[0] == [0, 17, 1029]
+
+
+def random_draws(seed: int, count: int, vocab_size: int) -> tuple[Tensor, list[Row]]:
+    """Return logits, some tied, impossible or all equal, and rows with random options."""
+    rng = Random(seed)
+    rows = []
+    for number in range(count):
+        one = random_row(rng, number, vocab_size)
+        more: Any = {"raw_logprobs": rng.random() < 0.3, "sampling_mask": rng.random() < 0.3}
+        more["logprob_token_ids"] = (3, 1, 9) if one.params.logprobs is not None and rng.random() < 0.3 else ()
+        params = replace(one.params, frequency_penalty=rng.choice([0, 0.3]), **more)
+        rows.append(one._replace(params=params))
+    logits_BV = torch.randn(count, vocab_size, generator=random(seed)) * rng.choice([0.0, 0.3, 2.5, 8.0])
+    logits_BV = logits_BV.round() if seed % 3 == 0 else logits_BV
+    if seed % 4 == 0:
+        logits_BV[:, ::3] = -torch.inf
+    return logits_BV, rows
+
+
+@pytest.mark.parametrize(("vocab_size", "num_cases"), [(40, 40), (513, 40), (1300, 20), (49_157, 3)])
+def test_options_give_the_references_bits(team: Team, vocab_size: int, num_cases: int) -> None:
+    """Tokens, log-probabilities of every mode, alternatives, sampling masks: the same bits as `sampling.draw`."""
+    vocabulary = WholeVocabulary(kernel_normalise(team[1]))
+    for seed in range(num_cases):
+        logits_BV, rows = random_draws(seed, 8, vocab_size)
+        expected = draw(logits_BV.clone(), rows, vocabulary)
+        for threads in (1, 3):
+            assert repr(KernelSampler(team[threads])(logits_BV.clone(), rows)) == repr(expected), seed
+
+
+def test_whole_vocabulary_of_a_flat_nucleus(library: Library) -> None:
+    logits_BV = torch.randn(2, 49_157, generator=random(3)) * 0.01
+    rows = [row_of(logprobs=49_157, sampling_mask=True, **one) for one in ({"top_p": 0.97}, {"top_k": 40_000})]
+    expected = draw(logits_BV.clone(), rows, WholeVocabulary(kernel_normalise(library)))
+    assert KernelSampler(library)(logits_BV, rows) == expected

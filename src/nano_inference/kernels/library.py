@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from pathlib import Path
 
 F32, BF16, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, INT8 = range(9)
@@ -97,7 +97,22 @@ class DrawsStruct(ctypes.Structure):
         ("logits", c_void_p),
         ("stride", c_int64),
         ("vocab_size", c_int64),
-        *((name, c_void_p) for name in ("temperature", "uniform", "is_raw", "token", "logprob")),
+        *((name, c_void_p) for name in ("temperature", "uniform", "is_raw", "special", "token", "logprob")),
+    )
+
+
+class SpecialStruct(ctypes.Structure):
+    """Options of one row's draw; c/sample.h documents the fields."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("top_p", "min_p")),
+        *((name, c_float) for name in ("repetition", "presence", "frequency")),
+        *((name, c_int32) for name in ("top_k", "report", "wants_raw", "wants_kept")),
+        *((name, c_int32) for name in ("num_seen", "num_biased", "num_named", "num_tops")),
+        ("mask_bytes", c_int64),
+        *((name, c_void_p) for name in ("seen", "times", "biased", "bias", "mask", "named", "named_logprob")),
+        *((name, c_void_p) for name in ("top_id", "top_logprob")),
+        ("raw_logprob", c_float),
     )
 
 
@@ -112,7 +127,10 @@ class SumsStruct(ctypes.Structure):
     )
 
 
-STRUCTS = (OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, DrawsStruct, TokensStruct, SumsStruct)
+STRUCTS = (
+    *(OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, DrawsStruct, TokensStruct, SumsStruct),
+    SpecialStruct,
+)
 """In the order of `nano_sizes`, which returns the size of each in C."""
 
 

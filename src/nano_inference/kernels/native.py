@@ -25,6 +25,7 @@ from nano_inference.kernels.library import (
     OpStruct,
     ProgramStruct,
     RopeStruct,
+    SpecialStruct,
     StepStruct,
     SumsStruct,
 )
@@ -287,27 +288,96 @@ def stride_of(width: int) -> int:
     return (-(-width // _LINE_FLOATS) | 1) * _LINE_FLOATS
 
 
+REPORTS = ("raw", "tempered", "processed")
+
+
+@dataclass(slots=True, kw_only=True)
+class Special:
+    """What one row wants beyond a temperature and its token's log-probability; `draw` writes the results."""
+
+    report: str
+    """One of `REPORTS`."""
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition: float
+    presence: float
+    frequency: float
+    times: Mapping[int, int]
+    """Tokens so far, and how often each is in the output."""
+    bias: Mapping[int, float]
+    """-inf excludes a token."""
+    mask: bytes | None
+    """A bit for each allowed id."""
+    named: Sequence[int]
+    num_tops: int
+    wants_raw: bool
+    wants_kept: bool
+    named_logprobs: Sequence[float] = ()
+    tops: Sequence[tuple[int, float]] = ()
+    raw_logprob: float = 0.0
+    kept: Sequence[int] = ()
+    """Ids that can be sampled, if `wants_kept`."""
+
+
 def draw(
     library: Library,
     logits_BV: Tensor,
     temperatures: Sequence[float],
     uniforms: Sequence[float],
     is_raw: Sequence[bool],
+    special: Sequence[Special | None] = (),
 ) -> tuple[list[int], list[float]]:
     """Draw one token per row from float32 logits; return tokens and log-probabilities (c/sample.h).
 
-    `is_raw` requests the log-probability at temperature 1. A log-probability is NaN if the logits contain NaN or +inf,
-    or are all -inf.
+    `is_raw` requests the log-probability at temperature 1. `special` has an entry for each row, or none. A
+    log-probability is NaN if the logits contain NaN or +inf, or are all -inf. Rows with `wants_kept` are overwritten.
     """
     num_rows, vocab_size = logits_BV.shape
     temperature_B, uniform_B, raw_B = array("f", temperatures), array("d", uniforms), array("i", is_raw)
     token_B, logprob_B = array("i", bytes(4 * num_rows)), array("f", bytes(4 * num_rows))
-    arrays: tuple[array[Any], ...] = (temperature_B, uniform_B, raw_B, token_B, logprob_B)
-    draws = DrawsStruct(logits_BV.data_ptr(), logits_BV.stride(0), vocab_size, *map(_address, arrays))
+    options = [None if one is None else _SpecialMemory(one) for one in special]
+    addresses = (ctypes.c_void_p * len(options))(*(one and ctypes.addressof(one.struct) for one in options))
+    draws = DrawsStruct(
+        *(logits_BV.data_ptr(), logits_BV.stride(0), vocab_size),
+        *(_address(temperature_B), _address(uniform_B), _address(raw_B)),
+        *(ctypes.addressof(addresses) if options else None, _address(token_B), _address(logprob_B)),
+    )
     failed = library.code.nano_draw(library.pool, ctypes.byref(draws), num_rows)
     if failed:
         raise MemoryError("a step needs more memory than there is")
+    for row, one in enumerate(options):
+        if one is not None:
+            one.read(logits_BV[row])
     return token_B.tolist(), logprob_B.tolist()
+
+
+class _SpecialMemory:
+    """The C structure of a row's options, and the arrays it refers to."""
+
+    def __init__(self, special: Special) -> None:
+        self._special = one = special
+        self._seen, self._times = array("i", one.times.keys()), array("i", one.times.values())
+        self._biased, self._bias = array("i", one.bias.keys()), array("f", one.bias.values())
+        self._named, self._logprobs = array("i", one.named), array("f", bytes(4 * len(one.named)))
+        self._ids, self._tops = array("i", bytes(4 * one.num_tops)), array("f", bytes(4 * one.num_tops))
+        self.struct = SpecialStruct(
+            *(one.top_p, one.min_p, one.repetition, one.presence, one.frequency),
+            *(one.top_k, REPORTS.index(one.report), one.wants_raw, one.wants_kept),
+            *(len(self._seen), len(self._bias), len(self._named), one.num_tops, len(one.mask or b"")),
+            *map(_address, (self._seen, self._times, self._biased, self._bias)),
+            ctypes.cast(one.mask, ctypes.c_void_p),
+            *map(_address, (self._named, self._logprobs, self._ids, self._tops)),
+        )
+
+    def read(self, logits_V: Tensor) -> None:
+        """Write the results into the `Special`."""
+        one, ids = self._special, self._ids.tolist()
+        count = ids.index(-1) if -1 in ids else len(ids)
+        one.tops = list(zip(ids[:count], self._tops.tolist(), strict=False))
+        one.named_logprobs, one.raw_logprob = self._logprobs.tolist(), self.struct.raw_logprob
+        if one.wants_kept:
+            one.kept = np.flatnonzero(logits_V.numpy() > -np.inf).tolist()
 
 
 def normalise(library: Library, logits_BV: Tensor, temperatures: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -1,59 +1,57 @@
-"""Draws tokens with the CPU kernels (rows that use only a temperature) or with `sampling.draw` (all other rows).
+"""Draws tokens with the CPU kernels; `sampling.draw` is the reference.
 
-The choice depends on the row's own parameters only, so its token does not depend on the other rows of the batch.
+Torch never computes with a whole row of logits here: its threads wait for each other by spinning, which takes
+milliseconds a call beside busy processes.
 
 Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 
-from nano_inference.executors.sampling import WholeVocabulary, draw, results
+from nano_inference.executors.sampling import results
 from nano_inference.executors.truncation import truncation_of
 from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
+from nano_inference.kernels.native import Special
 from nano_inference.logprobs import Normalise, Normaliser, divisors_of
-from nano_inference.runner import Row, RowResult
+from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.seeds import uniform
-
-Draw = Callable[[Tensor, Sequence[Row], WholeVocabulary], Sequence[RowResult]]
-"""The type of `sampling.draw`."""
+from nano_inference.types import TokenLogprob
 
 
 class KernelSampler:
-    """Samples with the C kernels; satisfies `executors.step.Sampler`."""
+    """Samples with the C kernels; satisfies `executors.step.Sampler`. A row's result does not depend on the others."""
 
-    def __init__(self, library: Library, draw_special: Draw = draw) -> None:
-        """`draw_special` draws the rows that the kernels cannot; see `sampling.draw`."""
+    def __init__(self, library: Library) -> None:
         self._library = library
-        self._draw_special = draw_special
-        self._vocabulary = WholeVocabulary(kernel_normalise(library))
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         """Draw one token per row; may overwrite the logits."""
-        plain = [i for i, row in enumerate(rows) if is_plain(row)]
-        if len(plain) == len(rows):
-            return self._draw_plain(logits_BV, rows)
-        special = [i for i, row in enumerate(rows) if not is_plain(row)]
-        drawn = self._draw_special(logits_BV[special], [rows[i] for i in special], self._vocabulary)
-        found = dict(zip(special, drawn, strict=True))
-        if plain:
-            found |= zip(plain, self._draw_plain(logits_BV[plain], [rows[i] for i in plain]), strict=True)
-        return [found[i] for i in range(len(rows))]
-
-    def _draw_plain(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
+        vocab_size = logits_BV.size(-1)
+        special = [None if is_plain(row) else _special(row, vocab_size) for row in rows]
+        is_all_plain = not any(special)
         tokens, logprobs = native.draw(
             self._library,
             logits_BV,
             [row.params.temperature for row in rows],
             [uniform(row.seed, row.sample_index, row.start + len(row.tokens)) for row in rows],
             [row.logprobs_mode == "raw" for row in rows],
+            () if is_all_plain else special,
         )
-        return results(rows, tokens, logprobs)
+        if is_all_plain:
+            return results(rows, tokens, logprobs)
+        tops = [() if one is None else _tops(one) for one in special]
+        extras: list[DrawExtras] = []
+        if any(row.params.raw_logprobs or row.params.sampling_mask for row in rows):
+            extras = [DrawExtras() if one is None else _extras(one, vocab_size) for one in special]
+        return results(rows, tokens, logprobs, tops, extras)
 
 
 def is_plain(row: Row) -> bool:
@@ -62,6 +60,52 @@ def is_plain(row: Row) -> bool:
     is_adjusted = row.history or params.logit_bias or params.allowed_token_ids is not None or row.banned
     wants_more = params.logprobs or params.logprob_token_ids or params.raw_logprobs or params.sampling_mask
     return not (is_adjusted or row.mask is not None or wants_more or truncation_of(row).is_active)
+
+
+def _special(row: Row, vocab_size: int) -> Special:
+    """Return the options of a row's draw."""
+    params, cut = row.params, truncation_of(row)
+    output = Counter(row.history[row.num_prompt :])
+    is_restricted = params.allowed_token_ids is not None or row.mask is not None or bool(row.banned)
+    return Special(
+        report=row.logprobs_mode,
+        top_k=cut.top_k,
+        top_p=cut.top_p,
+        min_p=cut.min_p,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        times=dict.fromkeys(row.history, 0) | output,
+        bias={**params.logit_bias, **dict.fromkeys(row.banned, -np.inf)},
+        mask=_allowed(row, vocab_size),
+        named=params.logprob_token_ids,
+        num_tops=params.logprobs or 0,
+        wants_raw=params.raw_logprobs,
+        wants_kept=params.sampling_mask and (is_restricted or cut.is_active),
+    )
+
+
+def _allowed(row: Row, vocab_size: int) -> bytes | None:
+    """Return a bit mask of the ids that both the matcher's mask and `allowed_token_ids` allow; None without either."""
+    if row.params.allowed_token_ids is None:
+        return row.mask
+    is_allowed_V = np.zeros(vocab_size, np.bool_)
+    is_allowed_V[list(row.params.allowed_token_ids)] = True
+    bits = np.packbits(is_allowed_V, bitorder="little").tobytes()
+    if row.mask is None:
+        return bits
+    both = int.from_bytes(bits, "little") & int.from_bytes(row.mask, "little")
+    return both.to_bytes(len(bits), "little")
+
+
+def _tops(special: Special) -> tuple[TokenLogprob, ...]:
+    named = zip(special.named, special.named_logprobs, strict=True)
+    return tuple(TokenLogprob(token, logprob) for pairs in (named, special.tops) for token, logprob in pairs)
+
+
+def _extras(special: Special, vocab_size: int) -> DrawExtras:
+    is_masked = special.wants_kept and len(special.kept) < vocab_size
+    return DrawExtras(special.raw_logprob if special.wants_raw else None, tuple(special.kept) if is_masked else None)
 
 
 def kernel_normalise(library: Library) -> Normalise:

@@ -404,10 +404,13 @@ typedef struct { const Draws *draws; int64_t num_rows; _Atomic int failed; } Dra
 static void draw_body(Worker *w, void *argument) {
     DrawRun *r = argument;
     begin_job(w);
-    double *weights = scratch_of(w, 8 * (size_t)((r->draws->vocab_size + BLOCK - 1) / BLOCK));
+    const Draws *d = r->draws;
+    const size_t num_weights = (size_t)((d->vocab_size + BLOCK - 1) / BLOCK + 7) / 8 * 8;
+    double *weights = scratch_of(w, 8 * num_weights + (d->special ? special_bytes(d->vocab_size) : 0));
     FOR_PIECES(w, row, r->num_rows) {
-        if (weights) sample_row(r->draws, row, weights);
-        else atomic_store(&r->failed, 1);
+        if (!weights) atomic_store(&r->failed, 1);
+        else if (d->special && d->special[row]) sample_special(d, row, d->special[row], weights, weights + num_weights);
+        else sample_row(d, row, weights);
     }
     finish_job(w, r->num_rows);
 }
@@ -554,6 +557,7 @@ int64_t nano_sizes(int which) {          /* checked against the ctypes structure
     case 5: return sizeof(Draws);
     case 6: return sizeof(Tokens);
     case 7: return sizeof(Sums);
+    case 8: return sizeof(Special);
     default: return -1;
     }
 }
