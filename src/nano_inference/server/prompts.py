@@ -17,7 +17,7 @@ from nano_inference.text.tool_format import speaks_of_tools
 from nano_inference.text.tool_prompt import with_tools
 
 _Rendered = TypeVar("_Rendered", bound=RenderingFields)
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 _CALCULATOR_PARTS = frozenset({"python", "python_output"})
 
 
@@ -162,6 +162,8 @@ def _plain_message(index: int, message: Message, kinds: Collection[str]) -> dict
             types = ("text" if part.type in _TEXT_PARTS else part.type for part in message.content)
             plain["content"] = [{"type": kind, "text": text} for kind, text in zip(types, texts, strict=True)]
     if plain["content"] is None and not (plain.get("tool_calls") or plain.get("function_call")):
+        if message.role == "assistant":  # cut off in its reasoning, or a refusal
+            return {**plain, "content": plain.get("refusal") or ""}
         raise ApiError(
             400,
             f"messages.{index}.content: must be a string or a list of text parts",
@@ -173,9 +175,9 @@ def _plain_message(index: int, message: Message, kinds: Collection[str]) -> dict
 def _text_of(part: TextPart, where: str, kinds: Collection[str]) -> str:
     if part.type not in _TEXT_PARTS and part.type not in kinds:
         raise ApiError(400, f"{where}.type: {part.type[:64]!r} is not supported, only text", param=where)
-    if part.text is None:
+    if part.words is None:
         raise ApiError(400, f"{where}.text: field required", param=f"{where}.text")
-    return part.text
+    return part.words
 
 
 def _answer_parts(parts: Any, where: str, kinds: Collection[str]) -> list[dict[str, str]]:

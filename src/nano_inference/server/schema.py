@@ -269,6 +269,12 @@ class TextPart(Body):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """The text of the part, or of a refusal; None without one."""
+        return self.refusal if self.type == "refusal" else self.text
 
 
 class Message(Body):

@@ -39,7 +39,7 @@ _CHAT_FIELD = re.compile(
 )
 """A chat's field in an error, with its path: `messages[2].content`, `response_format.json_schema.schema`."""
 _ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning", "compaction"})
-_TEXT_TYPES = frozenset({"input_text", "output_text", "text"})
+_TEXT_TYPES = frozenset({"input_text", "output_text", "text", "refusal"})
 EARLIER = "previous_response_id"
 """The place, in errors, of items that the request did not send."""
 
@@ -54,6 +54,8 @@ class Messages:
     """Reasoning of the assistant's next message."""
 
     def add(self, place: str, **message: Any) -> None:
+        if self.thoughts and message["role"] == "user":  # the answer was cut off in its reasoning
+            self.add(place, role="assistant", content="")
         if self.thoughts and message["role"] == "assistant":
             message["reasoning_content"] = "\n".join(self.thoughts)
         self.thoughts = []
@@ -250,9 +252,9 @@ def text_parts(content: str | Sequence[TextPart], place: str, name: str) -> str 
         where = f"{place}.{name}.{index}"
         if part.type not in _TEXT_TYPES:
             raise unsupported_field(f"{where}.type", f"{where}.type: {part.type[:64]!r} is not supported, only text")
-        if part.text is None:
+        if part.words is None:
             raise ApiError(400, f"{where}.text: field required", param=f"{where}.text")
-    return [{"type": "text", "text": part.text} for part in content]
+    return [{"type": "text", "text": part.words} for part in content]
 
 
 # ---- names in errors ------------------------------------------------------------------------------------------------
