@@ -56,6 +56,7 @@ check: .venv/ready-dev
 thorough:
 	NANO_INFERENCE_THOROUGH=1 $(MAKE) test
 	$(BIN)/python benchmarks/reliability/fuzz_configs.py
+	$(BIN)/python benchmarks/tool_texts.py --texts 1000
 
 # The tests without the default model and without a download.
 fast: .venv/ready-dev

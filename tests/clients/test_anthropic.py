@@ -19,7 +19,7 @@ from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
 from nano_inference.types import SamplingParams
 from tests.clients.process import NEEDED, Served, serving
 

@@ -28,7 +28,7 @@ from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
 from nano_inference.types import FinishReason
 from tests.cases import failures
 from tests.server.mounted import END_TOKEN

@@ -18,7 +18,7 @@ from nano_inference.server.dialects.ollama_body import OllamaChatBody
 from nano_inference.server.dialects.ollama_models import VERSION
 from nano_inference.server.dialects.ollama_reply import Pieces
 from nano_inference.server.errors import ApiError
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content
 from tests.server.mounted import JSON, ids
 from tests.server.taught import make_caller
 from tests.server.tiny import TEMPLATE, Running, make_tiny, running
@@ -190,7 +190,7 @@ def test_names_without_a_tag_mean_latest(server: Running, tiny_directory: Path) 
 def test_complete_calls_have_arguments_as_objects() -> None:
     pieces = Pieces()
     events = [CallStart(0, "f"), CallArguments(0, '{"x"'), CallArguments(0, ": 1}")]
-    assert pieces.add([Content("a"), *events[:2]]) == {"content": "a"}
+    assert pieces.add([Content("a"), *events[:2]], is_end=False) == {"content": "a"}
     call = {"function": {"index": 0, "name": "f", "arguments": {"x": 1}}}
     assert pieces.add([events[2], CallEnd(0)]) == {"content": "", "tool_calls": [call]}
     assert pieces.add([CallStart(1, "g"), CallArguments(1, '{"y')]) == {"content": ""}, "it was cut off"
@@ -207,7 +207,8 @@ def test_answer_with_a_call(tmp_path: Path) -> None:
         assert one["message"] == answer["message"] and not one["done"]
         assert last["message"] == {"role": "assistant", "content": ""} and last["eval_count"] == answer["eval_count"]
         cut = whole(server, CHAT, tools=[TOOL], options={"temperature": 0, "num_predict": 40})
-        assert cut["message"] == {"role": "assistant", "content": ""} and cut["done_reason"] == "length"
+        assert cut["message"]["content"].startswith("<tool_call>\n{") and cut["done_reason"] == "length"
+        assert "tool_calls" not in cut["message"]
         assert "tool_calls" not in whole(server, CHAT)["message"]
 
 

@@ -27,7 +27,7 @@ from nano_inference.server.dialects.responses_stream import ResponsesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.translating import errors_reworded
 from nano_inference.text.dialogue import Part
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
 from tests.server.stepped import stepped
 from tests.server.test_detokenizer import TOKENIZER, sample_of
 from tests.server.test_openai_client import ENDLESS, LETTERS, PATIENCE, client_of, gated, wait_until

@@ -23,7 +23,7 @@ from nano_inference.server.tools import (
     requested_tools,
     tool_use,
 )
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from nano_inference.text.tool_format import HERMES, LLAMA
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

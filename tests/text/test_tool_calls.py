@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nano_inference.text.grammar_text import Grammar
-from nano_inference.text.tool_calls import (
-    MAX_HELD,
-    MAX_SPACES,
-    CallArguments,
-    CallEnd,
-    CallsState,
-    CallStart,
-    Content,
-    Event,
-    finish,
-    push,
-    start,
-)
+from nano_inference.text.tool_calls import MAX_HELD, MAX_SPACES, CallsState, finish, push, start
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, merged, settled
 from nano_inference.text.tool_format import (
     FIREFUNCTION,
     HERMES,
@@ -38,7 +27,7 @@ from nano_inference.text.tool_format import (
     calls_in_text_grammar,
     tool_format,
 )
-from nano_inference.text.tool_json import MAX_DEPTH, MAX_SCALAR, JsonState, is_object, step
+from nano_inference.text.tool_json import MAX_DEPTH, MAX_SCALAR, JsonState, as_object, step
 from nano_inference.types import BadRequest
 from tests.effort import some
 from tests.lines import counted_lines
@@ -56,22 +45,7 @@ def run(fmt: ToolFormat, pieces: Iterable[str]) -> list[Event]:
     for piece in pieces:
         state, new = push(state, piece)
         events += new
-    return joined([*events, *finish(state)])
-
-
-def joined(events: Iterable[Event]) -> list[Event]:
-    """Join adjacent pieces of content and of a call's arguments."""
-    result: list[Event] = []
-    for (kind, index), group in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
-        several: list[Any] = list(group)
-        text = "".join(event.text for event in several) if kind in (Content, CallArguments) else ""
-        if kind is Content:
-            result.append(Content(text))
-        elif kind is CallArguments:
-            result.append(CallArguments(index or 0, text))
-        else:
-            result += several
-    return result
+    return merged([*events, *finish(state)])
 
 
 def split(text: str, places: list[int]) -> list[str]:
@@ -122,18 +96,42 @@ EXAMPLES: list[tuple[ToolFormat, str, list[Event]]] = [
     (
         MISTRAL,
         f'So: [TOOL_CALLS][{F[:-1]}, "id": "a1"}}] Ok',
-        [Content("So:"), *call(0, "f", '{"a": 1}'), Content("Ok")],
+        [Content("So:"), *call(0, "f", '{"a": 1}'), Content(" Ok")],
     ),
     (FIREFUNCTION, f"functools[{F}, {G}]", [*call(0, "f", '{"a": 1}'), *call(1, "get_weather", CITY)]),
     (FIREFUNCTION, f"functools[{F}]", call(0, "f", '{"a": 1}')),
     (FIREFUNCTION, "Import functools, then [1].", [Content("Import functools, then [1].")]),
     (FIREFUNCTION, "functools[0] is no call", [Content("functools[0] is no call")]),
     (MISTRAL, f"[TOOL_CALLS]{F}", call(0, "f", '{"a": 1}')),
+    # words around calls keep the space between them
+    (HERMES, f"A:\n<tool_call>{F}</tool_call> \n B", [Content("A:"), *call(0, "f", '{"a": 1}'), Content("\nB")]),
+    (HERMES, f"A<tool_call>{F}</tool_call> B", [Content("A"), *call(0, "f", '{"a": 1}'), Content(" B")]),
+    (HERMES, f"A<tool_call>{F}</tool_call>B", [Content("A"), *call(0, "f", '{"a": 1}'), Content("\nB")]),
+    # Llama's calls after text and on lines of their own, as vLLM parses them
+    (LLAMA, f"I look.\n\n{F}", [Content("I look."), *call(0, "f", '{"a": 1}')]),
+    (LLAMA, f"x {F} y", [Content("x"), *call(0, "f", '{"a": 1}'), Content(" y")]),
+    (LLAMA, f"So {{x}} <|python_tag|>{F}", [Content("So {x}"), *call(0, "f", '{"a": 1}')]),
+    (LLAMA, f"{F}\n{G}", [*call(0, "f", '{"a": 1}'), *call(1, "get_weather", CITY)]),
+    (LLAMA, '{"a": [1]} ' + F, [Content('{"a": [1]}'), *call(0, "f", '{"a": 1}')]),
+    # the calls of Mistral's later tokenizers
+    (MISTRAL, '[TOOL_CALLS]f{"a": 1}', call(0, "f", '{"a": 1}')),
+    (MISTRAL, 'So [TOOL_CALLS]f[ARGS]{"a": {}} ok', [Content("So"), *call(0, "f", '{"a": {}}'), Content(" ok")]),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]f[CALL_ID]a1B2[ARGS]{}[TOOL_CALLS]g.h-1 {"x": "}"}',
+        [*call(0, "f", "{}"), *call(1, "g.h-1", '{"x": "}"}')],
+    ),
+    # no arguments
+    (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>', call(0, "f", "{}")),
+    (HERMES, '<tool_call>{"arguments": null, "name": "f"}</tool_call>', call(0, "f", "{}")),
+    (HERMES, '<tool_call>{"name": "f", "arguments": ""}</tool_call>', call(0, "f", "{}")),
+    (LLAMA, '{"name": "f", "parameters": null}', call(0, "f", "{}")),
     # keys in another order, missing arguments, arguments as a string, unescaped line breaks
     (HERMES, '<tool_call>{"arguments": {"a": [1, {}]}, "name": "f"}</tool_call>', call(0, "f", '{"a": [1, {}]}')),
     (HERMES, '<tool_call>{"id": [1], "x": {"name": 2}, "name": "f"}</tool_call>', call(0, "f", "{}")),
     (HERMES, '<tool_call>{"name": "f", "arguments": " {\\"a\\": \\"\\u00e9\\"} "}', call(0, "f", '{"a": "é"}')),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\n}"}', call(0, "f", "{\n}")),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\n\\"}"}', call(0, "f", '{"a": "\\n"}')),
     (HERMES, '<tool_call>{"arguments": {"a": {}}, "x": {"y": 1}, "name": "f"}', call(0, "f", '{"a": {}}')),
     (HERMES, '<tool_call>{"parameters": "{}", "name": "\\u0066"}</tool_call>', call(0, "f", "{}")),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a\t":\n"1\n2\x01"}}', call(0, "f", '{"a\\t":\n"1\\n2\\u0001"}')),
@@ -177,7 +175,6 @@ NO_CALLS = [
     (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
     (HERMES, '<tool_call>{"name": "f", "arguments": "nothing"}</tool_call>'),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
-    (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>'),
     (HERMES, '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>'),
     (HERMES, '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
     (HERMES, '<tool_call>{"name": "f", "name": "f", "arguments": {}}</tool_call>'),
@@ -192,15 +189,18 @@ NO_CALLS = [
     (HERMES, '<tool_call>{"name": "f", "arguments": "{}'),
     (LLAMA, "Hello { there"),
     (LLAMA, " \n"),
-    (LLAMA, f"x {F}"),
-    (LLAMA, f"[{F}]"),
+    (HERMES, '<tool_call>{"name": "f", "arguments": nul}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": 0}</tool_call>'),
+    (LLAMA, '[1, {"a": ' + F + "}]"),
     (LLAMA, '{"answer": {"name": "f"}, "name": "f"}'),
     (LLAMA, '{"name": "Ann", "parameters": {}}'),
     (LLAMA, "<|python_tag|>print(1)"),
-    (LLAMA, "<|python_tag|><|python_tag|>" + F),
     (LLAMA, " <|python {"),
-    (LLAMA, f"<|python_tag|>[{F}]"),
-    (MISTRAL, "[TOOL_CALLS]f[ARGS]{}"),
+    (MISTRAL, "[TOOL_CALLS]g[ARGS]{}"),
+    (MISTRAL, "[TOOL_CALLS]f[ARGS]x{}"),
+    (MISTRAL, "[TOOL_CALLS]f[ARGS"),
+    (MISTRAL, "[TOOL_CALLS]f is {}"),
+    (MISTRAL, "[TOOL_CALLS]f" + " " * 200 + "{}"),
     (MISTRAL, f"[TOOL_CALLS {F}"),
 ]
 
@@ -209,6 +209,45 @@ NO_CALLS = [
 def test_text_without_calls_is_returned_unchanged(fmt: ToolFormat, text: str) -> None:
     expected = [Content(text)] if text else []
     assert run(fmt, [text]) == expected and run(fmt, text) == expected
+
+
+BROKEN = [
+    (HERMES, 'a\n<tool_call>{"name": "f", "arguments": {"a": nope} }\n</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "b\nc'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}, "x": no}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{}", no}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {}, "i'),
+    (HERMES, '<tool_call>{"arguments": {"\u00e9": 1}, "name": "f", "name": "f"}</tool_call>'),
+    (LLAMA, 'Hm {"name": "f", "parameters": {'),
+    (LLAMA, '{"name": "f", "parameters": {"a": {"b": 1} oh'),
+    (MISTRAL, 'x [TOOL_CALLS]f[ARGS]{"a": 1'),
+    (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 01}}]'),
+]
+
+
+@pytest.mark.parametrize(("fmt", "text"), BROKEN)
+def test_whole_reply_has_all_of_a_broken_call_as_text(fmt: ToolFormat, text: str) -> None:
+    for pieces in ([text], text):
+        events = run(fmt, pieces)
+        assert any(isinstance(event, CallStart) for event in events), "a stream has started it"
+        assert not any(isinstance(event, CallEnd) for event in events)
+        assert settled(events) == [Content(text)]
+
+
+def test_calls_beside_a_broken_one_are_calls() -> None:
+    broken = '<tool_call>{"name": "f", "arguments": {"a": }}</tool_call>'
+    text = f"<tool_call>{F}</tool_call>\n{broken}\n<tool_call>{G}</tool_call>"
+    assert settled(run(HERMES, text)) == [
+        *call(0, "f", '{"a": 1}'),
+        Content(broken),
+        *call(1, "get_weather", CITY),
+    ]
+
+
+def test_calls_without_a_marker_stay_at_the_start_if_a_grammar_says_so() -> None:
+    text = f"I look. {F}"
+    state, events = push(start(LLAMA, NAMES, is_free=False), text)
+    assert [*events, *finish(state)] == [Content(text)]
 
 
 def test_call_after_rejected_calls() -> None:
@@ -230,8 +269,8 @@ def test_text_and_arguments_are_streamed() -> None:
         [CallStart(0, "f"), CallArguments(0, '{"a')],
         [CallArguments(0, '": "x')],
         [CallArguments(0, "y")],
-        [CallArguments(0, '"}'), CallEnd(0)],
-        [],
+        [CallArguments(0, '"}')],
+        [CallEnd(0)],
     ]
 
 
@@ -264,6 +303,7 @@ def test_result_does_not_depend_on_the_split(fmt: ToolFormat, text: str, places:
     content, calls = summarize(expected)
     if not calls:
         assert content == text
+    assert all(is_whole for _, _, is_whole in summarize(settled(expected))[1])
     for name, arguments, is_whole in calls:
         assert name in NAMES and arguments.startswith("{")
         if is_whole:
@@ -319,7 +359,7 @@ def test_too_long_beginning_is_content() -> None:
     assert push(start(HERMES, NAMES), fits)[1] == []
     assert run(HERMES, [fits, "yz"]) == run(HERMES, [fits + "yz"]) == [Content(fits + "yz")]
     state, events = push(start(HERMES, NAMES), fits + "y")
-    assert joined(events) == [Content(fits + "y")] and not state.held
+    assert merged(events) == [Content(fits + "y")] and not state.held
 
 
 @pytest.mark.parametrize("fmt", [HERMES, LLAMA])
@@ -440,7 +480,7 @@ def is_json(text: str) -> bool:
 @example(text="")
 def test_steps_accept_exactly_json(text: str) -> None:
     assert accepts(text) == is_json(text)
-    assert is_object(text) == (is_json(text) and text.strip(" \t\r\n").startswith("{"))
+    assert (as_object(text) is not None) == (is_json(text) and text.strip(" \t\r\n").startswith("{"))
 
 
 def test_length_of_numbers_is_limited() -> None:

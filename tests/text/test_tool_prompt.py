@@ -12,7 +12,8 @@ import pytest
 
 from nano_inference.text.chat import chat_template, render
 from nano_inference.text.kinds import Rendering
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Event, finish, push, start
+from nano_inference.text.tool_calls import finish, push, start
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Event
 from nano_inference.text.tool_format import HERMES, ToolFormat, tool_format
 from nano_inference.text.tool_prompt import MAX_CALLS, explained, plain_calls, with_tools
 from nano_inference.types import BadRequest

@@ -26,7 +26,8 @@ from nano_inference.server.tools import ToolUse, is_reported
 from nano_inference.text.dialogue import Part
 from nano_inference.text.reasoning import ReasoningSplitter
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import CallEnd, CallsState, Content, Event, Reasoning, finish, push, start
+from nano_inference.text.tool_calls import CallsState, finish, push, start
+from nano_inference.text.tool_events import CallEnd, Content, Event, Reasoning, settled
 from nano_inference.types import Delta, StopReason, TrainingSample
 
 JSON = dict[str, Any]
@@ -92,14 +93,12 @@ class Transcript:
         decoded = self._split(decoded, shape, is_end=delta.sample is not None)
         if self.reasoning is not None:
             self.reasoning.count(token_bytes_of(token, tokenizer) for token in delta.token_ids)
-        self.append(decoded, keep=keep)
-        return decoded
+        return self._added(decoded, shape.functions, keep=keep)
 
     def cut_short(self, shape: ReplyShape, reason: str) -> DecodedDelta:
         """End the sample at the deadline; return the text that was held back."""
         decoded = self._split(flush(self.detokenizer, shape, reason), shape, is_end=True)
-        self.append(decoded)
-        return decoded
+        return self._added(decoded, shape.functions, keep=True)
 
     def append(self, decoded: DecodedDelta, *, keep: bool = True) -> None:
         """Add a decoded delta; `keep`: also its text, entries, parts and events."""
@@ -115,8 +114,24 @@ class Transcript:
             self.events += decoded.events
         self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
 
+    def _added(self, decoded: DecodedDelta, use: ToolUse | None, *, keep: bool) -> DecodedDelta:
+        """Add a decoded delta; return it without the events that the client does not get.
+
+        At the end of a reply that is not streamed, calls that are no valid calls become text; a grammar that requires
+        calls leaves only those that are cut off.
+        """
+        self.append(decoded, keep=keep)
+        if use is None:
+            return decoded
+        if keep and decoded.finish_reason is not None:
+            events = self.events if use.must_call else settled(self.events)
+            self.events = [event for event in events if is_reported(event, use)]
+        new = tuple(event for event in decoded.events if is_reported(event, use))
+        self.num_calls += sum(isinstance(event, CallEnd) for event in new)
+        return decoded._replace(events=new)
+
     def _split(self, decoded: DecodedDelta, shape: ReplyShape, *, is_end: bool) -> DecodedDelta:
-        """Split the text into reasoning, content and tool calls; leave out events that the client does not get."""
+        """Split the text into reasoning, content and tool calls."""
         if self.reasoning is None or shape.reasoning is None:
             return decoded._replace(events=tuple(self._parsed(decoded.text, shape.functions, is_end=is_end)))
         thought, text = self.reasoning.push(decoded.text, is_end=is_end)
@@ -130,16 +145,13 @@ class Transcript:
         if self.call_parser is None or use is None:
             return [Content(text)] if text else []
         self.call_parser, events = push(self.call_parser, text)
-        events = [*events, *finish(self.call_parser)] if is_end else events
-        events = [event for event in events if is_reported(event, use)]
-        self.num_calls += sum(isinstance(event, CallEnd) for event in events)
-        return events
+        return [*events, *finish(self.call_parser)] if is_end else events
 
 
 def transcripts_of(call: Call, times: Sequence[Sequence[SampleTimes]] | None = None) -> list[Transcript]:
     """Return an empty transcript for each choice, prompt by prompt; `times` are indexed by prompt and sample."""
     use = call.shape.functions
-    call_parser = None if use is None else start(use.format, use.names)
+    call_parser = None if use is None else start(use.format, use.names, is_free=not use.strict)
     return [
         Transcript(
             prompt_index=prompt,

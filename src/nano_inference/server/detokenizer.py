@@ -14,7 +14,7 @@ from nano_inference.text import stream
 from nano_inference.text.dialogue import Part, PartKind, mark_of, parts_of, spelled
 from nano_inference.text.stream import StreamState
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import Event
+from nano_inference.text.tool_events import Event
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TopLogprobs
 
 _NEVER = "\ud800"

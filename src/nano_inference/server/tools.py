@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import FunctionSpec, NamedFunction, Tool, ToolChoice, ToolFields
-from nano_inference.text.tool_calls import CallArguments, CallStart, Content, Event, Reasoning
+from nano_inference.text.tool_events import CallArguments, CallStart, Content, Event, Reasoning
 from nano_inference.text.tool_format import ToolFormat, tool_format
 
 MAX_TOOLS_BYTES = 1 << 18

@@ -3,72 +3,39 @@
 The functions are pure, and each event is returned as soon as it is certain. The result does not depend on how the text
 was split, except that content and arguments may be split into other pieces. Text that turns out not to be a call is
 returned unchanged as content. `CallStart` is returned with the beginning of the arguments, which are then streamed. A
-call that becomes invalid after its start has no `CallEnd`; the text from the invalid character on is content.
+call that becomes invalid after its start, or is cut off, has no `CallEnd`, and the text from there on is content:
+`settled` makes all of it content, in replies that are not streamed.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, merged
 from nano_inference.text.tool_format import ToolFormat
-from nano_inference.text.tool_json import SPACE, JsonState, escape_control, is_object, step
+from nano_inference.text.tool_json import SPACE, JsonState, as_object, escape_control, step
 
 MAX_HELD: Final = 1 << 20
 """Limit on the characters withheld until they are known to be a call; a longer beginning is content."""
 MAX_SPACES: Final = 256
 """Limit on the whitespace withheld before a possible call; a call removes at most this many characters before it."""
 
+_BRACE: Final = "{"
+_HEADER = re.compile(r"([\w.-]*)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])? *")
+_HEADER_MARKS = ("[CALL_ID]", "[ARGS]")
+_MAX_HEADER = 128
+"""Limit on the characters between Mistral's marker and a call's arguments."""
 _ARGUMENTS = ("arguments", "parameters")
 _HARMLESS = frozenset({"name", "id", "type", "index", *_ARGUMENTS})
 """Keys allowed before "name" in a call without a marker; any other key shows that the reply is other JSON."""
 
 Parts = tuple[str, ...]
 """A text that grows. Each part is shorter than the one before, so that appending many short pieces is cheap."""
-Phase = Literal["open", "text", "json", "tail", "prose"]
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text outside of calls."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """Text of the model's reasoning before the answer, which `text.reasoning` splits off before calls are parsed."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    """The start of a call of a known function."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A piece of a call's arguments, as JSON."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnd:
-    """The end of a call: its arguments are one complete JSON object."""
-
-    index: int
-
-
-Event = Content | Reasoning | CallStart | CallArguments | CallEnd
+Phase = Literal["open", "text", "json", "header", "other", "tail", "prose"]
 
 
 class _Call(NamedTuple):
@@ -85,6 +52,8 @@ class _Call(NamedTuple):
     """State of the arguments."""
     is_started: bool = False
     """True once `CallStart` was emitted."""
+    is_named: bool = False
+    """True if the name came before the JSON, which is the arguments alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +64,18 @@ class CallsState:
     names: frozenset[str]
     """The known functions; a call of any other is content."""
     phase: Phase
-    """open: the start of a reply that may be a call; text; json: inside calls; tail: after a call; prose: text that no
-    call can follow."""
+    """open: the start of a reply that may be a call; text; json: inside calls; header: a call's name before its
+    arguments; other: JSON that is no call; tail: after a call; prose: text that no call can follow."""
+    is_free: bool = True
+    """True if calls without a marker may follow text."""
     index: int = 0
     """Index of the next call."""
     is_after_call: bool = False
-    """True if whitespace is to be dropped until other text follows."""
+    """True if a call is the last that was emitted."""
+    has_content: bool = False
+    """True after content that is not whitespace."""
+    gap: str = ""
+    """The whitespace between the content and the call that followed it."""
     spaces: str = ""
     """Withheld whitespace, dropped if a call follows."""
     partial: str = ""
@@ -117,9 +92,13 @@ class CallsState:
     call: _Call | None = None
 
 
-def start(fmt: ToolFormat, names: Iterable[str]) -> CallsState:
-    """Return the initial state for a reply that may call the functions `names`."""
-    return CallsState(format=fmt, names=frozenset(names), phase="open" if fmt.is_whole else "text")
+def start(fmt: ToolFormat, names: Iterable[str], *, is_free: bool = True) -> CallsState:
+    """Return the initial state for a reply that may call the functions `names`.
+
+    `is_free=False`: a grammar allows calls without a marker only in place of text.
+    """
+    phase: Phase = "open" if fmt.is_whole and not is_free else "text"
+    return CallsState(format=fmt, names=frozenset(names), phase=phase, is_free=is_free)
 
 
 def push(state: CallsState, text: str) -> tuple[CallsState, list[Event]]:
@@ -131,16 +110,23 @@ def push(state: CallsState, text: str) -> tuple[CallsState, list[Event]]:
             text, at = _rewound(text, at, state.partial)
             state = replace(state, partial="")
         state, at = _STEPS[state.phase](state, text, at, events)
-    return state, _merged(events)
+    return state, merged(events)
 
 
 def finish(state: CallsState) -> list[Event]:
-    """Return the withheld text as content after the last `push`; text between and after calls is dropped."""
-    is_between_calls = state.has_call if state.call is None else state.call.is_started
-    if state.phase == "tail" or (state.phase == "json" and is_between_calls):
+    """Return the last events: the end of a call that lacks only what follows its arguments, and withheld text.
+
+    Text between and after calls is dropped.
+    """
+    events: list[Event] = []
+    held = "".join(state.held) + state.partial
+    is_called = state.call is not None and state.call.is_started
+    if state.call is not None and is_called and state.call.stage == "complete" and not held.strip(SPACE):
+        return [CallEnd(state.index - 1)]
+    if state.phase == "tail" or (state.phase == "json" and state.call is None and state.has_call):
         return []
-    text = state.spaces + "".join(state.held) + state.partial
-    return [Content(text)] if text else []
+    state = _emit_content(replace(state, is_after_call=state.is_after_call and not is_called), held, events)
+    return merged([*events, *([] if state.is_after_call else [Content(state.spaces)])])
 
 
 # ---- text
@@ -159,6 +145,9 @@ def _text(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[C
     """Consume text up to a marker, else all; a suffix that may be the start of a marker is withheld."""
     begin = state.format.begin
     found = text.find(begin, at)
+    bare = text.find(_BRACE, at, None if found < 0 else found) if state.format.is_whole else -1
+    if bare >= 0:
+        return _opened(_emit_content(state, text[at:bare], events)), bare
     if found >= 0:
         state = _emit_content(state, text[at:found], events)
         return replace(_opened(state), held=(begin,), num_held=len(begin)), found + len(begin)
@@ -172,15 +161,24 @@ def _opened(state: CallsState) -> CallsState:
 
 
 def _emit_content(state: CallsState, text: str, events: list[Event]) -> CallsState:
-    """Emit text as content, except for whitespace at its end and, after a call, at its start."""
+    """Emit text as content, except for whitespace at its end and around calls.
+
+    Whitespace around calls is emitted, once, between the texts before and after them: a line break if there is none.
+    """
     if state.is_after_call:
-        text = text.lstrip(SPACE)
+        stripped = text.lstrip(SPACE)
+        spaces = (state.spaces + text[: len(text) - len(stripped)])[:MAX_SPACES]
+        if not stripped:
+            return replace(state, spaces=spaces)
+        text = (state.gap or spaces or "\n") * state.has_content + stripped
+    elif text:
+        text = state.spaces + text
     if not text:
         return state
-    text = state.spaces + text
-    spaces = "" if state.phase == "prose" else text[max(len(text.rstrip(SPACE)), len(text) - MAX_SPACES) :]
+    spaces = "" if state.phase in ("prose", "other") else text[max(len(text.rstrip(SPACE)), len(text) - MAX_SPACES) :]
     events.append(Content(text[: len(text) - len(spaces)]))
-    return replace(state, spaces=spaces, is_after_call=False)
+    has_content = state.has_content or len(spaces) < len(text)
+    return replace(state, spaces=spaces, is_after_call=False, has_content=has_content)
 
 
 def _prose(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
@@ -190,10 +188,22 @@ def _prose(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[
 def _reject_call(state: CallsState, events: list[Event]) -> CallsState:
     """Emit the withheld text as content, because it is not a call."""
     text = "".join(state.held) + state.partial
-    state = replace(
-        state, phase="prose" if state.format.is_whole else "text", held=(), num_held=0, partial="", call=None
-    )
+    phase: Phase = "prose" if state.format.is_whole and not state.is_free else "text"
+    state = replace(state, phase=phase, held=(), num_held=0, partial="", call=None)
     return _emit_content(state, text, events)
+
+
+def _other(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
+    """Consume JSON that is not a call: no call can be inside it."""
+    reader, begin = state.json, at
+    while at < len(text) and reader.due != "done":
+        found = step(reader, text, at, len(text))
+        if found is None:
+            break
+        reader, at = found
+    is_over = at < len(text) or reader.due == "done"
+    state = _emit_content(state, text[begin:at], events)
+    return replace(state, json=reader, phase="text" if is_over else "other"), at
 
 
 # ---- before and after calls
@@ -236,7 +246,8 @@ def _hold(state: CallsState, text: str) -> CallsState:
 
 def _drop_held(state: CallsState) -> CallsState:
     """Drop the withheld text, which belongs to a call."""
-    return replace(state, held=(), num_held=0, partial="", spaces="", is_after_call=True)
+    gap = state.gap if state.is_after_call else state.spaces
+    return replace(state, held=(), num_held=0, partial="", spaces="", gap=gap, is_after_call=True)
 
 
 # ---- calls
@@ -247,19 +258,44 @@ def _json(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[C
     call = state.call
     if call is not None and call.is_started and call.stage == "open":
         return _stream_arguments(state, call, text, at, events)
+    if state.format.is_list and call is None and not state.json.nest and text[at] not in "[{," + SPACE:
+        return replace(state, phase="header"), at
     room = MAX_HELD - state.num_held
     found = step(state.json, text, at, min(len(text), at + room)) if room > 0 else None
     after = None if found is None else _after_step(state, found[0], text[at : found[1]], events)
-    if found is None or after is None:
-        return _reject_call(state, events), at
+    if after is None:
+        is_broken = call is not None and call.is_started
+        rejected = _reject_call(replace(state, is_after_call=state.is_after_call and not is_broken), events)
+        is_other = state.format.is_whole and state.is_free and state.json.nest and (found or room <= 0)
+        return replace(rejected, phase="other") if is_other else rejected, at
+    assert found is not None, "`after` is None without a step"
     return after, found[1]
+
+
+def _header(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
+    """Consume one character of a call's name before its arguments: `[TOOL_CALLS]name{…}` and `…name[ARGS]{…}`."""
+    char, header = text[at], state.partial + text[at]
+    if char != _BRACE:
+        cut = header.rfind("[")
+        is_open = cut >= 0 and any(mark.startswith(header[cut:]) for mark in _HEADER_MARKS)
+        matched = _HEADER.fullmatch(header[:cut] if is_open else header)
+        if matched is None or len(header) > _MAX_HEADER or not any(n.startswith(matched[1]) for n in state.names):
+            return _reject_call(state, events), at
+        return replace(state, partial=header), at + 1
+    matched = _HEADER.fullmatch(state.partial)
+    if matched is None or matched[1] not in state.names:
+        return _reject_call(state, events), at
+    call = _Call(name=matched[1], arguments=(_BRACE,), stage="open", is_named=True)
+    reader = JsonState("{{", "first")
+    state = replace(_hold(state, header), phase="json", partial="", json=reader, call=call)
+    return _start_call(state, events), at + 1
 
 
 def _stream_arguments(
     state: CallsState, call: _Call, text: str, at: int, events: list[Event]
 ) -> tuple[CallsState, int]:
     """Consume and emit the available arguments of a call whose `CallStart` was emitted."""
-    reader, pieces, depth = state.json, [], state.base + 1
+    reader, pieces, depth, begin = state.json, [], state.base + 1, at
     is_invalid = False
     while at < len(text) and len(reader.nest) > depth:
         found = step(reader, text, at, len(text))
@@ -268,12 +304,14 @@ def _stream_arguments(
             break
         pieces.append(_argument_text(reader, text[at : found[1]]))
         reader, at = found
-    events.append(CallArguments(state.index - 1, "".join(pieces)))
+    events.append(CallArguments(state.index - 1, "".join(pieces), text[begin:at]))
     if is_invalid:
         return _reject_call(replace(state, is_after_call=False), events), at
     if len(reader.nest) == depth:
-        events.append(CallEnd(state.index - 1))
         call = call._replace(stage="complete")
+        if call.is_named:
+            events.append(CallEnd(state.index - 1))
+            return replace(_drop_held(state), phase="text", call=None), at
     return replace(state, json=reader, call=call), at
 
 
@@ -322,6 +360,7 @@ def _closed(state: CallsState, reader: JsonState, call: _Call, events: list[Even
     if call.stage == "none":
         call = call._replace(arguments=("{}",), stage="complete")
     state = _start_call(replace(state, json=reader, call=call), events)
+    events.append(CallEnd(state.index - 1))
     return replace(_drop_held(state), call=None, has_call=True, phase="tail" if reader.due == "done" else "json")
 
 
@@ -337,7 +376,11 @@ def _field(state: CallsState, call: _Call, reader: JsonState, text: str) -> _Cal
         return None
     if call.key not in _ARGUMENTS:
         return call
-    return call._replace(stage="open", arguments=("{",)) if text == "{" else None
+    if before.token and not reader.token:  # the end of null
+        return call._replace(stage="complete", arguments=("{}",))
+    if text == _BRACE:
+        return call._replace(stage="open", arguments=(_BRACE,))
+    return call if reader.token and "null".startswith(reader.token) else None
 
 
 def _word(state: CallsState, call: _Call, is_key: bool, spelled: Parts) -> _Call | None:
@@ -350,7 +393,8 @@ def _word(state: CallsState, call: _Call, is_key: bool, spelled: Parts) -> _Call
     if call.key not in _ARGUMENTS:
         return call
     is_text = not any("\ud800" <= char <= "\udfff" for char in word)
-    return call._replace(arguments=(word.strip(SPACE),), stage="complete") if is_text and is_object(word) else None
+    given = as_object(word.strip(SPACE) or "{}") if is_text else None
+    return None if given is None else call._replace(arguments=(given,), stage="complete")
 
 
 def _with_key(state: CallsState, call: _Call, key: str) -> _Call | None:
@@ -365,35 +409,14 @@ def _start_call(state: CallsState, events: list[Event]) -> CallsState:
     call = state.call
     if call is None or call.is_started or call.name is None or call.stage == "none":
         return state
-    events.append(CallStart(state.index, call.name))
+    source: list[Event] = []
+    _emit_content(state, "".join(state.held), source)
+    events.append(CallStart(state.index, call.name, "".join(one.text for one in source if isinstance(one, Content))))
     events.append(CallArguments(state.index, "".join(call.arguments)))
-    if call.stage == "complete":
-        events.append(CallEnd(state.index))
     return replace(_drop_held(state), call=call._replace(arguments=(), is_started=True), index=state.index + 1)
 
 
 # ---- helpers
-
-
-def _merged(events: Iterable[Event]) -> list[Event]:
-    """Return events without empty pieces, with adjacent pieces of content or of one call's arguments joined."""
-    merged: list[Event] = []
-    for key, group in groupby(events, key=_piece_key):
-        several = list(group)
-        if key is None:
-            merged += several
-            continue
-        text = "".join(event.text for event in several if isinstance(event, Content | CallArguments))
-        if text:
-            merged.append(Content(text) if key < 0 else CallArguments(key, text))
-    return merged
-
-
-def _piece_key(event: Event) -> int | None:
-    """Return the call's index for arguments, -1 for content, None for events that are never joined."""
-    if isinstance(event, CallArguments):
-        return event.index
-    return -1 if isinstance(event, Content) else None
 
 
 def _joined(parts: Parts, text: str) -> Parts:
@@ -403,4 +426,7 @@ def _joined(parts: Parts, text: str) -> Parts:
     return (*parts, text)
 
 
-_STEPS: Final = {"open": _open, "text": _text, "json": _json, "tail": _tail, "prose": _prose}
+_STEPS: Final = {
+    **{"open": _open, "text": _text, "json": _json, "header": _header},
+    **{"other": _other, "tail": _tail, "prose": _prose},
+}

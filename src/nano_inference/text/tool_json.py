@@ -61,15 +61,18 @@ def step(state: JsonState, text: str, at: int, end: int) -> tuple[JsonState, int
     return None if after is None else (after, at + 1)
 
 
-def is_object(text: str) -> bool:
-    """Return True if a text is one JSON object."""
+def as_object(text: str) -> str | None:
+    """Return a text that is one JSON object, with the control characters in its strings escaped; None for any other."""
     state, at = JsonState(), 0
+    pieces = []
     while at < len(text):
         found = step(state, text, at, len(text))
         if found is None or not (found[0].nest or found[0].due == "done" or text[at] in SPACE):
-            return False
+            return None
+        piece = text[at : found[1]]
+        pieces.append(escape_control(piece) if state.token == '"' else piece)
         state, at = found
-    return state.due == "done" and text.strip(SPACE).startswith("{")
+    return "".join(pieces) if state.due == "done" and text.strip(SPACE).startswith("{") else None
 
 
 def escape_control(text: str) -> str:

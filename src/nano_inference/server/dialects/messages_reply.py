@@ -21,7 +21,7 @@ from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
 from nano_inference.server.replies import sample_facts
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Event, Reasoning
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Event, Reasoning
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -222,9 +222,11 @@ def _event(state: BlockState, one: Event, call_id: str) -> tuple[BlockState, lis
         if not state.is_omitted:
             events.append(_delta(state, {"type": "thinking_delta", "thinking": one.text}))
         return state, events
+    text = one.text
     if state.open != "text":
+        text = text.lstrip() if state.has_called else text  # the space between two texts, which are two blocks here
         state, events = _start_block(state, {"type": "text", "text": ""}, "text", call_id)
-    return state, [*events, _delta(state, {"type": "text_delta", "text": one.text})]
+    return state, [*events, _delta(state, {"type": "text_delta", "text": text})]
 
 
 def _start_block(state: BlockState, block: JSON, kind: Kind, call_id: str) -> tuple[BlockState, list[JSON]]:

@@ -14,7 +14,7 @@ from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import line
 from nano_inference.server.replies import token_logprobs
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
 
 def error_body(error: ApiError) -> JSON:
@@ -42,26 +42,37 @@ def _nanoseconds(start: float | None, end: float | None) -> int:
 
 
 class Pieces:
-    """Collects what a reply's text contains: reasoning, content, and complete calls with their arguments as objects."""
+    """Collects what a reply's text contains: reasoning, content, and complete calls with their arguments as objects.
+
+    The text of a call that does not become complete is content.
+    """
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._arguments: dict[int, list[str]] = {}
+        self._source = ""
+        """The text of the call that is not complete."""
 
-    def add(self, events: Iterable[Event]) -> JSON:
+    def add(self, events: Iterable[Event], *, is_end: bool = True) -> JSON:
         """Return the fields of a message that these events add; a call is returned when it is complete."""
         content, thinking, calls = "", "", []
         for event in events:
             if isinstance(event, Content):
-                content += event.text
+                content += self._source + event.text
+                self._source = ""
             elif isinstance(event, Reasoning):
                 thinking += event.text
             elif isinstance(event, CallStart):
                 self._names[event.index], self._arguments[event.index] = event.name, []
+                content, self._source = content + self._source, event.source
             elif isinstance(event, CallArguments):
                 self._arguments[event.index].append(event.text)
+                self._source += event.source
             elif isinstance(event, CallEnd):
                 calls.append(self._call(event.index))
+                self._source = ""
+        if is_end:
+            content, self._source = content + self._source, ""
         fields: JSON = {"content": content}
         if thinking:
             fields["thinking"] = thinking
@@ -103,7 +114,7 @@ class OllamaReply(Reply):
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return a line with what a delta adds and, at the end, one with the counts and durations."""
         is_end = decoded.finish_reason is not None
-        fields = self._pieces.add(decoded.events)
+        fields = self._pieces.add(decoded.events, is_end=is_end)
         has_more = len(fields) > 1 or fields["content"] or (self._call.shape.logprobs is not None and decoded.entries)
         data = line(self._part(fields, decoded.entries) | {"done": False}) if has_more else b""
         return data + (line(self._part({"content": ""}) | self._ending(transcript)) if is_end else b"")

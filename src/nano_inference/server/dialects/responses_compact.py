@@ -9,7 +9,7 @@ from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.responses_stream import response_usage
 from nano_inference.server.dialects.responses_summary import encoded
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import Content
+from nano_inference.text.tool_events import Content
 
 SUMMARY_TOKENS = 1024
 """Most tokens of a summary."""

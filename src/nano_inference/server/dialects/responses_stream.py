@@ -21,7 +21,7 @@ from nano_inference.server.replies import joined, sample_facts, token_logprobs
 from nano_inference.server.timings import timings_of
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
 _ENDS = {"length": "incomplete", "abort": "cancelled"}
 """Finish reason -> status of the response, if not "completed"."""
@@ -205,6 +205,8 @@ class ResponsesReply(Reply):
     def _text(self, text: str, logprobs: list[JSON], parts: Sequence[Part]) -> list[JSON]:
         """Add text to the open message, or to a new one."""
         start, message = self._message()
+        if start and len(self._items) > 0 and self._items[-1]["type"] == "function_call":
+            text = text.lstrip()  # the space between two texts, which are two items here
         message.texts.append(text)
         message.logprobs += logprobs
         message.parts += parts
