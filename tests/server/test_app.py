@@ -522,9 +522,12 @@ def test_chat_logprobs_have_openai_format(server: Running) -> None:
         assert set(choice["logprobs"]) == {"content"}
         assert len(entries) == 40
         assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
+        joined = b"".join(bytes(entry["bytes"]) for entry in entries)
+        assert joined.decode("utf-8", "replace") == choice["message"]["content"]
+        assert any(byte >= 128 for byte in joined)
         for entry, token in zip(entries, ids_of(answer), strict=True):
             assert set(entry) == {"token", "token_id", "logprob", "bytes", "top_logprobs"}
-            assert bytes(entry["bytes"]).decode() == entry["token"]
+            assert bytes(entry["bytes"]) == (raw([token]) if token < 256 else b""), "also of half a character"
             assert len(entry["top_logprobs"]) == (count or 0)
             for one in entry["top_logprobs"]:
                 assert set(one) == {"token", "token_id", "logprob", "bytes"}

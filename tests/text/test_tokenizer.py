@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiktoken
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_samples import ODD, SPECIALS, byte_level, save
@@ -205,3 +207,39 @@ def test_damaged_tiktoken_file_is_refused(tmp_path: Path) -> None:
 def test_class_implements_the_protocol(chatml_dir: Path) -> None:
     ours: Tokenizer = hf_tokenizer(chatml_dir)
     assert isinstance(ours, FastTokenizer) and ours.named["eos_token"] == SPECIALS[2]
+
+
+SPECIAL_LISTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a list": ({"extra_special_tokens": ["<in vocab>", "<added>"]}, {}),
+    "names": ({"extra_special_tokens": {"image_token": "<added>", "box_token": "<in vocab>"}}, {}),
+    "before version 5": ({"additional_special_tokens": ["<in vocab>", "<added>"]}, {}),
+    "both": ({"extra_special_tokens": {"image_token": "<added>"}, "additional_special_tokens": ["<in vocab>"]}, {}),
+    "one of two lists": ({"extra_special_tokens": ["<added>"], "additional_special_tokens": ["<in vocab>"]}, {}),
+    "a role of its own": ({"image_token": "<added>"}, {}),
+    "names of the model": ({"model_specific_special_tokens": {"image_token": "<added>"}}, {}),
+    "the map": ({}, {"additional_special_tokens": ["<in vocab>"], "image_token": "<added>"}),
+    "the map beside added tokens": ({"added_tokens_decoder": {}}, {"image_token": "<added>"}),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL_LISTS)
+def test_tokens_that_only_a_list_calls_special_are_hidden_as_by_transformers(case: str, tmp_path: Path) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    core = tokenizers.Tokenizer(
+        tokenizers.models.BPE({char: i for i, char in enumerate([*alphabet, "<in vocab>"])}, [])
+    )
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    core.add_special_tokens(["<eos>"])
+    core.add_tokens([tokenizers.AddedToken("<added>", special=False, normalized=False)])
+    core.save(str(tmp_path / "tokenizer.json"))
+    config, special_map = SPECIAL_LISTS[case]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", **config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special_map))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(TokenizerSource(str(tmp_path)))
+    ids = [core.token_to_id(text) for text in ("<in vocab>", "<eos>", "<added>")]
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    text = "a<added>b<in vocab><eos>"
+    assert ours.encode(text) == theirs.encode(text)

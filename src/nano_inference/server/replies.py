@@ -15,6 +15,7 @@ from nano_inference.server.detokenizer import (
     prompt_entries,
     token_bytes_of,
     token_text,
+    visible_bytes,
 )
 from nano_inference.server.events import DONE, events
 from nano_inference.server.prefill_progress import PrefillProgress
@@ -296,7 +297,7 @@ def token_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tokenizer
         {
             "token": f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text,
             "logprob": entry.logprob,
-            "bytes": list(entry.text.encode()),
+            "bytes": list(_own_bytes(entry, shape, tokenizer)),
             **_id_of(entry.token, shape),
             "top_logprobs": [
                 {"token": name(one.token), "logprob": one.logprob, "bytes": data(one.token), **_id_of(one.token, shape)}
@@ -305,6 +306,12 @@ def token_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tokenizer
         }
         for entry in entries
     ]
+
+
+def _own_bytes(entry: LogprobEntry, shape: ReplyShape, tokenizer: Tokenizer) -> bytes:
+    """Return a token's own bytes, also if its text is empty because its character is not complete; none if hidden."""
+    data = visible_bytes(entry.token, tokenizer, shape.skip_special and entry.token not in shape.markers)
+    return data if data or shape.tool is None else entry.text.encode()  # the marks of a calculator are special tokens
 
 
 def _id_of(token: int, shape: ReplyShape) -> JSON:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,11 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
     path = directory / "tokenizer.json"
     core, growth = _read_core(path)
     config = read_json(directory / "tokenizer_config.json")
-    named = named_tokens(config, read_json(directory / "special_tokens_map.json"))
+    special_map = read_json(directory / "special_tokens_map.json")
+    named = named_tokens(config, special_map)
+    further, listed = _further_special(config, special_map)
     with refused_files(str(path), "the tokenizer cannot be built"):
-        _add_missing(core, config, named, path)
+        _add_missing(core, config, {**further, **named}, listed, path)
         spelling, drops_space = _spelling(core, path)
         return fast_tokenizer(
             core,
@@ -99,8 +101,14 @@ def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, int]:
         return tokenizers.Tokenizer.from_buffer(data), growth
 
 
-def _add_missing(core: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str], path: Path) -> None:
-    """Add the tokens that only tokenizer_config.json lists, and mark tokens with a role as special."""
+def _add_missing(
+    core: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    named: Mapping[str, str],
+    others: Sequence[str],
+    path: Path,
+) -> None:
+    """Add the tokens that only tokenizer_config.json lists, and mark those with a name and `others` as special."""
     listed = config.get("added_tokens_decoder")
     entries = [(token_number(key), value) for key, value in listed.items()] if isinstance(listed, dict) else []
     check_added([text for _, entry in entries if (text := _content(entry)) is not None], str(path))
@@ -114,9 +122,29 @@ def _add_missing(core: tokenizers.Tokenizer, config: Mapping[str, Any], named: M
         core.add_tokens([AddedToken(text, normalized=bool(entry.get("normalized", False)), **flags)])
         if core.token_to_id(text) != token:
             raise ModelError(f"{path}: added token {shown(text)} of tokenizer_config.json cannot have the id {token}")
-    special = {entry.content for entry in core.get_added_tokens_decoder().values() if entry.special}
-    unmarked = [text for text in named.values() if text not in special and core.token_to_id(text) is not None]
+    added = {entry.content: entry.special for entry in core.get_added_tokens_decoder().values()}
+    unmarked = [text for text in named.values() if not added.get(text)] + [text for text in others if text not in added]
+    unmarked = [text for text in unmarked if core.token_to_id(text) is not None]
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in unmarked])
+
+
+def _further_special(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Return the special tokens without a role: those with a name, and a list.
+
+    As in transformers 5, the map counts only without added_tokens_decoder, a token of the list stays as it is if it is
+    an added token, and `additional_special_tokens` are those before version 5.
+    """
+    found: dict[str, str] = {}
+    listed: list[str] = []
+    for source in (config,) if "added_tokens_decoder" in config else (special_map, config):
+        extra, older = source.get("extra_special_tokens"), source.get("additional_special_tokens")
+        named = {key: value for key, value in source.items() if key.endswith("_token") and key not in ROLES}
+        for more in (extra, source.get("model_specific_special_tokens")):
+            named |= more if isinstance(more, dict) else {}
+        found |= {key: text for key, value in named.items() if (text := _content(value)) is not None}
+        values = extra if isinstance(extra, list) and extra else older if isinstance(older, list) else []
+        listed = [text for value in values if (text := _content(value)) is not None] or listed
+    return found, listed
 
 
 def _spelling(core: tokenizers.Tokenizer, path: Path) -> tuple[Spelling, bool]:
