@@ -198,6 +198,9 @@ class Prefill(NamedTuple):
     """Tokens whose K/V was cached when the sample started."""
     num_computed: int
     """Tokens with K/V after the step, the cached ones included; lower than before if the sample was preempted."""
+    logprobs: tuple[float, ...] | None = None
+    """`prompt_logprobs` of the sample, in the delta with its first tokens."""
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

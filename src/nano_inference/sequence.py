@@ -319,7 +319,17 @@ def to_delta(seq: Sequence, num_added: int, version: int, labels: Mapping[int, W
 
 
 def _prefill(seq: Sequence) -> Prefill:
-    return Prefill(seq.num_cached or 0, min(seq.num_computed, seq.num_prompt))
+    scores = _prompt_scores(seq) if seq.num_new or seq.finish_reason else (None, None)
+    return Prefill(seq.num_cached or 0, min(seq.num_computed, seq.num_prompt), *scores)
+
+
+def _prompt_scores(seq: Sequence) -> tuple[tuple[float, ...] | None, tuple[TopLogprobs, ...] | None]:
+    """Return the prompt's log-probabilities and alternatives that are finite, if they are requested."""
+    scorer, count = seq.leader or seq, seq.request.params.prompt_logprobs
+    end = _num_finite(scorer.scores)
+    if count is None:
+        return None, None
+    return tuple(scorer.scores[:end]), tuple(scorer.score_tops[:end]) if count else None
 
 
 def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = NO_LABELS) -> TrainingSample:
@@ -333,6 +343,7 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
     scorer = seq.leader or seq
     scored = params.prompt_logprobs is not None
     num_scores = _num_finite(scorer.scores)
+    prompt_logprobs, prompt_tops = _prompt_scores(seq)
     embedding, error = _embedding(seq)
     if num_scores < len(scorer.scores):
         error = "the prompt's log-probabilities are not finite"
@@ -354,8 +365,8 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
         top_logprobs=_tops(seq, 0),
         raw_logprobs=tuple(seq.raw_logprobs) if params.raw_logprobs else None,
         sampling_masks=tuple(seq.sampling_masks) if params.sampling_mask else None,
-        prompt_logprobs=tuple(scorer.scores[:num_scores]) if scored else None,
-        prompt_top_logprobs=tuple(scorer.score_tops[:num_scores]) if scored and params.prompt_logprobs else None,
+        prompt_logprobs=prompt_logprobs,
+        prompt_top_logprobs=prompt_tops,
         prompt_ranks=tuple(scorer.score_ranks[:num_scores]) if scored and scorer.score_ranks else None,
         embedding=embedding,
         num_cached_tokens=seq.num_cached or 0,

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 import torch
 import transformers
@@ -493,6 +494,32 @@ def test_echoed_prompt_has_logprobs(server: Running, tiny_directory: Path) -> No
     scored = complete(server, prompt=prompt, echo=True, logprobs=0, max_tokens=0)
     assert (scored["choices"][0]["text"], scored["choices"][0]["finish_reason"]) == (prompt, "length")
     assert scored["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logprobs": 2},
+        {"logprobs": 0, "max_tokens": 0},
+        {"logprobs": 1, "n": 2, "temperature": 1, "seed": 3},
+        {"logprobs": 1, "prompt": ["hé", "x"], "return_token_ids": True},
+    ],
+)
+def test_a_stream_echoes_a_prompt_with_logprobs_as_a_whole_reply_does(server: Running, options: JSON) -> None:
+    """As in vLLM: the prompt and its log-probabilities come with the first token, null for the prompt's first."""
+    body = {"model": "tiny", "prompt": "h\u00e9llo\ud7ff", "temperature": 0, "max_tokens": 5, "echo": True, **options}
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    own = {name: body.pop(name) for name in ("return_token_ids",) if name in body}
+    whole = client.completions.create(**body, extra_body=own)
+    joined: dict[int, JSON] = {one.index: {"text": ""} for one in whole.choices}
+    for chunk in client.completions.create(**body, extra_body=own, stream=True):
+        (choice,) = chunk.choices
+        joined[choice.index]["text"] += choice.text
+        for name, values in (choice.logprobs.to_dict() if choice.logprobs else {}).items():
+            joined[choice.index].setdefault(name, []).extend(values)
+    for one in whole.choices:
+        assert one.logprobs is not None
+        assert joined[one.index] == {"text": one.text, **one.logprobs.to_dict()}
 
 
 def reference_logprobs(directory: Path, tokens: Sequence[int]) -> list[float]:

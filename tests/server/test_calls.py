@@ -360,7 +360,6 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str | None]] = [
         "logprob_token_ids",
     ),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs needs stream=false", "prompt_logprobs"),
-    ({"echo": True, "logprobs": 0, "stream": True}, "echo with logprobs needs stream=false", "echo"),
     ({"stream_options": {}}, "stream_options needs stream=true", "stream_options"),
     ({"min_tokens": 17}, "min_tokens must be at most max_tokens (16), got 17", "min_tokens"),
     ({"prompt": ""}, "prompt must hold at least one token", "prompt"),

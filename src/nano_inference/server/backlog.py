@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nano_inference.types import Delta, TrainingSample
+from nano_inference.types import Delta, Prefill, TrainingSample
 
 MAX_SINGLE = 64
 """Deltas that are kept unmerged."""
@@ -33,6 +33,8 @@ class _Merged:
     request_id: int
     columns: dict[str, list[Any]] = field(default_factory=dict)
     sample: TrainingSample | None = None
+    prefill: Prefill | None = None
+    """With the prompt's log-probabilities, which an echo needs; reports of progress are dropped."""
 
     def add(self, delta: Delta) -> None:
         for name in _FIELDS:
@@ -40,6 +42,8 @@ class _Merged:
             if values is not None:
                 self.columns.setdefault(name, []).extend(values)
         self.sample = delta.sample or self.sample
+        if delta.prefill is not None and delta.prefill.logprobs is not None:
+            self.prefill = delta.prefill
 
     def cut(self, sample_index: int, most: int) -> Delta:
         """Remove and return the first `most` tokens as one delta; the last such delta has the sample."""
@@ -47,7 +51,8 @@ class _Merged:
         for values in self.columns.values():
             del values[:most]
         sample = None if self.columns["token_ids"] else self.sample
-        return Delta(request_id=self.request_id, sample_index=sample_index, sample=sample, prefill=None, **columns)
+        prefill, self.prefill = self.prefill, None
+        return Delta(request_id=self.request_id, sample_index=sample_index, sample=sample, prefill=prefill, **columns)
 
 
 class Backlog:

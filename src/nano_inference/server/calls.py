@@ -59,8 +59,6 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     name = model.name_for(body.model)
     if body.best_of not in (None, 0, body.n or 1):
         raise ApiError(400, "best_of is not supported; use n, which returns all samples", param="best_of")
-    if body.echo and body.logprobs is not None and body.stream:
-        raise ApiError(400, "echo with logprobs needs stream=false", param="echo")
     _check_lineage(body.lineage, model)
     default = _DEFAULT_COMPLETION_TOKENS if config.n_predict is None else config.n_predict
     max_tokens = _limit(body, default if body.max_tokens is None else body.max_tokens)
@@ -339,7 +337,7 @@ def _call(
             program=program,
             beginning=beginning,
             is_streamed=bool(body.stream),
-            reports_prefill=shape.progress,
+            reports_prefill=shape.progress or (shape.echo_logprobs and bool(body.stream)),
         )
         for prompt in prompts
     )

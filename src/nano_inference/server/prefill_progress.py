@@ -23,7 +23,7 @@ class PrefillProgress:
         again, nothing is reported. `time_ms` starts when the sample leaves the queue.
         """
         prefill = None if decoded.delta is None else decoded.delta.prefill
-        if prefill is None:
+        if prefill is None or not self._call.shape.progress:
             return []
         due = []
         if transcript.index not in self._reported:

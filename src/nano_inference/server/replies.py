@@ -40,6 +40,8 @@ class OpenAIReply(Reply):
         self._tokenizer = tokenizer
         self._created = created
         self._progress = PrefillProgress(call)
+        self._echoed: set[int] = set()
+        """Samples of a stream whose prompt was echoed with its log-probabilities."""
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         call, make = self._call, self._chat_choice if self._is_chat else self._completion_choice
@@ -81,8 +83,9 @@ class OpenAIReply(Reply):
                 self._chunk(one.index, _echo_delta(shape, text), prefix) for text in texts for one in transcripts
             ]
         chunks = []
-        for one in transcripts if shape.echo or shape.token_ids else ():
-            text = shape.echo[one.prompt_index] if shape.echo else ""
+        echo = () if shape.echo_logprobs else shape.echo  # with the first token, as in vLLM: then it has been computed
+        for one in transcripts if echo or shape.token_ids else ():
+            text = echo[one.prompt_index] if echo else ""
             ids = {"prompt_token_ids": list(requests[one.prompt_index].prompt)} if shape.token_ids else {}
             chunks.append(self._chunk(one.index, text, ids))
         return chunks
@@ -91,14 +94,15 @@ class OpenAIReply(Reply):
         """Return the chunks of one delta: its content, and at its end an empty chunk with the finish reason."""
         shape = self._shape
         extras: JSON = {}
-        if shape.logprobs is not None and decoded.entries:
-            extras["logprobs"] = self._logprobs(decoded.entries)
+        echo, entries = self._echo(transcript, decoded)
+        if shape.logprobs is not None and entries:
+            extras["logprobs"] = self._logprobs(entries)
         extras |= token_facts(decoded, shape)
         chunks: list[JSON] = [
             self._chunk(transcript.index, {} if self._is_chat else "") | {"prompt_progress": report}
             for report in self._progress.reports(transcript, decoded)
         ]
-        for content in _chat_deltas(decoded, shape, bool(extras)) if self._is_chat else [decoded.text]:
+        for content in _chat_deltas(decoded, shape, bool(extras)) if self._is_chat else [echo + decoded.text]:
             if content or extras:
                 chunks.append(self._chunk(transcript.index, content, extras))
             extras = {}  # only in the first chunk
@@ -112,6 +116,17 @@ class OpenAIReply(Reply):
             chunks[-1] |= self._verbose(transcript)
         timings = self._timings(transcript)
         return [chunk | timings for chunk in chunks] if timings else chunks
+
+    def _echo(self, transcript: Transcript, decoded: DecodedDelta) -> tuple[str, Sequence[LogprobEntry]]:
+        """Return the text put before a delta's, and the delta's entries, after the prompt's if that is echoed here."""
+        prefill, at = None if decoded.delta is None else decoded.delta.prefill, transcript.prompt_index
+        is_due = self._shape.echo_logprobs and transcript.index not in self._echoed
+        if not is_due or prefill is None or prefill.logprobs is None:
+            return "", decoded.entries
+        self._echoed.add(transcript.index)
+        tokens, scores, tops = self._call.requests[at].prompt, prefill.logprobs, prefill.top_logprobs
+        entries = prompt_entries(tokens, scores, tops, self._shape, self._tokenizer)
+        return self._shape.echo[at], (*entries, *decoded.entries)
 
     def usage_chunk(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the usage chunk at the end of a stream."""
