@@ -71,13 +71,15 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
     fields = given_fields(body)
     fields["messages"] = [{"role": one.role, "content": one.content} for one in body.messages]
     fields["stream"] = True
+    fields["skip_special_tokens"] = False
     if model.calculates:
         fields["calculator"] = True
     if isinstance(model.dialogue, NanochatDialogue):
         model = replace(model, dialogue=replace(model.dialogue, any_order=True))
     call = chat_call(as_body(fields, ChatBody), model, config, salt)
     name = f"web-{uuid.uuid4().hex}"
-    return replace(call, id=name, names=frozenset({name}), make_reply=WebReply)
+    shape = replace(call.shape, tool=None)  # the tool's tokens are text, as upstream's page shows them
+    return replace(call, id=name, names=frozenset({name}), make_reply=WebReply, shape=shape)
 
 
 def _check_contents(messages: Sequence[WebMessage]) -> None:
@@ -132,6 +134,8 @@ class WebReply(Reply):
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
         self._call = call
+        self._withheld = ""
+        """U+FFFD at the end of the text so far; as upstream, not sent unless text follows."""
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the text as one event; not used, because replies are always streamed."""
@@ -139,7 +143,10 @@ class WebReply(Reply):
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with the new text, or no bytes without text."""
-        return _event({"token": decoded.text, "gpu": 0}) if decoded.text else b""
+        text = self._withheld + decoded.text
+        shown = text.rstrip("\ufffd")
+        self._withheld = text[len(shown) :]
+        return _event({"token": shown, "gpu": 0}) if shown else b""
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the event that ends an answer."""
