@@ -16,7 +16,7 @@ from itertools import accumulate
 from types import EllipsisType
 from typing import Any
 
-from nano_inference.nanochat.calculator_methods import COMPARISONS, Refused, attribute, call
+from nano_inference.nanochat.calculator_methods import COMPARISONS, MAX_TEXT, Refused, attribute, call
 
 MAX_EXPRESSION = 256
 """Most characters of an expression."""
@@ -56,7 +56,7 @@ _TOKENS = re.compile(
     | 0(?>[xX][0-9A-Fa-f_]++ | [oO][0-7_]++ | [bB][01_]++)(?!\w)
     | {_quoted("'")} | {_quoted('"')}
     | (?>[A-Za-z_][A-Za-z0-9_]*+)(?!['"\w])
-    | [-+*/().]
+    | [-+*/().%&|^~<>=!]
     )*+""",
     re.VERBOSE,
 )
@@ -78,9 +78,9 @@ def calculate(expression: str) -> Value | None:
 def evaluate(expression: str) -> Value | None:
     """Return the value of a supported expression within the limits, else None. Never raises.
 
-    Supported: numbers, strings, True, False, None, `()` and `...`; + - * / // and signs; and, or, not, if, is, in; the
-    methods of texts, lists and numbers in `calculator_methods`, with at most one argument. The expression "None" also
-    returns None.
+    Supported: numbers, strings, True, False, None, `()` and `...`; operators of numbers; comparisons; and, or, not, if;
+    the methods of texts, lists and numbers in `calculator_methods`, with at most one argument. "None" also returns
+    None.
     """
     if len(expression) > MAX_EXPRESSION or not _TOKENS.fullmatch(expression) or _depth(expression) > MAX_DEPTH:
         return None
@@ -205,28 +205,61 @@ def _compared(functions: Sequence[Callable[[Any, Any], bool]], values: list[Any]
     return True
 
 
-def arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> int | float | tuple[()]:
-    """Compute with numbers, and with `()`, which can be repeated and added. Raises `Refused` beyond `MAX_BITS`."""
-    if not all(isinstance(value, int | float) or value == () for value in (left, right)):
+def arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> int | float | str | tuple[()]:
+    """Compute with numbers, texts and `()`. Raises `Refused` beyond the limits, and for `%` of a text (a format)."""
+    is_format = isinstance(left, str) and function is operator.mod
+    if is_format or not all(isinstance(value, int | float | str) or value == () for value in (left, right)):
         raise Refused
-    value: int | float | tuple[()] = function(left, right)
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+    value: int | float | str | tuple[()] = function(left, right)
+    if (isinstance(value, int) and value.bit_length() > MAX_BITS) or (isinstance(value, str) and len(value) > MAX_TEXT):
         raise Refused
     return value
 
 
-def product(left: int | float, right: int | float) -> int | float:
-    """Return a product. Raises `Refused` before it computes an integer that is certain to have more than `MAX_BITS`."""
+def product(left: Any, right: Any) -> Any:
+    """Return a product. Raises `Refused` before it computes more than `MAX_BITS` or `MAX_TEXT`."""
+    for text, count in ((left, right), (right, left)):
+        if isinstance(text, str) and isinstance(count, int) and len(text) * count > MAX_TEXT:
+            raise Refused
     if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS + 1:
         raise Refused
     return left * right
 
 
-_UNARY: Mapping[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Not: operator.not_}
+def power(left: int | float, right: int | float) -> int | float:
+    """Return a power. Raises `Refused` before it computes an integer of more than `MAX_BITS`, and for complex ones."""
+    if isinstance(left, int) and isinstance(right, int) and (left.bit_length() - 1) * right >= MAX_BITS:
+        raise Refused
+    value: int | float | complex = left**right
+    if isinstance(value, complex):
+        raise Refused
+    return value
+
+
+def shifted(left: int, right: int) -> int:
+    """Return left << right. Raises `Refused` before it computes more than `MAX_BITS`."""
+    if operator.index(left).bit_length() + operator.index(right) > MAX_BITS:
+        raise Refused
+    return left << right
+
+
+_UNARY: Mapping[type, Callable[[Any], Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+    ast.Not: operator.not_,
+    ast.Invert: lambda value: -1 - operator.index(value),  # ~ of a bool warns
+}
 _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: product,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: power,
+    ast.LShift: shifted,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
 }

@@ -87,5 +87,11 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "IsNot": operator.is_not,
     "In": lambda left, right: left in right,
     "NotIn": lambda left, right: left not in right,
+    "Eq": operator.eq,
+    "NotEq": operator.ne,
+    "Lt": operator.lt,
+    "LtE": operator.le,
+    "Gt": operator.gt,
+    "GtE": operator.ge,
 }
 """Name of a comparison's node -> its function."""
