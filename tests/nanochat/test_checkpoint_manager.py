@@ -20,6 +20,7 @@ from nano_inference.nanochat.common import (
 )
 from nano_inference.nanochat.files import SOURCES
 from tests.nanochat.tiny import (
+    GENERATIONS,
     SPECIAL_IDS,
     base_meta,
     model_config,
@@ -84,11 +85,24 @@ def test_load_model_prints_warnings_and_commit(tmp_path: Path, capsys: Capture) 
     (experiment / "meta.json").write_text(json.dumps({"name": "first", "git_commit": "0aaca56"}))
     write_checkpoint(experiment / "d2" / "base", "G2", meta=base_meta("G2"))
     load_model("base", "cpu", "eval", base_dir=tmp_path)
-    first, tables, second, third = capsys.readouterr().err.splitlines()
+    first, tables, windows, second, third = capsys.readouterr().err.splitlines()
     assert first.startswith("nanochat G2 (value gates of 32 columns): ")
     assert tables == "rope_dtype=bfloat16 (G2's, rounded by upstream until 2026-03-04)"
+    assert "2026-01-16 to 30" in windows and windows.endswith("(override decode_window=full)")
     assert second == "trained with nanochat's commit 0aaca56"
     assert third.startswith("warning: soft cap 15 is assumed")
+
+
+def test_load_says_which_windows_weights_do_not_show(tmp_path: Path, capsys: Capture) -> None:
+    """From 2026-01-16 to 30 upstream without FlashAttention 3 ignored windows in answers (G1, G2, G2e)."""
+    write_tokenizer(tmp_path / "tokenizer")
+    for generation in GENERATIONS:
+        write_checkpoint(tmp_path / "chatsft_checkpoints" / "d4", generation)
+        load_model("sft", "cpu", "eval", base_dir=tmp_path)
+        assert ("override decode_window=full" in capsys.readouterr().err) == (generation in ("G1", "G2", "G2e"))
+    write_checkpoint(tmp_path / "chatsft_checkpoints" / "d4", "G1")
+    load_model("sft", "cpu", "eval", base_dir=tmp_path, overrides=["decode_window=full"])
+    assert "is assumed" not in capsys.readouterr().err
 
 
 def test_load_model_applies_overrides_and_dtype(base: Path, capsys: Capture) -> None:
@@ -166,7 +180,7 @@ def test_base_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for unset in (True, False):
         monkeypatch.delenv("NANOCHAT_BASE_DIR") if unset else monkeypatch.setenv("NANOCHAT_BASE_DIR", "")
         assert get_base_dir() == str(tmp_path / ".cache" / "nanochat")
-    assert list(tmp_path.iterdir()) == [], "it is not created"
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", ".cache"}, "created, as upstream's"
 
 
 def test_compute_init_returns_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,11 @@ _ROPE_REASONS: Mapping[RopeDtype, str] = {
     "float32": "the computation's since 2026-03-04",
 }
 _WITH_WINDOWS = "as trained; upstream's fallback of 2026-01-16 to 30 had full"
+_OF_JANUARY = ("G1", "G2", "G2e")
+_UNKNOWN_WINDOWS = (
+    "decode_window=short is assumed; the weights do not show whether answers had no windows, as upstream's of "
+    "2026-01-16 to 30 without FlashAttention 3 (override decode_window=full)"
+)
 _SOFTCAP_WARNING = (
     "soft cap 15 is assumed; runs of 2026-03-02 to 09 had 20 (override softcap=20). Greedy output is the same"
 )
@@ -125,14 +130,16 @@ class Inferred:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Unusual or overridden rope_dtype and decode_window, with reasons; printed at load."""
+        """Unusual, unknown or overridden rope_dtype and decode_window, with reasons; printed at load."""
         constants, reasons = self.constants, self.reasons
         usual = {"rope_dtype": "float32", "decode_window": "short"}
-        return tuple(
+        found = tuple(
             f"{name}={getattr(constants, name)} ({reasons[name]})"
             for name, value in usual.items()
             if getattr(constants, name) != value or reasons[name] == _BY_HAND
         )
+        is_unknown = constants.generation in _OF_JANUARY and reasons["decode_window"] == _WITH_WINDOWS
+        return (*found, _UNKNOWN_WINDOWS) if is_unknown else found
 
 
 def infer(
