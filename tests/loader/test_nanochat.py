@@ -182,7 +182,7 @@ def test_model_is_inferred_from_a_state_dict(generation: str) -> None:
     config = model_config(generation)
     state = state_dict(generation, config)
     overrides = ("generation=G2s",) if generation == "G2s" else ()
-    for prefix in ("", "_orig_mod."):
+    for prefix in ("", "_orig_mod.", "module.", "module._orig_mod."):
         weights = {prefix + name: torch.nn.Parameter(weight) for name, weight in state.items()}
         checkpoint = open_tensors(weights, config, overrides)
         assert inferred(checkpoint).constants.generation == generation

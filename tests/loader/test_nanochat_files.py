@@ -283,3 +283,24 @@ def test_symlinked_tag_keeps_its_path(base: Path, tmp_path_factory: pytest.TempP
     (base / "chatsft_checkpoints" / "d40").symlink_to(far, target_is_directory=True)
     files = found(base)
     assert (files.weights.parent.name, files.source, files.tokenizer) == ("d40", "sft", base / "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("where", "source", "tag"),
+    [
+        ("d20/chatsft_checkpoints", "sft", "d20"),
+        ("d20/chatsft_checkpoints/d20", "sft", "d20"),
+        ("d20/chatrl_checkpoints", "rl", "d20"),
+    ],
+)
+def test_directories_of_sources_below_a_tag(tmp_path: Path, where: str, source: str, tag: str) -> None:
+    directory = checkpoint(tmp_path / where)
+    for path in (tmp_path, tmp_path / "d20", directory, directory / "model_000001.pt"):
+        for wish in ({}, {"source": source}, {"source": source, "model_tag": tag}):
+            files = found(path, **wish)
+            assert (files.weights.parent, files.source) == (directory, source), (path, wish)
+
+
+def test_tokenizer_file_above_the_directories_of_sources_is_found(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "chatsft_checkpoints" / "d20")
+    assert found(tokenizer(tmp_path)).tokenizer == tmp_path

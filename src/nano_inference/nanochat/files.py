@@ -2,7 +2,7 @@
 
 Layouts (karpathy/nanochat, checkpoint_manager.py and its history): `model_000650.pt` beside `meta_000650.json`; a flat
 directory as published on the Hub; the base directory with a directory of tags per source; `experiments/<name>/<tag>/
-<source>`.
+<source>`; a tag's directory with those of its sources (`d20/chatsft_checkpoints/`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 
 from nano_inference.files import is_present, path_of
 from nano_inference.loader.fields import read_json, shown
+from nano_inference.nanochat.names import FILE_NAME, MissingFile, UnknownName
 from nano_inference.types import ModelError
 
 SOURCES = ("sft", "rl", "mid", "base")
 """Stages of training, the preferred one for chats first."""
-TOKENIZER_FILES = ("tokenizer.pkl", "tokenizer.json")
+TOKENIZER_FILES = (FILE_NAME, "tokenizer.json")
 
 _DIRECTORIES: Mapping[str, str] = {
     "base_checkpoints": "base",
@@ -95,7 +96,7 @@ def last_step(directory: Path) -> int | None:
 
 def _check_names(path: Path, source: str | None, model_tag: str | None) -> None:
     if source is not None and source not in SOURCES:
-        raise ModelError(f"{path}: the source must be one of {', '.join(SOURCES)}, got {shown(source)}")
+        raise UnknownName(f"{path}: the source must be one of {', '.join(SOURCES)}, got {shown(source)}")
     if model_tag is not None and (model_tag in ("", ".", "..") or any(c in model_tag for c in "/\\\0")):
         raise ModelError(f"{path}: the model tag must be a plain directory name, got {shown(model_tag)}")
 
@@ -119,7 +120,7 @@ def _files(source: str | None, weights: Path) -> NanochatFiles:
     digits = weights.name.removeprefix("model_").removesuffix(".pt")
     meta = directory / f"meta_{digits}.json"
     if not is_present(meta):
-        raise ModelError(f"{weights}: its meta file {meta.name} is missing")
+        raise MissingFile(f"{weights}: its meta file {meta.name} is missing")
     return NanochatFiles(
         weights=weights,
         meta=meta,
@@ -133,13 +134,15 @@ def _files(source: str | None, weights: Path) -> NanochatFiles:
 def _tokenizer(directory: Path) -> Path | None:
     """Return the tokenizer's directory: that of the weights, else `tokenizer/` there or up to three levels above.
 
-    Raises `ModelError` naming a tokenizer file that is a directory or a FIFO.
+    Else one of these levels that has a tokenizer.pkl itself. Raises `ModelError` naming a tokenizer file that is a
+    directory or a FIFO.
     """
     whole = _whole(directory)
-    for place in (whole, *(parent / "tokenizer" for parent in (whole, *whole.parents[:3]))):
+    levels = (whole, *whole.parents[:3])
+    for place in (whole, *(level / "tokenizer" for level in levels)):
         if any(is_present(place / name) for name in TOKENIZER_FILES):
             return place
-    return None
+    return next((level for level in levels if is_present(level / FILE_NAME)), None)
 
 
 def _git_commit(directory: Path, meta: Path) -> str | None:
@@ -167,6 +170,8 @@ def _source_and_tag(directory: Path) -> tuple[str | None, str]:
     whole = _whole(directory)
     if _in_experiment(whole):
         return whole.name, whole.parent.name
+    if whole.name in _DIRECTORIES:
+        return _DIRECTORIES[whole.name], whole.parent.name
     return _DIRECTORIES.get(whole.parent.name), whole.name
 
 
@@ -200,20 +205,26 @@ def _base_directory(path: Path) -> _TagsBySource:
     sources: _TagsBySource = {}
     for name, source in present.items():
         tags = {child.name: child for child in _directories(path / name) if _steps(child)}
+        if _steps(path / name):
+            tags |= {_whole(path).name: path / name}
         if tags:
             sources[source] = tags
     if present and not sources:
-        raise ModelError(f"{path}: there is no <tag>/model_*.pt in {', '.join(f'{name}/' for name in present)}")
+        raise MissingFile(f"{path}: there is no <tag>/model_*.pt in {', '.join(f'{name}/' for name in present)}")
     return sources
 
 
 def _by_source(experiment: Path) -> _TagsBySource:
-    """Return the contents of `<experiment>/<tag>/<source>`."""
+    """Return the contents of `<experiment>/<tag>/<source>`, also with a source's long name and a tag below it."""
     sources: _TagsBySource = {}
     for tag in _directories(experiment):
         for source in SOURCES:
             if _steps(tag / source):
                 sources.setdefault(source, {})[tag.name] = tag / source
+        for name, source in _DIRECTORIES.items():
+            for path in (tag / name, *_directories(tag / name)):
+                if _steps(path):
+                    sources.setdefault(source, {})[tag.name if path.name == name else path.name] = path
     return sources
 
 
@@ -234,13 +245,13 @@ def _choose_source(path: Path, sources: _TagsBySource, wanted: str | None) -> st
     for source in (wanted or "sft", None):
         if source in sources:
             return source
-    raise ModelError(f"{path}: has no checkpoint of the source {wanted}; there is {_listed(sources)}")
+    raise MissingFile(f"{path}: has no checkpoint of the source {wanted}; there is {_listed(sources)}")
 
 
 def _choose_tag(path: Path, tags: _Tags, wanted: str | None) -> str:
     if wanted is not None:
         if wanted not in tags:
-            raise ModelError(f"{path}: has no model tag {shown(wanted)}; there is {_listed(tags)}")
+            raise MissingFile(f"{path}: has no model tag {shown(wanted)}; there is {_listed(tags)}")
         return wanted
     names = sorted(tags)
     depths = {name: int(match[1]) for name in names if (match := _DEPTH.match(name))}
@@ -253,7 +264,7 @@ def _choose_step(directory: Path, wanted: int | None) -> Path:
     steps = _steps(directory)
     number = max(steps) if wanted is None else wanted
     if number not in steps:
-        raise ModelError(f"{directory}: has no step {shown(number)}; there is {_listed(sorted(steps))}")
+        raise MissingFile(f"{directory}: has no step {shown(number)}; there is {_listed(sorted(steps))}")
     return steps[number]
 
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import sample_next_token
-from nano_inference.nanochat.names import ASSISTANT_END
+from nano_inference.nanochat.names import ASSISTANT_END, UnknownName
 from nano_inference.nanochat.tool import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
-from nano_inference.types import ModelError
 
 Column = tuple[list[int], list[int]]
 """One token per row, and its mask: 1 if sampled, 0 if forced."""
@@ -64,7 +63,7 @@ class Call(NamedTuple):
     top_p: float | None
 
 
-@dataclass(slots=True)
+@dataclass  # without slots: as upstream's, it takes further attributes
 class RowState:
     """State of a row during generation, with upstream's names."""
 
@@ -93,7 +92,7 @@ def _special(tokenizer: ChatTokenizer, text: str) -> int:
     try:
         return tokenizer.encode_special(text)
     except KeyError:
-        raise ModelError(f"tokenizer: has no special token {text}, which nanochat's engine needs") from None
+        raise UnknownName(f"tokenizer: has no special token {text}, which nanochat's engine needs") from None
 
 
 def take_token(state: RowState, sampled: int, specials: Specials) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from nano_inference.nanochat.configs import MAX_LAYERS, hf_nanochat_config, nano
 from nano_inference.nanochat.files import TOKENIZER_FILES, NanochatFiles
 from nano_inference.nanochat.kinds import TOKENIZER
 from nano_inference.nanochat.names import ASSISTANT_END, BOS_TOKENS
-from nano_inference.nanochat.pt_file import COMPILED_PREFIX, read_pt
+from nano_inference.nanochat.pt_file import read_pt, unwrapped
 from nano_inference.nanochat.rules import Inferred, infer, override_values, parse_overrides
 from nano_inference.text.kinds import TokenizerKind, TokenizerSource
 from nano_inference.text.tokenizer import OWN_TOKENIZERS, load_tokenizer
@@ -73,12 +73,12 @@ def open_tensors(
 
 
 def named_sources(weights: Mapping[str, torch.Tensor]) -> dict[str, WeightSource]:
-    """Return tensors as sources, without torch.compile's prefix. Raises `ModelError` for duplicate names."""
+    """Return tensors as sources, without prefixes of torch's wrappers. Raises `ModelError` for duplicate names."""
     named: dict[str, WeightSource] = {
-        name.removeprefix(COMPILED_PREFIX): TensorSource(tensor.detach()) for name, tensor in weights.items()
+        unwrapped(name): TensorSource(tensor.detach()) for name, tensor in weights.items()
     }
     if len(named) < len(weights):
-        raise ModelError(f"weights: a name occurs twice, with and without {COMPILED_PREFIX}")
+        raise ModelError("weights: a name occurs twice, with and without a wrapper's prefix")
     return named
 
 

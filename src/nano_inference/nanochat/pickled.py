@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import tiktoken
 
 from nano_inference.files import open_buffered
+from nano_inference.nanochat.names import MissingFile
 from nano_inference.text.fast import no_panic
 from nano_inference.text.tokenizer_limits import check_added, check_pattern, check_pieces
 from nano_inference.types import ModelError
@@ -284,7 +285,8 @@ def read_fields(path: Path) -> PickledEncoding:
                 raise _Refused(f"the file has more than {MAX_FILE} bytes")
             return _checked(_walk(file, size))
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+        kind = MissingFile if isinstance(error, FileNotFoundError) else ModelError
+        raise kind(f"{path}: cannot be read: {error.strerror}") from None
     except _Refused as error:
         raise ModelError(f"{path}: not nanochat's pickled tiktoken.Encoding: {error}") from None
 

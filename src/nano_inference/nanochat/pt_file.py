@@ -17,10 +17,11 @@ from torch import Tensor
 
 from nano_inference.files import open_buffered
 from nano_inference.loader.fields import shown
+from nano_inference.nanochat.names import MissingFile
 from nano_inference.types import ModelError
 
-COMPILED_PREFIX = "_orig_mod."
-"""Prefix that torch.compile adds to every name."""
+PREFIX = re.compile(r"(_orig_mod\.|module\.)+")
+"""What torch.compile and DistributedDataParallel put before every name."""
 _ZIP = b"PK\x03\x04"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COUNTS = (torch.int64, torch.int32)
@@ -35,8 +36,8 @@ _MOST_SHARED = 4
 def read_pt(path: Path) -> dict[str, Tensor]:
     """Return the named tensors of a file written by torch.save, mapped into memory.
 
-    Runs no code of the file. Removes torch.compile's prefix from names. Raises `ModelError` with the file's name if it
-    cannot be read or is not a flat dict of contiguous tensors.
+    Runs no code of the file. Removes prefixes of torch's wrappers from names. Raises `ModelError` with the file's name
+    if it cannot be read or is not a flat dict of contiguous tensors.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about pickle protocols and layouts, which are checked here
@@ -70,6 +71,8 @@ def _check_container(path: Path) -> int:
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile, RuntimeError) as error:
         if isinstance(error, ModelError):
             raise
+        if isinstance(error, FileNotFoundError):
+            raise MissingFile(f"{path}: cannot be read, it does not exist") from None
         raise ModelError(f"{path}: cannot be read, is it truncated? ({shown(str(error))})") from None
 
 
@@ -112,11 +115,17 @@ def _named(path: Path, loaded: object) -> dict[str, Tensor]:
     for key, value in loaded.items():
         if not isinstance(key, str):
             raise ModelError(f"{path}: a tensor's name must be a string, got {type(key).__name__}")
-        name = key.removeprefix(COMPILED_PREFIX)
+        name = unwrapped(key)
         if name in out:
-            raise ModelError(f"{path}: has {shown(name)} twice, with and without {COMPILED_PREFIX}")
+            raise ModelError(f"{path}: has {shown(name)} twice, with and without a prefix as {shown(key)}")
         out[name] = _checked(path, name, value)
     return out
+
+
+def unwrapped(name: str) -> str:
+    """Return a weight's name without prefixes of torch's wrappers."""
+    match = PREFIX.match(name)
+    return name[match.end() :] if match else name
 
 
 def _checked(path: Path, name: str, value: object) -> Tensor:
