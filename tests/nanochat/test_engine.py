@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -14,10 +16,20 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import EngineConfig
-from nano_inference.nanochat import GPT, Engine, KVCache, sample_next_token
+from nano_inference.nanochat import (
+    GPT,
+    Engine,
+    GPTConfig,
+    KVCache,
+    RowState,
+    eval_with_timeout,
+    sample_next_token,
+    timeout,
+    use_calculator,
+)
 from nano_inference.nanochat.columns import Columns
 from tests.nanochat.talkative import CHARACTERS, CharacterTokenizer, Foreign, Uniform, talkative
-from tests.nanochat.tiny import GENERATIONS
+from tests.nanochat.tiny import GENERATIONS, model_config, state_dict
 
 TOKENIZER = CharacterTokenizer()
 BOS, END = TOKENIZER.get_bos_token_id(), TOKENIZER.encode_special("<|assistant_end|>")
@@ -398,9 +410,20 @@ def test_engine_uses_config_and_call_of_model() -> None:
     again = GPT.from_state_dict(model.state_dict(), model.config, overrides={"softcap": 20})
     assert again.config == model.config and again.model.config.logits_softcap == 20
     ids = torch.tensor([[BOS, 1, 2]])
-    assert torch.equal(model(ids), model.forward(ids))
-    with pytest.raises(ValueError, match="targets"):
-        model(ids, ids)
+    assert torch.equal(model(ids), model.forward(idx=ids))
+
+
+def test_loss_is_the_cross_entropy_of_the_targets() -> None:
+    """The call of upstream's `evaluate_bpb`, and of its validation loss; targets of -1 do not count."""
+    model = talkative("G4")
+    x, y = torch.tensor([[BOS, 1, 2], [3, 4, 5]]), torch.tensor([[1, -1, 3], [4, 5, -1]])
+    logprobs = model(x).log_softmax(-1)
+    each = [
+        0.0 if token < 0 else -float(logprobs[b, t, token]) for b, row in enumerate(y) for t, token in enumerate(row)
+    ]
+    assert model(x, y, loss_reduction="none").tolist() == pytest.approx(each, abs=1e-5)
+    assert float(model(x, y, loss_reduction="sum")) == pytest.approx(sum(each), abs=1e-5)
+    assert float(model(x, y)) == float(model.forward(x, targets=y)) == pytest.approx(sum(each) / 4, abs=1e-5)
 
 
 def test_numpy_integers_are_accepted() -> None:
@@ -589,8 +612,65 @@ def test_kv_cache_grows_when_full() -> None:
         cache.advance(1)
     assert cache.max_seq_len == 2048
     assert cache.k_cache[:, 0, :5, 0, 0].tolist() == [[0, 1, 2, 3, 4]] * 2
-    with pytest.raises(ValueError, match="exceed"):
-        cache.advance(2048)
+    cache.advance(2048)  # upstream's only counts
+    assert cache.get_pos() == 2053 and cache.max_seq_len == 4096
+
+
+def test_kv_cache_takes_assigned_keys_and_values() -> None:
+    cache = KVCache(1, 2, 3, 4, 5, "cpu", torch.float32)
+    keys = torch.randn(5, 1, 3, 2, 4)
+    cache.k_cache, cache.v_cache = keys, -keys
+    assert torch.equal(cache.get_layer_cache(1)[0], keys[1]) and torch.equal(cache.v_cache, -keys)
+    for other in (keys[:, :, :2], keys.bfloat16()):
+        with pytest.raises(ValueError, match="k_cache: must be"):
+            cache.k_cache = other
+
+
+def test_names_are_upstreams() -> None:
+    """Keywords, default values and mutability of what upstream's users call and change."""
+    assert GPTConfig().__dict__ == {
+        **{"sequence_len": 2048, "vocab_size": 32768, "n_layer": 12, "n_head": 6, "n_kv_head": 6, "n_embd": 768},
+        "window_pattern": "SSSL",
+    }
+    config = GPTConfig(256)
+    config.n_layer = 4
+    assert (config.sequence_len, config.n_layer) == (256, 4)
+    assert GPT.from_state_dict(state_dict("G0", model_config("G0")), model_config("G0")).config.window_pattern == "L"
+    row = RowState([1])
+    row.score = 2.0  # type: ignore[attr-defined]
+    logits = torch.tensor([[0.0, 3.0]])
+    assert sample_next_token(logits=logits, rng=None, temperature=0.0).tolist() == [[1]]
+    with pytest.raises(NotImplementedError, match="setup_optimizer: this GPT has no gradients"):
+        talkative("G4").setup_optimizer(matrix_lr=0.02)
+
+
+def test_timeout_interrupts() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"'sleep': timed out after 0\.05 seconds"), timeout(0.05, "sleep"):
+        time.sleep(30)
+    assert time.monotonic() - started < 20 and signal.getsignal(signal.SIGALRM) is before
+    with ThreadPoolExecutor(1) as pool, pytest.raises(TimeoutError):  # no signals there: checked at the end
+        pool.submit(_sleep_for, 0.05, 0.001).result()
+
+
+def _sleep_for(seconds: float, limit: float) -> None:
+    with timeout(limit, "sleep"):
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [
+        *(("7%3", 1), ("-7%3", 2), ("2**10", 1024), ("2**-1", 0.5), ("7&3|8^1", 11), ("~5", -6), ("1<<4", 16)),
+        *(("3>2", True), ("1<2<2", False), ("2==2.0", True), ("'a'!='b'", True), ("'ab'*2+'c'", "ababc")),
+        *(("2**5000", None), ("1<<5000", None), ("'a'*9000", None), ("'%9999d'%1", None), ("(-8)**.5", None)),
+    ],
+)
+def test_eval_with_timeout_evaluates_operators(formula: str, expected: object) -> None:
+    """Upstream's results of its `eval`, within bounds; the calculator itself refuses these characters."""
+    assert eval_with_timeout(formula) == expected
+    assert use_calculator(formula) is None
 
 
 def test_kv_cache_supports_insert_kv() -> None:

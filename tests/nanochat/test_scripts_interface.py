@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,18 +20,24 @@ from nano_inference.nanochat.checkpoint_manager import (
     load_checkpoint,
     load_model,
     load_model_from_dir,
+    load_optimizer_state,
     save_checkpoint,
 )
 from nano_inference.nanochat.common import (
+    COMPUTE_DTYPE,
+    COMPUTE_DTYPE_REASON,
     DummyWandb,
     compute_cleanup,
     compute_init,
+    download_file_with_lock,
+    get_base_dir,
     get_dist_info,
     get_peak_bandwidth,
     get_peak_flops,
     is_ddp_initialized,
     is_ddp_requested,
     print0,
+    print_banner,
 )
 from tests.nanochat.tiny import GENERATIONS, model_config, state_dict, write_checkpoint, write_tokenizer
 
@@ -81,6 +88,56 @@ def test_each_rank_saves_its_optimizer_and_rank_0_the_rest(tmp_path: Path) -> No
         load_checkpoint(tmp_path / "new" / "d2", 7, "cpu", load_optimizer=True, rank=3)
 
 
+def test_optimizer_state_is_found_as_the_model_is(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    for tag, step in (("d2", 7), ("d10", 3), ("d10", 5)):
+        save_checkpoint(tmp_path / "base_checkpoints" / tag, step, {"a": torch.ones(1)}, {"step": step}, {}, rank=1)
+        save_checkpoint(tmp_path / "base_checkpoints" / tag, step, {"a": torch.ones(1)}, None, {})
+    assert load_optimizer_state("base", torch.device("cpu"), rank=1) == {"step": 5}
+    assert load_optimizer_state("base", "cpu", rank=1, model_tag="d2", step=7) == {"step": 7}
+    assert load_optimizer_state("base", "cpu", rank=0) is None
+    with pytest.raises(FileNotFoundError):
+        load_optimizer_state("sft", "cpu", rank=0)
+
+
+def test_errors_have_upstreams_classes(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    with pytest.raises(KeyError) as unknown:
+        load_model("pretrained", "cpu", "eval")
+    assert isinstance(unknown.value, ModelError) and str(unknown.value).startswith(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="contains no nanochat checkpoints") as missing:
+        load_model("sft", "cpu", "eval")
+    assert isinstance(missing.value, ModelError)
+    write_checkpoint(tmp_path / "base_checkpoints" / "d4", "G4")
+    for wish in ({"source": "sft"}, {"source": "base", "model_tag": "d5"}, {"source": "base", "step": 9}):
+        with pytest.raises(FileNotFoundError):
+            load_model(device="cpu", phase="eval", **wish)  # type: ignore[arg-type]
+    for call in (load_checkpoint, build_model):
+        with pytest.raises(FileNotFoundError):
+            call(tmp_path / "base_checkpoints" / "d4", 9, "cpu", "eval")  # type: ignore[operator]
+
+
+def test_file_is_downloaded_once(tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "new"))
+    (tmp_path / "bundle").write_bytes(b"data")
+    seen: list[str] = []
+    for _ in range(2):
+        path = download_file_with_lock((tmp_path / "bundle").as_uri(), "bundle.zip", postprocess_fn=seen.append)
+        assert path == f"{get_base_dir()}/bundle.zip" and Path(path).read_bytes() == b"data"
+    assert seen == [path] and capsys.readouterr().out.count("Downloading") == 1
+    with pytest.raises(OSError):
+        download_file_with_lock((tmp_path / "absent").as_uri(), "other")
+    assert names_in(tmp_path / "new").isdisjoint({"other", "other.partial"})
+
+
+def test_common_has_upstreams_precision_and_printing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert COMPUTE_DTYPE in (torch.float32, torch.bfloat16) and COMPUTE_DTYPE_REASON
+    print_banner()
+    print0("to stderr", file=sys.stderr, sep="-")
+    out, err = capsys.readouterr()
+    assert out.startswith("nanochat") and err == "to stderr\n"
+
+
 def test_interrupted_save_leaves_the_old_file(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, {"a": torch.ones(1)}, None, {"step": 1})
     before = (tmp_path / "model_000001.pt").read_bytes()
@@ -111,6 +168,13 @@ def test_models_are_found_by_directory(tmp_path: Path) -> None:
         build_model(tags / "d4", 12, "cpu", "train")
     with pytest.raises(ModelError, match="has no step 4"):
         build_model(tags / "d4", 4, "cpu", "eval")
+
+
+def test_tokenizer_of_the_base_directory_is_used_elsewhere(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    write_tokenizer(tmp_path / "base" / "tokenizer")
+    write_checkpoint(tmp_path / "elsewhere" / "base_checkpoints" / "d4", "G4")
+    assert load_model_from_dir(tmp_path / "elsewhere" / "base_checkpoints", "cpu", "eval")[1].get_vocab_size() == 265
 
 
 def test_ranks_are_those_of_torchrun(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,7 @@ def test_only_an_assistants_message_is_completed(ours: RustBPETokenizer) -> None
 def test_visualize_tokenization_colours(ours: RustBPETokenizer) -> None:
     red, green, grey, plain = "\033[91m", "\033[92m", "\033[90m", "\033[0m"
     assert ours.visualize_tokenization([FIRST, 104], [0, 1]) == f"{red}<|bos|>{plain}|{green}h{plain}"
-    assert ours.visualize_tokenization([104], [1], with_token_id=True) == f"{green}h{plain}{grey}(104){plain}"
+    assert ours.visualize_tokenization([104], [1], with_token_id=True) == f"{green}h{plain}|{grey}(104){plain}"
 
 
 class Trainer:

@@ -46,13 +46,28 @@ class KVCache:
 
     @property
     def k_cache(self) -> Tensor:
-        """The keys of all layers, (L, B, T, H, D)."""
+        """The keys of all layers, (L, B, T, H, D). Assignment copies values. Raises `ValueError` for another shape."""
         return self._data[:, 0]
+
+    @k_cache.setter
+    def k_cache(self, values: Tensor) -> None:
+        self._assign("k_cache", self.k_cache, values)
 
     @property
     def v_cache(self) -> Tensor:
-        """The values of all layers, (L, B, T, H, D)."""
+        """The values of all layers, as `k_cache`."""
         return self._data[:, 1]
+
+    @v_cache.setter
+    def v_cache(self, values: Tensor) -> None:
+        self._assign("v_cache", self.v_cache, values)
+
+    def _assign(self, name: str, cache: Tensor, values: Tensor) -> None:
+        if values.shape != cache.shape or values.dtype != cache.dtype:
+            wanted, got = ((tuple(one.shape), one.dtype) for one in (cache, values))
+            raise ValueError(f"{name}: must be {wanted} as the cache, got {got}")
+        cache.copy_(values)
+        self._is_used = True
 
     @property
     def kv_cache(self) -> Tensor | None:
@@ -84,10 +99,8 @@ class KVCache:
         return int(self.cache_seqlens[0])
 
     def advance(self, num_tokens: int) -> None:
-        """Advance by tokens that were written to every layer. Raises `ValueError` past the end of the cache."""
-        pos = self.get_pos()
-        if pos + num_tokens > self.max_seq_len:
-            raise ValueError(f"KV cache: {num_tokens} tokens at position {pos} exceed its {self.max_seq_len} positions")
+        """Advance by tokens that were written to every layer; grow past the end, where upstream only counts."""
+        self.grow(num_tokens)
         self.cache_seqlens += num_tokens
         self._is_used = True
 

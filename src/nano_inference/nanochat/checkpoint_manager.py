@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,10 +18,10 @@ from nano_inference.loader.opened import Checkpoint
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.files import NanochatFiles, find_files, largest_tag, last_step
 from nano_inference.nanochat.gpt import GPT
+from nano_inference.nanochat.names import FILE_NAME, MissingFile
 from nano_inference.nanochat.opening import open_nanochat
 from nano_inference.nanochat.pt_file import read_pt
 from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
-from nano_inference.types import ModelError
 
 __all__ = [
     "build_model",
@@ -29,6 +30,7 @@ __all__ = [
     "load_checkpoint",
     "load_model",
     "load_model_from_dir",
+    "load_optimizer_state",
     "save_checkpoint",
 ]
 Loaded = tuple[GPT, RustBPETokenizer, dict[str, Any]]
@@ -86,6 +88,18 @@ def load_checkpoint(
     return weights, state, dict(read_json(directory / f"meta_{step:06d}.json").values)
 
 
+def load_optimizer_state(
+    source: str, device: torch.device | str, rank: int, model_tag: str | None = None, step: int | None = None
+) -> Any:
+    """Return a rank's state of the optimizer beside the checkpoint that `load_model` finds, None if it has none.
+
+    No file can run code. Raises `ModelError` if there is no checkpoint.
+    """
+    files = _find(base_path(None), source, model_tag, step)
+    path = files.weights.with_name(_optimizer_name(files.step, rank))
+    return torch.load(path, map_location=device, weights_only=True) if path.exists() else None
+
+
 def save_checkpoint(
     checkpoint_dir: str | Path,
     step: int,
@@ -140,14 +154,22 @@ def _load(
 ) -> Loaded:
     if phase != "eval":
         raise ValueError(f'phase must be "eval", got {phase!r}: this model does not train')
-    files = find_files(root, source=source, model_tag=model_tag, step=step)
-    if files is None:
-        raise ModelError(f"{root}: contains no nanochat checkpoints")
+    files = _find(root, source, model_tag, step)
+    shared = base_path(None) / "tokenizer"
+    if files.tokenizer is None and (shared / FILE_NAME).is_file():
+        files = replace(files, tokenizer=shared)  # where upstream reads it
     checkpoint = open_nanochat(files, overrides)
     for line in describe(checkpoint, files):
         print(line, file=sys.stderr)
     model = GPT.of(checkpoint, device=str(device), dtype=dtype)
     return model, get_tokenizer(checkpoint.tokenizer.path), dict(read_json(files.meta).values)
+
+
+def _find(root: Path, source: str | None, model_tag: str | None, step: int | None) -> NanochatFiles:
+    files = find_files(root, source=source, model_tag=model_tag, step=step)
+    if files is None:
+        raise MissingFile(f"{root}: contains no nanochat checkpoints")
+    return files
 
 
 def _alone(tensor: Tensor) -> Tensor:

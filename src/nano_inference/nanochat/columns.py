@@ -47,20 +47,20 @@ def _outside(p_BK: Tensor, top_p: float) -> Tensor:
 
 
 def sample_next_token(
-    logits_BV: Tensor,
+    logits: Tensor,
     rng: torch.Generator | None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Tensor:
-    """Sample one token per row from logits [B, V]; return [B, 1] int64. Temperature 0 is argmax, top_k 0 no filter.
+    """Sample one token per row from `logits` [B, V]; return [B, 1] int64. Temperature 0 is argmax, top_k 0 no filter.
 
     Raises `AssertionError` for a negative temperature, as upstream does.
     """
     assert temperature >= 0.0, "temperature must be non-negative"
     if temperature == 0.0:
-        return logits_BV.argmax(dim=-1, keepdim=True)
-    p_BK, ids_BK = candidates(logits_BV, temperature, top_k, top_p)
+        return logits.argmax(dim=-1, keepdim=True)
+    p_BK, ids_BK = candidates(logits, temperature, top_k, top_p)
     choice_B1 = torch.multinomial(p_BK, num_samples=1, generator=rng)
     return choice_B1 if ids_BK is None else ids_BK.gather(1, choice_B1)
 

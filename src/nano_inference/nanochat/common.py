@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import distributed
@@ -13,11 +17,14 @@ from nano_inference.nanochat.files import nanochat_home
 from nano_inference.nanochat.peaks import get_peak_bandwidth, get_peak_flops
 
 __all__ = [
+    "COMPUTE_DTYPE",
+    "COMPUTE_DTYPE_REASON",
     "DummyWandb",
     "autodetect_device_type",
     "base_path",
     "compute_cleanup",
     "compute_init",
+    "download_file_with_lock",
     "get_base_dir",
     "get_dist_info",
     "get_peak_bandwidth",
@@ -25,14 +32,68 @@ __all__ = [
     "is_ddp_initialized",
     "is_ddp_requested",
     "print0",
+    "print_banner",
+    "setup_default_logging",
 ]
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Variables that torchrun sets."""
 
 
+def _compute_dtype() -> tuple[torch.dtype, str]:
+    """Return `NANOCHAT_DTYPE`, else bfloat16 on GPUs that have it, else float32, and the reason.
+
+    Raises `ValueError` for an unknown name.
+    """
+    name = environment().get("NANOCHAT_DTYPE")
+    if name is not None:
+        known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+        if name not in known:
+            raise ValueError(f"NANOCHAT_DTYPE must be one of {', '.join(known)}, got {name[:80]!r}")
+        return known[name], f"set by NANOCHAT_DTYPE={name}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
+        return torch.bfloat16, "a GPU with bfloat16"
+    return torch.float32, "no GPU with bfloat16"
+
+
+COMPUTE_DTYPE, COMPUTE_DTYPE_REASON = _compute_dtype()
+"""Precision in which upstream's model computes, and why."""
+
+
 def get_base_dir() -> str:
-    """Return nanochat's base directory: `NANOCHAT_BASE_DIR`, else ~/.cache/nanochat. It is not created."""
+    """Return nanochat's base directory: `NANOCHAT_BASE_DIR`, else ~/.cache/nanochat. Creates it."""
+    base_path(None).mkdir(parents=True, exist_ok=True)
     return str(base_path(None))
+
+
+def download_file_with_lock(url: str, filename: str, postprocess_fn: Callable[[str], object] | None = None) -> str:
+    """Download a file into the base directory unless it is there; return its path.
+
+    One process downloads, and calls `postprocess_fn` with the path; others wait for it. An interrupted download leaves
+    no file.
+    """
+    from filelock import FileLock  # a dependency of torch
+
+    path = Path(get_base_dir(), filename)
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            print(f"Downloading {url}...")
+            partial = path.with_name(f"{path.name}.partial")
+            with urllib.request.urlopen(url) as response:
+                partial.write_bytes(response.read())
+            partial.replace(path)
+            if postprocess_fn is not None:
+                postprocess_fn(str(path))
+    return str(path)
+
+
+def setup_default_logging() -> None:
+    """Log from level INFO on to stderr."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s - %(name)s - %(levelname)s - %(message)s")
+
+
+def print_banner() -> None:
+    """Print the name in the process of rank 0."""
+    print0("nanochat, with nano-inference\n")
 
 
 def autodetect_device_type() -> str:
@@ -84,10 +145,12 @@ def compute_cleanup() -> None:
         distributed.destroy_process_group()
 
 
-def print0(s: str = "", end: str = "\n", flush: bool = False) -> None:
+def print0(
+    s: object = "", *, sep: str | None = None, end: str | None = None, file: TextIO | None = None, flush: bool = False
+) -> None:
     """Print `s` in the process of rank 0."""
     if get_dist_info()[1] == 0:
-        print(s, end=end, flush=flush)
+        print(s, sep=sep, end=end, file=file, flush=flush)
 
 
 class DummyWandb:

@@ -6,12 +6,14 @@ conversation is reused. The columns of tokens equal those of upstream's loop.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
-from threading import RLock
+from threading import RLock, current_thread, main_thread
+from types import FrameType
 
 import torch
 
@@ -51,17 +53,36 @@ def use_calculator(expr: str) -> Value | None:
 
 
 def eval_with_timeout(formula: str, max_time: float = 3) -> Value | None:
-    """Return the value of a formula, else None. `max_time` (seconds) is ignored: size limits bound the time."""
+    """Return the value of a formula, else None. `max_time` (seconds) is ignored: size limits bound the time.
+
+    In addition to what `use_calculator` lets pass: `%`, powers, bits and comparisons.
+    """
     return evaluate(formula)
 
 
 @contextmanager
 def timeout(duration: float, formula: str) -> Iterator[None]:
-    """Raise `TimeoutError` after the block if it took longer than `duration` seconds; the block is not interrupted."""
-    start = time.monotonic()
-    yield
-    if time.monotonic() - start > duration:
-        raise TimeoutError(f"{formula!r}: timed out after {duration} seconds")
+    """Raise `TimeoutError` if the block takes longer than `duration` seconds; 0 is no limit.
+
+    The main thread is interrupted, by SIGALRM as upstream. Elsewhere, and on Windows, the time is checked afterwards.
+    """
+    start, error = time.monotonic(), TimeoutError(f"{formula!r}: timed out after {duration} seconds")
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    if current_thread() is not main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        if 0 < duration < time.monotonic() - start:
+            raise error
+        return
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, duration)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
 
 
 class Engine:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -42,21 +42,22 @@ from nano_inference.nanochat.program import program
 from nano_inference.nanochat.terms import NanochatTerms, terms_of
 from nano_inference.types import ModelError
 
+LossReduction = Literal["mean", "sum", "none"]
 STRETCH = 10
 """Rotary positions reach this many times the trained length, as upstream's tables."""
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: upstream's scripts save config.__dict__
+@dataclass  # mutable, as upstream's; without slots: its scripts save config.__dict__
 class GPTConfig:
-    """Sizes of a model, with nanochat's names."""
+    """Sizes of a model, with nanochat's names and default values."""
 
-    sequence_len: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_kv_head: int
-    n_embd: int
-    window_pattern: str = "L"
+    sequence_len: int = 2048
+    vocab_size: int = 32768
+    n_layer: int = 12
+    n_head: int = 6
+    n_kv_head: int = 6
+    n_embd: int = 768
+    window_pattern: str = "SSSL"
 
 
 class GPT:
@@ -66,7 +67,7 @@ class GPT:
         """Wrap a loaded model; `config` is the checkpoint's, before `stretch`."""
         self.model = model
         self.terms = terms_of(model.config)
-        self.config = GPTConfig(**model_config_of(config))
+        self.config = GPTConfig(**{"window_pattern": "L", **model_config_of(config)})
         self.weights: Mapping[str, Tensor] = MappingProxyType(own_names(model))
         """nanochat's name -> tensor in the model's memory."""
         self.version = 0
@@ -170,9 +171,19 @@ class GPT:
         """Return self: the model is always in evaluation mode."""
         return self
 
-    def __call__(self, ids_BT: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
-        """Return `forward`'s logits."""
-        return self.forward(ids_BT, targets, kv_cache)
+    def __call__(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        loss_reduction: LossReduction = "mean",
+    ) -> Tensor:
+        """Return what `forward` does."""
+        return self.forward(idx, targets, kv_cache, loss_reduction)
+
+    def setup_optimizer(self, *rates: float, **named_rates: float) -> NoReturn:
+        """Raise `NotImplementedError`: this model does not train."""
+        raise NotImplementedError("setup_optimizer: this GPT has no gradients; train with nanochat's own gpt.py")
 
     def num_matmul_params(self) -> int:
         """Return the number of weights in matrix products, without embedding tables and scalars."""
@@ -199,13 +210,26 @@ class GPT:
         return costs_of(self.model.config, self.num_matmul_params(), self.model.dtype.itemsize)
 
     @torch.inference_mode()
-    def forward(self, ids_BT: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
-        """Return float32 logits (B, T, V) of every token, which follow those in `kv_cache` if given.
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        loss_reduction: LossReduction = "mean",
+    ) -> Tensor:
+        """Return float32 logits (B, T, V) of the tokens `idx` (B, T), which follow those in `kv_cache` if given.
 
-        Raises `ValueError` for `targets` (this model does not train) and for an empty input.
+        With `targets` (B, T), return their cross-entropy without gradients: the mean or sum over targets that are not
+        -1, or with "none" each one's, (B·T,). Raises `ValueError` for an empty input.
         """
-        if targets is not None:
-            raise ValueError("targets: this model has no loss; train with nanochat and load the checkpoint")
+        logits_BTV = self._logits(idx, kv_cache)
+        if targets is None:
+            return logits_BTV
+        return functional.cross_entropy(
+            logits_BTV.flatten(0, 1), targets.reshape(-1), ignore_index=-1, reduction=loss_reduction
+        )
+
+    def _logits(self, ids_BT: Tensor, kv_cache: KVCache | None) -> Tensor:
         if ids_BT.dim() != 2 or not ids_BT.size(1):
             raise ValueError(f"ids must be (B, T) with at least one token, got {tuple(ids_BT.shape)}")
         before_B1 = torch.full_like(ids_BT[:, :1], -1)

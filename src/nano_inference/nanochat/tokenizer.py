@@ -183,8 +183,8 @@ class RustBPETokenizer:
         """Return the tokens with terminal colours: green to train on, red otherwise."""
         shown = []
         for token, is_learnt in zip(ids, mask, strict=False):
-            text = f"{_GREEN if is_learnt else _RED}{self.decode([token])}{_PLAIN}"
-            shown.append(f"{text}{_GREY}({token}){_PLAIN}" if with_token_id else text)
+            shown.append(f"{_GREEN if is_learnt else _RED}{self.decode([token])}{_PLAIN}")
+            shown += [f"{_GREY}({token}){_PLAIN}"] if with_token_id else []
         return "|".join(shown)
 
     def _around(self, token: int | str | None) -> list[int]:
