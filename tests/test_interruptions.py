@@ -88,6 +88,31 @@ def test_update_interrupted_after_the_weights_changed_is_installed() -> None:
     assert set(engine.generate([PROMPT], LONG)[0].token_versions) == {1}
 
 
+@pytest.mark.parametrize("is_started", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_update_whose_thread_does_not_start_is_dropped(
+    error: type[BaseException], is_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_start = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if is_started:
+            really_start(thread)
+        raise error
+
+    engine = versioned()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(error):
+        engine.update_weights(new_weights())
+    monkeypatch.undo()
+    assert (engine.weight_info().update, engine.finish_update()) == ("idle", 0)
+    with pytest.raises(BadRequest, match="no weight update"):
+        engine.commit_update()
+    engine.update_weights(new_weights())
+    assert engine.finish_update() == 1
+    engine.shutdown()
+
+
 def test_update_interrupted_while_the_weights_change_is_installed() -> None:
     runner = VersionedRunner(60, 4)
     interrupts = [KeyboardInterrupt()]

@@ -137,6 +137,30 @@ def test_commands_interrupted_anywhere_leave_an_engine_that_works(num_strikes: i
     assert len(struck) > some(40)
 
 
+@pytest.mark.parametrize("num_strikes", [1, 2])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_update_interrupted_anywhere_is_in_progress_whole_or_not_at_all(blocking: bool, num_strikes: int) -> None:
+    engine = make_engine("radix")
+    engine.update_weights(new_weights(), blocking=True)  # fills caches, whose bytecodes do not return
+    rng = random.Random(num_strikes)
+    struck: list[str] = []
+    for place in range(1, 9000, 29 if blocking else 1):
+        waiting, version = engine.add_request(WAITING, PARAMS), engine.get_weight_version()
+        engine.step()
+        with Striker([place, rng.randrange(1, 60)][:num_strikes]) as striker, contextlib.suppress(KeyboardInterrupt):
+            engine.update_weights(new_weights(), blocking=blocking, on_running="abort")
+        if not striker.struck:
+            break
+        struck += striker.struck
+        is_installed = engine.finish_update() > version
+        assert engine.weight_info().update == "idle"
+        assert bool(engine.end_requests([waiting])) != is_installed, "an installed update has its own on_running"
+        if len(struck) % 50 == 0:
+            engine.shutdown()
+            engine = make_engine("radix")
+    assert len(set(struck)) > 20
+
+
 @pytest.mark.parametrize("path", ["auto", "off"])
 def test_a_model_interrupted_anywhere_gives_the_same_tokens_afterwards(
     path: str, tied: Pair, open_engine: OpenEngine

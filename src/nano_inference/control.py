@@ -11,7 +11,7 @@ from nano_inference.kv import KVManager
 from nano_inference.runner import Runner
 from nano_inference.state import EngineState
 from nano_inference.step_control import StepControl
-from nano_inference.types import BadRequest, OnRunning, WeightInfo, WeightLabel
+from nano_inference.types import BadRequest, OnRunning, UpdateBusy, WeightInfo, WeightLabel
 from nano_inference.weights.updates import NamedWeights, UpdateRules, Weights, WeightUpdate, check_weight_label
 
 
@@ -89,26 +89,36 @@ class Control(StepControl):
     @as_call
     def start_update(self, update: WeightUpdate) -> int:
         """Gather new weights in a thread; return their future version. Raises `UpdateBusy`."""
-        weights = self._updatable_weights
-        weights.start_sync(
-            update.weights,
-            rules=update.rules,
-            label=update.label,
-            timeout=update.timeout,
-            on_gathered=update.on_gathered,
-            hold=update.hold,
-        )
-        self._on_running, self._failed_update = update.on_running, None
+        weights, on_running = self._updatable_weights, self._on_running
+        try:
+            self._on_running = update.on_running
+            weights.start_sync(
+                update.weights,
+                rules=update.rules,
+                label=update.label,
+                timeout=update.timeout,
+                on_gathered=update.on_gathered,
+                hold=update.hold,
+            )
+            self._failed_update = None
+        except UpdateBusy:
+            self._on_running = on_running
+            raise
+        except BaseException:
+            weights.cancel()  # an interrupted update must not be installed later
+            raise
         return weights.version + 1
 
     def _install_update(self, update: WeightUpdate) -> int:
-        weights = self._updatable_weights
-        weights.stage(update.weights, rules=update.rules, label=update.label, hold=update.hold)
-        self._on_running, self._failed_update = update.on_running, None
-        if update.hold:
-            return weights.version + 1
+        weights, on_running = self._updatable_weights, self._on_running
         try:
-            return self.finish_update()
+            self._on_running = update.on_running
+            weights.stage(update.weights, rules=update.rules, label=update.label, hold=update.hold)
+            self._failed_update = None
+            return weights.version + 1 if update.hold else self.finish_update()
+        except UpdateBusy:
+            self._on_running = on_running
+            raise
         except BaseException:
             weights.cancel()  # an interrupted update must not be installed later
             raise

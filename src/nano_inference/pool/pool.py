@@ -215,11 +215,9 @@ class RolloutPool:
         self._require_open()
         shared = self._members.shared(weights)
         update = HeldUpdate(weights=shared, rules=rules, label=version, on_running=how, timeout=timeout)
-        number = self._run(self._updates.start(update))
-        if not blocking:
-            return number
         try:
-            return self.finish_update()
+            number = self._run(self._updates.start(update))
+            return self.finish_update() if blocking else number
         except KeyboardInterrupt:
             self.cancel_update()
             raise

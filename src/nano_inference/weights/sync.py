@@ -65,7 +65,13 @@ class WeightSyncManager:
         job = self._new_job(named, rules, label, timeout)
         job.on_end, job.is_held = on_gathered, hold
         job.thread = threading.Thread(target=job.run, name="weight-staging", daemon=True)
-        job.thread.start()
+        try:
+            job.thread.start()
+            self._job = job  # only now: if the start is interrupted or fails, no update is in progress
+        except BaseException:
+            self._job = None
+            job.is_cancelled.set()
+            raise
 
     def maybe_finish_sync(self) -> bool:
         """Swap in staged weights unless they are held; return True if the weights changed.
@@ -119,7 +125,7 @@ class WeightSyncManager:
         hold: bool = False,
     ) -> None:
         """Stage in this thread; `maybe_finish_sync` swaps, with `hold` after `release`. Raises as `sync_blocking`."""
-        job = self._new_job(named, rules, label, None)
+        self._job = job = self._new_job(named, rules, label, None)
         job.is_held = hold
         job.run()
         if job.error is not None:
@@ -227,8 +233,7 @@ class WeightSyncManager:
             raise UpdateBusy(f"an update is {self._job.state()}; finish or cancel it first")
         if rules is not None and rules.partial and not self._has_weights:
             raise WeightError("partial: the weights were discarded, so an update must contain all of them")
-        self._job = _Job(self._executor, named, rules or UpdateRules(), label, timeout)
-        return self._job
+        return _Job(self._executor, named, rules or UpdateRules(), label, timeout)
 
 
 def _close_after(error: BaseException, source: Generator[tuple[object, object]]) -> None:
