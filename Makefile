@@ -57,6 +57,7 @@ thorough:
 	NANO_INFERENCE_THOROUGH=1 $(MAKE) test
 	$(BIN)/python benchmarks/reliability/fuzz_configs.py
 	$(BIN)/python benchmarks/tool_texts.py --texts 1000
+	$(BIN)/python benchmarks/reliability/fuzz_templates.py
 
 # The tests without the default model and without a download.
 fast: .venv/ready-dev

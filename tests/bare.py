@@ -9,7 +9,6 @@ from typing import Any
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.catalog import resolve
 from nano_inference.packages import MissingPackage
-from nano_inference.text.chat import load_chat_template
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -50,7 +49,6 @@ def refusals(directory: str, gguf_file: str, ranks: str) -> dict[str, list[str]]
         "gguf": lambda: InferenceEngine(EngineConfig(model_path=gguf_file)),
         "nanochat": lambda: InferenceEngine(EngineConfig(model_path="calculator")),
         "tiktoken": lambda: load_tokenizer(TokenizerSource(ranks)),
-        "template": lambda: load_chat_template(TokenizerSource(directory), tokenizer),
         "hub": lambda: resolve("org/name", Path(directory)),
         "grammar": lambda: _grammar(tokenizer),
     }

@@ -37,7 +37,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "h11": "serve --model {tiny}",
         "httpx2": "chat --server http://127.0.0.1:1 --prompt hello",
         "huggingface-hub": "models list",
-        "minijinja": "generate hello --model {tiny}",
         "prometheus-client": "serve --model {tiny}",
         "prompt-toolkit": "chat --model {tiny}",
         "psutil": "serve --model {tiny} --further-model two={tiny}",
@@ -174,7 +173,6 @@ def test_each_feature_names_the_package_it_lacks(
         "nanochat": f"{builtin.directory}/tokenizer.pkl: nanochat's tokenizer needs the package tiktoken: "
         "pip install tiktoken",
         "tiktoken": f"{tmp_path}/qwen.tiktoken: tiktoken's file needs the package tiktoken: pip install tiktoken",
-        "template": f"{tiny}: the chat template needs the package minijinja: pip install minijinja",
         "hub": "Hugging Face's hub needs the package huggingface-hub: pip install huggingface-hub",
     }
     assert found == {name: ["MissingPackage", line] for name, line in lines.items()}
@@ -191,7 +189,7 @@ def test_a_command_names_the_package_it_lacks(package: str, tiny: Path, gguf_fil
 
 
 def test_generate_runs_without_what_it_does_not_use(tiny: Path, forks: Forks) -> None:
-    used = {"cyclopts", "rich", "minijinja"}
+    used = {"cyclopts", "rich"}
     hidden = modules_of(*set(PACKAGES.values()) - used)
     words = ("generate", "hello", "--model", tiny, "--max-tokens", "4", "--temperature", "0", "--quiet")
     done = forks.run(RUN_COMMAND, *words, hidden=hidden)
@@ -221,9 +219,10 @@ def imported_packages() -> Iterator[str]:
 
 def test_packages_lists_every_import_and_every_dependency() -> None:
     imported = set(imported_packages()) - sys.stdlib_module_names - {"nano_inference"}
-    assert imported == {*ESSENTIAL, *PACKAGES, "llguidance", "ray", "triton", "verl"}
+    with_torch = {"jinja2"}  # torch requires it
+    assert imported == {*ESSENTIAL, *PACKAGES, *with_torch, "llguidance", "ray", "triton", "verl"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {Requirement(text).name for text in project["dependencies"]} == {*ESSENTIAL, *PACKAGES.values()}
+    assert {Requirement(text).name for text in project["dependencies"]} == {*ESSENTIAL, *with_torch, *PACKAGES.values()}
 
 
 def test_the_environment_of_other_peoples_clients_has_the_plugin_whose_option_is_set() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import json
 import signal
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,6 @@ BOMBS = {
     "sort": "{% set l = range(99999)|list %}{% for i in range(99999) %}{% if l|sort|first %}{% endif %}{% endfor %}",
 }
 HONEST = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
-NUM_RENDERINGS = 200
 
 
 def fused() -> str:
@@ -87,7 +85,7 @@ async def t34(lab: Lab) -> Finding:
         "s from SIGTERM to the end": round(seconds, 2),
         "exit code": code,
     }
-    names = ("CPU time", "too many steps")  # MiniJinja counts native iteration as steps from 3.1 on
+    names = ("CPU time", "too much text")
     is_named = all(any(name in text for name in names) for text in messages)
     is_refused = all(reply.status == 400 for reply in refused) and is_named
     is_ok = is_refused and quantile(health, 0.99) <= 0.1 and honest.status == 200 and code == 0 and seconds <= 5
@@ -114,45 +112,7 @@ async def t35(lab: Lab) -> Finding:
     return Finding(figures=figures, is_ok=is_named and set(codes) == {2})
 
 
-async def t36(lab: Lab) -> Finding:
-    """What a worker costs: renderings of an honest template in this process and in a worker."""
-    return await asyncio.to_thread(render_times)
-
-
-def render_times() -> Finding:
-    """Time both ways on one message and on forty."""
-    chats: Any = importlib.import_module("nano_inference.text.chat")
-    rendering: Any = importlib.import_module("nano_inference.text.rendering")
-    template = chats.chat_template(HONEST, where="honest")
-    environment = rendering.compile_templates(template.templates)
-    figures: dict[str, object] = {}
-    worst = 0.0
-    for num_messages in (1, 40):
-        messages = [{"role": "user", "content": "word " * 50}] * num_messages
-        data = {"messages": messages, "tools": None, "add_generation_prompt": True}
-        chats.render(template, messages)
-        here = [timed(rendering.run, environment, template.templates, "default", data) for _ in range(NUM_RENDERINGS)]
-        there = [timed(chats.render, template, messages) for _ in range(NUM_RENDERINGS)]
-        for name, times in (("here", here), ("worker", there)):
-            figures[f"{num_messages} messages, {name}: p50 ms"] = round(statistics.median(times) * 1e3, 2)
-            figures[f"{num_messages} messages, {name}: p99 ms"] = round(quantile(times, 0.99) * 1e3, 2)
-        worst = max(worst, statistics.median(there))
-    fresh = chats.chat_template(HONEST, where="honest")
-    figures["first rendering ms"] = milliseconds(timed(chats.render, fresh, messages))
-    template.close()
-    fresh.close()
-    return Finding(figures=figures, is_ok=worst <= 0.01)
-
-
-def timed(work: Any, *arguments: Any) -> float:
-    """Return how long a call takes, in seconds."""
-    began = time.perf_counter()
-    work(*arguments)
-    return time.perf_counter() - began
-
-
 CHECKS = (
     Check("T34", "chat templates that never end", "400 each; /health p99 ≤ 100 ms; SIGTERM ends it ≤ 5 s", t34),
     Check("T35", "tokenizers that expand a text", "one line, exit code 2", t35),
-    Check("T36", "an unknown template's rendering", "median in a worker ≤ 10 ms", t36),
 )

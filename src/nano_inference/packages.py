@@ -18,7 +18,6 @@ PACKAGES: Mapping[str, str] = {
     "httpx2": "httpx2",
     "huggingface_hub": "huggingface-hub",
     "markdown_it": "rich",
-    "minijinja": "minijinja",
     "prometheus_client": "prometheus-client",
     "prompt_toolkit": "prompt-toolkit",
     "psutil": "psutil",

@@ -19,11 +19,12 @@ GUARD_S = 120
 """Time limit of a process in seconds."""
 BOMB = (
     "{% if messages[-1].content == 'bomb' %}"
-    "{% set l = range(99999)|list %}{% for i in range(9999) %}{% if l|tojson|first %}{% endif %}{% endfor %}"
-    "{% elif messages[-1].content == 'text' %}"
     "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    "{% elif messages[-1].content == 'text' %}"
+    "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
     "{% endif %}{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
 )
+"""A loop of minutes for one message, text without end for another."""
 SAYS = "the chat template takes more than 2 s of CPU time to render these messages"
 
 
@@ -46,6 +47,7 @@ def test_template_bomb_fails_alone_and_sigterm_ends_the_server(forker: Forker, b
         while not all(bomb.done() for bomb in bombs):
             assert httpx2.get(f"{url}/health", timeout=GUARD_S).status_code == 200
             assert httpx2.post(f"{url}/v1/completions", json=body, timeout=GUARD_S).status_code == 200
+            assert chat(url, "hello").status_code == 200
         refused = [bomb.result() for bomb in bombs]
         assert [one.status_code for one in refused] == [400, 400]
         error = refused[0].json()["error"]
@@ -58,12 +60,22 @@ def test_template_bomb_fails_alone_and_sigterm_ends_the_server(forker: Forker, b
         assert last.exception() is not None or last.result().status_code >= 400
 
 
+def test_request_that_waits_for_a_template_ends_by_its_own_limit(forker: Forker, bombed: Path) -> None:
+    with forked(forker, bombed, "--request-timeout", "0.5") as server:
+        server.wait_for("^ready: ")
+        late = chat(server.url, "bomb")
+        assert late.status_code == 503
+        error = late.json()["error"]
+        said = "the request took more than 0.5 s (--request-timeout) while the chat template rendered its messages"
+        assert (error["message"], error["code"]) == (said, "timeout")
+
+
 def test_generate_and_chat_report_a_templates_limit_in_one_line(
     bombed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--model", str(bombed), "--max-tokens", "2"]
     assert main(["generate", "text", *options]) == 2
-    said = f"nano-inference: {bombed}: the chat template writes too much text"
+    said = f"nano-inference: {bombed}: the chat template writes too much text for these messages"
     assert capsys.readouterr().err.splitlines()[-1] == said
     monkeypatch.setattr("sys.stdin", io.StringIO("bomb\nhello\n"))
     assert main(["chat", *options]) == 0

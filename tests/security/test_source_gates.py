@@ -185,7 +185,7 @@ def test_nothing_is_evaluated_and_one_room_starts_programs(trees: dict[str, ast.
     assert importers(trees, STARTERS) == {"children.py"}
     assert importers(trees, {"ctypes"}) == {"kernels/library.py", "kernels/native.py", "weights/nccl.py"}
     callers = {path for path, tree in trees.items() if "nano_inference.children" in set(imports(tree))}
-    starting = {"wheels.py", "kernels/compile.py", "text/template_process.py"}
+    starting = {"wheels.py", "kernels/compile.py"}
     assert callers == starting | {"parallel/processes.py", "server/replicas/child.py"}
 
 
@@ -202,12 +202,6 @@ def test_programs_are_run_without_a_shell_in_a_named_directory(trees: dict[str, 
 def test_pip_only_downloads(trees: dict[str, ast.Module]) -> None:
     texts = {n.value for n in ast.walk(trees["wheels.py"]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     assert "download" in texts and any("run_module('pip'" in text for text in texts)
-
-
-def test_the_template_worker_is_a_python_without_site_packages(trees: dict[str, ast.Module]) -> None:
-    (node,) = (node for before, name, node in calls(trees["text/template_process.py"]) if name == "start_worker")
-    assert "-S" in {n.value for n in ast.walk(node.args[0]) if isinstance(n, ast.Constant)}
-    assert "PYTHON" in {n.id for n in ast.walk(node.args[0]) if isinstance(n, ast.Name)}
 
 
 def test_scripts_start_python_without_the_current_directory() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference.text import template_guard
+from nano_inference.text import sandbox
 from nano_inference.text.chat import chat_template, encode_chat, load_chat_template, render
-from nano_inference.text.json_view import ListView, MapView
 from nano_inference.text.kinds import Rendering, TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest, ModelError
@@ -251,6 +250,101 @@ def test_families_are_rendered_not_only_refused() -> None:
     assert rendered.count(True) >= 18 and rendered.count(False) >= 3
 
 
+EXPRESSIONS = """
+1.0|tojson
+-0.0|tojson
+1e16|tojson
+1e22
+[1.0, [2.0, {'a': 3.0}]]|tojson(indent=1)
+[1.0, 2, -0.0]|join(', ')
+'n: x'|replace('x', 1.0)
+[1.0, 2.5]|map('tojson')|join
+1.0 ~ 1e16
+messages[0].numbers|tojson
+messages[0].numbers
+messages[0].numbers|map('string')|list
+x is sequence
+{} is sequence
+[] is sequence
+1 is sequence
+x is iterable
+none is mapping
+x is string
+1.0 is float
+true is number
+1 is integer
+x is sameas x
+1 is in [1]
+messages[0].odd.strip()
+messages[0].odd|trim
+messages[0].odd.split()
+messages[0].odd.rstrip()
+'{a}-{b:05.1f}'.format_map({'a': 1, 'b': 2})
+'%s is %d, %5.1f%%' % ('a', 2, 3)
+'%s'|format(1.0)
+'%(a)s' % {'a': [1.0]}
+'ab'.center(7, '*')
+'ab'|center(7)
+'ab'.ljust(4)
+'7'.zfill(3)
+[1, 2, 3, 4, 5]|batch(2, 'x')|list
+[1, 2, 3]|slice(2)|map('list')|list
+'a b c d'|truncate(5, true, '~', 0)
+'the quick brown fox jumps over'|truncate(12)
+'a b  c'|wordcount
+'a=b=c'.partition('=')
+'a=b=c'.rpartition('=')[2]
+'hello'.index('l')
+[3, 4].index(4)
+'hello'.find('z')
+'a b'.title()
+'a,b,c'.rsplit(',', 1)
+'Hi'.swapcase()
+'x'.isdigit()
+'abc'[::-1]
+(1, 2)
+7 // 2
+2 ** 3
+7 / 2
+-7 % 3
+10 / 5
+1 + 1.0
+3 * 'ab'
+[1] * 2 + [2]
+1 < 2 < 3
+not none
+2.5|round
+2.567|round(2)
+42|round(1, 'ceil')
+'3.7'|int
+'x'|int(9)
+'1.0'|float
+3.0|int
+{'b': 1, 'a': 2.0}|dictsort
+{'b': 1}|items|list
+{'b': [1.0]}|tojson(sort_keys=true)
+'é<'|tojson
+'é'|tojson(ensure_ascii=true)
+[1, 2]|tojson(separators=(',', ':'))
+'<a>'|e
+('<'|safe) ~ '>'
+messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|list
+[1, 2, 3]|sum
+[2, 1]|sort
+['a', 'B', 'a']|unique|list
+[1, none]|select|list
+'ab'|list|reverse|join
+'a'|urlencode
+1234|pprint
+{'a': 1} is mapping
+{'k': {'v': 1.0}}['k']
+'{} {:>4} {a!r}'.format(1, 2.0, a='b')
+[{'a': 1.0}]|tojson(indent=1)
+dict(a=1, b=2.0)
+"""
+"""Expressions in which other engines differ, one a line."""
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -266,16 +360,37 @@ def test_families_are_rendered_not_only_refused() -> None:
         "{{ 'a\n\nb\nc'|indent(2) }}{{ 'a\nb'|indent('> ', first=true) }}{{ 'a\n\nb\n'|indent(2, blank=true) }}",
         "{% macro f(a, b=2) %}{{ a }}-{{ b }}{% endmacro %}{{ f(1) }}{{ f(1, b='x'.replace('x', 'y')) }}",
         "{{ messages[0] }}{{ messages|length }}{{ messages[0].items()|list }}{{ messages == messages[:] }}{{ x * 3 }}",
+        "{% set n = namespace(a=1.0) %}{% for i in [1, 2] recursive %}{% set n.a = n.a + i %}{{ loop.index0 }}"
+        "{{ loop.cycle(1, 2) }}{% endfor %}{{ n.a }}{{ dict.fromkeys(['k'], 0) }}{{ range(3)|list }}{{ missing }}",
+        "{% macro m(a, k=2) %}{{ a }}{{ k }}{{ varargs }}{{ kwargs }}{{ caller() if caller }}{% endmacro %}"
+        "{{ m(1, 2, 3, z=4.0) }}{% call m(1) %}inside{% endcall %}",
+        "{% filter upper %}low{% endfilter %}{% with q = 1.0 %}{{ q }}{% endwith %}",
+        "{% for k, v in {'a': 1.0}.items() %}{{ k }}{{ v }}{{ loop.last }}{{ loop.length }}{% else %}none{% endfor %}"
+        "{% for m in messages if m.role == 'none' %}x{% else %}none{% endfor %}{{ loop is defined }}",
+        "{% generation %}{% set inside = 1 %}{{ inside }}{% endgeneration %}{{ inside }}{{ messages[0].get('y', 1) }}",
         "{%- for m in messages -%} {%- set z = m.content -%} {{- z -}} {%- endfor -%} end",
         "{{ '%' ~ \"}}\" ~ '{%' }}{{ messages|map(attribute='role')|join(', ') }}{{ {'a': 1}|tojson }}",
         "{% if x %}  \n  {% generation %}\n g \n{% endgeneration %}\n{% endif %}",
     ],
 )
-def test_counters_do_not_change_the_text(source: str) -> None:
+def test_constructs_render_as_in_transformers(source: str) -> None:
     more = {"x": "x", "y": "y", "z": 3}
     messages = [{"role": "user", "content": "hi there"}]
     expected = theirs(source, messages, **more)
     assert expected is not None and ours(source, messages, extra=more) == expected
+
+
+def test_expressions_render_as_in_transformers() -> None:
+    numbers = [1.0, -0.0, 1e16, 1e-7, 123456789012345678, 0.1, [2.0], {"a": 3.0}, None, True]
+    odd = "\x1c\x1d \x85\xa0text in\x1fthe middle\u2028\x1e\x1f "
+    messages = [{"role": "user", "content": "hi there", "numbers": numbers, "odd": odd}]
+    unequal = {}
+    for expression in EXPRESSIONS.split("\n")[1:-1]:
+        source = f"[{{{{ {expression} }}}}]"
+        expected = theirs(source, messages, x="x")
+        if expected is None or ours(source, messages, extra={"x": "x"}) != expected:
+            unequal[expression] = expected
+    assert not unequal
 
 
 def test_variables_and_date() -> None:
@@ -339,7 +454,6 @@ HARMFUL = [
     "{{ messages[0].update({'role': messages}) }}",
     "{{ messages|tojson(indent=1000000) }}",
     "{{ [1]|batch(1000000000, 'x')|list|length }}",
-    "{{ strftime_now('%Y' ~ range(9999)|join) }}",
     "{% include '/etc/passwd' %}",
     "{{ messages.__class__.__mro__ }}",
     "{{ raise_exception.__globals__['os'] }}",
@@ -357,15 +471,10 @@ def test_harmful_template_fails_fast_with_one_line(source: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_template_cannot_reach_python_objects() -> None:
-    probe = "{{ messages['__class__'] }}{{ messages['_items'] }}{{ messages[0]._items }}{{ ''.__class__ }}"
-    assert ours(probe, CHATS["one"]) == ""
-
-
-def test_views_are_read_only() -> None:
-    message = {"role": "user", "content": "x"}
-    view = ListView([MapView(message)])
-    assert view == [message] and repr(view[:]) == repr([message]) and not hasattr(view, "append")
+def test_messages_of_the_caller_are_copied() -> None:
+    messages = [{"role": "user", "content": "x", "more": [1]}]
+    assert ours("{{ messages[0].more.append(2) }}", messages) is None
+    assert messages == [{"role": "user", "content": "x", "more": [1]}]
 
 
 @pytest.mark.parametrize(
@@ -378,9 +487,7 @@ def test_template_that_does_not_compile(source: str) -> None:
 
 def test_too_large_template_is_refused() -> None:
     with pytest.raises(ModelError, match="characters, more than"):
-        chat_template("x" * (template_guard.MAX_SOURCE + 1), where="m")
-    with pytest.raises(ModelError, match="tokens, more than"):
-        chat_template("{{ " + "a ~ " * 5000 + "a }}", where="m")
+        chat_template("x" * (sandbox.MAX_SOURCE + 1), where="m")
 
 
 def test_long_chats_are_within_the_limits() -> None:

@@ -73,7 +73,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def template_of(source: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return a cached template, so that its worker process is started once."""
+    """Return a cached template."""
     return compile_template(source, tuple(tokenizer.named.items()))
 
 

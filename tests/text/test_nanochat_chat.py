@@ -24,7 +24,6 @@ from nano_inference.nanochat.rendering import (
 )
 from nano_inference.text.chat import ChatTemplate, chat_template, encode_chat
 from nano_inference.text.fast import fast_tokenizer
-from nano_inference.text.template_digests import is_known
 from nano_inference.types import BadRequest
 from tests.effort import some
 
@@ -179,10 +178,6 @@ def alternating(content: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[
             user(drawn[2]),
         ]
     )
-
-
-def test_template_renders_without_a_worker() -> None:
-    assert is_known([CHAT_TEMPLATE]) and not is_known([CHAT_TEMPLATE + " "])
 
 
 @settings(max_examples=some(300), deadline=None)

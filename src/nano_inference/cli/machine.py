@@ -20,7 +20,7 @@ LIBRARIES = (
     "tokenizers",
     "tiktoken",
     "gguf",
-    "minijinja",
+    "jinja2",
     "huggingface-hub",
     "rich",
     "cyclopts",

@@ -74,11 +74,7 @@ def open_session(
     print_inferred(parts.checkpoint, common.quiet)
     print_context(config.max_model_len if "max_model_len" in typed.fields else 0, parts, common.quiet)
     with InferenceEngine(config, parts=parts) as engine:
-        try:
-            yield Session(engine=engine, tokenizer=tokenizer, dialogue=dialogue)
-        finally:
-            if dialogue is not None:
-                dialogue.close()
+        yield Session(engine=engine, tokenizer=tokenizer, dialogue=dialogue)
 
 
 def with_model_defaults(session: Session, sampling: Sampling, quiet: bool) -> Sampling:

@@ -65,9 +65,6 @@ class NanochatDialogue:
         """Return the answer as a message: text, or parts if the calculator was called."""
         return answer_message(self.tokenizer, tokens)
 
-    def close(self) -> None:
-        """Do nothing: there are no processes."""
-
 
 def nanochat_dialogue(tokenizer: Tokenizer) -> NanochatDialogue | None:
     """Return the dialogue of a tokenizer with nanochat's user and assistant tokens, else None."""

@@ -128,9 +128,7 @@ class App:
         self.link.start_accepting()
 
     def close(self) -> None:
-        """End the worker threads and the template processes."""
-        if self.serving is not None and self.serving.model.dialogue is not None:
-            self.serving.model.dialogue.close()
+        """End the worker threads."""
         self.workers.close()
         self.compilers.close()
 

@@ -18,6 +18,7 @@ _SMALL_BODY = 16 << 10
 """Maximum bytes of a small body, which has separate threads."""
 _MAX_SMALL_JOBS = 1024
 """Limit of running and waiting jobs of small bodies, per kind."""
+_RENDERING = "the chat template rendered its messages"
 _NAME = "worker-"
 _JOIN_TIMEOUT_S = 1.0
 
@@ -25,10 +26,14 @@ _JOIN_TIMEOUT_S = 1.0
 class WorkerPool:
     """Owns threads, and the number of jobs that run or wait."""
 
-    def __init__(self, name: str, num_threads: int, *, max_jobs: int = _MAX_JOBS) -> None:
+    def __init__(
+        self, name: str, num_threads: int, *, max_jobs: int = _MAX_JOBS, task: str = "it was being processed"
+    ) -> None:
         self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix=f"{_NAME}{name}")
         self._max_jobs = max_jobs
         self._num_jobs = 0
+        self._task = task
+        """What the message of a request that took too long says it was doing."""
 
     async def run(self, work: Callable[[], _T], *, seconds: float) -> _T:
         """Return `work()`, run in a thread.
@@ -47,7 +52,7 @@ class WorkerPool:
         except TimeoutError:
             raise ApiError(
                 503,
-                "the request timed out while it was being processed",
+                f"the request took more than {seconds:.3g} s (--request-timeout) while {self._task}",
                 code="timeout",
                 headers={"x-should-retry": "false"},
             ) from None
@@ -67,9 +72,9 @@ class BodyWorkers:
         self.large = WorkerPool("text", 2)
         """Also used for large replies."""
         self._others = {
-            (False, True): WorkerPool("large-chat", 2),
+            (False, True): WorkerPool("large-chat", 4, task=_RENDERING),
             (True, False): WorkerPool("small-text", 2, max_jobs=_MAX_SMALL_JOBS),
-            (True, True): WorkerPool("small-chat", 2, max_jobs=_MAX_SMALL_JOBS),
+            (True, True): WorkerPool("small-chat", 8, max_jobs=_MAX_SMALL_JOBS, task=_RENDERING),
         }
         """(body is small, messages are rendered) -> pool."""
 

@@ -1,9 +1,6 @@
 """Render messages with a model's chat template, as text or as token ids.
 
-Templates are untrusted code from a model's files. They run in MiniJinja, which cannot reach Python objects, with limits
-on steps and output (`template_guard`), and get the variables that transformers provides: the special tokens' texts,
-`raise_exception`, `strftime_now`, an unescaped `tojson`, `break` and `continue`. MiniJinja does not count iteration
-inside filters and tests as steps, so a template that is not in `template_digests` runs in a worker process.
+Templates are untrusted code from a model's files. `sandbox` renders them as Transformers does, within limits.
 """
 
 from __future__ import annotations
@@ -12,32 +9,29 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nano_inference.files import is_present, read_file
-from nano_inference.packages import needed
-from nano_inference.text import template_guard
 from nano_inference.text.hf import MAX_FILE, read_json
-from nano_inference.text.json_view import view
 from nano_inference.text.kinds import ANSWER, Rendering, Tokenizer, TokenizerSource
 from nano_inference.text.kinds import Message as Message
 from nano_inference.text.literals import literal_pattern
 from nano_inference.text.named_templates import TEMPLATES
-from nano_inference.text.template_digests import is_known
-from nano_inference.text.templates import Renderer, Templates, size_of
+from nano_inference.text.reasoning import CLOSE_MARK, OPEN_MARK
+from nano_inference.text.templates import TemplateRefusal, plain
 from nano_inference.text.tool_format import takes_text
 from nano_inference.types import BadRequest, ModelError
 
-FUEL = 5_000_000
-"""Limit on MiniJinja's steps in one rendering, reached in well under a second; a message takes some hundreds."""
-MAX_IN_PROCESS = 1 << 18
-"""Characters of messages above which a known template, too, renders in a worker process."""
+if TYPE_CHECKING:  # Jinja is imported where a template is compiled
+    from nano_inference.text.sandbox import Program
+
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Variable names that `extra` must not contain."""
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, in Transformers' order."""
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -53,15 +47,12 @@ class ChatTemplate:
     """Variables of every rendering: those of `bos_token`, `eos_token`, … that the tokenizer has."""
     tool_source: str | None
     """The template named "tool_use", which replaces `source` when a request has tools."""
-    templates: Templates = field(repr=False, compare=False)
-    render_here: Callable[[str, Mapping[str, Any]], str] | None = field(repr=False, compare=False)
-    """Renders in this process; None for an unknown template."""
-    workers: Renderer = field(repr=False, compare=False)
-    """Renders in worker processes."""
+    programs: Mapping[str, Program] = field(repr=False, compare=False)
+    """The compiled templates, "default" and perhaps "tool_use"."""
 
-    def close(self) -> None:
-        """End the worker processes; they also end when this object is collected or the process exits."""
-        self.workers.close()
+    def program(self, tools: object) -> Program:
+        """Return the template for a request with or without tools."""
+        return self.programs["default" if tools is None else "tool_use" if "tool_use" in self.programs else "default"]
 
 
 def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -69,7 +60,7 @@ def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTem
 
     In a directory chat_template.jinja has precedence over chat_template.json, and that over tokenizer_config.json, as
     in transformers; a GGUF file has `tokenizer.chat_template`. Raises `ModelError` if the template does not compile or
-    `template_guard` refuses it.
+    `sandbox` refuses it.
     """
     if source.gguf is not None:
         found = source.gguf.get("tokenizer.chat_template")
@@ -112,50 +103,84 @@ def chat_template(
 ) -> ChatTemplate:
     """Compile a chat template from its text.
 
-    Raises `ModelError` naming `where` and the wrong line, and `MissingPackage`, a `ModelError`, without MiniJinja.
+    Raises `ModelError` naming `where` and the wrong line.
     """
-    with needed(f"{where}: the chat template"):
-        from nano_inference.text.rendering import compile_templates, run
-        from nano_inference.text.template_process import TemplateWorkers
+    from nano_inference.text.sandbox import compile_template  # imports Jinja
+
     sources = {"default": source} if tool_source is None else {"default": source, "tool_use": tool_source}
-    templates = Templates(where, sources, FUEL)
-    environment = compile_templates(templates)
     return ChatTemplate(
         source=source,
         where=where,
         named=MappingProxyType(dict(named)),
         tool_source=tool_source,
-        templates=templates,
-        render_here=partial(run, environment, templates) if is_known(sources.values()) else None,
-        workers=TemplateWorkers(templates),
+        programs={name: compile_template(text, where) for name, text in sources.items()},
     )
 
 
 def render(template: ChatTemplate, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
     """Return the prompt text of these messages.
 
-    Raises `BadRequest` for malformed messages and for those the template refuses, `ModelError` for a template that
-    exceeds a limit on time, memory or output.
+    The text equals that of Transformers. Several system messages are joined for a template that refuses or drops them.
+    Raises `BadRequest` for malformed messages and for those the template refuses, `TemplateLimit`, a `ModelError`, for
+    a template that exceeds a limit on time, memory or output.
     """
     check_messages(messages)
     if rendering.continue_final:
         return _render_open(template, messages, rendering)
-    taken = sorted((RESERVED | template_guard.OWN) & set(rendering.extra))
+    taken = sorted(RESERVED & set(rendering.extra))
     if taken:
         raise BadRequest(f"chat template variable {taken[0]!r} is reserved")
-    name = "tool_use" if rendering.tools and template.tool_source is not None else "default"
+    joined = _with_one_system_message(messages)
+    if joined is None:
+        return _run(template, messages, rendering)
+    texts = [message["content"].strip() for message in messages if message["role"] == "system"]
+    try:
+        text = _run(template, messages, rendering)
+        if all(one in text for one in texts):
+            return text
+    except TemplateRefusal:
+        return _run(template, joined, rendering)
+    try:
+        other = _run(template, joined, rendering)
+    except TemplateRefusal:
+        return text
+    return other if all(one in other for one in texts) else text
+
+
+def _run(template: ChatTemplate, messages: Sequence[Message], rendering: Rendering) -> str:
+    program = template.program(rendering.tools)
+    source = template.source if template.tool_source is None or rendering.tools is None else template.tool_source
     data = {
         **template.named,
-        **({"functions": _functions_text(rendering.tools)} if takes_text(template.templates.sources[name]) else {}),
-        **view(rendering.extra, "extra"),
-        "messages": view(messages, "messages"),
-        "tools": view(rendering.tools, "tools"),
+        **({"functions": _functions_text(rendering.tools)} if takes_text(source) else {}),
+        **plain(rendering.extra, "extra"),
+        "messages": [_with_reasoning(message, program.reads) for message in plain(messages, "messages")],
+        "tools": plain(rendering.tools, "tools"),
         "documents": None,
         "add_generation_prompt": rendering.add_generation_prompt,
     }
-    if template.render_here is not None and size_of(data, MAX_IN_PROCESS) <= MAX_IN_PROCESS:
-        return template.render_here(name, data)
-    return template.workers.render(name, data)
+    return program.run(data)
+
+
+def _with_reasoning(message: dict[str, Any], reads: frozenset[str]) -> dict[str, Any]:
+    """Return a message with its reasoning under Transformers' names, and under the only one that the template reads."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    if "reasoning" in reads and reads.isdisjoint(("reasoning_content", "thinking")):
+        message = {"reasoning": reasoning, **message}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _with_one_system_message(messages: Sequence[Message]) -> list[Message] | None:
+    """Return messages with all system messages joined to the first; None if there is only one, in its place."""
+    systems = [message for message in messages if message["role"] == "system"]
+    if not systems or (len(systems) == 1 and messages[0] is systems[0]):
+        return None
+    if not all(isinstance(message.get("content"), str) for message in systems):
+        return None
+    content = "\n\n".join(message["content"] for message in systems if message["content"])
+    return [{**systems[0], "content": content}, *(message for message in messages if message["role"] != "system")]
 
 
 def encode_chat(
@@ -170,23 +195,51 @@ def encode_chat(
 ) -> list[int]:
     """Return the token ids of the rendered messages; the template alone decides whether they begin with BOS.
 
-    The text of a special token inside a message is encoded as plain text, so that a message cannot forge a turn.
-    Raises as `render` does, and `BadRequest` if the tokenizer cannot encode such a message as plain text.
+    The text of a special token inside a message is encoded as plain text, so that a message cannot forge a turn. Only
+    in the assistant's messages the marks of reasoning, and texts that the template looks for, are tokens as in the
+    model's own answer. Raises as `render` does, and `BadRequest` if the tokenizer cannot encode such a message as plain
+    text.
     """
     rendering = Rendering(
         add_generation_prompt=add_generation_prompt, continue_final=continue_final, tools=tools, extra=extra
     )
+    text, mark = _render_marked(template, tokenizer, messages, rendering)
     special = _special_pattern(tokenizer)
-    if special is None or not any(special.search(text) for text in _strings([messages, tools, extra])):
-        return tokenizer.encode(render(template, messages, rendering), add_special=False)
-    mark = _unused_character([messages, tools, extra, template.source])
-
-    def marked(value: Any) -> Any:
-        return _map_strings(value, lambda text: special.sub(lambda m: m[0][0] + mark + m[0][1:], text))
-
-    check_messages(messages)
-    text = render(template, marked(messages), replace(rendering, tools=marked(tools), extra=marked(extra)))
+    if not mark or mark not in text or special is None:
+        return tokenizer.encode(text, add_special=False)
     return _encode_marked(tokenizer, text, special, mark)
+
+
+def chat_text(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], rendering: Rendering = ANSWER
+) -> str:
+    """Return the text whose token ids `encode_chat` returns. Raises as `render` does."""
+    text, mark = _render_marked(template, tokenizer, messages, rendering)
+    return text.replace(mark, "") if mark else text
+
+
+def _render_marked(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], rendering: Rendering
+) -> tuple[str, str]:
+    """Return the rendered text and the character that it has in each special token of a message; "" for none."""
+    special = _special_pattern(tokenizer)
+    given = [messages, rendering.tools, rendering.extra]
+    if special is None or not any(special.search(text) for text in _strings(given)):
+        return render(template, messages, rendering), ""
+    check_messages(messages)
+    seeks = (OPEN_MARK, CLOSE_MARK, *template.program(rendering.tools).seeks)
+    mark = _unused_character([*given, template.source])
+
+    def marked(value: Any, pattern: re.Pattern[str] | None) -> Any:
+        if pattern is None:
+            return value
+        return _map_strings(value, lambda text: pattern.sub(lambda m: m[0][0] + mark + m[0][1:], text))
+
+    texts = (tokenizer.token_text(token) for token in tokenizer.special_ids)
+    in_answers = literal_pattern(frozenset(text for text in texts if not any(text in sought for sought in seeks)))
+    seen = [marked(message, in_answers if message["role"] == "assistant" else special) for message in messages]
+    changed = replace(rendering, tools=marked(rendering.tools, special), extra=marked(rendering.extra, special))
+    return render(template, seen, changed), mark
 
 
 def _render_open(template: ChatTemplate, messages: Sequence[Message], rendering: Rendering) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template, render
+from nano_inference.text.chat import ChatTemplate, chat_text, encode_chat, load_chat_template
 from nano_inference.text.kinds import ANSWER as ANSWER
 from nano_inference.text.kinds import Dialogue as Dialogue
 from nano_inference.text.kinds import Message, Tokenizer, TokenizerKind, TokenizerSource, Tool
@@ -74,7 +74,7 @@ class TemplateDialogue:
 
     def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
         """Return the rendered messages as text."""
-        return render(self.template, messages, replace(rendering, extra=self._variables(rendering)))
+        return chat_text(self.template, self.tokenizer, messages, replace(rendering, extra=self._variables(rendering)))
 
     def _variables(self, rendering: Rendering) -> Mapping[str, Any]:
         return {**(dates() if self.has_dates else {}), **self.variables, **rendering.extra}
@@ -86,10 +86,6 @@ class TemplateDialogue:
     def answer(self, tokens: Sequence[int], text: str) -> Message:
         """Return an assistant message with that text."""
         return {"role": "assistant", "content": text}
-
-    def close(self) -> None:
-        """End the worker processes."""
-        self.template.close()
 
 
 def load_dialogue(

@@ -117,9 +117,6 @@ class Dialogue(Protocol):
     def answer(self, tokens: Sequence[int], text: str) -> Message:
         """Return the assistant's message, for the next turn, from its tokens and its displayed text."""
 
-    def close(self) -> None:
-        """End the worker processes, if any."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerKind:

@@ -1,11 +1,11 @@
-"""Types for a model's chat templates and their renderers; does not import MiniJinja."""
+"""What a chat template gets, and how a rendering fails; does not import Jinja."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from nano_inference.types import ModelError
+from nano_inference.types import BadRequest, ModelError
 
 
 class TemplateLimit(ModelError):
@@ -16,35 +16,42 @@ class TemplateLimit(ModelError):
         self.reason = reason
 
 
-class Templates(NamedTuple):
-    """The templates of one model, as sent to a worker process."""
-
-    where: str
-    """The templates' file, for error messages."""
-    sources: Mapping[str, str]
-    """Template texts by name: "default", and "tool_use" if the model has one."""
-    fuel: int
-    """Limit on MiniJinja's steps in one rendering."""
+class TemplateRefusal(BadRequest):
+    """The template raised an error for these messages."""
 
 
-class Renderer(Protocol):
-    """Renders one model's templates outside this process."""
+def plain(value: object, name: str, depth: int = 64) -> Any:
+    """Return a copy of JSON data as dicts and lists: templates reach no other object, and change nothing of ours.
 
-    def render(self, name: str, data: Mapping[str, Any]) -> str:
-        """Return the text of one rendering. Raises `BadRequest` and `TemplateLimit`."""
-
-    def close(self) -> None:
-        """End the worker processes; later calls of `render` raise `RuntimeError`."""
+    Raises `BadRequest` naming `name` for other types and for too deep nesting.
+    """
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if depth == 0:
+        raise BadRequest(f"{name} is nested too deep")
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {str.__str__(key): plain(item, name, depth - 1) for key, item in value.items()}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [plain(item, name, depth - 1) for item in value]
+    raise BadRequest(f"{name} must hold JSON values only, not {type(value).__name__}")
 
 
 def size_of(value: Any, limit: int) -> int:
-    """Return the approximate number of characters in a JSON value; counting stops once it exceeds `limit`."""
+    """Return the approximate number of characters of a value as text; counting stops once it exceeds `limit`."""
+    if isinstance(value, str):
+        return len(value)
     total, rest = 0, [value]
     while rest and total <= limit:
         item = rest.pop()
         total += len(item) if isinstance(item, str) else 8
         if isinstance(item, Mapping):
             rest += [*item.keys(), *item.values()]
-        elif isinstance(item, Sequence) and not isinstance(item, str):
+        elif isinstance(item, Collection) and not isinstance(item, str | range):
             rest += item
     return total
