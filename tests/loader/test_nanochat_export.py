@@ -26,11 +26,11 @@ from nano_inference.executors.opening import load_model
 from nano_inference.executors.step_input import ForwardInput, Span
 from nano_inference.executors.torch.executor import new_store
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loader.pt_file import read_pt
 from nano_inference.loader.safetensors_file import read_header
 from nano_inference.nanochat.convert import SAMPLES, check_same, from_hf, to_hf
 from nano_inference.nanochat.export import export_hf, export_nanochat, export_safetensors
 from nano_inference.nanochat.pickled import PickledEncoding, read_fields
-from nano_inference.nanochat.pt_file import read_pt
 from nano_inference.nanochat.tokenizer_file import nanochat_tokenizer
 from nano_inference.text.chat import chat_template
 from nano_inference.text.kinds import TokenizerSource

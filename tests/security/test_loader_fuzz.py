@@ -20,8 +20,8 @@ from nano_inference.executors.opening import load_model
 from nano_inference.loader import gguf_file, safetensors_file
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.loader.gguf_file import read_gguf
+from nano_inference.loader.pt_file import read_pt
 from nano_inference.loader.safetensors_file import read_header
-from nano_inference.nanochat.pt_file import read_pt
 from nano_inference.text.fast import refused_files
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer

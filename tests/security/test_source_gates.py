@@ -37,7 +37,7 @@ Finding = tuple[str, str]
 PICKLES = {
     "loader/pickle_data.py",  # the numbers of the opcodes, which it walks
     "nanochat/pickled.py",  # the numbers of the opcodes, which it walks
-    "nanochat/pt_file.py",  # the name of an error, and pickletools
+    "loader/pt_file.py",  # the name of an error, and pickletools
     "nanochat/export.py",  # writes one
     "nanochat/tokenizer.py",  # writes one
 }
@@ -216,7 +216,7 @@ def test_scripts_start_python_without_the_current_directory() -> None:
 def test_tensors_are_loaded_as_tensors_only(trees: dict[str, ast.Module]) -> None:
     assert not unsafe_loads(trees)
     loads = {(path, before) for path, tree in trees.items() for before, name, _ in calls(tree) if name == "load"}
-    assert ("nanochat/pt_file.py", "torch") in loads
+    assert ("loader/pt_file.py", "torch") in loads
 
 
 def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nano_inference.server.rl import schema
 from nano_inference.server.rl.groups import Groups
@@ -330,6 +331,19 @@ def test_ignored_update_fields_change_nothing(server: Running, field: dict[str, 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors"])
 def test_known_load_formats_are_accepted(server: Running, load_format: str) -> None:
     ok(server.post("/update_weights_from_disk", {"model_path": "one", "load_format": load_format}))
+
+
+def test_disk_update_reads_pytorch_model_bin(server: Running, shelf: Path, tiny_directory: Path) -> None:
+    """What MiniMind's trainer writes before it sends the path."""
+    (shelf / "pickled").mkdir()
+    torch.save(load_file(shelf / "one" / "model.safetensors"), shelf / "pickled" / "pytorch_model.bin")
+    ok(server.post("/update_weights_from_disk", {"model_path": "one"}))
+    checksum = server.opened.engine.weights_checksum()
+    make_weights(tiny_directory, shelf / "other", 12)
+    ok(server.post("/update_weights_from_disk", {"model_path": "other"}))
+    assert server.opened.engine.weights_checksum() != checksum
+    ok(server.post("/update_weights_from_disk", {"model_path": "pickled"}))
+    assert server.opened.engine.weights_checksum() == checksum
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])

@@ -85,7 +85,7 @@ def test_weights_from_a_directory(server: Running, broadcasts: Path, tiny_direct
     assert stream.result().finish_reason == "length"
     fresh = fresh_tokens(tiny_directory, broadcasts / "step_1", PROMPT, SHORT)
     assert Stream(server, params=SHORT).result().completion_tokens == fresh
-    refused(update(server, broadcasts / "step_2"), 400, "weight_dir", "no safetensors files")
+    refused(update(server, broadcasts / "step_2"), 400, "weight_dir", "no safetensors files and no pytorch_model")
 
 
 @pytest.mark.parametrize("has_directory", [True, False])

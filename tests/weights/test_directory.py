@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from nano_inference import WeightError, save_weights, weights_checksum, weights_in
+from nano_inference import ModelError, WeightError, save_weights, weights_checksum, weights_in
 from tests.weights.pairs import OpenEngine, Pair
 
 
@@ -34,6 +35,61 @@ def test_sharded_transformers_directory_loads_without_marker(
         engine.update_weights(tmp_path, blocking=True)
     engine.update_weights(weights_in(tmp_path, marker=None), blocking=True)
     assert engine.weights_checksum() == weights_checksum(tied.new.named_parameters())
+
+
+def write_pickles(named: dict[str, torch.Tensor], directory: Path, num_shards: int) -> Path:
+    """Write what `save_pretrained(safe_serialization=False)` of Transformers 4 writes."""
+    directory.mkdir()
+    if num_shards == 1:
+        torch.save(named, directory / "pytorch_model.bin")
+        return directory
+    files = [f"pytorch_model-{shard + 1:05d}-of-{num_shards:05d}.bin" for shard in range(num_shards)]
+    shard_of = {name: files[index % num_shards] for index, name in enumerate(named)}
+    for file in files:
+        torch.save({name: tensor for name, tensor in named.items() if shard_of[name] == file}, directory / file)
+    index = {"metadata": {"total_size": 0}, "weight_map": shard_of}
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return directory
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_pytorch_model_bin_updates_an_engine(
+    num_shards: int, tied: Pair, tmp_path: Path, open_engine: OpenEngine
+) -> None:
+    directory = write_pickles(tied.new.state_dict(), tmp_path / "step", num_shards)
+    (directory / "training_args.bin").write_bytes(b"not weights")
+    engine = open_engine(tied)
+    engine.update_weights(weights_in(directory, marker=None), blocking=True)
+    assert engine.weights_checksum() == weights_checksum(tied.new.named_parameters())
+    save_file({"model.norm.weight": torch.ones(3)}, directory / "model.safetensors")
+    assert [name for name, _ in weights_in(directory, marker=None)] == ["model.norm.weight"], "safetensors come first"
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_pytorch_model_bin_never_runs_code(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
+    directory, marker = tmp_path / "step", tmp_path / "marker"
+    write_pickles({**untied.named(), "x": Evil(marker)}, directory, 1)  # type: ignore[dict-item]
+    engine = open_engine(untied)
+    before = engine.weights_checksum()
+    with pytest.raises(WeightError, match=r"pytorch_model\.bin: its pickle names 'posix\.system'"):
+        engine.update_weights(weights_in(directory, marker=None), blocking=True)
+    assert engine.weights_checksum() == before and not marker.exists()
+
+
+@pytest.mark.parametrize("file", ["../other/pytorch_model.bin", "other.pt"])
+def test_index_of_pytorch_model_bin_names_plain_files(file: str, tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(ModelError, match=r"a shard must be a plain \.bin file name"):
+        list(weights_in(tmp_path, marker=None))
 
 
 def test_save_weights_writes_a_tied_tensor_once(tied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from nano_inference.types import ModelError
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Suffixes of pickle files, which can run code and are never read."""
+"""Suffixes of pickle files, which can run code: no model is loaded from them."""
 
 _NO_WEIGHTS = re.compile(r"(meta|optim|token).*")
 """Pickles in a model's directory that are not its weights."""
@@ -20,6 +20,12 @@ def file_names(directory: Path) -> list[str]:
         return sorted(file.name for file in directory.iterdir())
     except OSError as error:
         raise ModelError(f"{directory}: cannot be read: {error.strerror}") from error
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files of a directory that a weight update may read."""
+    patterns = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+    return [file for pattern in patterns for file in directory.glob(pattern)]
 
 
 def pickle_note(directory: Path) -> str:

@@ -107,12 +107,8 @@ def open_weights(directory: Path) -> dict[str, FileRange]:
         return read_header(directory / SINGLE_NAME)
     if not is_present(directory / INDEX_NAME):
         raise ModelError(f"{directory}: has neither {SINGLE_NAME} nor {INDEX_NAME}{pickle_note(directory)}")
-    index = read_json(directory / INDEX_NAME)
-    shard_of = index.mapping("weight_map")
-    if not shard_of:
-        raise ModelError(f"{index.origin}: weight_map is missing or empty")
-    files = {_shard_name(index.origin, file) for file in shard_of.values()}
-    headers = {file: read_header(directory / file) for file in sorted(files)}
+    shard_of = shards_of(directory / INDEX_NAME)
+    headers = {file: read_header(directory / file) for file in sorted(set(shard_of.values()))}
     for name, file in shard_of.items():
         if name not in headers[file]:
             raise ModelError(f"{directory / file}: has no tensor {shown(name)}, which {INDEX_NAME} places there")
@@ -122,8 +118,17 @@ def open_weights(directory: Path) -> dict[str, FileRange]:
     }
 
 
-def _shard_name(origin: str, file: object) -> str:
+def shards_of(path: Path, suffix: str = ".safetensors") -> dict[str, str]:
+    """Return the file name of each tensor in an index. Raises `ModelError`."""
+    index = read_json(path)
+    shard_of = index.mapping("weight_map")
+    if not shard_of:
+        raise ModelError(f"{index.origin}: weight_map is missing or empty")
+    return {name: _shard_name(index.origin, file, suffix) for name, file in shard_of.items()}
+
+
+def _shard_name(origin: str, file: object, suffix: str) -> str:
     """Return a shard's file name. Raises `ModelError` for a path, which could leave the directory."""
-    if not isinstance(file, str) or not file.endswith(".safetensors") or any(c in file for c in "/\\\0"):
-        raise ModelError(f"{origin}: a shard must be a plain .safetensors file name, got {shown(file)}")
+    if not isinstance(file, str) or not file.endswith(suffix) or any(c in file for c in "/\\\0"):
+        raise ModelError(f"{origin}: a shard must be a plain {suffix} file name, got {shown(file)}")
     return file

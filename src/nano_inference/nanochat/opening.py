@@ -13,6 +13,7 @@ import torch
 
 from nano_inference.loader.fields import Fields, read_json
 from nano_inference.loader.opened import Checkpoint, main_dtype
+from nano_inference.loader.pt_file import read_pt, unwrapped
 from nano_inference.loader.safetensors_file import open_weights
 from nano_inference.loader.sources import TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
@@ -20,7 +21,6 @@ from nano_inference.nanochat.configs import MAX_LAYERS, hf_nanochat_config, nano
 from nano_inference.nanochat.files import TOKENIZER_FILES, NanochatFiles
 from nano_inference.nanochat.kinds import TOKENIZER
 from nano_inference.nanochat.names import ASSISTANT_END, BOS_TOKENS
-from nano_inference.nanochat.pt_file import read_pt, unwrapped
 from nano_inference.nanochat.rules import Inferred, infer, override_values, parse_overrides
 from nano_inference.text.kinds import TokenizerKind, TokenizerSource
 from nano_inference.text.tokenizer import OWN_TOKENIZERS, load_tokenizer

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference.files import path_of
+from nano_inference.loader.listing import weight_files
 from nano_inference.server.errors import ApiError
 
 
@@ -24,7 +25,7 @@ def place_of(root: Path | None, path: str, field: str) -> Path:
     """Return the resolved directory of a client's path, which is absolute or relative to `root`.
 
     Raises `ApiError` naming `field`: 403 for a path that leads outside `root`, 400 for one that is not a directory
-    with safetensors files.
+    with weight files.
     """
     if root is None:
         text = f"{field}: this server does not load weights from files; start it with --weights-dir"
@@ -45,9 +46,9 @@ def _resolve(root: Path, path: str, field: str) -> Path:
     if not place.is_dir():
         text = f"{field}: there is no directory of that name below --weights-dir, to which names are relative"
         raise ApiError(400, text, param=field)
-    files = _files(place)
+    files = weight_files(place)
     if not files:
-        raise ApiError(400, f"{field}: the directory has no safetensors files", param=field)
+        raise ApiError(400, f"{field}: the directory has no safetensors files and no pytorch_model.bin", param=field)
     for file in files:
         _require_below(root, file.resolve(), field)
     return place
@@ -72,13 +73,8 @@ def weights_below(root: Path, place: Path) -> Iterator[tuple[str, Any]]:
     from nano_inference.weights.directory import weights_in  # imports torch: not on the event loop
 
     yield from weights_in(place, marker=None)
-    if not all(file.resolve().is_relative_to(root) for file in _files(place)):
+    if not all(file.resolve().is_relative_to(root) for file in weight_files(place)):
         raise ValueError("a file was replaced by a link outside --weights-dir while it was read")
-
-
-def _files(place: Path) -> list[Path]:
-    """Return the weight files and their index."""
-    return [*place.glob("*.safetensors"), *place.glob("*.safetensors.index.json")]
 
 
 def _require_below(root: Path, place: Path, field: str) -> None:

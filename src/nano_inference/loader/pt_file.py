@@ -33,8 +33,8 @@ _MOST_SHARED = 4
 """Most bytes of all tensors as a multiple of the file's; tensors may share a storage (tied weights)."""
 
 
-def read_pt(path: Path) -> dict[str, Tensor]:
-    """Return the named tensors of a file written by torch.save, mapped into memory.
+def read_pt(path: Path, *, is_mapped: bool = True) -> dict[str, Tensor]:
+    """Return the named tensors of a file written by torch.save, mapped into memory unless its writer may change it.
 
     Runs no code of the file. Removes prefixes of torch's wrappers from names. Raises `ModelError` with the file's name
     if it cannot be read or is not a flat dict of contiguous tensors.
@@ -43,7 +43,7 @@ def read_pt(path: Path) -> dict[str, Tensor]:
         warnings.simplefilter("ignore")  # about pickle protocols and layouts, which are checked here
         num_bytes = _check_container(path)
         try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
         except Exception as error:  # a damaged pickle can raise anything
             raise ModelError(f"{path}: {_reason(error)}") from None
     named = _named(path, loaded)
@@ -67,7 +67,10 @@ def _check_container(path: Path) -> int:
             archive = zipfile.ZipFile(file)
             for record in archive.infolist():
                 _check_record(path, archive, record)
-            return file.seek(0, 2)
+            num_bytes = file.seek(0, 2)
+            if sum(record.file_size for record in archive.infolist()) > num_bytes:
+                raise ModelError(f"{path}: its records together have more bytes than the file")
+            return num_bytes
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile, RuntimeError) as error:
         if isinstance(error, ModelError):
             raise
