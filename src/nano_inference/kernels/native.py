@@ -337,11 +337,11 @@ def draw(
     temperature_B, uniform_B, raw_B = array("f", temperatures), array("d", uniforms), array("i", is_raw)
     token_B, logprob_B = array("i", bytes(4 * num_rows)), array("f", bytes(4 * num_rows))
     options = [None if one is None else _SpecialMemory(one) for one in special]
-    addresses = (ctypes.c_void_p * len(options))(*(one and ctypes.addressof(one.struct) for one in options))
+    addresses = array("Q", (0 if one is None else ctypes.addressof(one.struct) for one in options))
     draws = DrawsStruct(
         *(logits_BV.data_ptr(), logits_BV.stride(0), vocab_size),
         *(_address(temperature_B), _address(uniform_B), _address(raw_B)),
-        *(ctypes.addressof(addresses) if options else None, _address(token_B), _address(logprob_B)),
+        *(_address(addresses) if options else None, _address(token_B), _address(logprob_B)),
     )
     failed = library.code.nano_draw(library.pool, ctypes.byref(draws), num_rows)
     if failed:
@@ -357,17 +357,17 @@ class _SpecialMemory:
 
     def __init__(self, special: Special) -> None:
         self._special = one = special
-        self._seen, self._times = array("i", one.times.keys()), array("i", one.times.values())
-        self._biased, self._bias = array("i", one.bias.keys()), array("f", one.bias.values())
-        self._named, self._logprobs = array("i", one.named), array("f", bytes(4 * len(one.named)))
+        seen, times = array("i", one.times.keys()), array("i", one.times.values())
+        biased, bias, mask = array("i", one.bias.keys()), array("f", one.bias.values()), array("B", one.mask or b"")
+        named, self._logprobs = array("i", one.named), array("f", bytes(4 * len(one.named)))
         self._ids, self._tops = array("i", bytes(4 * one.num_tops)), array("f", bytes(4 * one.num_tops))
+        self._arrays: tuple[array[Any], ...] = (seen, times, biased, bias, mask, named)
+        addresses = [_address(values) for values in (*self._arrays, self._logprobs, self._ids, self._tops)]
+        addresses[4] = 0 if one.mask is None else addresses[4]
         self.struct = SpecialStruct(
             *(one.top_p, one.min_p, one.repetition, one.presence, one.frequency),
             *(one.top_k, REPORTS.index(one.report), one.wants_raw, one.wants_kept),
-            *(len(self._seen), len(self._bias), len(self._named), one.num_tops, len(one.mask or b"")),
-            *map(_address, (self._seen, self._times, self._biased, self._bias)),
-            ctypes.cast(one.mask, ctypes.c_void_p),
-            *map(_address, (self._named, self._logprobs, self._ids, self._tops)),
+            *(len(seen), len(bias), len(named), one.num_tops, len(mask), *addresses),
         )
 
     def read(self, logits_V: Tensor) -> None:

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from nano_inference.executors.sampling import results
-from nano_inference.executors.truncation import truncation_of
+from nano_inference.executors.sampling import WholeVocabulary, draw, results
+from nano_inference.executors.truncation import Truncation, truncation_of
 from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.native import Special
@@ -31,9 +31,21 @@ class KernelSampler:
 
     def __init__(self, library: Library) -> None:
         self._library = library
+        self._vocabulary = WholeVocabulary(kernel_normalise(library))
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         """Draw one token per row; may overwrite the logits."""
+        unknown = [i for i, row in enumerate(rows) if _is_unknown(truncation_of(row))]
+        if not unknown:
+            return self._draw(logits_BV, rows)
+        known = [i for i in range(len(rows)) if i not in unknown]
+        drawn = draw(logits_BV[unknown], [rows[i] for i in unknown], self._vocabulary)
+        found = dict(zip(unknown, drawn, strict=True))
+        if known:
+            found |= zip(known, self._draw(logits_BV[known], [rows[i] for i in known]), strict=True)
+        return [found[i] for i in range(len(rows))]
+
+    def _draw(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         vocab_size = logits_BV.size(-1)
         special = [None if is_plain(row) else _special(row, vocab_size) for row in rows]
         is_all_plain = not any(special)
@@ -52,6 +64,11 @@ class KernelSampler:
         if any(row.params.raw_logprobs or row.params.sampling_mask for row in rows):
             extras = [DrawExtras() if one is None else _extras(one, vocab_size) for one in special]
         return results(rows, tokens, logprobs, tops, extras)
+
+
+def _is_unknown(cut: Truncation) -> bool:
+    """Return whether `truncation.py` has an option that the kernels lack; its rows are drawn by `sampling.draw`."""
+    return cut != Truncation(cut.top_k, cut.top_p, cut.min_p)
 
 
 def is_plain(row: Row) -> bool:
