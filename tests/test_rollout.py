@@ -151,6 +151,8 @@ def test_masks_logprobs_and_versions_are_aligned_with_the_tokens() -> None:
         "logprobs": [[-0.1, -0.2, 0.0, -0.3, 0.0, 0.0, -0.4], [-0.5]],
         "env_mask": [[1, 1, 0, 1, 0, 0, 1], [1]],
     }
+    with pytest.raises(ValueError, match="logprobs_mode must be processed or tempered, got 'raw'"):
+        to_trl([extend(start([5]), sample_after([5], (6,), logprobs_mode="raw"))])
 
 
 def test_running_rollouts_are_aligned() -> None:

@@ -177,8 +177,13 @@ def observe(rollout: Rollout, tokens: Iterable[int]) -> Rollout:
 
 
 def to_trl(rollouts: Iterable[Rollout]) -> dict[str, list[list[int]] | list[list[float]]]:
-    """Return the columns for TRL's `rollout_func`; `env_mask` is 1 for sampled tokens."""
+    """Return the columns for TRL's `rollout_func`; `env_mask` is 1 for sampled tokens.
+
+    Raises `ValueError` for raw log-probabilities: TRL takes them for those at its temperature.
+    """
     each = [(rollout, len(rollout.prompt_tokens)) for rollout in rollouts]
+    if any(turn.sample.logprobs_mode == "raw" for rollout, _ in each for turn in rollout.turns):
+        raise ValueError("rollouts: logprobs_mode must be processed or tempered, got 'raw'")
     return {
         "prompt_ids": [list(rollout.prompt_tokens) for rollout, _ in each],
         "completion_ids": [list(rollout.completion_tokens) for rollout, _ in each],

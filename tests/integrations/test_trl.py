@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nano_inference import EngineConfig, InferenceEngine, weights_checksum
 from nano_inference.integrations.trl import use_engine
+from nano_inference.server.config import ServerConfig
+from nano_inference.types import LogprobsMode
+from tests.server.tiny import running
 
 MISSING = [name for name in ("trl", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -160,6 +164,63 @@ def test_adapters_are_merged_for_the_engine(
     assert len(worst) == 3 and max(worst) < 1e-3
 
 
+def ratios_of(trainer: Any) -> tuple[float, float]:
+    """Return the least and the largest importance ratio that TRL computed."""
+    log = trainer.state.log_history[:-1]
+    names = ("sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/max")
+    return min(entry[names[0]] for entry in log), max(entry[names[1]] for entry in log)
+
+
+HOT: dict[str, Any] = {**SMALL, "max_steps": 1, "max_completion_length": 24, "temperature": 0.7}
+
+
+@pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.6}], ids=["temperature", "top_p"])
+def test_ratios_do_not_depend_on_the_engines_logprobs_mode(
+    mode: LogprobsMode, options: dict[str, Any], model_path: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """1 with a temperature; with top-p the probability of the kept tokens, as with vLLM."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    config = GRPOConfig(str(tmp_path), **HOT, **options, vllm_importance_sampling_mode="token_truncate")
+    model = transformers.LlamaForCausalLM.from_pretrained(model_path)
+    trainer = GRPOTrainer(model, sums, config, data(), None, tokenizer)
+    settings = EngineConfig(str(model_path), device="cpu", kv_cache_bytes=16 << 20, seed=1, logprobs_mode=mode)
+    with InferenceEngine(settings) as engine:
+        use_engine(trainer, engine)
+        trainer.train()
+    least, most = ratios_of(trainer)
+    assert options.get("top_p", 1.0) - 1e-5 <= least <= most <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("mode", ["raw", None])
+def test_trls_client_names_a_raw_server_and_has_ratios_of_1_with_the_default(
+    mode: LogprobsMode | None,
+    model_path: Path,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_client, vllm_generation
+
+    for module in (vllm_client, vllm_generation):
+        monkeypatch.setattr(module, "is_vllm_available", lambda min_version=None: True)
+    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda client, device=0: None)
+    monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", lambda client, metadata, named: None)
+    monkeypatch.setattr(logging.getLogger("trl"), "propagate", True)
+    model = transformers.LlamaForCausalLM.from_pretrained(model_path)
+    with running(model_path, ServerConfig(port=0, log_requests=False, enable_rl=True, logprobs_mode=mode)) as server:
+        address = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+        config = GRPOConfig(str(tmp_path), **HOT, **address, vllm_importance_sampling_mode="token_truncate")
+        trainer = GRPOTrainer(model, sums, config, data(), None, tokenizer)
+        assert ("raw_logprobs" in caplog.text) == (mode == "raw")
+        if mode is None:
+            trainer.train()
+            assert ratios_of(trainer) == pytest.approx((1, 1), abs=1e-5)
+
+
 def checksum_of(model: transformers.LlamaForCausalLM) -> str:
     return weights_checksum((name, value.detach()) for name, value in model.named_parameters())
 
@@ -179,6 +240,8 @@ def test_unsupported_options_of_trl_are_refused_by_name(model_path: Path) -> Non
             use_engine(Trainer("FSDP"), engine)
         with pytest.raises(ValueError, match="vllm_structured_outputs_regex"):
             use_engine(Trainer(vllm_structured_outputs_regex="a+"), engine)
+        with pytest.raises(ValueError, match="logprobs_mode must be 'processed', got 'raw'"):
+            use_engine(Trainer(generation_kwargs={"logprobs_mode": "raw"}), engine)
         with pytest.raises(ValueError, match="guided"):
             use_engine(Trainer(generation_kwargs={"guided": 1}), engine)
         used = Trainer()

@@ -104,12 +104,19 @@ def use_engine(trainer: Any, engine: InferenceEngine) -> EngineGeneration:
 
 
 def sampling_params(args: Any) -> SamplingParams:
-    """Return the sampling parameters of a trainer's arguments. Raises `ValueError` naming an unknown one."""
+    """Return the sampling parameters of a trainer's arguments. Raises `ValueError` naming an unknown one.
+
+    Log-probabilities are of the distribution sampled from, whatever the engine's mode: TRL takes them for those of its
+    policy at the trainer's temperature when it computes importance ratios, and sets this mode in vLLM.
+    """
     names = ("temperature", "top_p", "top_k", "repetition_penalty")
     fields: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     fields["min_p"] = getattr(args, "min_p", None) or 0.0
     fields["max_tokens"] = args.max_completion_length
-    return SamplingParams.from_dict(fields | (getattr(args, "generation_kwargs", None) or {}))
+    fields |= {"logprobs_mode": "processed"} | (getattr(args, "generation_kwargs", None) or {})
+    if fields["logprobs_mode"] != "processed":
+        raise ValueError(f"generation_kwargs: logprobs_mode must be 'processed', got {fields['logprobs_mode']!r}")
+    return SamplingParams.from_dict(fields)
 
 
 def base_name(name: str, prefix: str) -> str | None:
