@@ -155,6 +155,15 @@ def test_two_structures_are_refused_naming_both(fields: dict[str, Any], names: t
     assert all(name in caught.value.message for name in names) and caught.value.param == names[1]
 
 
+def test_one_grammar_under_several_names_is_accepted() -> None:
+    text = '%llguidance {}\n\nstart: "a"\n'
+    guidance = {"guided_grammar": text, "structured_outputs": {"grammar": text}, "guided_decoding_backend": "guidance"}
+    for fields in (guidance, {"ebnf": text}, {"grammar": text}):
+        assert grammar_of(fields) == Grammar("lark", text)
+    with pytest.raises(ApiError, match=r"structured_outputs\.grammar and guided_regex cannot"):
+        grammar_of({**guidance, "guided_regex": "a"})
+
+
 def test_vllm_flags() -> None:
     nested = {
         "properties": {"a": {"items": [{"properties": {}}, {"patternProperties": {}, "additionalProperties": True}]}}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from nano_inference.server.errors import ApiError
 from nano_inference.text.grammar import Grammar
 from nano_inference.text.grammar_text import Kind
+from nano_inference.text.json_schema import SCHEMA_MAPS, VALUES
 
 FIELDS: frozenset[str] = frozenset(
     {
@@ -37,8 +38,6 @@ _FORMATS = ("text", "json_object", "json_schema")
 _FLAGS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 _REFUSED = ("whitespace_pattern", "structural_tag")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("const", "enum", "default", "examples")
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.M)
 _LONGEST_RULE = 4096
 """Characters searched for a GBNF rule to distinguish GBNF from Lark; bounded, as the search is not linear."""
@@ -50,8 +49,8 @@ def structure_of(fields: Mapping[str, Any]) -> Structure | None:
     Raises `ApiError` naming the field for a value of the wrong type or without support, and for two structures.
     """
     asked = [*_of_response_format(fields.get("response_format")), *_of_vllm(fields), *_of_others(fields)]
-    if len(asked) > 1:
-        (first, _), (second, _) = asked[:2]
+    first, second = asked[0][0] if asked else "", next((name for name, one in asked if one != asked[0][1]), None)
+    if second is not None:
         raise ApiError(400, f"{first} and {second} cannot be combined; give one of them", param=second)
     return Structure(*asked[0]) if asked else None
 
@@ -117,11 +116,11 @@ def _check_known(name: str, options: Mapping[str, Any]) -> None:
 
 def _of_others(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grammar]]:
     """Read the top-level fields of SGLang and llama.cpp."""
-    kinds: tuple[tuple[str, Kind], ...] = (("regex", "regex"), ("ebnf", "gbnf"), ("grammar", "gbnf"))
-    for name, kind in kinds:
+    for name in ("regex", "ebnf", "grammar"):
         text = _text(name, fields.get(name))
         if text:
-            yield name, Grammar(kind, text)
+            kind: Kind = "lark" if text.lstrip().startswith("%llguidance") else "gbnf"
+            yield name, Grammar("regex" if name == "regex" else kind, text)
     found = _schema("json_schema", fields.get("json_schema"))
     if found is not None:
         yield "json_schema", found
@@ -177,14 +176,14 @@ def _closed(value: Any) -> Any:
         return [_closed(one) for one in value]
     if not isinstance(value, Mapping):
         return value
-    closed = {key: one if key in _VALUES else _closed_below(key, one) for key, one in value.items()}
+    closed = {key: one if key in VALUES else _closed_below(key, one) for key, one in value.items()}
     is_open = "additionalProperties" not in value and ("properties" in value or "patternProperties" in value)
     return {**closed, "additionalProperties": False} if is_open else closed
 
 
 def _closed_below(key: str, value: Any) -> Any:
     """Close the value of a keyword: a schema, a list of schemas, or a mapping of names to schemas."""
-    if key in _MAPS and isinstance(value, Mapping):
+    if key in SCHEMA_MAPS and isinstance(value, Mapping):
         return {name: _closed(schema) for name, schema in value.items()}
     return _closed(value)
 

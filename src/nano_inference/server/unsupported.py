@@ -90,7 +90,7 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     # vLLM: options of beam search and of images, which are refused themselves; no tokenizer here adds spaces
     "length_penalty": (None, 1, 1.0),
     "early_stopping": OFF,
-    "guided_decoding_backend": (None,),
+    "guided_decoding_backend": (None, "auto", "guidance"),
     "media_io_kwargs": EMPTY,
     "mm_processor_kwargs": EMPTY,
     "priority": (None, 0),

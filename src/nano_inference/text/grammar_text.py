@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
+from nano_inference.text.json_schema import KNOWN_FORMATS, for_llguidance, looks_around
 from nano_inference.types import BadRequest
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "calls"]
@@ -47,6 +48,8 @@ _META = frozenset("\\.+*?()|[]{}^$#&-~/")
 _SPECIAL_NAME = re.compile(r'"(?:\\.|[^"\\\n])*+(?:"|\\?$)|//[^\n]*+|/(?:\\.|[^/\\\n])++(?:/|\\?$)|(<[^<>\s]+>)', re.M)
 """Matches a Lark grammar's strings, comments and regexes, to their end or that of the line, or names a special token.
 Possessive, because backtracking in an unterminated one would take quadratic time."""
+_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_QUOTE = '"'
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[^uU])", re.S)
 
 
@@ -75,7 +78,7 @@ def check_grammar(grammar: Grammar) -> None:
     if grammar.kind == "lark":
         _check_lark(grammar.text)
     if grammar.kind in ("lark", "calls"):
-        for schema in _inline_schemas(grammar.text):
+        for schema, _, _ in _inline_schemas(grammar.text):
             _check_schema(schema)
 
 
@@ -88,7 +91,7 @@ def for_library(grammar: Grammar) -> str:
         match grammar.kind:
             case "json_schema":
                 schema, rules = _split_rules(_schema_of(grammar))
-                text: str = library.grammar_from_json_schema(json.dumps(schema), overrides=rules)
+                text: str = library.grammar_from_json_schema(json.dumps(for_llguidance(schema)), overrides=rules)
             case "json_object":
                 text = library.grammar_from_json_schema('{"type":"object"}', overrides=_rules(is_compact=False))
             case "regex":
@@ -96,7 +99,7 @@ def for_library(grammar: Grammar) -> str:
             case "choice":
                 text = library.grammar_from_regex("|".join(map(_literal, _choices_of(grammar))))
             case "lark" | "calls":
-                text = library.grammar_from_lark(grammar.text)
+                text = library.grammar_from_lark(_with_plain_schemas(grammar.text))
             case "gbnf":
                 text = library.grammar_from_lark(_lark_of(grammar.text))
     except BadRequest:
@@ -114,6 +117,7 @@ def reason_of(message: str) -> str:
         return "no text satisfies it"
     found = re.search(r"^error: (.+)$", message, re.M)
     line = found[1] if found else next(iter(message.strip().splitlines()), "no reason given")
+    line = _UNKNOWN_KEYS.sub(lambda keys: f"{keys[1].replace(_QUOTE, '')} is not supported", line)
     line = " ".join(line.partition("; either increase")[0].split())  # a user cannot raise the library's limits
     return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON // 2]} … {line[-MAX_REASON // 2 :]}"
 
@@ -167,6 +171,8 @@ def _check_schema(schema: dict[str, Any]) -> None:
             raise BadRequest(f"json_schema: nested more than {MAX_NESTING} levels deep")
         if not isinstance(holder, dict):
             continue
+        if any(map(looks_around, _patterns(holder))) and holder.get("format") not in KNOWN_FORMATS:
+            raise BadRequest("json_schema: pattern: look-around, (?= and the like, is not supported")
         if any(len(pattern) > MAX_PATTERN or _depth(pattern) > MAX_NESTING for pattern in _patterns(holder)):
             raise BadRequest(f"json_schema: a pattern is over {MAX_PATTERN} characters or {MAX_NESTING} levels deep")
         multiple = math.lcm(multiple, _digits(holder.get("multipleOf")))
@@ -238,15 +244,24 @@ def _check_lark(text: str) -> None:
         raise BadRequest(f"lark: {named[:60]}: special tokens cannot be written by a grammar")
 
 
-def _inline_schemas(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the schemas after %json in a Lark grammar; for invalid JSON the library raises an error."""
+def _inline_schemas(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield the schemas after %json in a Lark grammar, with their places; for invalid JSON the library raises."""
     reader = json.JSONDecoder()
     for found in re.finditer(r"%json\s*(?=\{)", text):
         try:
-            schema, _ = reader.raw_decode(text, found.end())
+            schema, end = reader.raw_decode(text, found.end())
         except (ValueError, RecursionError):
             continue
-        yield schema
+        yield schema, found.end(), end
+
+
+def _with_plain_schemas(text: str) -> str:
+    pieces, at = [], 0
+    for schema, begin, end in _inline_schemas(text):
+        if begin >= at:
+            pieces += [text[at:begin], json.dumps(for_llguidance(schema))]
+            at = end
+    return "".join([*pieces, text[at:]])
 
 
 def _lark_of(text: str) -> str:
