@@ -28,7 +28,7 @@ def furnish(place: Path, tiny: Path) -> None:
     (place / "typo.toml").write_text('model = "default"\n\n[serve]\nprot = 9000\n')
     home = place / NANOCHAT_HOME
     write_tokenizer(home / "tokenizer")
-    for kind in ("chatsft", "chatrl"):
+    for kind in ("base", "chatsft", "chatrl"):
         write_checkpoint(home / f"{kind}_checkpoints" / "d20", "G4", step=650, meta=base_meta("G4"))
     flat = place / "path" / "to" / "checkpoint"  # of the first generation, which Transformers knows
     write_checkpoint(flat, "G0", step=650, meta=base_meta("G0"))

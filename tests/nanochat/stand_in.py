@@ -45,6 +45,21 @@ IMPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "checkpoint_manager": ("load_model",),
     },
     "tests": {"engine": ("Engine", "KVCache", "RowState", "sample_next_token", "use_calculator")},
+    "base_eval": {
+        "common": (
+            *("autodetect_device_type", "compute_cleanup", "compute_init", "download_file_with_lock"),
+            *("get_base_dir", "print0"),
+        ),
+        "tokenizer": ("get_token_bytes",),
+    },
+    "upstreams modules": {
+        "common": (
+            *("COMPUTE_DTYPE", "COMPUTE_DTYPE_REASON", "get_peak_flops", "is_ddp_initialized", "print_banner"),
+            "setup_default_logging",
+        ),
+        "checkpoint_manager": ("load_optimizer_state",),
+        "tokenizer": ("SPECIAL_TOKENS",),
+    },
     "training": {
         "checkpoint_manager": ("build_model", "find_largest_model", "find_last_step", "load_checkpoint"),
         "tokenizer": ("RustBPETokenizer", "get_token_bytes", "get_tokenizer"),
@@ -147,6 +162,8 @@ RUN: Mapping[str, Callable[[str], Any]] = {
     "chat_rl": chat_rl,
     "infer_bench": infer_bench,
     "tests": only_imports,
+    "base_eval": only_imports,
+    "upstreams modules": only_imports,
     "training": only_imports,
 }
 

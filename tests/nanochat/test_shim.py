@@ -51,23 +51,35 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def run(base: Path, modules: dict[str, str], *scripts: str) -> Any:
-    """Run stand-ins in a process with a package `nanochat` of these modules; return what they print."""
+def printed(base: Path, modules: dict[str, str], *arguments: str) -> str:
+    """Return what a Python process prints with a package `nanochat` of these modules."""
     package = base.parent / "checkout" / "nanochat"
     package.mkdir(parents=True)
     for name, text in {"__init__": "", **modules}.items():
         (package / f"{name}.py").write_text(text)
     paths = os.pathsep.join([str(package.parent), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": paths, "NANOCHAT_BASE_DIR": str(base), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.nanochat.stand_in", *scripts]
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, cwd=base, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1].rpartition("\r")[2].removeprefix("0/1"))
+    return done.stdout
 
 
-def test_page_shows_two_lines_for_each_module() -> None:
+def run(base: Path, modules: dict[str, str], *scripts: str) -> Any:
+    """Return the results of stand-ins."""
+    out = printed(base, modules, "-m", "tests.nanochat.stand_in", *scripts)
+    return json.loads(out.splitlines()[-1].rpartition("\r")[2].removeprefix("0/1"))
+
+
+def test_page_shows_a_few_lines_for_each_module() -> None:
     assert {"engine", "checkpoint_manager"} <= shims().keys()
-    assert all(len(text.splitlines()) == 2 for text in shims().values())
+    assert all(len(text.splitlines()) <= 7 for text in shims().values())
+
+
+def test_engine_module_compares_itself_with_the_naive_loop(base: Path) -> None:
+    """`python -m nanochat.engine`, as upstream's."""
+    out = printed(base, {"engine": shims()["engine"]}, "-m", "nanochat.engine")
+    assert "Match: True" in out and "chemical formula of water" in out
 
 
 def test_scripts_run_on_the_package_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
