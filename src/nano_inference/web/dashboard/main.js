@@ -98,6 +98,9 @@ function showValues() {
   for (const chart of charts) chart.draw(points, span);
   if (metricsHistory.latest === null) return;
   const point = metricsHistory.points.at(-1);
+  // Until the page has been open for the whole window, its counts start when it was opened.
+  const isWhole = now - metricsHistory.points[0].at >= span.length - POLL_MS / 1000;
+  span.words = isWhole ? `in ${span.name}` : "since this page was opened";
   const view = { ...page, span, scrape: metricsHistory.latest, point, sums: sumOf(points) };
   for (const tile of tiles) showTile(tile, view);
   byId("model").textContent = metricsHistory.latest.model ?? "";

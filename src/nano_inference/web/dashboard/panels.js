@@ -69,7 +69,8 @@ function rateTile(name, label) {
   return {
     id: name, label, show: (value) => [rateText(value)[0], value === null ? "" : `${rateText(value)[1]}/s`],
     read: ({ point }) => rate(point, name),
-    more: ({ sums, span }) => `${joined(countText(sums.counts[name] ?? null))} in ${span.name}`,
+    more: ({ scrape, sums, span }) => (
+      `${joined(countText(sums.counts[name] ?? null))} ${span.words}; ${joined(countText(scrape.counters[name]))} in all`),
   };
 }
 
@@ -77,7 +78,7 @@ function countTile(name, label) {
   return {
     id: name, label, show: countText,
     read: ({ sums }) => sums.counts[name] ?? null,
-    more: ({ scrape, span }) => `in ${span.name}; ${joined(countText(scrape.counters[name]))} in all`,
+    more: ({ scrape, span }) => `${span.words}; ${joined(countText(scrape.counters[name]))} in all`,
   };
 }
 
