@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 import warnings
@@ -201,6 +202,32 @@ def test_all_logs_are_json_with_as_json() -> None:
     assert (third["level"], third["logger"]) == ("warning", "py.warnings")
     assert "look out" in third["message"]
     assert not other.getvalue()
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_terminal_has_sentences_about_answers_and_failures() -> None:
+    """The page's own requests (itself, /info, /tokenize) are not logged there."""
+    stream = FakeTerminal()
+    set_up_logs(stream, as_json=True)
+    for path in ("/", "/info", "/tokenize"):
+        log_access(AccessRecord(ts=0.0, method="GET", path=path, status=200))
+    facts = {"prompt_tokens": 36, "cached_tokens": 3, "output_tokens": 8, "ttft_ms": 120.0, "total_ms": 900.0}
+    log_access(AccessRecord(ts=0.0, method="POST", path="/v1/chat/completions?k=v", status=200, **facts))
+    log_access(
+        AccessRecord(ts=0.0, method="POST", path="/\x1b", status=404, error_type="not_found", error_param="model")
+    )
+    logging.getLogger("x").warning("look\nout")
+    lines = [re.fullmatch(r"\d\d:\d\d:\d\d (.*)", line) for line in stream.getvalue().splitlines()]
+    assert [line and line[1] for line in lines] == [
+        "POST /v1/chat/completions 200, 36 prompt tokens (3 cached), 8 generated, first token after 0.12 s, 0.90 s",
+        "POST /\N{REPLACEMENT CHARACTER} 404, not_found model",
+        "warning: look\N{REPLACEMENT CHARACTER}out",
+    ]
 
 
 def formatted(message: object, *args: object, exc_info: Any = None) -> dict[str, Any]:

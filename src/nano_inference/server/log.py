@@ -100,7 +100,7 @@ def log_access(record: AccessRecord) -> None:
     """Log a request, unless its path is quiet or request logging is off."""
     logger = logging.getLogger(ACCESS_LOGGER)
     if logger.isEnabledFor(logging.INFO) and not is_quiet(record.path or "", record.status):
-        logger.info(access_line(record))
+        logger.info(access_line(record), extra={"access": record})
 
 
 def set_up_logs(
@@ -109,17 +109,21 @@ def set_up_logs(
     """Send request lines to `stream` (default: stderr); return their logger.
 
     With `as_json`, all other messages and warnings of `level` and above become JSON lines too, and other handlers of
-    the root logger are removed. A later call replaces an earlier one.
+    the root logger are removed. A later call replaces an earlier one. On a terminal lines are sentences instead of
+    JSON, of answers and failures only: a page makes several other requests.
     """
     stream = sys.stderr if stream is None else stream
     access = logging.getLogger(ACCESS_LOGGER)
     access.propagate = False
     access.setLevel(logging.INFO if log_requests else logging.CRITICAL + 1)
-    _only_handler(access, stream, logging.Formatter("%(message)s"))
+    is_read = stream.isatty()
+    _only_handler(access, stream, TerminalFormatter() if is_read else logging.Formatter("%(message)s"))
+    if is_read:
+        access.handlers[0].addFilter(is_of_interest)
     if as_json:
         root = logging.getLogger()
         root.setLevel(level)
-        _only_handler(root, stream, JsonFormatter())
+        _only_handler(root, stream, TerminalFormatter() if is_read else JsonFormatter())
         logging.captureWarnings(True)
     return access
 
@@ -147,6 +151,39 @@ class JsonFormatter(logging.Formatter):
         text = self.formatException(record.exc_info) if record.exc_info else record.exc_text
         lines = (text or "")[-MAX_EXCEPTION:].split("\n")
         return "\n".join(clean(line, MAX_EXCEPTION) for line in lines) if text else None
+
+
+class TerminalFormatter(JsonFormatter):
+    """Formats a request or a message as one line for a person."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        at = time.strftime("%H:%M:%S", time.localtime(record.created))
+        request = getattr(record, "access", None)
+        if request is not None:
+            return f"{at} {sentence(request)}"
+        values = json.loads(super().format(record))
+        return "\n".join([f"{at} {values['level']}: {values['message']}", *values.get("exception", "").splitlines()])
+
+
+def is_of_interest(record: logging.LogRecord) -> bool:
+    """Return True for the record of an answer or of a failure."""
+    request = getattr(record, "access", None)
+    return request is None or request.output_tokens is not None or request.status is None or request.status >= 400
+
+
+def sentence(record: AccessRecord) -> str:
+    """Return a request as text: method, path, status, and what was generated or refused."""
+    values = json.loads(access_line(record))
+    text = f"{values.get('method', '')} {values.get('path', '')} {values.get('status', 'client left')}".strip()
+    facts = [f"{values['error_type']} {values.get('error_param', '')}".strip()] if "error_type" in values else []
+    if "output_tokens" in values:
+        cached = values.get("cached_tokens", 0)
+        prompt = f"{values.get('prompt_tokens', 0)} prompt tokens ({cached} cached)"
+        facts += [prompt, f"{values['output_tokens']} generated"]
+    facts += [f"first token after {values['ttft_ms'] / 1e3:.2f} s"] if "ttft_ms" in values else []
+    facts += [f"{values['total_ms'] / 1e3:.2f} s"] if "total_ms" in values else []
+    return ", ".join([text, *facts])
 
 
 def clean(text: str, limit: int) -> str:
