@@ -42,6 +42,17 @@ def test_latex_is_rendered_with_every_delimiter(chat: ChatDriver, fake: FakeServ
     chat.watch.assert_clean()
 
 
+def test_environment_without_delimiters_is_rendered(chat: ChatDriver, fake: FakeServer) -> None:
+    for name in ("align", "align*", "bmatrix"):
+        answered(chat, fake, "Hello", f"Before\n\\begin{{{name}}}\na &= b \\\\\n", f"c &= d\n\\end{{{name}}}\n\nAfter")
+        expect(chat.last().locator(".body math")).to_have_count(1)
+        expect(chat.last().locator(".body")).to_contain_text("After")
+    answered(chat, fake, "Hello", "\\begin{equation}\na^2\n\\end{equation}")
+    expect(chat.last().locator(".body math msup")).to_have_count(1)
+    answered(chat, fake, "Hello", "\\begin{document}\n*a*\n\\end{document}")
+    expect(chat.last().locator(".body")).to_have_text("\\begin{document}\n*a*\n\\end{document}")
+
+
 def test_money_variables_and_code_are_not_formulas(chat: ChatDriver, fake: FakeServer) -> None:
     for text in NO_FORMULAS:
         answered(chat, fake, "Hello", text)
@@ -164,7 +175,7 @@ def test_macro_bomb_is_fast(chat: ChatDriver, fake: FakeServer) -> None:
     assert chat.page.evaluate("performance.now() - window.began") < 5000
 
 
-@pytest.mark.parametrize("piece", ["\\(", "\\[\n\n", "$$\n\n", "$a ", "\\(x\\) "])
+@pytest.mark.parametrize("piece", ["\\(", "\\[\n\n", "$$\n\n", "$a ", "\\(x\\) ", "\\begin{a}\n\n"])
 def test_many_delimiters_are_fast(chat: ChatDriver, fake: FakeServer, piece: str) -> None:
     chat.type("Hello")
     answer = fake.answer()

@@ -3,10 +3,12 @@
 import { byId } from "../shared/dom.js";
 
 const RETRY_LOAD_MS = 30000;
-const OPENS_BLOCK = /^ {0,3}(\\\[|\$\$)/;
+/** The last alternative is an environment without delimiters. */
+const OPENS_BLOCK = /^ {0,3}(\\\[|\$\$|\\begin\{[a-z]+\*?\})/i;
 /** The length is limited, because each of ten thousand unclosed delimiters would be searched to the end of the text. */
-const BLOCK = /^ {0,3}(?:\\\[[^]{1,3000}?\\\]|\$\$[^]{1,3000}?\$\$)[ \t]*(?:\n|$)/;
-const BLOCK_START = /(?<=\n {0,3})(?:\\\[|\$\$)/;
+const BLOCK =
+  /^ {0,3}(?:\\\[[^]{1,3000}?\\\]|\$\$[^]{1,3000}?\$\$|\\begin\{([a-z]+\*?)\}[^]{1,3000}?\\end\{\1\})[ \t]*(?:\n|$)/i;
+const BLOCK_START = /(?<=\n {0,3})(?:\\\[|\$\$|\\begin\{)/;
 const INLINE = /^(?:\\\([^]{1,3000}?\\\)|\\\[[^]{1,3000}?\\\]|\$\$[^$]{1,3000}?\$\$)/;
 const INLINE_START = /\\[([]|\$/;
 const DOLLARS = /^\$(?!\s)([^$\n]*[^$\s\\])\$(?![\w$])/;
@@ -45,7 +47,8 @@ export function formulaExtensions(isGrowing, render) {
       if (!opener) return undefined;
       const found = BLOCK.exec(src);
       if (found) return { type: "formulaBlock", raw: found[0], kind: "math display" };
-      const isOpen = isGrowing() && !src.includes(opener === "$$" ? "$$" : "\\]", src.indexOf(opener) + 2);
+      const closer = { "$$": "$$", "\\[": "\\]" }[opener] ?? opener.replace("begin", "end");
+      const isOpen = isGrowing() && !src.includes(closer, src.indexOf(opener) + 2);
       return isOpen ? { type: "formulaBlock", raw: src, kind: "math-open" } : undefined;
     },
     renderer: ({ raw, kind }) => render(raw.trim(), "p", kind),

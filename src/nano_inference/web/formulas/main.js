@@ -28,8 +28,8 @@ function applyStyle(node) {
 /** Render the formula whose source, including delimiters, is the text of an element. */
 function showFormula(node) {
   const source = node.textContent;
-  const size = /^\$(?!\$)/.test(source) ? 1 : 2;
-  const tex = source.slice(size, -size).trim();
+  const size = /^\\begin/.test(source) ? 0 : /^\$(?!\$)/.test(source) ? 1 : 2;
+  const tex = source.slice(size, source.length - size).trim();
   if (tex.length > LONGEST || DEFINES.test(tex)) return;
   const displayMode = node.classList.contains("display");
   let markup;
