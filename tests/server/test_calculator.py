@@ -62,9 +62,19 @@ def test_answer_equals_engine_output(calculating: Running) -> None:
     assert choice["token_ids"] == list(sample.completion_tokens) and choice["mask"] == list(sample.mask)
 
 
-def test_calculator_is_off_by_default(calculating: Running) -> None:
+def test_calculator_can_be_switched_off(calculating: Running) -> None:
     choice = answer(calculating, calculator=False, return_token_ids=True, max_tokens=64)
     assert set(choice["mask"]) == {1} and "parts" not in choice["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/api/chat"])
+def test_calculator_is_on_in_chats_by_default(calculating: Running, path: str) -> None:
+    """Without its tool the model answers that the calculator gave no result."""
+    field = "input" if path == "/v1/responses" else "messages"
+    turn = {field: ASK["messages"], "temperature": 0, "stream": False}
+    reply = calculating.post(path, turn if path in ("/v1/responses", "/api/chat") else {**turn, "max_tokens": 64})
+    assert reply.status_code == 200, reply.text
+    assert "579" in reply.text and "no result" not in reply.text
 
 
 def test_stream_joins_to_complete_reply(calculating: Running) -> None:

@@ -100,13 +100,16 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     rendered = prompts[0]
     structure = _requested_structure(body)
     has_others = structure is not None or (use is not None and bool(use.functions))
+    is_wanted = bool(body.calculator or (use and use.calculator))
+    if body.calculator is None and model.calculates and not has_others:
+        is_wanted = not config.enable_rl  # without its tool the model answers that there was no result
     shape = _shape(
         body,
         config,
         model,
         (body.top_logprobs or 0) if body.logprobs else None,
         (prompts[0].echo,) if body.echo else (),
-        tool=_calculator(bool(body.calculator or (use and use.calculator)), model, has_others=has_others),
+        tool=_calculator(is_wanted, model, has_others=has_others),
         drop_space=model.tokenizer.drops_space and not body.continue_final_message,
     )
     shape = _with_extras(shape, body, config)
