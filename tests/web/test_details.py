@@ -219,7 +219,11 @@ def test_no_defaults_are_sent_to_an_older_server(chat: ChatDriver, fake: FakeSer
 def test_errors_are_closed_after_reconnecting(context: BrowserContext) -> None:
     with serving() as server:
         chat = ChatDriver(context, server.url)
-        started(chat, server, "Hello", "Half")
+        chat.press("Continue a text")
+        chat.page.fill("#text-field", "Once")
+        chat.page.click("#text-go")
+        server.answer().write(" upon")
+        expect(chat.page.locator("#text-field")).to_have_value("Once upon")
         port = int(server.url.rpartition(":")[2])
     expect(chat.page.locator(TOAST)).to_contain_text("the connection was lost")
     expect(chat.page.locator(BANNER)).to_contain_text("The server does not answer")

@@ -174,7 +174,8 @@ def test_try_again_works_as_soon_as_it_is_shown(context: BrowserContext, fake: F
     chat = ChatDriver(context, fake.url)
     answer = started(chat, fake, "Hello", "Half")
     chat.page.evaluate("window.isSlow = true")
-    answer.raw(None)
+    answer.event({"error": {"message": "out of memory"}})
+    answer.raw(b"")
     expect(chat.last()).to_have_attribute("aria-busy", "false")
     chat.until("held.length > 0")
     assert chat.page.locator(TOAST).count() == 0
@@ -352,6 +353,7 @@ def test_escape_discards_settings_and_stored_ones_are_clamped(chat: ChatDriver, 
     chat.page.fill("#samples", "5000")
     chat.page.fill("#set-temperature", "-3")
     chat.page.keyboard.press("Escape")
+    expect(chat.page.locator("#toasts")).to_contain_text("The changed settings were discarded.")
     chat.type("Hello")
     answer = fake.answer()
     assert "n" not in answer.body and "temperature" not in answer.body

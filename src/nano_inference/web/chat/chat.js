@@ -240,8 +240,8 @@ export class Chat {
     const isStopped = control.signal.aborted;
     const open = answers.filter((one) => one.finish === null);
     for (const answer of open) {
-      answer.finish = isStopped ? "stopped" : "error";
-      answer.error = isStopped ? null : error.message;
+      answer.finish = isStopped ? "stopped" : error.status === 0 ? "interrupted" : "error";
+      answer.error = answer.finish === "error" ? error.message : null;
     }
     return !isStopped && (open.length || !answers.length) ? [error, open[0] ?? null, conversation] : null;
   }

@@ -142,6 +142,7 @@ class ChatPage {
     this.#showText(this.text.isShown || !this.chat.info.chats);
     this.#showPath();
     this.#showBusy(this.chat.isBusy);
+    if (document.activeElement === document.body && !this.text.isShown) this.#focusDraft();
   }
 
   /** Load the chosen model. Until then nothing is sent: a request about the former model would load that one again. */
@@ -192,6 +193,10 @@ class ChatPage {
   #showFailure(error, message, conversation) {
     const retry = () => this.chat.tryAgain(message, conversation);
     if (error instanceof ServerError && error.status === 401) this.#askForKey(error);
+    if (error.status === 0 && message) { // the answer is marked as interrupted, and the banner names the reason
+      this.connect();
+      return;
+    }
     this.failures.push(toast(error.message, { isError: true, action: message && { label: "Try again", run: retry } }));
     if (error.status === 0 || error.status === 503) this.connect();
   }
@@ -293,6 +298,12 @@ class ChatPage {
     on("composer", "submit", (event) => { event.preventDefault(); this.#send(); });
     on("draft", "input", () => this.#fitDraft());
     on("draft", "keydown", (event) => this.#onDraftKey(event));
+    on("empty", "click", ({ target }) => {
+      if (!target.matches("button")) return;
+      byId("draft").value = target.textContent;
+      this.#fitDraft();
+      this.#focusDraft();
+    });
     on("stop", "click", () => { this.chat.stop(); this.#focusDraft(); });
     on("new-chat", "click", () => this.#newChat());
     on("open-sidebar", "click", () => this.#openSidebar());
@@ -324,6 +335,8 @@ class ChatPage {
     on("settings-open", "click", () => this.#openSettings());
     on("reset", "click", () => this.#resetSettings());
     on("settings", "submit", () => this.#applySettings());
+    on("settings", "input", () => { this.isEdited = true; });
+    on("settings", "cancel", () => this.#offerSettings());
     on("export", "click", () => { byId("export-choice").returnValue = ""; byId("export-choice").showModal(); });
     on("export-choice", "close", () => this.#export(byId("export-choice").returnValue));
     on("export-all", "click", () => this.#exportAll());
@@ -363,7 +376,7 @@ class ChatPage {
   }
 
   #escape() {
-    if (closeAlternatives()) return;
+    if (closeAlternatives() && !this.chat.isBusy && !this.text.isBusy) return;
     if (document.body.classList.contains("side-open")) this.#closeSidebar();
     else (this.text.isShown ? this.text : this.chat).stop();
   }
@@ -387,6 +400,7 @@ class ChatPage {
 
   #openSettings() {
     showSettings(this.settings, this.chat.info, this.chat.current);
+    this.isEdited = false;
     byId("settings").showModal();
   }
 
@@ -394,6 +408,14 @@ class ChatPage {
   #applySettings() {
     this.chat.setSystem(readSettings(this.settings));
     this.#countDraft();
+  }
+
+  /** Say that Esc discarded changes; the form keeps them until it is opened again. */
+  #offerSettings() {
+    if (!this.isEdited) return;
+    this.isEdited = false;
+    const run = () => { if (!this.isEdited) this.#applySettings(); };
+    toast("The changed settings were discarded.", { action: { label: "Apply them", run } });
   }
 
   #showFacts() {

@@ -119,7 +119,9 @@ export async function writeAnswers(body, messages, signal, onProgress, onlyBegin
     message.stats = statsOf(message, clocks[index], usage);
     onProgress(message);
   });
-  if (messages.some((one) => one.finish === null)) throw new ServerError(0, "the connection was lost");
+  if (messages.some((one) => one.finish === null)) {
+    throw new ServerError(response.status, "the server ended the stream before the answer");
+  }
 }
 
 /** Return true if at least the last 128 new tokens are one sequence of at most 48, six times or more. */

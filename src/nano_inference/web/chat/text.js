@@ -58,6 +58,11 @@ export class TextPane {
     this.view?.update();
   }
 
+  /** True while a continuation is generated. */
+  get isBusy() {
+    return this.control !== null;
+  }
+
   /** Stop the continuation. */
   stop() {
     this.control?.abort();

@@ -96,7 +96,6 @@ export class TokenView {
   #onKey(event) {
     const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
     const focused = event.target.closest(".token");
-    if (event.key === "Escape" && closeAlternatives()) event.stopPropagation();
     if (focused && (event.key === "Enter" || event.key === " ")) {
       event.preventDefault();
       this.#open(focused, true);
