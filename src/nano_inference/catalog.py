@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from nano_inference.checks import did_you_mean
 from nano_inference.files import exists, path_of
 from nano_inference.hub import TIMEOUT_S, Progress, bytes_in, sha256_of
 from nano_inference.hub import download as download_from_hub
@@ -130,9 +131,10 @@ def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path
         return _checked_local(local)
     hub = parse_hub_id(name)
     if hub is None or _looks_local(name):
-        hint = f"./{name} is a path" if is_there else f"try {DEFAULT_MODEL}"
+        known = [*(one.name for one in WHEELS), *(one.name for one in installed_builtins())]
+        hint = f"./{name} is a path" if is_there else f"known: {', '.join(known)}; of the hub: org/name"
         missing = "" if is_there else "no such file or directory, and "
-        raise ModelError(f"{name}: {missing}not the name of a model ({hint})")
+        raise ModelError(f"{name}: {missing}not the name of a model{did_you_mean(name, known)} ({hint})")
     return _from_hub(hub, name, progress)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields
+from difflib import get_close_matches
 from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -15,6 +16,7 @@ Check = Callable[[str, Any], object]
 SEEDS = (-(2**63), 2**64 - 1)
 """Lowest and highest seed."""
 Record = TypeVar("Record")
+_MOST_ITEMS = 8
 
 
 def check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -51,6 +53,26 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise `ValueError` naming `name` unless `value` is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" for the known name that is most like a wrong one, else the empty string."""
+    close = get_close_matches(name.lower(), known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def brief_repr(record: Any) -> str:
+    """Return a dataclass's repr without fields that have their default; of a long sequence its beginning and length."""
+    shown = []
+    for one in fields(record):
+        value = getattr(record, one.name)
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        is_empty = isinstance(value, Collection) and not value and not default
+        if value != default and not is_empty:
+            is_long = isinstance(value, tuple | list) and len(value) > _MOST_ITEMS
+            begin = f"({', '.join(map(repr, value[:_MOST_ITEMS]))}, … {len(value)} in all)" if is_long else ""
+            shown.append(f"{one.name}={begin or repr(value)}")
+    return f"{type(record).__name__}({', '.join(shown)})"
 
 
 def check_label(name: str, value: object) -> None:

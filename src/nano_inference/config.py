@@ -9,7 +9,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from nano_inference.checks import SEEDS, Check, check_fields, check_text, checked, from_known, integer, number
+from nano_inference.checks import (
+    SEEDS,
+    Check,
+    brief_repr,
+    check_fields,
+    check_text,
+    checked,
+    from_known,
+    integer,
+    number,
+)
 from nano_inference.types import LogprobsMode
 
 CacheType = Literal["paged", "radix"]
@@ -125,6 +135,7 @@ class EngineConfig:
     overrides: tuple[str, ...] = helped(
         (), "name=value: set a property that the checkpoint's format does not store (models info)", check_overrides
     )
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         check_fields(self)

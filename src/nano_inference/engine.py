@@ -62,6 +62,9 @@ class InferenceEngine(Control):
         self._queue = RequestQueue(config, limits, self.parts.stop_matcher, self._state, self.calls)
         self._group: WeightGroup | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r})"
+
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     @as_call

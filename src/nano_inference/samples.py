@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-from nano_inference.checks import check_int, check_label, from_known
+from nano_inference.checks import brief_repr, check_int, check_label, from_known
 from nano_inference.frozen import FrozenDict
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -120,6 +120,7 @@ class TrainingSample:
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V was cached when the sample first started."""
     num_preemptions: int = 0
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         size = len(self.completion_tokens)
@@ -221,6 +222,7 @@ class Delta:
     """Set in the sample's last delta."""
     prefill: Prefill | None = None
     """Set up to the first tokens if the request has `reports_prefill`."""
+    __repr__ = brief_repr
 
     @property
     def finish_reason(self) -> FinishReason | None:

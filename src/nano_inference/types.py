@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from nano_inference.checks import (
     SEEDS,
+    brief_repr,
     check_fields,
     checked,
     checked_bias,
@@ -153,6 +154,7 @@ class SamplingParams:
     """Also report which tokens could be sampled at each position."""
     pooling: Pooling | None = None
     """Return an embedding of the prompt; requires max_tokens=0 and no log-probabilities."""
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -236,6 +238,7 @@ class EngineRequest:
     """A client reads the tokens as they come, so a step samples only a few of a row (`scheduling.STREAM_LOOKAHEAD`)."""
     reports_prefill: bool = False
     """Each step that computes tokens of the prompt returns a delta with `Delta.prefill`, also if it samples none."""
+    __repr__ = brief_repr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +258,7 @@ class StepStats:
     """Draft tokens among `num_computed`."""
     num_accepted: int = 0
     """Accepted draft tokens."""
+    __repr__ = brief_repr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +270,7 @@ class StepResult:
     stats: StepStats
     started: tuple[tuple[int, int], ...] = ()
     """(request id, sample index) of sequences that left the queue, also again after preemption."""
+    __repr__ = brief_repr
 
     def after(self, deltas: Iterable[Delta]) -> StepResult:
         """Return the result with deltas from just before the step put in front."""

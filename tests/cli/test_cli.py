@@ -197,6 +197,14 @@ def test_stdin_is_one_prompt(tiny: Path, capsys: Capture, monkeypatch: pytest.Mo
         (["tokenize", "--decode", "99999"], "99999 is not in [0, "),
         (["nonsense"], "nonsense"),
         (["models", "pull", "."], "local path"),
+        (["models", "pull", "smollm2-135m-instuct"], "not the name of a model; did you mean smollm2-135m-instruct?"),
+        (["models", "pull", "gpt2"], "known: smollm2-135m-instruct, calculator; of the hub: org/name"),
+        (["models", "list", "all of them"], "unexpected argument: 'all of them'; --help lists the options"),
+        (["chat", "--temperature"], "--temperature needs a value"),
+        (["models", "pull"], "NAME needs a value"),
+        (["chat", "--temperature", "warm"], "--temperature must be a number, got 'warm'"),
+        (["chat", "--max-tokens", "many"], "--max-tokens must be a whole number, got 'many'"),
+        (["chat", "--plain=maybe"], "--plain must be true or false, got 'maybe'"),
     ],
 )
 def test_bad_usage_prints_one_line_and_exits_2(

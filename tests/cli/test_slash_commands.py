@@ -158,6 +158,8 @@ def test_set_lists_every_field_and_accepts_its_value(say: Say) -> None:
         ("/load a\0b", "/load: a path cannot contain a zero byte"),
         ("/wh\x1bat", "/wh␛at: no such command; /help lists them"),
         ("/", "/: no such command"),
+        ("/modle", "/modle: no such command; did you mean /model?"),
+        ("/set temprature 1", "/set: no field 'temprature'; did you mean temperature?; known: temperature, "),
     ],
 )
 def test_invalid_commands_are_one_line_without_effect(say: Say, line: str, said: str) -> None:
@@ -172,7 +174,8 @@ def test_show_lists_facts(say: Say) -> None:
     assert err.splitlines()[1:] == [
         *("model: parrot", "context: 9 tokens", "backend: b", "conversation: 2 messages, 10 tokens"),
         "system: be␛ brief",
-        "sampling: top_k = 7, seed = 3 (/set lists all)",
+        "sampling: temperature = 1.0 (default), max_tokens = 256 (default), top_k = 7, top_p = 1.0 (default), "
+        "min_p = 0.0 (default), repetition_penalty = 1.0 (default), seed = 3 (/set lists all)",
     ]  # fmt: skip
 
 

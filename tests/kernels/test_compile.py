@@ -51,9 +51,9 @@ def test_compiled_library_is_cached(tmp_path: Path) -> None:
 
 
 def test_missing_compiler_raises_one_line_error(tmp_path: Path) -> None:
-    with pytest.raises(CannotCompile, match=r"^no C compiler \(nosuchcc\) was found$"):
+    with pytest.raises(CannotCompile, match=r"^no C compiler \(nosuchcc\) was found; install one \(.*gcc|xcode"):
         compile_library("generic", tmp_path, {"CC": "nosuchcc"})
-    with pytest.raises(CannotCompile, match=r"^no C compiler \(cc, gcc, clang\) was found$"):
+    with pytest.raises(CannotCompile, match=r"^no C compiler \(cc, gcc, clang\) was found; install"):
         compile_library("generic", tmp_path, {"PATH": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
 

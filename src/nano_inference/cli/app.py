@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 from cyclopts.config import Env
 
 import nano_inference
@@ -28,6 +29,7 @@ BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 _ASKED = "__complete"
 """First argument when a shell's completion script requests candidates."""
 _HELP = ("--help", "-h")
+_KINDS: Mapping[object, str] = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +72,7 @@ def run(argv: list[str]) -> object:
     try:
         command, bound, unparsed = app.parse_args(plain)
     except (ValueError, CycloptsError) as error:
-        raise BadRequest(error_text(error, names_of(parsed))) from error
+        raise BadRequest(error_text(_reworded(error), names_of(parsed))) from error
     if not parsed.wants_print:
         typed = {"typed": Typed(parsed.given, names_of(parsed))} if "typed" in unparsed else {}
         try:
@@ -83,6 +85,19 @@ def run(argv: list[str]) -> object:
     settings = settings_of(parsed.commands, parsed.arguments, bound.arguments)
     print(as_json(settings) if bound.arguments.get("as_json") else as_toml(parsed.commands, settings))
     return 0
+
+
+def _reworded(error: Exception) -> Exception:
+    """Return an error of cyclopts that speaks of tokens and Python's types in this program's words."""
+    if isinstance(error, UnusedCliTokensError):
+        return BadRequest(f"unexpected argument: {shlex.join(error.unused_tokens or ())}; --help lists the options")
+    if error.__class__ is MissingArgumentError and error.argument is not None:
+        name = error.argument.name if error.argument.field_info.is_keyword else error.argument.names[0]
+        return BadRequest(f"{name} needs a value")
+    if isinstance(error, CoercionError) and error.argument is not None and error.token is not None:
+        name, kind = error.token.keyword or error.argument.name, _KINDS.get(error.target_type)
+        return error if kind is None or error.msg else BadRequest(f"{name} must be {kind}, got {error.token.value!r}")
+    return error
 
 
 def _help_asked(argv: list[str]) -> str | None:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nano_inference.chat_defaults import CHAT_FIELDS
+from nano_inference.checks import did_you_mean
 from nano_inference.cli import saved
 from nano_inference.cli.conversation import Conversation, Sampling, plain_value, sampling_fields, with_defaults
 from nano_inference.cli.printable import one_line
@@ -44,7 +46,7 @@ def run_command(chat: Chat, conversation: Conversation, line: str) -> Conversati
     word, _, rest = line.partition(" ")
     command = _TABLE.get(_ALIASES.get(word, word))
     if command is None:
-        raise BadRequest(f"{one_line(word, 60)}: no such command; /help lists them")
+        raise BadRequest(f"{one_line(word, 60)}: no such command{did_you_mean(word, _TABLE)}; /help lists them")
     return command.run(chat, conversation, rest.strip())
 
 
@@ -80,7 +82,8 @@ def _set(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     name, _, text = rest.partition(" ")
     name = name.replace("-", "_")
     if name not in sampling_fields():
-        raise BadRequest(f"/set: no field {one_line(name, 60)!r}; known: {', '.join(sampling_fields())}")
+        close = did_you_mean(name, sampling_fields())
+        raise BadRequest(f"/set: no field {one_line(name, 60)!r}{close}; known: {', '.join(sampling_fields())}")
     if text.strip() == "default":
         first = conversation.first_sampling
         value, named = getattr(first.params, name), {name} & first.named
@@ -136,8 +139,9 @@ def _show(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     facts["conversation"] = f"{len(conversation.turns)} messages, {'unknown' if count is None else count} tokens"
     facts["system"] = conversation.system or "(the template's own)"
     lines = [f"{name}: {value}" for name, value in facts.items()]
-    settings = [_setting(conversation, name) for name in sampling_fields() if name in conversation.sampling.named]
-    note("\n".join([*lines, f"sampling: {', '.join(settings) or 'defaults'} (/set lists all)"]))
+    shown = conversation.sampling.named.union(CHAT_FIELDS)
+    settings = [_setting(conversation, name) for name in sampling_fields() if name in shown]
+    note("\n".join([*lines, f"sampling: {', '.join(settings)} (/set lists all)"]))
     return conversation
 
 

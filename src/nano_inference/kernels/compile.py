@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -88,7 +89,8 @@ def find_compiler(environ: Mapping[str, str]) -> str:
         found = find_program(name, environ)
         if found:
             return found
-    raise CannotCompile(f"no C compiler ({named or 'cc, gcc, clang'}) was found")
+    how = "xcode-select --install" if sys.platform == "darwin" else "apt install gcc, or your system's package of gcc"
+    raise CannotCompile(f"no C compiler ({named or 'cc, gcc, clang'}) was found; install one ({how}) or name one in CC")
 
 
 def compile_library(isa: Isa, cache: Path, environ: Mapping[str, str], extra: tuple[str, ...] = ()) -> Path:
