@@ -167,6 +167,7 @@ def test_an_incomplete_snapshot_is_not_taken(hub_cache: Path, tmp_path: Path, fi
 
 def test_only_files_without_code_are_chosen() -> None:
     names = ["model.safetensors", "config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"]
+    names += ["additional_chat_templates/tool_use.jinja"]
     evil = ["pytorch_model.bin", "x.pt", "modeling_x.py", "tokenizer.pkl", "onnx/model.safetensors", "README.md"]
     choose: Callable[..., list[str]] = catalog.chosen_files
     plain = HubName("o/n", None, None)

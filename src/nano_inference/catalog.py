@@ -55,6 +55,7 @@ MODELS_GROUP = "nano_inference.models"
 """The entry-point group by which a package adds a model that is part of it."""
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.tiktoken", "tokenizer.model")
+_FURTHER_TEMPLATES = ("additional_chat_templates/default.jinja", "additional_chat_templates/tool_use.jinja")
 _FILES = (".gguf", ".pt")
 """Suffixes by which a name without a separator is a path. The formats decide which files can be read."""
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pth")
@@ -324,7 +325,8 @@ def chosen_files(hub: HubName, names: Iterable[str], name: str) -> list[str]:
             raise ModelError(f"{name}: the repository has no file {hub.file}; it has {', '.join(ggufs) or 'no .gguf'}")
         return [hub.file]
     if any(file.endswith(".safetensors") and "/" not in file for file in files):
-        return [file for file in files if "/" not in file and any(Path(file).match(p) for p in HUB_PATTERNS)]
+        here = [file for file in files if "/" not in file and any(Path(file).match(p) for p in HUB_PATTERNS)]
+        return sorted([*here, *(file for file in files if file in _FURTHER_TEMPLATES)])
     if len(ggufs) == 1:
         return ggufs
     if ggufs:

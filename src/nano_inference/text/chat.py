@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nano_inference.files import is_present, read_file
 from nano_inference.text.hf import MAX_FILE, read_json
@@ -20,12 +20,9 @@ from nano_inference.text.kinds import Message as Message
 from nano_inference.text.literals import literal_pattern
 from nano_inference.text.named_templates import TEMPLATES
 from nano_inference.text.reasoning import CLOSE_MARK, OPEN_MARK
-from nano_inference.text.templates import TemplateRefusal, plain
-from nano_inference.text.tool_format import takes_text
+from nano_inference.text.templates import Program, TemplateRefusal, plain
+from nano_inference.text.tool_format import takes_text, tool_format
 from nano_inference.types import BadRequest, ModelError
-
-if TYPE_CHECKING:  # Jinja is imported where a template is compiled
-    from nano_inference.text.sandbox import Program
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Variable names that `extra` must not contain."""
@@ -196,9 +193,9 @@ def encode_chat(
     """Return the token ids of the rendered messages; the template alone decides whether they begin with BOS.
 
     The text of a special token inside a message is encoded as plain text, so that a message cannot forge a turn. Only
-    in the assistant's messages the marks of reasoning, and texts that the template looks for, are tokens as in the
-    model's own answer. Raises as `render` does, and `BadRequest` if the tokenizer cannot encode such a message as plain
-    text.
+    in the assistant's messages the marks of reasoning and of calls, and texts that the template looks for, are tokens
+    as in the model's own answer. Raises as `render` does, and `BadRequest` if the tokenizer cannot encode such a
+    message as plain text.
     """
     rendering = Rendering(
         add_generation_prompt=add_generation_prompt, continue_final=continue_final, tools=tools, extra=extra
@@ -227,7 +224,8 @@ def _render_marked(
     if special is None or not any(special.search(text) for text in _strings(given)):
         return render(template, messages, rendering), ""
     check_messages(messages)
-    seeks = (OPEN_MARK, CLOSE_MARK, *template.program(rendering.tools).seeks)
+    calls = tool_format(template.tool_source or template.source)
+    seeks = (OPEN_MARK, CLOSE_MARK, calls.begin, calls.end, *template.program(rendering.tools).seeks)
     mark = _unused_character([*given, template.source])
 
     def marked(value: Any, pattern: re.Pattern[str] | None) -> Any:
@@ -277,19 +275,25 @@ def check_messages(messages: object) -> None:
 
 
 def _templates_of(directory: Path) -> dict[str, Any]:
-    jinja = directory / "chat_template.jinja"
-    if is_present(jinja):
-        try:
-            return {"default": read_file(jinja, MAX_FILE, "a chat template").decode("utf-8")}
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{jinja}: cannot be read: {error}") from None
+    """Return a directory's templates by name. As in Transformers, files replace what the JSON files name."""
     value: Any = None
     for name in ("chat_template.json", "tokenizer_config.json"):
         value = value or read_json(directory / name).get("chat_template")
-    if isinstance(value, list):
-        entries = [entry for entry in value if isinstance(entry, dict)]
-        return {str(entry.get("name")): entry.get("template") for entry in entries}
-    return {"default": value}
+    entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+    found = {str(entry.get("name")): entry.get("template") for entry in entries} or {"default": value}
+    for path, name in (
+        (directory / "chat_template.jinja", "default"),
+        (directory / "additional_chat_templates" / "default.jinja", "default"),
+        (directory / "additional_chat_templates" / "tool_use.jinja", "tool_use"),
+    ):
+        if is_present(path):
+            if name == "default":
+                found = {}  # chat_template.jinja also replaces the JSON files' template for tools
+            try:
+                found[name] = read_file(path, MAX_FILE, "a chat template").decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ModelError(f"{path}: cannot be read: {error}") from None
+    return found
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from types import BuiltinMethodType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from nano_inference.text.templates import TemplateLimit, TemplateRefusal, size_of
+from nano_inference.text.templates import Program, TemplateLimit, TemplateRefusal, size_of
 from nano_inference.types import ModelError
 
 SAFE_JINJA = (3, 1, 6)
@@ -60,17 +60,6 @@ _KEEPS = frozenset(
 """Filters that do not write a structure as text."""
 _OURS = frozenset({"_loop_vars", "_block_vars"})
 """Arguments that Jinja adds to calls."""
-
-
-class Program(NamedTuple):
-    """A compiled template."""
-
-    run: Callable[[Mapping[str, Any]], str]
-    """Renders JSON data, in any thread. Raises `TemplateRefusal` for an error of the template, and `TemplateLimit`."""
-    reads: frozenset[str]
-    """Names of attributes and texts in expressions: a field of a message that is not here is not read."""
-    seeks: tuple[str, ...]
-    """Texts that the template compares with others, or passes to methods and filters."""
 
 
 def compile_template(source: str, where: str) -> Program:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nano_inference.types import BadRequest, ModelError
 
@@ -18,6 +18,17 @@ class TemplateLimit(ModelError):
 
 class TemplateRefusal(BadRequest):
     """The template raised an error for these messages."""
+
+
+class Program(NamedTuple):
+    """A compiled template."""
+
+    run: Callable[[Mapping[str, Any]], str]
+    """Renders JSON data, in any thread. Raises `TemplateRefusal` for an error of the template, and `TemplateLimit`."""
+    reads: frozenset[str]
+    """Names of attributes and texts in expressions: a field of a message that is not here is not read."""
+    seeks: tuple[str, ...]
+    """Texts that the template compares with others, or passes to methods and filters."""
 
 
 def plain(value: object, name: str, depth: int = 64) -> Any:
