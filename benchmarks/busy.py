@@ -81,7 +81,7 @@ def tokens_a_second(engine: InferenceEngine, kind: str, rng: random.Random, num_
             count += found
     seconds = time.perf_counter() - started
     while engine.has_pending():
-        engine.tick()
+        engine.step()
     return count / seconds
 
 
@@ -109,7 +109,7 @@ def main() -> int:
     with InferenceEngine(EngineConfig(args.model, kv_cache_bytes=1 << 28)) as engine:
         measure(engine, list(OPTIONS), argparse.Namespace(rounds=1, tokens=8), rng)
         quiet = measure(engine, [*OPTIONS, *OFTEN[-2:]], args, rng)
-        print(f"quiet, {cores} cores".ljust(16), "tokens/s   share of decode1")
+        print(f"quiet, {cores} cores".ljust(16), "tokens/s   share of decode1", flush=True)
         for kind, rate in quiet.items():
             share = rate / quiet["decode1"]
             is_low = kind in OPTIONS and share < SHARE_OF_PLAIN
