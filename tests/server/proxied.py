@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.dialect import stream_errors
 from nano_inference.server.guard import Guard
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.protocol import uvicorn_config
@@ -21,7 +22,7 @@ from nano_inference.server.replicas.placement import Placement
 from nano_inference.server.replicas.proxy import Proxy
 from nano_inference.server.replicas.supervisor import HealthCheck
 from nano_inference.server.run import Listener, bind
-from nano_inference.server.wiring import guard_policy
+from nano_inference.server.wiring import guard_policy, installed_dialects
 from tests.server.tiny import close
 
 
@@ -70,7 +71,7 @@ def proxied(urls: Sequence[str], *, checks_health: bool = False, **settings: Any
     async def main() -> None:
         fleet, policy = CountingFleet(len(urls)), guard_policy(config, KeyRing.of(load_keys(config)))
         async with make_client() as client:
-            proxy = Proxy(fleet, client, policy)
+            proxy = Proxy(fleet, client, policy, stream_errors(installed_dialects()))
             listener = Listener(uvicorn_config(Guard(proxy, policy), config, policy))
             serving = asyncio.create_task(listener.serve(sockets=[listening]))
             for index, url in enumerate(config.workers):

@@ -172,12 +172,55 @@ def test_a_stream_that_is_cut_off_ends_with_an_error_event() -> None:
     with scripted(head + b"%x\r\n%s\r\n" % (len(cut), cut)) as url, proxied([url]) as front:
         with front.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as reply:
             text = reply.read().decode()
-        assert [one for one in events_in(text) if one.get("id")] == [json.loads(event[6:])]
-        assert "event: error" in text and "replica_died" in text
+        assert [one for one in events_in(text)[:-1] if one.get("id")] == [json.loads(event[6:])]
+        assert events_in(text)[-2]["error"]["code"] == "replica_died" and events_in(text)[-1] == "[DONE]"
         with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
             front.on_loop(lambda: front.fleet.set_ready(0, url))
             with pytest.raises(openai.APIError, match="the replica that generated this answer died"):
                 list(client.completions.create(model="m", prompt="a", stream=True))
+
+
+def anthropics_error(events: list[Any]) -> Any:
+    (last,) = events
+    return last["error"]["message"] if last["type"] == "error" and last["error"]["type"] == "api_error" else None
+
+
+def responses_error(events: list[Any]) -> Any:
+    (last,) = events
+    return last["message"] if last["type"] == "error" and last["code"] == "server_error" else None
+
+
+def openais_error(events: list[Any]) -> Any:
+    last, done = events
+    return last["error"]["message"] if done == "[DONE]" else None
+
+
+def llamacpps_error(events: list[Any]) -> Any:
+    (last,) = events
+    return last["error"]["message"] if last["error"]["code"] == 500 else None
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "message_of"),
+    [
+        ("/v1/completions", None, openais_error),
+        ("/v1/chat/completions", None, openais_error),
+        ("/generate", None, openais_error),
+        ("/v1/messages", "error", anthropics_error),
+        ("/v1/responses", "error", responses_error),
+        ("/completion", None, llamacpps_error),
+        ("/chat/completions", None, lambda events: events[0]["error"]),
+    ],
+)
+def test_a_stream_that_is_cut_off_ends_as_its_dialect_does(path: str, name: str | None, message_of: Any) -> None:
+    """Only streams of OpenAI's form end in [DONE]."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    with scripted(head + b"5\r\ndata:\r\n") as url, proxied([url]) as front:
+        text = front.client.post(path, json={}).text
+    names = [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")]
+    assert names == ([] if name is None else [name])
+    events = events_in("\n\n".join(block.partition("\n")[2] if name else block for block in text.split("\n\n")))
+    assert message_of(events) == "the replica that generated this answer died; send the request again"
 
 
 def test_lines_that_are_cut_off_end_with_an_error_line() -> None:

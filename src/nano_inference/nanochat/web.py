@@ -153,7 +153,11 @@ class WebReply(Reply):
         return _event({"done": True, **version_facts(transcripts[0], self._call.shape)})
 
     def error_events(self, error: ApiError) -> bytes:
-        return _event({"error": shortened(error.message)})
+        return _stream_error(error)
+
+
+def _stream_error(error: ApiError) -> bytes:
+    return _event({"error": shortened(error.message)})
 
 
 def _event(value: Any) -> bytes:
@@ -207,4 +211,5 @@ DIALECT = Dialect(
     ),
     health=_health,
     error_body=error_body,
+    stream_error=_stream_error,
 )

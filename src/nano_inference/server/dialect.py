@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.errors import ErrorBody
-from nano_inference.server.events import SERVER_SENT_EVENTS, StreamForm
+from nano_inference.server.errors import ApiError, ErrorBody
+from nano_inference.server.events import DONE, SERVER_SENT_EVENTS, StreamForm, event
 from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies
 from nano_inference.server.schema import Body
@@ -28,6 +28,11 @@ Work = Callable[[Any, ServedModel], JSON]
 """Returns the reply of (body, model) without the engine. Raises `ApiError`."""
 StoredWork = Callable[[Any, ServedModel, ClientReplies], JSON]
 """The same with the client's stored replies."""
+
+
+def openai_stream_error(error: ApiError) -> bytes:
+    """Return OpenAI's error object and [DONE]."""
+    return event(error.to_dict()) + DONE
 
 
 class RunningSample(NamedTuple):
@@ -63,6 +68,8 @@ class UnloadedModel:
     """Time of the server's start, seconds since 1970."""
 
 
+StreamError = Callable[[ApiError], bytes]
+"""Returns the events that end a stream with an error."""
 OfModels = Callable[[Sequence[JSON], Sequence[UnloadedModel]], JSON]
 """Returns one reply of (the replies of the loaded models, the other models)."""
 
@@ -155,6 +162,8 @@ class Dialect:
     """Returns fields for the reply of GET /health."""
     error_body: ErrorBody | None = None
     """The body of an error on the dialect's POST paths; None for OpenAI's error object."""
+    stream_error: StreamError = openai_stream_error
+    """Ends a stream of which only the error is known: its server died."""
 
     def __post_init__(self) -> None:
         routes: tuple[Generating | Converting | Describing | Probing | Recalling | Showing, ...]
@@ -193,6 +202,11 @@ def stored_paths(dialects: Mapping[str, Dialect]) -> tuple[re.Pattern[str], ...]
 def error_bodies(dialects: Mapping[str, Dialect]) -> dict[str, ErrorBody]:
     """Return path -> error body, for POST paths that do not use OpenAI's error object."""
     return {route.path: dialect.error_body for dialect, route in posts(dialects) if dialect.error_body is not None}
+
+
+def stream_errors(dialects: Mapping[str, Dialect]) -> dict[str, StreamError]:
+    """Return path -> `Dialect.stream_error` of the routes that generate."""
+    return {route.path: one.stream_error for one in dialects.values() for route in one.generating}
 
 
 def health_fields(dialects: Mapping[str, Dialect], occupancy: Occupancy) -> JSON:

@@ -26,7 +26,7 @@ from nano_inference.server.dialects.llamacpp_body import (
     PromptText,
 )
 from nano_inference.server.dialects.llamacpp_infill import infill_prompt
-from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body
+from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body, stream_error
 from nano_inference.server.dialects.llamacpp_slots import slots
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
@@ -272,4 +272,5 @@ DIALECT = Dialect(
         ),
     ),
     error_body=error_body,
+    stream_error=stream_error,
 )

@@ -32,6 +32,11 @@ class ReplyOptions:
     """Paths of the fields to send; empty: all."""
 
 
+def stream_error(error: ApiError) -> bytes:
+    """Return the event that ends a stream with an error."""
+    return event(error_body(error))
+
+
 def error_body(error: ApiError) -> JSON:
     """Return llama.cpp's error object: `code` is the HTTP status, and a prompt that is too long has its own type."""
     is_long = error.code == "context_length_exceeded"
@@ -85,7 +90,7 @@ class LlamaReply(Reply):
         return b""
 
     def error_events(self, error: ApiError) -> bytes:
-        return event(error_body(error))
+        return stream_error(error)
 
     def _chunk(self, transcript: Transcript, decoded: DecodedDelta) -> JSON:
         chunk: JSON = {

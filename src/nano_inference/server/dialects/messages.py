@@ -21,7 +21,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Generating
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody, marks_cache
 from nano_inference.server.dialects.messages_chat import chat_of, choice_of, format_of, tools_of
-from nano_inference.server.dialects.messages_reply import MessagesReply, error_body
+from nano_inference.server.dialects.messages_reply import MessagesReply, error_body, stream_error
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody
@@ -192,4 +192,5 @@ DIALECT = Dialect(
         ),
     ),
     error_body=error_body,
+    stream_error=stream_error,
 )

@@ -101,7 +101,7 @@ class MessagesReply(Reply):
         return named_events([*_stop_block(self._state, self._call.id), *last])
 
     def error_events(self, error: ApiError) -> bytes:
-        return named_events([error_body(error)])
+        return stream_error(error)
 
     def _ending(self, transcripts: Sequence[Transcript], state: BlockState) -> JSON:
         """Return the fields of a message that are known at its end."""
@@ -110,6 +110,11 @@ class MessagesReply(Reply):
         end: JSON = {"stop_reason": reason, "stop_sequence": sequence, "usage": counts}
         edits: JSON = {"context_management": {"applied_edits": []}} if self._edits_context else {}
         return end | edits | sample_facts(transcripts[0], self._call.shape)
+
+
+def stream_error(error: ApiError) -> bytes:
+    """Return the event that ends a stream with an error."""
+    return named_events([error_body(error)])
 
 
 def error_body(error: ApiError, request_id: str | None = None) -> JSON:

@@ -31,7 +31,7 @@ from nano_inference.server.dialects.ollama_body import (
 )
 from nano_inference.server.dialects.ollama_embed import embed_call, embeddings_call
 from nano_inference.server.dialects.ollama_models import ps, ps_of_models, show, tags, tags_of_models, version
-from nano_inference.server.dialects.ollama_reply import OllamaReply, error_body
+from nano_inference.server.dialects.ollama_reply import OllamaReply, error_body, stream_error
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import JSON_LINES
 from nano_inference.server.model import ServedModel
@@ -256,4 +256,5 @@ DIALECT = Dialect(
         Describing(path="/api/version", describe=version, summary="Return the version of Ollama's API."),
     ),
     error_body=error_body,
+    stream_error=stream_error,
 )

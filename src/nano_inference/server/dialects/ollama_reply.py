@@ -17,6 +17,11 @@ from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
 
+def stream_error(error: ApiError) -> bytes:
+    """Return the line that ends a stream with an error."""
+    return line(error_body(error))
+
+
 def error_body(error: ApiError) -> JSON:
     """Return Ollama's error object: the message alone."""
     return {"error": shortened(error.message)}
@@ -124,7 +129,7 @@ class OllamaReply(Reply):
         return b"" if transcripts else line(self.body(transcripts))
 
     def error_events(self, error: ApiError) -> bytes:
-        return line(error_body(error))
+        return stream_error(error)
 
     def _part(self, fields: JSON, entries: Sequence[LogprobEntry] = ()) -> JSON:
         """Return an object with a part of the answer."""

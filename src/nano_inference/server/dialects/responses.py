@@ -49,7 +49,7 @@ from nano_inference.server.dialects.responses_chat import (
     with_own_names,
 )
 from nano_inference.server.dialects.responses_compact import SUMMARY_TOKENS, CompactReply, kept_messages, with_request
-from nano_inference.server.dialects.responses_stream import ResponsesReply
+from nano_inference.server.dialects.responses_stream import ResponsesReply, stream_error
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies
@@ -356,4 +356,5 @@ DIALECT = Dialect(
             summary="List the items that a stored response answers.",
         ),
     ),
+    stream_error=stream_error,
 )

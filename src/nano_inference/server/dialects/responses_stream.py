@@ -330,6 +330,12 @@ class ResponsesReply(Reply):
         return data
 
 
+def stream_error(error: ApiError) -> bytes:
+    """Return the event that ends a stream with an error, without the response, of which nothing is known."""
+    fields = {"code": "server_error", "message": shortened(error.message), "param": error.param, "sequence_number": 0}
+    return named_event({"type": "error", **fields}, "error")
+
+
 def _response_event(name: str, response: JSON) -> JSON:
     return {"type": name, "response": response}
 

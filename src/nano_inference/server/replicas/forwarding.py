@@ -1,6 +1,6 @@
 """Forwarding of requests to other servers over HTTP, and of their responses to the client.
 
-A stream whose server dies ends with an error event; everything else is passed on as it arrives.
+A stream whose server dies ends with an error in the form of its dialect; everything else is passed on as it arrives.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from urllib.parse import quote
 import httpx2
 from starlette.types import Receive, Scope, Send
 
+from nano_inference.server.dialect import StreamError
 from nano_inference.server.errors import ApiError
-from nano_inference.server.events import JSON_LINES, line
+from nano_inference.server.events import JSON_LINES
 from nano_inference.server.guard import ClientGone, json_headers
 from nano_inference.server.headers import Headers
 from nano_inference.server.metrics import CONTENT_TYPE
@@ -62,15 +63,14 @@ def request_for(client: httpx2.AsyncClient, url: str, scope: Scope, body: bytes)
     return client.build_request(scope["method"], target, headers=headers, content=body)
 
 
-async def return_reply(reply: httpx2.Response, send: Send) -> None:
-    """Send a server's response to the client."""
+async def return_reply(reply: httpx2.Response, send: Send, lost: StreamError) -> None:
+    """Send a server's response to the client; `lost` is for a stream whose server dies."""
     headers = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _NOT_RETURNED]
     await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
     kind = reply.headers.get("content-type", "")
-    if kind.startswith("text/event-stream"):
-        pieces = whole_parts(reply, _EVENT_END, lost_event())
-    elif kind.startswith(JSON_LINES.media_type):
-        pieces = whole_parts(reply, _LINE_END, lost_line())
+    if kind.startswith(("text/event-stream", JSON_LINES.media_type)):
+        ending = _LINE_END if kind.startswith(JSON_LINES.media_type) else _EVENT_END
+        pieces = whole_parts(reply, ending, lost(ApiError(500, _LOST, code="replica_died")))
     else:
         pieces = reply.aiter_raw()
     async with aclosing(pieces) as reading:
@@ -110,17 +110,6 @@ async def whole_parts(reply: httpx2.Response, ending: re.Pattern[bytes], lost: b
         return
     if tail:
         yield tail
-
-
-def lost_event() -> bytes:
-    """Return the event that ends a stream whose server died; clients of OpenAI and Anthropic raise it."""
-    error = ApiError(500, _LOST, code="replica_died").to_dict()
-    return b"event: error\ndata: " + json.dumps({"type": "error", **error}).encode() + b"\n\n"
-
-
-def lost_line() -> bytes:
-    """Return the line that ends a stream of JSON lines whose server died; clients of Ollama raise it."""
-    return line({"error": _LOST})
 
 
 def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import httpx2
 from starlette.types import Receive, Scope, Send
 
+from nano_inference.server.dialect import StreamError, openai_stream_error
 from nano_inference.server.errors import queue_full
 from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.replicas.fleet import Fleet
@@ -37,7 +40,15 @@ _log = logging.getLogger("nano_inference.server")
 class Proxy:
     """Forwards to the replicas of a fleet. `draining` refuses new requests."""
 
-    def __init__(self, fleet: Fleet, client: httpx2.AsyncClient, policy: GuardPolicy) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        client: httpx2.AsyncClient,
+        policy: GuardPolicy,
+        stream_errors: Mapping[str, StreamError] = MappingProxyType({}),
+    ) -> None:
+        """`stream_errors`: path -> what ends its streams; OpenAI's error for other paths."""
+        self._stream_errors = stream_errors
         self._fleet, self._client, self._policy = fleet, client, policy
         self.is_draining = False
 
@@ -137,7 +148,7 @@ class Proxy:
         try:
             if reply.status_code == 503 and not is_last:
                 return False
-            await return_reply(reply, send)
+            await return_reply(reply, send, self._stream_errors.get(scope["path"], openai_stream_error))
             return True
         finally:
             await reply.aclose()

@@ -22,7 +22,14 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nano_inference.server.dialect import Dialect, UnloadedModel, listings, stored_paths
+from nano_inference.server.dialect import (
+    Dialect,
+    UnloadedModel,
+    listings,
+    openai_stream_error,
+    stored_paths,
+    stream_errors,
+)
 from nano_inference.server.errors import ApiError, queue_full
 from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.model import OWNER, unknown_model
@@ -68,6 +75,7 @@ class ModelsFront:
         self.is_draining = False
         self._client, self._policy = client, policy
         self._any_model, self._load_timeout, self._has_pages = any_model, load_timeout, has_pages
+        self._stream_errors = stream_errors(dialects)
         self._stored, self._dialects = stored_paths(dialects), dialects
         self._about_all: dict[str, Callable[[Scope, Send], Awaitable[None]]] = {
             **dict.fromkeys(("/health", "/ping", "/liveness", "/ready"), self._health),
@@ -94,6 +102,10 @@ class ModelsFront:
     async def open(self) -> None:
         """Load the default model. Raises `ReplicaFailed`."""
         await self.models.open()
+
+    async def run(self) -> None:
+        """Never return: a model that cannot be loaded is an error of the requests that name it."""
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         """End all models."""
@@ -185,7 +197,7 @@ class ModelsFront:
                         raise queue_full(text, code="model_died") from None
                     continue
                 try:
-                    await return_reply(reply, send)
+                    await return_reply(reply, send, self._stream_errors.get(scope["path"], openai_stream_error))
                 finally:
                     await reply.aclose()
                 return
@@ -201,7 +213,7 @@ class ModelsFront:
                     continue
                 try:
                     if reply.status_code != NOT_FOUND or model is models[-1]:
-                        await return_reply(reply, send)
+                        await return_reply(reply, send, self._stream_errors.get(scope["path"], openai_stream_error))
                         return
                 finally:
                     await reply.aclose()
