@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx2
 import openai
+import psutil
 import pytest
 
 from tests.parallel.test_processes import ranks_of
@@ -148,14 +149,15 @@ def test_a_killed_replica_harms_only_its_own_streams_and_is_replaced(server: tup
             return list(await asyncio.gather(*streams)), opened
 
     texts, opened = asyncio.run(run())
-    whole = [text for text in texts if text.rstrip().endswith("[DONE]")]
+    whole = [text for text in texts if "replica_died" not in text]
     lost = [text for text in texts if "replica_died" in text]
     assert min(opened) > 0 and len(lost) > 0
     assert len(whole) + len(lost) == 32 and len(whole) >= opened[1]
     assert all("error" not in text for text in whole)
+    assert all(text.rstrip().endswith("[DONE]") for text in texts)
     for text in lost:
         blocks = [block for block in text.split("\n\n") if block]
-        assert all(json.loads(block.partition("data: ")[2]) for block in blocks), "each event is whole"
+        assert all(json.loads(block.partition("data: ")[2]) for block in blocks[:-1]), "each event is whole"
     process.wait_for(r"replica 0 ended with code -9")
     process.wait_for(r"replica 0 accepts requests", 2)
     assert state_of(url)["status"] == "ok"
@@ -211,6 +213,38 @@ def test_a_port_in_use_is_one_line(server: tuple[Process, str], directory: Path)
 def test_more_replicas_than_cpus_are_one_line(cluster: str, directory: Path) -> None:
     said = refusal(["--model", str(directory), "--replicas", "99", "--port", "0"], RAY_ADDRESS=cluster)
     assert said.startswith("nano-inference: --replicas: 99 need 99 CPUs, Ray's cluster has ")
+
+
+def ray_processes(name: str) -> dict[int, psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return {one.pid: one for one in children if one.is_running() and one.name() == name}
+
+
+def test_without_an_address_a_server_has_a_ray_of_its_own_and_ends_with_it(cluster: str, directory: Path) -> None:
+    """Another Ray of this machine is not joined, though it has no free CPU; the end of its own is not waited out."""
+    import ray
+
+    foreign = ray_processes("gcs_server")
+    occupant = ray.remote(num_cpus=int(ray.available_resources().get("CPU", 0)))(Occupant).remote()
+    assert ray.get(occupant.ready.remote(), timeout=PATIENCE)
+    process = Process([*options(directory), "--replicas", "1"], {"RAY_ADDRESS": ""})
+    try:
+        process.wait_for(r"^ready: 1 replicas behind (\S+)")
+        (own,) = (one for pid, one in ray_processes("gcs_server").items() if pid not in foreign)
+        own.kill()
+        process.wait_for("^nano-inference: Ray has ended, and the replicas with it; start the server again")
+        process.wait_for(r"^\Z")  # the end of its messages
+    finally:
+        assert process.end() == 1
+        ray.kill(occupant)
+    assert not [pid for pid in pids(process).values() if psutil.pid_exists(pid)]
+
+
+class Occupant:
+    """Holds CPUs of the test's cluster."""
+
+    def ready(self) -> bool:
+        return True
 
 
 def test_missing_ray_is_one_line(directory: Path) -> None:

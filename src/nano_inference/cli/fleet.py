@@ -16,9 +16,9 @@ from nano_inference.config import EngineConfig
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.replicas.actors import RayCluster
-from nano_inference.server.replicas.child import ReplicaFailed
+from nano_inference.server.replicas.child import ClusterLost, ReplicaFailed
 from nano_inference.server.replicas.run import check_remote, replica_setup, serve_fleet
-from nano_inference.server.replicas.supervisor import Start
+from nano_inference.server.replicas.supervisor import Start, Watch, forever
 from nano_inference.server.wiring import guard_policy
 
 
@@ -28,9 +28,9 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
 
     url = url_of(config, listening)
     if config.workers:
-        return _serve(config, listening, None, url, common, typed)
+        return _serve(config, listening, None, forever, url, common, typed)
     with closing(RayCluster()) as cluster:
-        return _serve(config, listening, _starter(cluster, engine, config, common), url, common, typed)
+        return _serve(config, listening, _starter(cluster, engine, config, common), cluster.watch, url, common, typed)
 
 
 def _starter(cluster: RayCluster, engine: EngineConfig, config: ServerConfig, common: Common) -> Start:
@@ -49,7 +49,13 @@ def _starter(cluster: RayCluster, engine: EngineConfig, config: ServerConfig, co
 
 
 def _serve(
-    config: ServerConfig, listening: socket.socket, start: Start | None, url: str, common: Common, typed: Typed
+    config: ServerConfig,
+    listening: socket.socket,
+    start: Start | None,
+    watch: Watch,
+    url: str,
+    common: Common,
+    typed: Typed,
 ) -> int:
     size = config.replicas or len(config.workers)
     what = "replicas, loading" if start is not None else "workers"
@@ -57,11 +63,15 @@ def _serve(
         config,
         listening,
         start,
+        watch=watch,
         on_listening=lambda: note(f"listening on {config.uds or url} for {size} {what}", common.quiet),
         on_ready=lambda: note(f"ready: {size} {what.partition(',')[0]} behind {url}", common.quiet),
     )
     try:
         return asyncio.run(serving)
+    except ClusterLost as error:
+        note(f"nano-inference: {error}")
+        return 1
     except ReplicaFailed as error:
         note(f"nano-inference: a replica does not start: {error_text(error, typed.names)}")
         return 1

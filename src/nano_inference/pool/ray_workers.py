@@ -6,6 +6,7 @@ Ray is imported in functions: it is an extra.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -191,7 +192,10 @@ class RayWorker:
 
 
 class RayFleet:
-    """Opens engines as Ray actors, in the cluster that this process has joined; else it joins one with `ray.init()`."""
+    """Opens engines as Ray actors, in the cluster that this process has joined, else in the one that RAY_ADDRESS names.
+
+    Without either, it starts a Ray of its own on this machine.
+    """
 
     retry_s = 10.0
 
@@ -219,7 +223,7 @@ class RayFleet:
         self._ray = require_ray()
         self._owns_cluster = not self._ray.is_initialized()
         if self._owns_cluster:
-            self._ray.init()
+            self._ray.init(address=os.environ.get("RAY_ADDRESS") or "local")
 
     def share(self, named: Iterable[tuple[object, object]]) -> Any:
         """Put the tensors in the object store, once; return their reference."""

@@ -8,18 +8,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from nano_inference.packages import MissingPackage
 from nano_inference.server.config import SettingError
-from nano_inference.server.replicas.child import ChildServer, ReplicaFailed
+from nano_inference.server.replicas.child import ChildServer, ClusterLost, ReplicaFailed
 
 _MOST_CALLS = 8
 """Calls of one actor at the same time: `ready`, `wait` and `stop`."""
 
 
 _MARGIN_S = 5.0
+_WATCH_S, _ANSWER_S = 2.0, 20.0
+"""Between two questions whether the cluster is alive, and how long it may take to answer."""
 _STORE_BYTES = 100 << 20
 """Ray's object store on this machine, which replicas do not use."""
 
@@ -77,22 +81,19 @@ class RayReplica:
 
 
 class RayCluster:
-    """Joins the cluster that RAY_ADDRESS names or that runs here, or starts one; leaves it at `close`."""
+    """Joins the cluster that RAY_ADDRESS names, else starts one of its own; leaves it at `close`."""
 
     def __init__(self) -> None:
         """Raises `MissingPackage` without Ray."""
         self._ray = require_ray()
         self._is_owner = not self._ray.is_initialized()
         if self._is_owner:
+            own = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+            named = {"address": os.environ["RAY_ADDRESS"]} if os.environ.get("RAY_ADDRESS") else None
             try:
-                self._ray.init(address="auto", logging_level=logging.ERROR)
+                self._ray.init(**(named or own), logging_level=logging.ERROR)
             except ConnectionError:
-                self._ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    object_store_memory=_STORE_BYTES,
-                    logging_level=logging.ERROR,
-                )
+                raise SettingError("replicas: no Ray cluster answers at RAY_ADDRESS", "replicas") from None
         self.is_remote = sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1
         """True if replicas may run on other machines than this one."""
 
@@ -114,6 +115,26 @@ class RayCluster:
         options = {"num_cpus": 1, "num_gpus": num_gpus, "max_restarts": 0, "max_concurrency": _MOST_CALLS}
         actor = self._ray.remote(**options, scheduling_strategy="SPREAD")(ReplicaActor)
         return RayReplica(actor.remote(dict(setup), self.is_remote))
+
+    async def watch(self) -> None:
+        """Raise `ClusterLost` when no machine of the cluster is alive, or none says so in time."""
+        loop = asyncio.get_running_loop()
+        while True:
+            answer: asyncio.Future[bool] = loop.create_future()
+            # Without its control service, Ray's call never returns: nothing may wait for this thread.
+            threading.Thread(target=self._ask_alive, args=(loop, answer), daemon=True).start()
+            try:
+                is_alive = await asyncio.wait_for(answer, _ANSWER_S)
+            except TimeoutError:
+                is_alive = False
+            if not is_alive:
+                raise ClusterLost("Ray has ended, and the replicas with it; start the server again")
+            await asyncio.sleep(_WATCH_S)
+
+    def _ask_alive(self, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[bool]) -> None:
+        is_alive = any(bool(node["Alive"]) for node in self._ray.nodes())
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(is_alive))
 
     def close(self) -> None:
         """Leave the cluster, and end it if it was started here."""

@@ -25,6 +25,10 @@ class ReplicaFailed(Exception):
     """A replica ended, or could not start. The message is one line."""
 
 
+class ClusterLost(Exception):
+    """What runs the replicas has ended. The message is one line."""
+
+
 class ChildServer:
     """Owns the process. Its methods block; they may be called from different threads."""
 

@@ -9,8 +9,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -44,6 +44,9 @@ class Front(Protocol):
     async def open(self) -> None:
         """Start the servers; return when they accept requests. May be cancelled."""
 
+    async def run(self) -> None:
+        """Never return; raise an exception when the servers are lost for good. May be cancelled."""
+
     async def close(self) -> None:
         """End the servers."""
 
@@ -57,7 +60,7 @@ async def serve_front(
     on_listening: Callable[[], None],
     on_ready: Callable[[], None],
 ) -> int:
-    """Serve until a signal; return 0. Raises what `front.open` raises."""
+    """Serve until a signal; return 0. Raises what `front.open` and `front.run` raise."""
     shutdown, loop = Shutdown(), asyncio.get_running_loop()
     watchdog = LoopWatchdog(loop).start()
     shutdown.handle_signals(loop)
@@ -67,9 +70,9 @@ async def serve_front(
     serving.add_done_callback(lambda _: shutdown.requested.set())  # a failed listener ends the process
     try:
         on_listening()
-        if await _open(front, shutdown):
+        if await _finishes(front.open(), shutdown):
             on_ready()
-            await shutdown.requested.wait()
+            await _finishes(front.run(), shutdown)
         await _drain(front, shutdown, config.shutdown_timeout)
     finally:
         if config.uds is not None:  # before the listener closes: a server that starts then makes its own file
@@ -80,9 +83,9 @@ async def serve_front(
     return 0
 
 
-async def _open(front: Front, shutdown: Shutdown) -> bool:
-    """Start the servers; return False if shutdown was requested first."""
-    opening = asyncio.ensure_future(front.open())
+async def _finishes(work: Coroutine[Any, Any, None], shutdown: Shutdown) -> bool:
+    """Wait for `work`; return False if shutdown was requested first, which cancels it. Raises what it raises."""
+    opening = asyncio.ensure_future(work)
     requested = asyncio.ensure_future(shutdown.requested.wait())
     await asyncio.wait({opening, requested}, return_when=asyncio.FIRST_COMPLETED)
     requested.cancel()

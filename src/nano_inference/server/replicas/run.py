@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from nano_inference.config import EngineConfig
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.dialect import stream_errors
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.keys import KeyRing, load_keys
@@ -21,8 +22,8 @@ from nano_inference.server.replicas.fleet import Fleet
 from nano_inference.server.replicas.forwarding import make_client
 from nano_inference.server.replicas.front import serve_front
 from nano_inference.server.replicas.proxy import Proxy
-from nano_inference.server.replicas.supervisor import HealthCheck, Start, Supervisor
-from nano_inference.server.wiring import guard_policy
+from nano_inference.server.replicas.supervisor import HealthCheck, Start, Supervisor, Watch, forever
+from nano_inference.server.wiring import guard_policy, installed_dialects
 
 _SPARE_CONNECTIONS = 64
 
@@ -58,15 +59,20 @@ class FleetFront:
     """The proxy with the supervisor and the health checks of its fleet: see `front.Front`."""
 
     def __init__(
-        self, config: ServerConfig, start: Start | None, client: httpx2.AsyncClient, policy: GuardPolicy
+        self,
+        config: ServerConfig,
+        start: Start | None,
+        client: httpx2.AsyncClient,
+        policy: GuardPolicy,
+        watch: Watch = forever,
     ) -> None:
-        """`start` makes a replica; None: `config.workers` run already."""
+        """`start` makes a replica; None: `config.workers` run already. `watch`: see `Supervisor`."""
         self._config = config
         self._fleet = Fleet(config.replicas or len(config.workers))
-        self._proxy = Proxy(self._fleet, client, policy)
+        self._proxy = Proxy(self._fleet, client, policy, stream_errors(installed_dialects()))
         self._supervisor = None
         if start is not None:
-            self._supervisor = Supervisor(self._fleet, start, drain_timeout=config.shutdown_timeout)
+            self._supervisor = Supervisor(self._fleet, start, drain_timeout=config.shutdown_timeout, watch=watch)
         self._health = HealthCheck(self._fleet, client)
 
     @property
@@ -97,6 +103,10 @@ class FleetFront:
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._supervisor.restart_all)
         self._health.start()
 
+    async def run(self) -> None:
+        """See `front.Front`. Raises `ClusterLost`."""
+        await (forever() if self._supervisor is None else self._supervisor.run())
+
     async def close(self) -> None:
         """End the health checks and the replicas."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
@@ -110,16 +120,17 @@ async def serve_fleet(
     listening: socket.socket,
     start: Start | None,
     *,
+    watch: Watch = forever,
     on_listening: Callable[[], None],
     on_ready: Callable[[], None],
 ) -> int:
     """Serve `config.replicas` replicas made by `start`, or those at `config.workers`, until a signal; return 0.
 
-    Raises `ReplicaFailed` if a replica cannot start at first.
+    Raises `ReplicaFailed` if a replica cannot start at first, and what `watch` raises.
     """
     policy = guard_policy(config, KeyRing.of(load_keys(config)))
     async with make_client() as client:
-        front = FleetFront(config, start, client, policy)
+        front = FleetFront(config, start, client, policy, watch)
         return await serve_front(config, listening, front, policy, on_listening=on_listening, on_ready=on_ready)
 
 

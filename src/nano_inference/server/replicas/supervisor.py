@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import httpx2
 
@@ -42,10 +42,20 @@ class Replica(Protocol):
 Start = Callable[[], Replica]
 
 
+Watch = Callable[[], Coroutine[Any, Any, None]]
+
+
+async def forever() -> None:
+    """Never return."""
+    await asyncio.Event().wait()
+
+
 class Supervisor:
     """Owns the replicas. All methods are called on the event loop."""
 
-    def __init__(self, fleet: Fleet, start: Start, *, drain_timeout: float) -> None:
+    def __init__(self, fleet: Fleet, start: Start, *, drain_timeout: float, watch: Watch = forever) -> None:
+        """`watch` raises an exception when replicas can no longer be started."""
+        self._watch = watch
         self._fleet, self._start, self._drain_timeout = fleet, start, drain_timeout
         self._replicas: dict[int, Replica] = {}
         self._expected: set[int] = set()
@@ -58,7 +68,11 @@ class Supervisor:
         indices = range(len(self._fleet.members))
         self._replicas = {index: self._start() for index in indices}
         await asyncio.gather(*(self._announce(index) for index in indices))
-        self._tasks = [asyncio.create_task(self._keep(index)) for index in indices]
+        self._tasks = [asyncio.create_task(one) for one in (*map(self._keep, indices), self._watch())]
+
+    async def run(self) -> None:
+        """Replace replicas that end. Raises what a task raises, `ClusterLost` for example; else never returns."""
+        await asyncio.gather(*self._tasks)
 
     def restart_all(self) -> None:
         """Start a rolling restart, unless one is in progress."""
