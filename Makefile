@@ -48,7 +48,7 @@ lint: .venv/ready-dev
 	$(BIN)/python scripts/words.py
 	$(BIN)/python scripts/size.py
 
-# The fast files: tests/slow.txt lists the others. About two minutes on two cores; no download, no browser.
+# The fast files: tests/slow.txt lists the others. Five to eleven minutes on two cores; no download, no browser.
 check: .venv/ready-dev
 	$(PYTEST) -m "not model" $(addprefix --ignore=tests/,$(shell cat tests/slow.txt))
 
@@ -83,7 +83,7 @@ docs: .venv/ready
 
 # pip compiles what it copies, not what stays where it is: a start without bytecode takes a tenth longer.
 .venv/ready: .venv/torch pyproject.toml
-	@echo "downloading the packages that nano-inference needs: about 60 MB"
+	@echo "downloading the packages that nano-inference needs: about 50 MB"
 	@$(BIN)/python -m pip install -e '.[grammar]'
 	@$(BIN)/python -m compileall -q src
 	@touch $@

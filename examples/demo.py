@@ -79,7 +79,8 @@ def ask(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate, p
 
 
 def print_tokens(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Print sampled tokens with their log-probabilities and probabilities."""
+    """Print sampled tokens with their log-probabilities and probabilities in the distribution sampled from."""
+    print("\nprobabilities after temperature and top-p (the chat page shows the model's own, before them):")
     table = Table("id", "token", "logprob", "probability", box=None)
     for token, logprob in zip(tokens, logprobs, strict=True):
         table.add_row(
