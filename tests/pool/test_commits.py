@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from nano_inference import InferenceEngine, RolloutPool, WeightError, weights_checksum
+from nano_inference import InferenceEngine, RolloutPool, WeightError, save_weights, weights_checksum
 from nano_inference.pool.local import LocalFleet, LocalWorker
-from nano_inference.pool.worker import WorkerDied
+from nano_inference.pool.worker import HeldUpdate, WorkerDied
 from tests.pool.engines import PARAMS, PROMPTS, SEED, Engines, config_of, facts
 from tests.weights.pairs import Pair
 
@@ -71,3 +72,65 @@ def test_worker_lost_at_its_commit_is_replaced_and_gets_the_new_weights(
             single.update_weights(untied.named(), blocking=True, version="new")
             assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
         assert all(one.num_computed for one in pool.facts().values())
+
+
+class Recording(LocalWorker):
+    """A worker that records the number of tensors of each update that it stages."""
+
+    staged: list[int]
+
+    async def stage(self, update: HeldUpdate) -> int:
+        self.staged.append(0 if isinstance(update.weights, Path) else len(update.weights))
+        return await super().stage(update)
+
+
+class RecordingFleet(LocalFleet):
+    """A fleet of one worker; `staged` is what the latest one has staged."""
+
+    def __init__(self, engines: Engines) -> None:
+        super().__init__(engines.open, 1)
+        self.engines = engines
+
+    async def open(self, index: int) -> LocalWorker:
+        worker = Recording(f"worker {index}", lambda: self.engines.open(index))
+        worker.staged = self.staged = []
+        await worker.open()
+        return worker
+
+
+A, B, HEAD = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("updates", "replayed"),
+    [
+        ([[A]] * 9, [1]),
+        ([[A, B], [A], [B], [A]], [1, 1]),
+        ([[A, B], [HEAD], [A]], [1, 1, 1]),
+        ([None, [A], [A, B], [HEAD]], [-1, 2, 1]),
+        ([[A], [B], None, [A], [A]], [-1, 1]),
+        ([[A], "a", [B], "a", [A]], [1, 1]),
+        ([[A, HEAD], "ab", [HEAD]], [0, 1]),
+        (["a", "ab", "ab", [B]], [0, 1]),
+        (["a", [A]], [1]),
+    ],
+)
+def test_replacement_replays_the_latest_value_of_each_tensor(
+    updates: list[list[str] | str | None], replayed: list[int], untied: Pair, tmp_path: Path
+) -> None:
+    """Updates are of these tensors, complete (None, -1 in `replayed`), or of a directory."""
+    named = untied.named()
+    directories = {"a": save_weights({A: named[A]}, tmp_path / "a")}
+    directories["ab"] = save_weights({A: named[A] * 2, B: named[B]}, tmp_path / "ab")
+    engines = Engines(untied)
+    fleet = RecordingFleet(engines)
+    with RolloutPool(fleet, seed=SEED) as pool, InferenceEngine(config_of(untied)) as single:
+        for number, names in enumerate(updates, 1):
+            tensors = {name: named[name] * number for name in (named if names is None else names) if name in named}
+            weights = directories[names] if isinstance(names, str) else tensors
+            for one in (pool, single):
+                one.update_weights(weights, blocking=True, partial=names is not None)
+        engines.opened[0][-1].steps_left = 0
+        assert pool.generate(PROMPTS[:1], PARAMS)[0].weight_version == len(updates)
+        assert pool.num_replaced == 1 and fleet.staged == [len(named) if n < 0 else n for n in replayed]
+        assert pool.weights_checksum() == single.weights_checksum()

@@ -6,6 +6,8 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from contextlib import aclosing
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,6 +148,13 @@ class LocalFleet:
         """Return copies, so that the trainer may change its tensors."""
         return [(str(name), plain_tensor(name, value).clone()) for name, value in named]
 
+    def uncovered(self, older: Any, newer: Any) -> Any | None:
+        names = {name for name, _ in (weights_in(newer) if isinstance(newer, Path) else newer)}
+        if isinstance(older, Path):
+            return uncovered_directory(older, names)
+        left = [pair for pair in older if pair[0] not in names]
+        return older if len(left) == len(older) else left or None
+
     async def open(self, index: int) -> LocalWorker:
         worker = LocalWorker(f"worker {index}", lambda: self._open_engine(index))
         await worker.open()
@@ -184,6 +193,11 @@ class _Counters:
 
     def on_death(self, error: BaseException) -> None:
         """Ignored: the next call of the worker raises."""
+
+
+def uncovered_directory(directory: Path, names: Collection[str]) -> Path | None:
+    """Return the directory, or None if all its weights are among `names`."""
+    return None if all(name in names for name, _ in weights_in(directory)) else directory
 
 
 def plain_tensor(name: object, value: object) -> Tensor:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,7 +60,7 @@ class Members:
         self._router = PrefixRouter(fleet.size)
         self._members: dict[int, Member] = {}
         self._in_force: list[tuple[int, HeldUpdate]] = []
-        """(pool version, update): the latest complete one and the partial ones after it."""
+        """(pool version, update): the latest complete one, and of the partial ones after it what none replaces."""
         self._is_paused = False
         self._tasks: set[asyncio.Task[Any]] = set()
         """Replacements that run."""
@@ -226,9 +226,22 @@ class Members:
             self.labels[self.version] = update.label
         for member, number in numbers:
             member.versions[number] = self.version
-        kept = self._in_force if update.rules.partial else []
+        kept = self._uncovered(update) if update.rules.partial else []
         self._in_force = [*kept, (self.version, update)]
         return self.version
+
+    def _uncovered(self, update: HeldUpdate) -> list[tuple[int, HeldUpdate]]:
+        """Return the updates in force without the tensors that a partial one replaces, which bounds their size."""
+        kept: list[tuple[int, HeldUpdate]] = []
+        for version, one in self._in_force:
+            left = one.weights
+            if one.rules.partial:
+                with suppress(Exception):  # a directory that only the workers can read
+                    left = self._fleet.uncovered(one.weights, update.weights)
+            if left is not None:
+                rules = one.rules if left is one.weights else replace(one.rules, checksum=None)
+                kept.append((version, replace(one, weights=left, rules=rules)))
+        return kept
 
     async def replace(self, member: Member, error: WorkerDied) -> None:
         """Open a new worker in the place of a dead one; if that fails, try again later. Idempotent."""

@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -22,9 +23,10 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.loader.pieces import DTYPES
 from nano_inference.packages import MissingPackage
-from nano_inference.pool.local import LocalWorker, plain_tensor
+from nano_inference.pool.local import LocalWorker, plain_tensor, uncovered_directory
 from nano_inference.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
 from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
+from nano_inference.weights.directory import weights_in
 
 _MOST_CALLS = 100_000
 """Calls of one actor at the same time: a batch of rollouts waits in it for the engine."""
@@ -228,6 +230,15 @@ class RayFleet:
     def share(self, named: Iterable[tuple[object, object]]) -> Any:
         """Put the tensors in the object store, once; return their reference."""
         return self._ray.put([to_shared(name, value) for name, value in named])
+
+    def uncovered(self, older: Any, newer: Any) -> Any | None:
+        pairs = weights_in(newer) if isinstance(newer, Path) else self._ray.get(newer)
+        names = {pair[0] for pair in pairs}
+        if isinstance(older, Path):
+            return uncovered_directory(older, names)
+        shared: list[SharedTensor] = self._ray.get(older)
+        left = [one for one in shared if one.name not in names]
+        return older if len(left) == len(shared) else self._ray.put(left) if left else None
 
     async def open(self, index: int) -> RayWorker:
         name = f"worker {index}"

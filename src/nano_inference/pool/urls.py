@@ -11,9 +11,11 @@ from typing import Any
 from nano_inference.admission import Limits
 from nano_inference.checks import check_number, float32
 from nano_inference.pool.dialect import SampleBuilder, check_supported, plain_request, request_json, samples_of
+from nano_inference.pool.local import uncovered_directory
 from nano_inference.pool.wire import Refused, Server, read_url
 from nano_inference.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
 from nano_inference.types import BadRequest, Delta, PauseMode, TrainingSample, WeightError
+from nano_inference.weights.directory import weights_in
 
 _GENERATE = "/inference/v1/generate"
 
@@ -196,6 +198,9 @@ class UrlFleet:
             "weights: workers at URLs read an update from a directory that all of them can read (save_weights), "
             "not from tensors or a process group"
         )
+
+    def uncovered(self, older: Any, newer: Any) -> Any | None:
+        return None if older == newer else uncovered_directory(older, {name for name, _ in weights_in(newer)})
 
     async def open(self, index: int) -> UrlWorker:
         worker = UrlWorker(Server(self._urls[index], self._api_key))

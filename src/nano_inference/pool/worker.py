@@ -122,6 +122,12 @@ class Fleet(Protocol):
         A tensor need only be valid until the next is requested. Raises `WeightError`.
         """
 
+    def uncovered(self, older: Any, newer: Any) -> Any | None:
+        """Return `older`, a `HeldUpdate.weights`, without tensors that `newer` has too; None if none is left.
+
+        A fleet that cannot divide `older` returns it whole. Raises if a directory cannot be read.
+        """
+
     async def open(self, index: int) -> Worker:
         """Open the worker with this index, also in place of a dead one. Raises `WorkerDied`, `ModelError`."""
 
