@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nano_inference import AsyncEngine, BadRequest, EngineDead, InferenceEngine, SamplingParams, WeightError
+from nano_inference import (
+    AsyncEngine,
+    BadRequest,
+    EngineDead,
+    InferenceEngine,
+    SamplingParams,
+    WeightError,
+    save_weights,
+    weights_checksum,
+)
 from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.scheduling import STREAM_LOOKAHEAD
 from nano_inference.weights.updates import WeightUpdate
@@ -197,6 +207,43 @@ def test_runner_that_fails_between_steps_ends_the_engine() -> None:
                 await engine.generate([PROMPT], PARAMS)
 
     asyncio.run(main())
+
+
+def test_update_takes_what_the_engine_takes(untied: Pair, open_engine: OpenEngine, tmp_path: Path) -> None:
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        assert await engine.update_weights(untied.new.named_parameters(), version="a") == 1
+        assert (
+            await engine.update_weights(untied.named(), on_running="abort", checksum=weights_checksum(untied.named()))
+            == 2
+        )
+        name = "model.norm.weight"
+        assert await engine.update_weights({name: untied.named()[name]}, partial=True, timeout=60) == 3
+        assert await engine.update_weights(save_weights(untied.named(), tmp_path / "new"), version="b") == 4
+        assert await engine.call(lambda inner: inner.weight_info()) == (4, "b", "idle")
+        for wrong in (untied.new, tmp_path / "none", [1]):
+            with pytest.raises(WeightError):
+                await engine.update_weights(wrong)  # type: ignore[arg-type]
+        with pytest.raises(BadRequest, match="on_running"):
+            await engine.update_weights(untied.named(), on_running="later")  # type: ignore[arg-type]
+
+    run(work, open_engine(untied))
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+def test_cancelled_update_is_not_installed(num_turns: int, untied: Pair, open_engine: OpenEngine) -> None:
+    source = PausedSource(untied.named())
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        update = asyncio.create_task(engine.update_weights(source))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert (await engine.call(lambda inner: inner.weight_info())).update == "idle"
+        source.resume.set()
+
+    run(work, open_engine(untied))
 
 
 def test_update_from_a_silent_source_ends_at_its_timeout(untied: Pair, open_engine: OpenEngine) -> None:

@@ -277,6 +277,46 @@ def test_invalid_allocate_arguments_change_nothing(kind: Any) -> None:
     assert kv.num_free_blocks() == 8
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("min_ps", wrong) for wrong in (1.5, -0.1, float("nan"))],
+        *[("top_ps", wrong) for wrong in (0.0, 1.5, float("nan"))],
+        *[("uniforms_B", wrong) for wrong in (1.0, -0.1, float("nan"))],
+        *[("temperatures", wrong) for wrong in (-1.0, -1e-40, float("inf"), float("nan"))],
+        *[("logit", wrong) for wrong in (float("nan"), float("inf"))],
+        ("top_ks", 1.5),
+    ],
+)
+def test_sample_with_logprobs_rejects_values_outside_their_range(name: str, value: float) -> None:
+    logits_BV, temperature_B = torch.zeros(2, 5), torch.ones(2)
+    given: dict[str, Any] = {}
+    if name == "logit":
+        logits_BV[1, 2] = value
+    elif name == "temperatures":
+        temperature_B[1] = value
+    else:
+        given[name] = torch.tensor([0.5, value]) if name == "uniforms_B" else [1, value]
+    with pytest.raises(ValueError, match=rf"{name}.*for row 1"):
+        sample_with_logprobs(logits_BV, temperature_B, **given)
+
+
+def test_sample_with_logprobs_rejects_a_row_without_a_token() -> None:
+    with pytest.raises(ValueError, match="largest logit of each row must be finite, got -inf for row 0"):
+        sample_with_logprobs(torch.full((1, 4), -torch.inf), torch.ones(1))
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-300])
+def test_temperature_below_the_smallest_normal_number_is_greedy(temperature: float) -> None:
+    logits_BV = torch.tensor([[3.0, 1.0, 3.0, 0.0]])
+    temperature_B = torch.tensor([temperature], dtype=torch.float64)
+    uniforms_B = torch.tensor([0.99])
+    found = sample_with_logprobs(logits_BV, temperature_B, uniforms_B=uniforms_B)
+    assert found == sample_with_logprobs(logits_BV, torch.zeros(1), uniforms_B=uniforms_B)
+    assert found[0].tolist() == [0]
+    assert SamplingParams(temperature=temperature) == SamplingParams(temperature=0)
+
+
 def test_sample_with_logprobs_rejects_mismatched_shapes() -> None:
     logits_BV, ones_B = torch.zeros(3, 5), torch.ones(3)
     for logits, ones in ((torch.zeros(5), ones_B), (logits_BV, torch.ones(2)), (torch.zeros(()), ones_B)):

@@ -158,6 +158,12 @@ def test_results_are_equal_in_one_batch(model: Model, options: dict[str, Any]) -
         assert [bits(sample) for sample in again] == model.alone
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 8, 32, 64, 128, 256])
+def test_results_are_equal_in_blocks_of_every_power_of_two(model: Model, block_size: int) -> None:
+    with open_engine(model.path, **model.options, block_size=block_size) as ours:
+        assert [bits(sample) for sample in together(ours, range(2, 12))] == model.alone[2:12]
+
+
 @pytest.mark.parametrize("size", [2, 7])
 def test_results_are_equal_in_batches(model: Model, size: int) -> None:
     with open_engine(model.path, **model.options) as ours:

@@ -59,6 +59,17 @@ def test_engines_with_equal_lineage_resume_each_others_samples() -> None:
     assert (done.lineage, done.completion_tokens) == ("pool-7", one.generate([PROMPT], PARAMS)[0].completion_tokens)
 
 
+def test_sample_of_a_later_version_is_refused(untied: Pair, open_engine: OpenEngine) -> None:
+    one, two = open_engine(untied, lineage="run"), open_engine(untied, lineage="run")
+    for _ in range(3):
+        one.update_weights(untied.named(), blocking=True)
+    two.update_weights(untied.named(), blocking=True)
+    partial = interrupted(one)
+    with pytest.raises(BadRequest, match=r"samples\[0\]: partial: has tokens of weight version 3, this engine's is 1"):
+        two.complete([partial], PARAMS)
+    assert set(one.complete([interrupted(two)], PARAMS)[0].token_versions) == {1, 3}
+
+
 def test_a_sample_without_tokens_or_without_a_lineage_is_accepted() -> None:
     one, two = fake(), fake()
     empty = interrupted(one, 0)

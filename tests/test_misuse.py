@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +45,23 @@ class HeldRunner(FakeRunner):
         self.is_inside.set()
         self.may_leave.wait()
         return super().run(rows, copies, fresh)
+
+
+def test_engine_takes_a_path_and_names_what_else_it_got(untied: Pair) -> None:
+    for path in (untied.directory, str(untied.directory)):
+        with InferenceEngine(path) as engine:
+            assert engine.config == EngineConfig(str(untied.directory))
+    for wrong in (None, 3, {"model_path": "default"}, ["default"]):
+        with pytest.raises(
+            BadRequest, match=f"config must be an EngineConfig or a model's path, got {type(wrong).__name__}"
+        ):
+            InferenceEngine(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("use", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_engine_cannot_be_pickled_or_copied(use: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match=r"^an engine owns memory and threads"):
+        use(fake_engine())
 
 
 def test_calls_from_other_threads_raise_engine_busy() -> None:

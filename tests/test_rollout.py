@@ -15,7 +15,7 @@ from nano_inference.rollout import extend, observe, start, to_trl
 from nano_inference.seeds import derive_seed
 from nano_inference.types import BadRequest, EnginePaused, StepResult, TrainingSample
 from tests.models.families import make_model
-from tests.sim.fakes import EOS, Calculator, fake_config, fake_parts, reference
+from tests.sim.fakes import EOS, Calculator, Failing, fake_config, fake_parts, reference
 
 PROMPTS = [[5, 9, 30, 2, 44], [11, 12, 13], [5, 9, 30, 2, 44, 1, 1, 8, 3]]
 PARAMS = SamplingParams(max_tokens=9, seed=4)
@@ -360,6 +360,14 @@ def test_resumed_rollouts_equal_uninterrupted_ones(tiny: tuple[Path, Any], progr
     for one, other in zip(found, expected, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     assert is_idle(engine)
+
+
+def test_rollout_ended_by_its_program_is_not_resumed() -> None:
+    engine = fake()
+    options: dict[str, Any] = {"max_turns": 2, "program": Failing()}
+    first = run_rollouts(engine, [[1, 2]], tool, replace(PARAMS, seed=5, ignore_eos=True), **options)
+    assert first[0].finish_reason == "abort" and first[0].turns[-1].sample.stop_reason is not None
+    assert run_rollouts(engine, [], tool, replace(PARAMS, seed=5), **options, resume=first) == first
 
 
 def test_a_turn_that_is_resumed_after_an_update_has_both_versions(tiny: tuple[Path, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
 from collections.abc import Callable
@@ -159,6 +160,26 @@ def test_update_interrupted_anywhere_is_in_progress_whole_or_not_at_all(blocking
             engine.shutdown()
             engine = make_engine("radix")
     assert len(set(struck)) > 20
+
+
+@pytest.mark.parametrize("num_strikes", [1, 2])
+def test_stream_interrupted_anywhere_leaves_no_request(num_strikes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the traceback, and so the stream
+    engine = make_engine("radix")
+    engine.stream(WAITING, PARAMS).close()
+    rng = random.Random(num_strikes)
+    for place in range(1, 9000, 7):
+        stream = None
+        with Striker([place, rng.randrange(1, 60)][:num_strikes]) as striker, contextlib.suppress(KeyboardInterrupt):
+            stream = engine.stream(WAITING, PARAMS)
+        if not striker.struck:
+            break
+        if stream is not None:
+            stream.close()
+        gc.collect()  # an exception that refers to a stream is part of a cycle
+        engine.flush_cache()  # any call ends what an interrupted one left
+        assert not engine.has_pending()
+    assert place > 1000
 
 
 @pytest.mark.parametrize("path", ["auto", "off"])

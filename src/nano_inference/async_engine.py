@@ -14,21 +14,24 @@ import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from nano_inference.admission import requests_for, score_starts, scoring_request
 from nano_inference.control import Control
-from nano_inference.engine_thread import Engine, EngineThread, Receiver, Submission, Turn
+from nano_inference.engine_thread import Engine, EngineThread, Inbox, Receiver, Submission, Turn
 from nano_inference.types import (
     BadRequest,
     Delta,
     EngineDead,
     EngineRequest,
+    OnRunning,
     SamplingParams,
     TokenProgram,
     TrainingSample,
+    WeightLabel,
 )
-from nano_inference.weights.updates import WeightUpdate
+from nano_inference.weights.updates import NamedWeights, WeightUpdate, update_of
 
 Answer = TypeVar("Answer")
 
@@ -38,13 +41,11 @@ _log = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Receives events of the engine, on the event loop."""
+    """Receives events of the engine, on the event loop: a step whose deltas have been delivered, and its failure."""
 
-    def on_turn(self, turn: Turn) -> None:
-        """A step ran; its deltas have been delivered."""
+    def on_turn(self, turn: Turn) -> None: ...
 
-    def on_death(self, error: BaseException) -> None:
-        """The engine failed."""
+    def on_death(self, error: BaseException) -> None: ...
 
 
 class AsyncEngine(Generic[Engine]):
@@ -184,12 +185,10 @@ class AsyncEngine(Generic[Engine]):
 
     async def submit_and_read(self, requests: Sequence[EngineRequest]) -> AsyncIterator[tuple[int, Delta]]:
         """Queue requests, all or none; yield (index of the request, delta) until all have ended."""
-        if not requests:
-            return
         for request in requests:
             if type(request.num_samples) is not int or request.num_samples < 1:
                 raise BadRequest(f"num_samples must be an integer >= 1, got {request.num_samples!r}")
-        inbox = _Inbox()
+        inbox = Inbox()
         num_open = sum(request.num_samples for request in requests)
         with self.submit(requests, inbox):
             while num_open:
@@ -223,23 +222,49 @@ class AsyncEngine(Generic[Engine]):
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    async def update_weights(self, update: WeightUpdate) -> int:
+    async def update_weights(
+        self,
+        weights: WeightUpdate | NamedWeights | str | Path,
+        *,
+        on_running: OnRunning | None = None,
+        version: WeightLabel | None = None,
+        partial: bool = False,
+        allow_nonfinite: bool = False,
+        checksum: str | None = None,
+        timeout: float | None = None,
+    ) -> int:
         """Gather new weights between steps and install them; return the installed version.
 
-        With `hold`, returns when they are gathered: `commit_update` installs them, `cancel_update` drops them.
-        Cancelling the call drops them too. Raises `WeightError`, `UpdateBusy`, `BadRequest` and `EngineDead`.
+        The arguments are those of `InferenceEngine.update_weights`, or one `WeightUpdate`. With its `hold`, returns
+        when they are gathered: `commit_update` installs them, `cancel_update` drops them. Cancelling the call drops
+        them too. Raises `WeightError`, `UpdateBusy`, `BadRequest` and `EngineDead`.
         """
+        if not isinstance(weights, WeightUpdate):
+            weights = update_of(
+                weights,
+                on_running=on_running,
+                version=version,
+                partial=partial,
+                allow_nonfinite=allow_nonfinite,
+                checksum=checksum,
+                timeout=timeout,
+            )
         control = await self.call(lambda engine: engine.control)
-        update = replace(update, on_gathered=_both(self.wake, update.on_gathered))
-        installed = await self._installed(control, lambda: control.start_update(update), is_held=update.hold)
+        update = replace(weights, on_gathered=_both(self.wake, weights.on_gathered))
+        started: list[int] = []
+        installed: asyncio.Future[int] | None = None
         try:
+            installed = await self._installed(
+                control, lambda: started.append(control.start_update(update)), is_held=update.hold
+            )
             while not installed.done():  # a silent source does not wake the thread, so its timeout is polled
                 await asyncio.wait({installed}, timeout=_WATCH_S)
                 self.wake()
             return installed.result()
-        except asyncio.CancelledError:
-            installed.cancel()
-            self.thread.post(lambda _: control.cancel_update())
+        except asyncio.CancelledError:  # the thread may start the update after this
+            if installed is not None:
+                installed.cancel()
+            self.thread.post(lambda _: started and control.cancel_update())
             raise
 
     async def commit_update(self) -> int:
@@ -402,22 +427,6 @@ class AsyncEngine(Generic[Engine]):
             elif waited >= step_timeout:
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
                 self.on_failure(TimeoutError(f"a step has not ended after {step_timeout:g} seconds"))
-
-
-class _Inbox:
-    """The receiver of one `generate` or `stream`: a queue of (index of the request, delta), or the failure."""
-
-    def __init__(self) -> None:
-        self.items: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
-
-    def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
-        """Ignored."""
-
-    def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
-        self.items.put_nowait((prompt_index, delta))
-
-    def on_failure(self, error: Exception) -> None:
-        self.items.put_nowait(error)
 
 
 def _both(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:

@@ -35,6 +35,9 @@ class DeltaStream(Iterator[Delta]):
     A `next` that raises `EngineBusy` changes nothing.
     """
 
+    _is_closed = True
+    """For a stream whose constructor was interrupted."""
+
     def __init__(self, take: Callable[[], Delta | None], end: Callable[[], None]) -> None:
         """`take` runs steps and returns the next delta, or None at the end; `end` ends the request."""
         self._take = take
@@ -112,9 +115,10 @@ class Calls:
         return self._state.change(close)
 
     def stream(self, request_id: int, take: Callable[[], Delta | None]) -> DeltaStream:
-        """Return a stream of a claimed request's deltas; the request ends with the stream."""
+        """Return a stream of a claimed request's deltas; the request ends with the stream, and not with its call."""
         stream = DeltaStream(partial(self.run, take), partial(self._drop, request_id))
         self._streams[weakref.ref(stream, self._dead_streams.add)] = request_id
+        self._owned.discard(request_id)
         return stream
 
     def end_dropped(self) -> None:

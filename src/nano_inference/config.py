@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from nano_inference.checks import (
@@ -20,7 +21,7 @@ from nano_inference.checks import (
     integer,
     number,
 )
-from nano_inference.types import LogprobsMode
+from nano_inference.types import BadRequest, LogprobsMode
 
 CacheType = Literal["paged", "radix"]
 Device = str
@@ -163,6 +164,13 @@ class EngineConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:
         """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
         return from_known(cls, data)
+
+
+def config_of(config: EngineConfig | str | Path) -> EngineConfig:
+    """Return a configuration; a text or path is its `model_path`. Raises `BadRequest`."""
+    if not isinstance(config, EngineConfig | str | Path):
+        raise BadRequest(f"config must be an EngineConfig or a model's path, got {type(config).__name__}")
+    return config if isinstance(config, EngineConfig) else EngineConfig(str(config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from nano_inference.calls import as_call
 from nano_inference.checks import check_bool
+from nano_inference.files import path_of
 from nano_inference.kv import KVManager
 from nano_inference.runner import Runner
 from nano_inference.state import EngineState
 from nano_inference.step_control import StepControl
-from nano_inference.types import BadRequest, OnRunning, UpdateBusy, WeightInfo, WeightLabel
-from nano_inference.weights.updates import NamedWeights, UpdateRules, Weights, WeightUpdate, check_weight_label
+from nano_inference.types import BadRequest, OnRunning, UpdateBusy, WeightError, WeightInfo, WeightLabel
+from nano_inference.weights.updates import NamedWeights, Weights, WeightUpdate, check_weight_label, update_of
 
 
 class Control(StepControl):
@@ -63,23 +64,21 @@ class Control(StepControl):
         `weights` are (Hugging Face name, tensor) pairs, a state dict, a directory or `WeightGroup.receive()`. All are
         gathered and checked before installation; on an error the old weights stay. With `blocking`, installs before it
         returns and raises `WeightError`. Otherwise a thread gathers and `tick` installs; do not modify the tensors
-        until then; `finish_update` waits and raises the error. With `hold`, gathered weights wait for `commit_update`,
-        and steps continue with the old ones. `on_running` is "recompute" by default with `blocking`,
-        else "keep"; `version` is the trainer's label; `UpdateRules` and `WeightUpdate` document the others. Raises
+        until then; `finish_update` waits and raises the error; an argument of another form is refused at once.
+        With `hold`, gathered weights wait for `commit_update`, and steps continue with the old ones. `on_running` is
+        "recompute" by default with `blocking`, else "keep"; `version` is the trainer's label; `UpdateRules` and
+        `WeightUpdate` document the others. Raises
         `UpdateBusy` during another update, `BadRequest`, `EngineDead` if a rank is lost.
         """
         self._require_alive()
-        try:
-            check_bool("blocking", blocking)
-            check_bool("hold", hold)
-            rules = UpdateRules(partial=partial, allow_nonfinite=allow_nonfinite, checksum=checksum)
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
-        update = WeightUpdate(
-            weights=self._read_directory(weights) if isinstance(weights, str | Path) else weights,
-            rules=rules,
-            label=version,
-            on_running=("recompute" if blocking else "keep") if on_running is None else on_running,
+        update = update_of(
+            weights,
+            blocking=blocking,
+            on_running=on_running,
+            version=version,
+            partial=partial,
+            allow_nonfinite=allow_nonfinite,
+            checksum=checksum,
             timeout=timeout,
             on_gathered=on_gathered,
             hold=hold,
@@ -93,7 +92,7 @@ class Control(StepControl):
         try:
             self._on_running = update.on_running
             weights.start_sync(
-                update.weights,
+                self._source_of(update),
                 rules=update.rules,
                 label=update.label,
                 timeout=update.timeout,
@@ -113,7 +112,7 @@ class Control(StepControl):
         weights, on_running = self._updatable_weights, self._on_running
         try:
             self._on_running = update.on_running
-            weights.stage(update.weights, rules=update.rules, label=update.label, hold=update.hold)
+            weights.stage(self._source_of(update), rules=update.rules, label=update.label, hold=update.hold)
             self._failed_update = None
             return weights.version + 1 if update.hold else self.finish_update()
         except UpdateBusy:
@@ -122,6 +121,15 @@ class Control(StepControl):
         except BaseException:
             weights.cancel()  # an interrupted update must not be installed later
             raise
+
+    def _source_of(self, update: WeightUpdate) -> NamedWeights:
+        """Return the pairs of an update. Raises `WeightError` if its directory does not exist."""
+        if not isinstance(update.weights, str | Path):
+            return update.weights
+        path = path_of(update.weights, "weights")
+        if not path.is_dir():
+            raise WeightError(f"{path}: no such directory")
+        return self._read_directory(path)
 
     @as_call
     def finish_update(self, timeout: float | None = None) -> int:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial as bound
-from typing import Self, TypeVar
+from pathlib import Path
+from typing import NoReturn, Self, TypeVar
 
 from nano_inference.admission import Limits, requests_for, score_starts, scoring_request, texts_of
 from nano_inference.assemble import EngineParts, assemble, copied_parts
 from nano_inference.calls import DeltaStream, as_call
 from nano_inference.checks import check_bool, unit_vector
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, config_of
 from nano_inference.control import Control
 from nano_inference.core import Core
 from nano_inference.requests import RequestQueue
@@ -52,9 +53,9 @@ class InferenceEngine(Control):
     interrupted call are aborted, others continue.
     """
 
-    def __init__(self, config: EngineConfig, *, parts: EngineParts | None = None) -> None:
-        """`parts` replaces what `config` would build, in tests and copies."""
-        self.config = config
+    def __init__(self, config: EngineConfig | str | Path, *, parts: EngineParts | None = None) -> None:
+        """`config` may be a `model_path`; `parts` replaces what it would build, in tests and copies."""
+        self.config = config = config_of(config)
         self.parts = assemble(config) if parts is None else parts
         state = EngineState(self._new_core())
         super().__init__(state, self.parts.runner, self.parts.kv, self.parts.weights, weights_in)
@@ -107,13 +108,14 @@ class InferenceEngine(Control):
         completed = dict(zip(open_ones, self._finish_all(admitted, progress), strict=True))
         return [completed.get(i, sample) for i, sample in enumerate(samples)]
 
+    @as_call
     def stream(
         self, prompt: Seq[int], sampling_params: SamplingParams | None = None, num_samples_per_prompt: int = 1
     ) -> DeltaStream:
         """Queue one prompt and return an iterator of its deltas; closing the iterator aborts the samples."""
         params = sampling_params or SamplingParams()
         request = EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, is_streamed=True)
-        return self.deltas(self.add(request, claim=True))
+        return self.deltas(self.add(request, claim=True, for_call=True))
 
     def deltas(self, request_id: int) -> DeltaStream:
         """Return an iterator of the deltas of a claimed request, see `DeltaStream`; closing it aborts the request.
@@ -295,6 +297,9 @@ class InferenceEngine(Control):
         self.parts = self.parts.closed()
         self._runner, self._weights = self.parts.runner, None
         self._state.reset(self._new_core())
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine owns memory and threads, and cannot be pickled or copied: pickle its config")
 
     def __enter__(self) -> Self:
         return self

@@ -68,6 +68,22 @@ class Receiver(Protocol):
         """The submission failed: `BadRequest`, or `EngineDead` at the engine's end. No more events follow."""
 
 
+class Inbox:
+    """The receiver of one `generate` or `stream`: a queue of (index of the request, delta), or the failure."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
+
+    def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
+        """Ignored."""
+
+    def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
+        self.items.put_nowait((prompt_index, delta))
+
+    def on_failure(self, error: Exception) -> None:
+        self.items.put_nowait(error)
+
+
 class Submission:
     """Requests of one caller, queued together or in parts."""
 

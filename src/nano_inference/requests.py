@@ -67,6 +67,9 @@ class RequestQueue:
 
     def _admit(self, request: EngineRequest, request_id: int, first_id: int) -> list[Sequence]:
         request, max_new_tokens = checked(request, self.limits, self._stop_matcher)
+        newest = -1 if request.partial is None else max(request.partial.token_versions, default=-1)
+        if newest > (version := self._state.core.version):
+            raise BadRequest(f"partial: has tokens of weight version {newest}, this engine's is {version}")
         return start_sequences(
             request,
             request_id=request_id,

@@ -227,7 +227,8 @@ def run_rollouts(
 
     `resume`: rollouts of an earlier call. Those that were aborted continue after the last token of their interrupted
     turn, whose earlier tokens keep their versions and log-probabilities; with the same settings and weights, the result
-    equals an uninterrupted run. Others are returned as they are. New prompts are numbered after theirs.
+    equals an uninterrupted run. Others are returned as they are, also those that a program's error ended. New prompts
+    are numbered after theirs.
 
     With a seed, sampling depends only on the seed, the prompt's and the sample's index, and the absolute position.
     `program` is restarted for every turn. Other requests run in the same steps; their samples are not affected. The
@@ -251,7 +252,8 @@ def _take_turns(
     pending: dict[int, int] = {}
     """Maps request ids to indices of rollouts."""
     for index, rollout in enumerate(rollouts):
-        if rollout.finish_reason in (None, "abort"):
+        has_failed = bool(rollout.turns) and rollout.turns[-1].sample.stop_reason is not None
+        if rollout.finish_reason is None or (rollout.finish_reason == "abort" and not has_failed):
             rollouts[index], partial = _interrupted(rollout)
             pending[_request_turn(engine, rollouts[index], rules, partial)] = index
     while pending:

@@ -43,6 +43,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 UpdateState = Literal["idle", "staging", "staged", "failed"]
 
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+SMALLEST_TEMPERATURE = 2.0**-126
+"""float32's smallest normal number; a temperature below it counts as 0."""
 
 
 class BadRequest(ValueError):
@@ -112,7 +114,7 @@ class SamplingParams:
     """
 
     temperature: float = checked(1.0, number(0, 100))
-    """0 is exact argmax; the lowest id wins a tie."""
+    """0 is exact argmax; the lowest id wins a tie. A value below `SMALLEST_TEMPERATURE` becomes 0."""
     max_tokens: int | None = checked(256, integer(0))
     """Most tokens to add, forced ones included; 0 only scores the prompt; None is the room that is left."""
     min_tokens: int = checked(0, integer(0))
@@ -162,6 +164,7 @@ class SamplingParams:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         self._check_pooling()
         put = object.__setattr__
+        put(self, "temperature", self.temperature if self.temperature >= SMALLEST_TEMPERATURE else 0.0)
         put(self, "top_k", max(0, self.top_k))
         put(self, "stop_token_ids", frozenset(token_ids("stop_token_ids", self.stop_token_ids)))
         put(self, "logprob_token_ids", token_ids("logprob_token_ids", self.logprob_token_ids))

@@ -27,6 +27,7 @@ from nano_inference.pool.local import LocalFleet, LocalWorker
 from nano_inference.pool.worker import HeldUpdate
 from tests.pool.engines import LONG, PARAMS, PROMPTS, SEED, Engines, config_of, facts, transient
 from tests.weights.pairs import Pair
+from tests.weights.test_update import failing
 
 
 @pytest.fixture
@@ -177,6 +178,10 @@ def test_rejected_updates_change_nothing(pool: RolloutPool, untied: Pair) -> Non
         pool.update_weights({key: value for key, value in named.items() if key != name}, blocking=True)
     with pytest.raises(WeightError, match=rf"{name}: must be a tensor, got int"):
         pool.update_weights({**named, name: 3})  # type: ignore[dict-item]
+    with pytest.raises(WeightError, match="the source of the weights failed: RuntimeError: the trainer died"):
+        pool.update_weights(failing(named))
+    with pytest.raises(WeightError, match="pass its state_dict"):
+        pool.update_weights(untied.new)  # type: ignore[arg-type]
     with pytest.raises(WeightError, match="no such directory"):
         pool.update_weights("/nothing/here", blocking=True)
     with pytest.raises(WeightError, match="checksum"):

@@ -126,6 +126,36 @@ def test_invalid_update_is_reported_and_leaves_the_weights_unchanged(
     assert matches(engine, untied.new)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: model, "got LlamaForCausalLM; pass its state_dict"),
+        (lambda model: torch.nn.Sequential(model), "got Sequential; pass its state_dict"),
+        (lambda model: list(model.parameters()), "got Parameter"),
+        (lambda model: model.state_dict().values(), "got Tensor"),
+        (lambda model: torch.zeros(3), "got Tensor"),
+        (lambda model: [1, 2], "got int"),
+        (lambda model: None, "got NoneType"),
+        (lambda model: "no/such/place", "no/such/place: no such directory"),
+    ],
+)
+def test_update_from_something_else_is_refused_in_the_call(
+    make: Callable[[Any], Any], message: str, untied: Pair, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(untied)
+    with pytest.raises(WeightError, match=message):
+        engine.update_weights(make(untied.new), blocking=False)
+    assert engine.weight_info() == (0, None, "idle")
+
+
+def test_checksum_of_a_state_dict_is_that_of_its_pairs(untied: Pair) -> None:
+    named = untied.named()
+    assert weights_checksum(named) == weights_checksum(named.items()) == weights_checksum(iter(named.items()))
+    assert weights_checksum(named, torch.float64) == weights_checksum(named.items(), torch.float64)
+    with pytest.raises(WeightError, match="got LlamaForCausalLM; pass its state_dict"):
+        weights_checksum(untied.new)  # type: ignore[arg-type]
+
+
 def test_allow_nonfinite_accepts_nan(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     engine.update_weights(spoiled(untied.named(), float("nan")), blocking=True, allow_nonfinite=True)

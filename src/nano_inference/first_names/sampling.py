@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -10,6 +11,14 @@ from torch import Tensor
 from nano_inference.executors.sampling import invert_cdf, scaled
 from nano_inference.executors.truncation import NO_TRUNCATION, Truncation, truncate
 from nano_inference.logprobs import at, normalise
+from nano_inference.types import SMALLEST_TEMPERATURE
+
+
+def _check(name: str, values: Iterable[float] | None, is_valid: Callable[[float], bool], rule: str) -> None:
+    """Raise `ValueError` for the first value that is not valid."""
+    for index, value in enumerate(map(float, () if values is None else values)):
+        if not is_valid(value):
+            raise ValueError(f"{name} must be {rule}, got {value} for row {index}")
 
 
 def sample_with_logprobs(
@@ -23,8 +32,9 @@ def sample_with_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token a row; return tokens [B] int64 and their log-probabilities [B] float32 after truncation.
 
-    Temperature 0 is argmax, with the log-probability of temperature 1. Without `uniforms_B` ([B] in [0, 1)), uses
-    torch's default generator. Raises `ValueError` if shapes disagree.
+    Temperature 0 is argmax, with the log-probability of temperature 1; so is one below float32's smallest normal
+    number. Without `uniforms_B` ([B] in [0, 1)), uses torch's default generator. Raises `ValueError` naming the
+    argument if shapes disagree, a value is outside its range, or a row's largest logit is not finite.
     """
     if logits_BV.dim() != 2 or temperatures_B.shape != (logits_BV.size(0),):
         shapes = f"{tuple(logits_BV.shape)} and {tuple(temperatures_B.shape)}"
@@ -33,10 +43,15 @@ def sample_with_logprobs(
     for name, values in {"top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps, "uniforms_B": uniforms_B}.items():
         if values is not None and len(values) != num_rows:
             raise ValueError(f"{name} must hold one value for each of {num_rows} rows, got {len(values)}")
+    temperatures_B = temperatures_B.masked_fill((temperatures_B >= 0) & (temperatures_B < SMALLEST_TEMPERATURE), 0)
     temperatures = temperatures_B.tolist()
-    if not all(0 <= t < float("inf") for t in temperatures):
-        raise ValueError(f"temperatures must be finite and >= 0, got {temperatures}")
+    _check("temperatures", temperatures, lambda t: 0 <= t < float("inf"), "finite and >= 0")
+    _check("top_ks", top_ks, lambda k: int(k) == k, "integers")
+    _check("top_ps", top_ps, lambda p: 0 < p <= 1, "in (0, 1]")
+    _check("min_ps", min_ps, lambda p: 0 <= p <= 1, "in [0, 1]")
+    _check("uniforms_B", uniforms_B, lambda u: 0 <= u < 1, "in [0, 1)")
     logits_BV = logits_BV.to(torch.float32, copy=True)
+    _check("the largest logit of each row", logits_BV.amax(-1), isfinite, "finite")
     argmax_B = logits_BV.argmax(dim=-1)
     scaled_BV = scaled(logits_BV, temperatures)
     cuts = [NO_TRUNCATION] * num_rows

@@ -35,7 +35,7 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
-from nano_inference.weights.updates import NamedWeights, UpdateRules, WeightUpdate
+from nano_inference.weights.updates import NamedWeights, update_of
 
 Result = TypeVar("Result")
 
@@ -205,18 +205,26 @@ class RolloutPool:
         in force, or `WeightGroup.receive()`, which this process receives for all workers; a worker does not join a
         group itself. Workers at URLs take directories only.
         """
-        try:
-            check_bool("blocking", blocking)
-            rules = UpdateRules(partial=partial, allow_nonfinite=allow_nonfinite, checksum=checksum)
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
-        how: OnRunning = ("recompute" if blocking else "keep") if on_running is None else on_running
-        WeightUpdate(weights=(), rules=rules, label=version, on_running=how, timeout=timeout)  # checks the fields
+        update = update_of(
+            weights,
+            blocking=blocking,
+            on_running=on_running,
+            version=version,
+            partial=partial,
+            allow_nonfinite=allow_nonfinite,
+            checksum=checksum,
+            timeout=timeout,
+        )
         self._require_open()
-        shared = self._members.shared(weights)
-        update = HeldUpdate(weights=shared, rules=rules, label=version, on_running=how, timeout=timeout)
+        held = HeldUpdate(
+            weights=self._members.shared(weights),
+            rules=update.rules,
+            label=version,
+            on_running=update.on_running,
+            timeout=timeout,
+        )
         try:
-            number = self._run(self._updates.start(update))
+            number = self._run(self._updates.start(held))
             return self.finish_update() if blocking else number
         except KeyboardInterrupt:
             self.cancel_update()

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from nano_inference.weights.staging import check_source
 
-def weights_checksum(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
+
+def weights_checksum(
+    named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> str:
     """Return a 128-bit BLAKE2b digest in hex of names, shapes, dtypes and bytes, independent of the order.
 
-    `dtype` converts the tensors first: pass the engine's if the trainer's differs. Pass tied tensors once, under the
-    embedding's name, as `model.named_parameters()` of a Transformers model yields them.
+    `named` is a state dict or its pairs. `dtype` converts the tensors first: pass the engine's if the trainer's
+    differs. Pass tied tensors once, under the embedding's name, as `model.named_parameters()` of a Transformers model
+    yields them (its `state_dict()` has both names). Raises `WeightError` for anything else.
     """
+    check_source(named)
+    named = named.items() if isinstance(named, Mapping) else named
     return digest(named if dtype is None else ((name, tensor.detach().to(dtype)) for name, tensor in named))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from nano_inference.loader.pieces import FileRange
 from nano_inference.loader.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
-from nano_inference.types import WeightError
+from nano_inference.types import ModelError, WeightError
 from nano_inference.weights.updates import UpdateRules
 
 _SHOWN_NAMES = 5
@@ -99,18 +99,43 @@ def differs(name: str, other: str) -> WeightError:
 
 
 def pairs(named: NamedWeights) -> Generator[tuple[object, object]]:
-    """Yield the (name, tensor) pairs of an update. Raises `WeightError` if it has another form."""
+    """Yield the (name, tensor) pairs of an update. Raises `WeightError` if it has another form, or if it fails."""
+    check_source(named)
     items = named.items() if isinstance(named, Mapping) else named
-    if isinstance(items, str | bytes | Tensor) or not isinstance(items, Iterable):
-        raise WeightError(f"weights must be a state dict or (name, tensor) pairs, got {type(named).__name__}")
+    iterator = iter(items)
     try:
-        for item in items:
-            if not isinstance(item, tuple) or len(item) != 2:
-                raise WeightError(f"weights must be (name, tensor) pairs, got {type(item).__name__}")
+        while True:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            except (WeightError, MemoryError):
+                raise
+            except ModelError as error:
+                raise WeightError(str(error)) from error
+            except Exception as error:
+                raise WeightError(f"the source of the weights failed: {type(error).__name__}: {error}") from error
+            _check_pair(item)
             yield item
     finally:
         if isinstance(items, Generator):
             items.close()  # not left to garbage collection: a process group then receives the remaining broadcasts
+
+
+def check_source(named: object) -> None:
+    """Raise `WeightError` unless this can be an update: a state dict, a collection of pairs, or an iterator."""
+    if isinstance(named, str | bytes | Tensor | torch.nn.Module) or not isinstance(named, Iterable):
+        hint = "; pass its state_dict()" if isinstance(named, torch.nn.Module) else ""
+        raise WeightError(f"weights must be a state dict or (name, tensor) pairs, got {type(named).__name__}{hint}")
+    if isinstance(named, Collection) and not isinstance(named, Mapping):
+        for item in named:
+            _check_pair(item)
+
+
+def _check_pair(item: object) -> None:
+    """Raise `WeightError` unless this is a pair."""
+    if not isinstance(item, tuple) or len(item) != 2:
+        raise WeightError(f"weights must be (name, tensor) pairs, got {type(item).__name__}")
 
 
 def as_source(name: str, value: object) -> TensorSource | FileRange:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from nano_inference.executors.protocol import Executor, Staged
-from nano_inference.types import EngineDead, ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
+from nano_inference.types import EngineDead, UpdateBusy, UpdateState, WeightError, WeightLabel
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.gate import StepGate, share_of
-from nano_inference.weights.staging import NamedWeights, Staging, differs, pairs
+from nano_inference.weights.staging import NamedWeights, Staging, check_source, differs, pairs
 from nano_inference.weights.updates import UpdateRules
 
 _log = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class WeightSyncManager:
     def _new_job(
         self, named: NamedWeights, rules: UpdateRules | None, label: WeightLabel | None, timeout: float | None
     ) -> _Job:
-        """Return the job of a new update. Raises `UpdateBusy` if one is in progress."""
+        """Return the job of a new update. Raises `UpdateBusy` if one is in progress, `WeightError` for no source."""
         if self.state == "failed" and self._job is not None:
             _log.error("an update failed, and no call waited for it: %s", self._job.take_failure())
             self._job = None
@@ -233,6 +233,7 @@ class WeightSyncManager:
             raise UpdateBusy(f"an update is {self._job.state()}; finish or cancel it first")
         if rules is not None and rules.partial and not self._has_weights:
             raise WeightError("partial: the weights were discarded, so an update must contain all of them")
+        check_source(named)
         return _Job(self._executor, named, rules or UpdateRules(), label, timeout)
 
 
@@ -325,17 +326,10 @@ class _Job:
             self._gathered.discard()
 
     def _next(self, source: Iterator[tuple[object, object]]) -> tuple[object, object] | None:
-        """Return the source's next pair; wrap its exceptions in `WeightError`."""
+        """Return the source's next pair."""
         self.gate.start_reading()
         self._check_cancelled()
-        try:
-            item = next(source, None)
-        except (WeightError, MemoryError):
-            raise
-        except ModelError as error:
-            raise WeightError(str(error)) from error
-        except Exception as error:
-            raise WeightError(f"the source of the weights failed: {type(error).__name__}: {error}") from error
+        item = next(source, None)
         self._check_cancelled()
         return item
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from nano_inference.checks import check_fields, check_label, checked, number
+from nano_inference.checks import check_bool, check_fields, check_label, checked, number
 from nano_inference.types import BadRequest, OnRunning, UpdateState, WeightLabel
 
 NamedWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -34,7 +35,8 @@ class UpdateRules:
 class WeightUpdate:
     """New weights and installation options. Raises `BadRequest` naming an invalid field."""
 
-    weights: NamedWeights
+    weights: NamedWeights | str | Path
+    """Pairs, or a directory."""
     rules: UpdateRules = field(default_factory=UpdateRules)
     label: WeightLabel | None = None
     """The trainer's name for them."""
@@ -53,6 +55,37 @@ class WeightUpdate:
             check_fields(self)
         except ValueError as error:
             raise BadRequest(str(error)) from None
+
+
+def update_of(
+    weights: NamedWeights | str | Path,
+    *,
+    blocking: bool = False,
+    on_running: OnRunning | None,
+    version: WeightLabel | None,
+    partial: bool,
+    allow_nonfinite: bool,
+    checksum: str | None,
+    timeout: float | None,
+    on_gathered: Callable[[], None] | None = None,
+    hold: bool = False,
+) -> WeightUpdate:
+    """Return the record of `InferenceEngine.update_weights`'s arguments. Raises `BadRequest`."""
+    try:
+        check_bool("blocking", blocking)
+        check_bool("hold", hold)
+        rules = UpdateRules(partial=partial, allow_nonfinite=allow_nonfinite, checksum=checksum)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    return WeightUpdate(
+        weights=weights,
+        rules=rules,
+        label=version,
+        on_running=("recompute" if blocking else "keep") if on_running is None else on_running,
+        hold=hold,
+        timeout=timeout,
+        on_gathered=on_gathered,
+    )
 
 
 class Weights(Protocol):
