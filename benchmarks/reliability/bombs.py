@@ -17,9 +17,9 @@ from wires import JSON, Reply
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 CHATS = "/v1/chat/completions"
 BOMBS = {
-    "slow": "{% set l = range(99999)|list %}{% for i in range(9999) %}{% if l|tojson|first %}{% endif %}{% endfor %}",
-    "filter": "{% for i in range(99999) %}{{ (range(99999)|reverse)|first }}{% endfor %}",
-    "membership": "{% for i in range(99999) %}{% if 'x' in range(9999)|list %}{% endif %}{% endfor %}",
+    "slow": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+    "text": "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "membership": "{% set l = range(9999)|list %}{% for i in range(99999) %}{% if 'x' in l %}{% endif %}{% endfor %}",
     "sort": "{% set l = range(99999)|list %}{% for i in range(99999) %}{% if l|sort|first %}{% endif %}{% endfor %}",
 }
 HONEST = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"

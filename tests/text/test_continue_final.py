@@ -141,6 +141,12 @@ def test_nanochat_continues_an_answer() -> None:
     assert one.encode(messages, OPEN) == one.encode(messages, Rendering(add_generation_prompt=False))[:-1]
 
 
+def test_nanochat_joins_system_messages() -> None:
+    systems = [{"role": "system", "content": "Be kind."}, {"role": "system", "content": "Be short."}]
+    joined = [{"role": "system", "content": "Be kind.\n\nBe short."}, ASK]
+    assert nanochat().encode([*systems, ASK]) == nanochat().encode(joined)
+
+
 def test_nanochat_continues_only_assistant_messages() -> None:
     with pytest.raises(BadRequest, match="requires a last message of the assistant"):
         nanochat().encode([ASK], OPEN)

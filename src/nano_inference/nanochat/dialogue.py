@@ -14,6 +14,7 @@ from nano_inference.nanochat.rendering import (
     render_turns,
 )
 from nano_inference.nanochat.tool import PythonTool, python_tool
+from nano_inference.text.chat import with_one_system_message
 from nano_inference.text.kinds import ANSWER, Message, Rendering, Tokenizer
 from nano_inference.text.tools import special_tokens
 from nano_inference.types import BadRequest
@@ -42,6 +43,8 @@ class NanochatDialogue:
         """
         if rendering.tools or rendering.extra:
             raise BadRequest("nanochat's layout has no tools and no chat template variables")
+        if len(messages) > 1 and messages[0].get("role") == "system":
+            messages = with_one_system_message(messages) or messages
         if self.any_order:
             return render_turns(self.tokenizer, messages)
         if rendering.add_generation_prompt:

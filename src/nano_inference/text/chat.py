@@ -127,7 +127,7 @@ def render(template: ChatTemplate, messages: Sequence[Message], rendering: Rende
     taken = sorted(RESERVED & set(rendering.extra))
     if taken:
         raise BadRequest(f"chat template variable {taken[0]!r} is reserved")
-    joined = _with_one_system_message(messages)
+    joined = with_one_system_message(messages)
     if joined is None:
         return _run(template, messages, rendering)
     texts = [message["content"].strip() for message in messages if message["role"] == "system"]
@@ -169,15 +169,15 @@ def _with_reasoning(message: dict[str, Any], reads: frozenset[str]) -> dict[str,
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _with_one_system_message(messages: Sequence[Message]) -> list[Message] | None:
+def with_one_system_message(messages: Sequence[Message]) -> list[Message] | None:
     """Return messages with all system messages joined to the first; None if there is only one, in its place."""
-    systems = [message for message in messages if message["role"] == "system"]
+    systems = [message for message in messages if message.get("role") == "system"]
     if not systems or (len(systems) == 1 and messages[0] is systems[0]):
         return None
     if not all(isinstance(message.get("content"), str) for message in systems):
         return None
     content = "\n\n".join(message["content"] for message in systems if message["content"])
-    return [{**systems[0], "content": content}, *(message for message in messages if message["role"] != "system")]
+    return [{**systems[0], "content": content}, *(message for message in messages if message.get("role") != "system")]
 
 
 def encode_chat(
