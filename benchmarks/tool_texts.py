@@ -154,23 +154,23 @@ def calls_of(events: Sequence[Event]) -> list[tuple[str, Any]]:
     return [(event.name, json.loads(texts[event.index])) for event in events if isinstance(event, CallStart)]
 
 
-def after_call(text: str, at: int, *, is_closed: bool) -> int:
+def after_call(text: str, at: int, end: str, *, is_closed: bool) -> int:
     """Return the place after a call's end marker; its arguments end at `at`, or, if `is_closed`, all of its JSON."""
     head = '{"": 0'
     with suppress(ValueError):  # if the reply ends before the call does
         at += 0 if is_closed else json.JSONDecoder(strict=False).raw_decode(head + text[at:])[1] - len(head)
-    marker = re.compile(r"\s*</tool_call>").match(text, at)
+    marker = re.compile(rf"\s*{re.escape(end)}").match(text, at)
     return at if marker is None else marker.end()
 
 
-def is_covered(text: str, events: Sequence[Event]) -> bool:
+def is_covered(text: str, events: Sequence[Event], end: str) -> bool:
     """Return True if calls and content cover a reply, in its order."""
-    at, last = 0, ""
+    at, last, is_named = 0, "", False
     for event in events:
-        if isinstance(event, CallEnd):
-            at = after_call(text, at, is_closed=last.endswith("}"))
+        if isinstance(event, CallEnd) and not is_named:
+            at = after_call(text, at, end, is_closed=last.endswith("}"))
         if isinstance(event, CallStart):
-            last = event.source
+            last, is_named = event.source, '"' not in event.source
         elif isinstance(event, CallArguments) and event.source:
             last = ""
         source = event.text if isinstance(event, Content) else getattr(event, "source", "")
@@ -203,7 +203,7 @@ def main() -> int:
                 name
                 for name, is_right in (
                     ("a stream unlike the whole", repr(parsed(fmt, pieces_of(draw, text))) == repr(events)),
-                    ("text lost", is_covered(text, whole)),
+                    ("text lost", is_covered(text, whole, fmt.end)),
                     ("calls not found", not is_well_formed or calls == wanted),
                 )
                 if not is_right
