@@ -6,6 +6,7 @@ imports one of `PACKAGES` is imported where its feature is used, inside `needed`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -46,3 +47,8 @@ def needed(feature: str) -> Iterator[None]:
         if package is None:
             raise
         raise MissingPackage(f"{feature} needs the package {package}: pip install {package}") from error
+
+
+def ray_address() -> str:
+    """Return the Ray cluster that Ray's own variable RAY_ADDRESS names, else "local": a new one for this process."""
+    return os.environ.get("RAY_ADDRESS") or "local"

@@ -6,7 +6,6 @@ Ray is imported in functions: it is an extra.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -22,7 +21,7 @@ from nano_inference.checks import check_int, check_number
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.loader.pieces import DTYPES
-from nano_inference.packages import MissingPackage
+from nano_inference.packages import MissingPackage, ray_address
 from nano_inference.pool.local import LocalWorker, plain_tensor, uncovered_directory
 from nano_inference.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
 from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
@@ -225,7 +224,7 @@ class RayFleet:
         self._ray = require_ray()
         self._owns_cluster = not self._ray.is_initialized()
         if self._owns_cluster:
-            self._ray.init(address=os.environ.get("RAY_ADDRESS") or "local")
+            self._ray.init(address=ray_address())
 
     def share(self, named: Iterable[tuple[object, object]]) -> Any:
         """Put the tensors in the object store, once; return their reference."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Mapping
 from typing import Any
 
-from nano_inference.packages import MissingPackage
+from nano_inference.packages import MissingPackage, ray_address
 from nano_inference.server.config import SettingError
 from nano_inference.server.replicas.child import ChildServer, ClusterLost, ReplicaFailed
 
@@ -88,10 +87,10 @@ class RayCluster:
         self._ray = require_ray()
         self._is_owner = not self._ray.is_initialized()
         if self._is_owner:
-            own = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-            named = {"address": os.environ["RAY_ADDRESS"]} if os.environ.get("RAY_ADDRESS") else None
+            own = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+            address = ray_address()
             try:
-                self._ray.init(**(named or own), logging_level=logging.ERROR)
+                self._ray.init(address, logging_level=logging.ERROR, **(own if address == "local" else {}))
             except ConnectionError:
                 raise SettingError("replicas: no Ray cluster answers at RAY_ADDRESS", "replicas") from None
         self.is_remote = sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1
@@ -134,12 +133,17 @@ class RayCluster:
     def _ask_alive(self, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[bool]) -> None:
         is_alive = any(bool(node["Alive"]) for node in self._ray.nodes())
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(is_alive))
+            loop.call_soon_threadsafe(_set, answer, is_alive)
 
     def close(self) -> None:
         """Leave the cluster, and end it if it was started here."""
         if self._is_owner:
             self._ray.shutdown()
+
+
+def _set(answer: asyncio.Future[bool], is_alive: bool) -> None:
+    if not answer.done():
+        answer.set_result(is_alive)
 
 
 def require_ray() -> Any:
