@@ -223,6 +223,16 @@ def test_a_stream_that_is_cut_off_ends_as_its_dialect_does(path: str, name: str 
     assert message_of(events) == "the replica that generated this answer died; send the request again"
 
 
+@pytest.mark.xfail(strict=True, reason="point 17: the rebuilt front must end a Responses stream by response.failed")
+def test_a_responses_stream_that_is_cut_off_fails_its_response() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    made = b'event: response.created\ndata: {"type": "response.created", "response": {"id": "resp_1"}}\n\n'
+    with scripted(head + b"%x\r\n%s\r\n" % (len(made), made)) as url, proxied([url]) as front:
+        text = front.client.post("/v1/responses", json={}).text
+    last = json.loads(text.rpartition("data: ")[2])
+    assert (last["type"], last["response"]["id"]) == ("response.failed", "resp_1")
+
+
 def test_lines_that_are_cut_off_end_with_an_error_line() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
     cut = b'{"response": "a"}\n{"resp'
