@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -64,6 +65,31 @@ def pool(cluster: None, untied: Pair) -> Iterator[RolloutPool]:
 def single(untied: Pair) -> Iterator[InferenceEngine]:
     with InferenceEngine(config_of(untied)) as engine:
         yield engine
+
+
+@needs_ray
+def test_a_fleet_joins_no_cluster_that_is_not_named(cluster: None) -> None:
+    """Also not the one that `ray start` notes in Ray's directory of temporary files."""
+    import ray
+
+    here = ray.get_runtime_context().gcs_address
+
+    def joined(address: str, directory: str) -> str:
+        (Path(directory) / "ray").mkdir()
+        (Path(directory) / "ray" / "ray_current_cluster").write_text(here)
+        code = (
+            "import ray; from nano_inference import EngineConfig, RayFleet; "
+            "RayFleet(EngineConfig(model_path='m'), 1); print(ray.get_runtime_context().gcs_address); ray.shutdown()"
+        )
+        environment = {**os.environ, "RAY_ADDRESS": address, "RAY_TMPDIR": directory}
+        ended = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+        return ended.stdout.split()[-1]
+
+    for address in ("", here):
+        with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
+            assert (joined(address, directory) == here) == (address == here)
 
 
 @needs_ray
