@@ -1,4 +1,4 @@
-"""Detection of an answer that repeats itself; the page's twin is `repeats` in `web/chat/stream.js`."""
+"""Detection of an answer that repeats itself; the page's `repeats` in `web/chat/stream.js` has the same limits."""
 
 from __future__ import annotations
 

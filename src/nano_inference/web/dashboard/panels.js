@@ -70,7 +70,8 @@ function rateTile(name, label) {
     id: name, label, show: (value) => [rateText(value)[0], value === null ? "" : `${rateText(value)[1]}/s`],
     read: ({ point }) => rate(point, name),
     more: ({ scrape, sums, span }) => (
-      `${joined(countText(sums.counts[name] ?? null))} ${span.words}; ${joined(countText(scrape.counters[name]))} in all`),
+      `${joined(countText(sums.counts[name] ?? null))} ${span.words}; `
+      + `${joined(countText(scrape.counters[name]))} in all`),
   };
 }
 
