@@ -18,7 +18,7 @@ import pytest
 
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.kv import compute_block_hash
-from nano_inference.types import BadRequest, SamplingParams, TokenLogprob, TrainingSample
+from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TokenLogprob, TrainingSample
 
 NAN, INF = math.nan, math.inf
 NO_NUMBER: tuple[Any, ...] = (NAN, INF, -INF, "1", None, True, [1], 1 + 2j)
@@ -260,3 +260,11 @@ def test_a_block_hash_is_the_same_on_every_machine_and_in_every_process() -> Non
     environments = [os.environ | {"PYTHONHASHSEED": seed} for seed in "12"]
     printed = {subprocess.check_output([sys.executable, "-c", code], env=env, text=True) for env in environments}
     assert printed == {f"{compute_block_hash([1, 2**70], compute_block_hash([300]))}\n"}
+
+
+def test_repr_omits_defaults_and_shortens_sequences() -> None:
+    params = SamplingParams(temperature=0.5, stop=("a",))
+    assert repr(params) == "SamplingParams(temperature=0.5, stop=('a',))" and eval(repr(params)) == params
+    assert repr(EngineConfig(model_path="default")) == "EngineConfig(model_path='default')"
+    request = EngineRequest(prompt=tuple(range(1000)))
+    assert repr(request) == "EngineRequest(prompt=(0, 1, 2, 3, 4, 5, 6, 7, … 1000 in all))"
