@@ -126,9 +126,10 @@ export async function writeAnswers(body, messages, signal, onProgress, onlyBegin
 
 /** Return true if at least the last 128 new tokens are one sequence of at most 48, six times or more. */
 function repeats({ tokens, numGiven = 0 }) {
+  const isSame = ([id, text], other) => id === other[0] && text === other[1];
   const hasPeriod = (period, length) => {
     let at = tokens.length - 1;
-    while (at >= tokens.length - length + period && tokens[at][0] === tokens[at - period][0]) at -= 1;
+    while (at >= tokens.length - length + period && isSame(tokens[at], tokens[at - period])) at -= 1;
     return at < tokens.length - length + period;
   };
   for (let period = 1; period <= MAX_PERIOD; period += 1) {
