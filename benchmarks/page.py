@@ -97,7 +97,7 @@ def streamed(browser: Browser, server: FakeServer, count: int, speed: int) -> tu
     chat.page.evaluate(FRAMES)
     began = time.perf_counter()
     for n in range(count):
-        answer.say(WORDS[n % len(WORDS)] + " ")
+        answer.say(f"{WORDS[n % len(WORDS)]}{n % 997} ")  # an answer that repeats itself is stopped
         ahead = n / speed - (time.perf_counter() - began)
         if ahead > 0.02:
             time.sleep(ahead)
