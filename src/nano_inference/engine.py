@@ -18,6 +18,8 @@ from nano_inference.checks import check_bool, unit_vector
 from nano_inference.config import EngineConfig, config_of
 from nano_inference.control import Control
 from nano_inference.core import Core
+from nano_inference.executors.protocol import Executor
+from nano_inference.kv import KVManager
 from nano_inference.requests import RequestQueue
 from nano_inference.sequence import Sequence
 from nano_inference.state import EngineState
@@ -38,6 +40,7 @@ from nano_inference.types import (
 from nano_inference.weights.directory import weights_in
 from nano_inference.weights.group import WeightGroup
 from nano_inference.weights.member import GroupBackend
+from nano_inference.weights.sync import WeightSyncManager
 
 _LAST_PIECE_S = 2.0
 """Most seconds `shutdown` waits for a thread that gathers weights: Python aborts if one copies at exit."""
@@ -321,6 +324,21 @@ class InferenceEngine(Control):
     def is_on_cuda(self) -> bool:
         """Whether the model runs on a CUDA device."""
         return self.parts.is_on_cuda
+
+    @property
+    def model(self) -> Executor | None:
+        """The owner of the weights; None without a model."""
+        return self.parts.executor
+
+    @property
+    def cache(self) -> KVManager:
+        """The owner of the cache blocks."""
+        return self.parts.kv
+
+    @property
+    def weight_sync(self) -> WeightSyncManager | None:
+        """The owner of weight updates; None if the weights cannot be replaced."""
+        return self.parts.weights
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

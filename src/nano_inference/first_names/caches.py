@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from nano_inference import kv
 from nano_inference.checks import check_int
+from nano_inference.first_names import Block
 from nano_inference.kv import KVManager, Salt
 from nano_inference.types import CacheFull
 
@@ -53,23 +54,53 @@ class PromptCache(KVManager):
         self._allocated[blocks[-1]] = tuple(blocks), tuple(token_ids)
         return CacheAllocation(tuple(blocks), len(hit.blocks) * self.block_size)
 
+    def share(self, block_ids: Sequence[int], num_computed: int | None = None) -> tuple[int, ...]:
+        """Publish a prompt's first `num_computed` tokens (default: all), while its owner holds it.
+
+        Returns the owner's blocks from now on: some may be replaced by equal ones. Raises as `deallocate` does.
+        """
+        tokens = self._taken(block_ids, num_computed)
+        computed = tokens[:num_computed]
+        blocks = tuple(self.publish(computed, _NO_SALT, block_ids, 0, len(computed)))
+        self._allocated[blocks[-1]] = blocks, tokens
+        return blocks
+
     def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None:
         """Release a prompt's blocks and publish its first `num_computed` tokens (default: all).
 
         Raises `ValueError` when the blocks were not allocated, or were deallocated before.
         """
+        computed = self._taken(block_ids, num_computed)[:num_computed]
+        self.release(self.publish(computed, _NO_SALT, block_ids, 0, len(computed)))
+
+    def _taken(self, block_ids: Sequence[int], num_computed: int | None) -> tuple[int, ...]:
+        """Forget that the blocks are allocated; return their tokens."""
         blocks, tokens = self._allocated.get(block_ids[-1], ((), ())) if block_ids else ((), ())
         if not blocks or tuple(block_ids) != blocks:
             raise ValueError("block_ids were not allocated, or were deallocated already")
         if num_computed is not None:
             check_int("num_computed", num_computed, 0, len(tokens))
         del self._allocated[blocks[-1]]
-        computed = tokens[:num_computed]
-        self.release(self.publish(computed, _NO_SALT, block_ids, 0, len(computed)))
+        return tokens
 
 
 class PagedKVCache(PromptCache, kv.PagedKVCache):
-    """Owns `num_blocks` blocks of `block_size` tokens."""
+    """Owns `num_blocks` blocks of `block_size` tokens. Its properties are snapshots."""
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks in order of their ids."""
+        return tuple(Block(one, count, self._hash_of.get(one)) for one, count in enumerate(self._pool.refs))
+
+    @property
+    def hash_to_block(self) -> Mapping[int, int]:
+        """Maps the hash of each block that can be found to its id; the first block's prefix is a hash of its salt."""
+        return dict(self._block_of)
+
+    @property
+    def free_block_ids(self) -> tuple[int, ...]:
+        """Blocks without a holder, cached ones included."""
+        return tuple(one.block_id for one in self.blocks if not one.ref_count)
 
 
 class RadixKVCache(PromptCache, kv.RadixKVCache):

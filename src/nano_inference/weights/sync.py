@@ -43,6 +43,11 @@ class WeightSyncManager:
         self._job: _Job | None = None
 
     @property
+    def pending_sync(self) -> bool:
+        """Return True while an update is in progress."""
+        return self.state != "idle"
+
+    @property
     def state(self) -> UpdateState:
         """Return the update's state: "idle", "staging", "staged" (ready to swap) or "failed"."""
         return "idle" if self._job is None else self._job.state()
