@@ -15,6 +15,7 @@ pytest.importorskip("pty", reason="needs a Unix terminal")
 import nano_inference
 from tests.cli.screen import terminal
 from tests.forking import Forks
+from tests.models.families import make_model
 from tests.warm import Forker
 
 _HEAVY = ("torch", "transformers", "gguf", "tokenizers", "rich.progress", "huggingface_hub")
@@ -102,3 +103,12 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat_in_a_dumb_terminal(for
         screen.wait("/clear")
         screen.send("\x04")
         assert screen.leave() == 0
+
+
+@pytest.mark.xfail(strict=True, reason="point 22: the rebuilt generate must not need a tokenizer for token ids")
+def test_generate_from_token_ids_needs_no_tokenizer(tmp_path: Path) -> None:
+    make_model("llama-ratio1-untied", tmp_path / "model")
+    (tmp_path / "ids").write_text('{"token_ids": [1, 2, 3]}\n')
+    command = ["generate", "--model", str(tmp_path / "model"), "--file", str(tmp_path / "ids"), "--json"]
+    done = subprocess.run([sys.executable, "-m", "nano_inference", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
