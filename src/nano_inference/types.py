@@ -71,6 +71,10 @@ class ModelError(ValueError):
     """A model's files are missing, damaged or of an unknown architecture. The one-line message names the file."""
 
 
+class MissingFile(ModelError, FileNotFoundError):
+    """A checkpoint, or a file of one, does not exist."""
+
+
 class WeightError(ValueError):
     """New weights were rejected: a wrong name, shape or value, or a failed sender. The old weights stay installed."""
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from nano_inference.files import open_buffered
 from nano_inference.loader.fields import shown
-from nano_inference.nanochat.names import MissingFile
-from nano_inference.types import ModelError
+from nano_inference.types import MissingFile, ModelError
 
 PREFIX = re.compile(r"(_orig_mod\.|module\.)+")
 """What torch.compile and DistributedDataParallel put before every name."""

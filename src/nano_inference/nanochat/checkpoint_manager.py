@@ -19,9 +19,10 @@ from nano_inference.loader.pt_file import read_pt
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.files import NanochatFiles, find_files, largest_tag, last_step
 from nano_inference.nanochat.gpt import GPT
-from nano_inference.nanochat.names import FILE_NAME, MissingFile
+from nano_inference.nanochat.names import FILE_NAME
 from nano_inference.nanochat.opening import open_nanochat
 from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
+from nano_inference.types import MissingFile
 
 __all__ = [
     "build_model",

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from nano_inference.files import is_present, path_of
 from nano_inference.loader.fields import read_json, shown
-from nano_inference.nanochat.names import FILE_NAME, MissingFile, UnknownName
-from nano_inference.types import ModelError
+from nano_inference.nanochat.names import FILE_NAME, UnknownName
+from nano_inference.types import MissingFile, ModelError
 
 SOURCES = ("sft", "rl", "mid", "base")
 """Stages of training, the preferred one for chats first."""

@@ -10,10 +10,6 @@ BOS_TOKENS = ("<|bos|>", "<|endoftext|>")
 ASSISTANT_END = "<|assistant_end|>"
 
 
-class MissingFile(ModelError, FileNotFoundError):
-    """A checkpoint, or a file of one, does not exist."""
-
-
 class UnknownName(ModelError, KeyError):
     """A source of checkpoints or a special token does not exist."""
 

@@ -19,10 +19,9 @@ from typing import Any, BinaryIO
 import tiktoken
 
 from nano_inference.files import open_buffered
-from nano_inference.nanochat.names import MissingFile
 from nano_inference.text.fast import no_panic
 from nano_inference.text.tokenizer_limits import check_added, check_pattern, check_pieces
-from nano_inference.types import ModelError
+from nano_inference.types import MissingFile, ModelError
 
 MAX_FILE = 1 << 23
 """Most bytes of a file; a vocabulary of 65,536 takes about 1 MB, in protocol 2 about 2 MB."""
