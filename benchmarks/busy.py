@@ -50,6 +50,7 @@ def spin() -> None:
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Run busy processes, which have started when the block begins."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # a spawned Python would look for modules in the current directory first
     processes = [multiprocessing.get_context("spawn").Process(target=spin, daemon=True) for _ in range(count)]
     for process in processes:
         process.start()

@@ -123,7 +123,7 @@ def run(checkout: Path, replaced: tuple[str, ...], arguments: tuple[str, ...]) -
         paths = os.pathsep.join([str(copy), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": paths, "NANOCHAT_BASE_DIR": str(base), "CUDA_VISIBLE_DEVICES": ""}
         environment["OMP_NUM_THREADS"] = "1"
-        command = [sys.executable, *arguments]
+        command = [sys.executable, "-P", *arguments]
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
         return done.returncode, done.stdout, done.stderr
 

@@ -111,6 +111,7 @@ SUMS = {"log_softmax", "logsumexp", "softmax", "softmin", "logaddexp", "cross_en
 NOT_FOR_LOGPROBS = {
     ("executors/torch/attention/sdpa.py", "softmax"),
     ("nanochat/columns.py", "softmax"),  # weights of a draw, upstream's
+    ("nanochat/gpt.py", "cross_entropy"),  # upstream's loss
     ("executors/sampling.py", "log_softmax"),  # weights of a draw, whose bits decide tokens
     ("executors/sampling.py", "softmax"),
 }

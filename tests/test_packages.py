@@ -219,8 +219,8 @@ def imported_packages() -> Iterator[str]:
 
 def test_packages_lists_every_import_and_every_dependency() -> None:
     imported = set(imported_packages()) - sys.stdlib_module_names - {"nano_inference"}
-    with_torch = {"jinja2"}  # torch requires it
-    assert imported == {*ESSENTIAL, *PACKAGES, *with_torch, "llguidance", "ray", "triton", "verl"}
+    with_torch = {"jinja2"}  # torch requires it, and filelock
+    assert imported == {*ESSENTIAL, *PACKAGES, *with_torch, "filelock", "llguidance", "ray", "triton", "verl"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {Requirement(text).name for text in project["dependencies"]} == {*ESSENTIAL, *with_torch, *PACKAGES.values()}
 

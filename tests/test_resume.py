@@ -90,7 +90,9 @@ def test_a_completed_sample_keeps_the_versions_of_its_parts(untied: Pair, open_e
     sample = engine.complete(parts, LONG)[0]
     assert [tuple(span) for span in sample.version_spans] == [(1, 0, 10, "one"), (2, 10, 24, None)]
     assert TrainingSample.from_dict(sample.to_dict()) == sample
-    elsewhere = open_engine(untied, lineage="pool").complete(parts, LONG)[0]
+    other = open_engine(untied, lineage="pool")
+    other.update_weights(untied.named(), blocking=True)
+    elsewhere = other.complete(parts, LONG)[0]
     assert elsewhere.version_spans[0].label == "one"
 
 

@@ -170,7 +170,7 @@ def test_public_host_without_key_names_the_fields_in_python() -> None:
         (("generate", "a", "--max-tokens", "-1"), "--max-tokens must be"),
         (("generate", "a", "--device", "tpu"), "--device must be auto, cpu, cuda, cuda:N or mps, got 'tpu'"),
         (("generate", "a", "--kernels", "off", "--dtype", "int8"), "--dtype=int8: the kernels are off"),
-        (("generate", "a b " * 40, "--max-model-len", "16"), "prompt has "),
+        (("generate", "a b " * 40, "--max-model-len", "16", "--quiet"), "prompt has "),
     ],
 )
 def test_rejection_names_the_flag(words: tuple[str, ...], expected: str, tiny: Path, capsys: Capture) -> None:

@@ -402,6 +402,13 @@ def test_overridden_pattern_causes_no_warning() -> None:
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_notes_mention_rounded_tables_and_overrides(generation: str) -> None:
     rounded = f"rope_dtype=bfloat16 ({generation}'s, rounded by upstream until 2026-03-04)"
-    assert of(generation).notes == ((rounded,) if ROPE_DTYPES[generation] == "bfloat16" else ())
+    windows = (
+        "decode_window=short is assumed; the weights do not show whether answers had no windows, as upstream's of "
+        "2026-01-16 to 30 without FlashAttention 3 (override decode_window=full)"
+    )
+    notes = ((rounded,) if ROPE_DTYPES[generation] == "bfloat16" else ()) + (
+        (windows,) if generation in ("G1", "G2", "G2e") else ()
+    )
+    assert of(generation).notes == notes
     by_hand = of(generation, "rope_dtype=float32", "decode_window=full")
     assert by_hand.notes == ("rope_dtype=float32 (set by hand)", "decode_window=full (set by hand)")

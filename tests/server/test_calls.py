@@ -557,7 +557,7 @@ def test_chat_without_template_is_refused(model: ServedModel) -> None:
         ("{{ messages[0].content + 1 }}", "the chat template cannot render these messages", "messages"),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "writes too much",
+            "takes more than 1 s of CPU time",
             "messages",
         ),
     ],

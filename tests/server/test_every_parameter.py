@@ -269,6 +269,11 @@ SURE: JSON = {"max_tokens": 120, "ignore_eos": False}
 """max_tokens for a call or a structure."""
 
 
+def refused() -> list[JSON]:
+    """Return a history that ends with a refusal."""
+    return [{"role": "assistant", "content": [{"type": "refusal", "refusal": "a"}]}]
+
+
 def user(content: Any) -> list[JSON]:
     return [{"role": "user", "content": content}]
 
@@ -379,6 +384,7 @@ READING: Table = {
     "messages.content": turn("prompt", "abc", "abcd"),
     "messages.content.type": turn("error", "image_url", "text", messages=user([{"type": "text", "text": "a"}])),
     "messages.content.text": turn("prompt", "a", "bc", messages=user([{"type": "text", "text": "a"}])),
+    "messages.content.refusal": turn("prompt", "a", "bc", messages=refused()),
     "add_generation_prompt": turn("prompt", True, False),
     "continue_final_message": turn("prompt", True, False),
     "chat_template_kwargs": turn("prompt", {"mood": "!"}, {"mood": "??"}),
@@ -499,6 +505,11 @@ CHAT_TABLE: Table = {
 ITEM_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": 1}'}
 ITEM_TALK = [ITEM_CALL, {"type": "function_call_output", "call_id": "c", "output": "sun"}]
 ITEM_PARTS = [ITEM_CALL, {**ITEM_TALK[1], "output": [{"type": "input_text", "text": "sun"}]}]
+ITEM_REFUSED = [
+    {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "abc"}]},
+    {"type": "message", "role": "user", "content": "abc"},
+]
+ITEM_REFUSED_PARTS = [ITEM_CALL, {**ITEM_TALK[1], "output": [{"type": "refusal", "refusal": "sun"}]}]
 ITEM_TEXT = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "abc"}]}]
 SUM_TURNS = [*user("What is 1 plus 2?"), {"role": "assistant", "content": "3"}, *user("And 2 plus 2?")]
 SURE_HERE: JSON = {"max_output_tokens": 120, "ignore_eos": False}
@@ -519,6 +530,7 @@ OWN_RESPONSES: Table = {
     "input.content": turn("prompt", "abc", "abd", input=user("abc")),
     "input.content.type": turn("error", "input_image", "input_text", input=ITEM_TEXT),
     "input.content.text": turn("prompt", "abc", "abd", input=ITEM_TEXT),
+    "input.content.refusal": turn("prompt", "abc", "abcde", input=ITEM_REFUSED),
     "input.parts": turn("prompt", [{"type": "python", "text": "1+2"}], at="input.1.parts", input=SUM_TURNS,
                         model="calculator"),
     "input.call_id": turn("error", "d", "c", input=ITEM_TALK),
@@ -529,6 +541,7 @@ OWN_RESPONSES: Table = {
     "input.output": turn("prompt", "sun", "rain", at="input.1.output", input=ITEM_TALK),
     "input.output.type": turn("error", "input_image", "input_text", at="input.1.output.0.type", input=ITEM_PARTS),
     "input.output.text": turn("prompt", "sun", "rain", at="input.1.output.0.text", input=ITEM_PARTS),
+    "input.output.refusal": turn("prompt", "sun", "rain", at="input.1.output.0.refusal", input=ITEM_REFUSED_PARTS),
     "instructions": turn("prompt", "Be."),
     "max_output_tokens": turn("tokens", 2, 3),
     "include": turn("logprobs", [LOGPROBS], []),

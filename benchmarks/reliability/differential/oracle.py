@@ -118,7 +118,7 @@ class Distribution:
 
     def interval(self, token: int) -> Interval | None:
         """Return where the token's log-probability lies in the mode that is reported; None where it has none."""
-        if self.context.mode == "raw" and not self.is_greedy:
+        if self.context.mode == "raw":
             value = float(self.raw_V[token])
             return Interval(value, value)
         value = float(self.tempered_V[token])
@@ -141,7 +141,7 @@ class Distribution:
 
     def top(self) -> Tensor:
         """Return the values by which alternatives are ordered, [V]; -inf where a token is left out."""
-        if self.context.mode == "raw" and not self.is_greedy:
+        if self.context.mode == "raw":
             return self.raw_V
         if self.context.mode == "processed":
             return torch.where(self.possible_V, self.tempered_V, -torch.inf) - _log(self.most)

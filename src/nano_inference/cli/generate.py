@@ -38,18 +38,18 @@ def run(
     if options.num_samples < 1:
         raise BadRequest(f"--n must be >= 1, got {options.num_samples}")
     with open_session(config, common, typed) as session:
+        encoded = [encode(session, prompt, system=options.system, raw=options.raw) for prompt in prompts]
         if options.as_json:
             sampling = with_model_defaults(session, sampling, common.quiet)
         else:
             sampling = with_chat_defaults(session, config.model_path, sampling, common.quiet, "options change them")
-        return answer_all(session, prompts, options, sampling.params, common)
+        return answer_all(session, encoded, options, sampling.params, common)
 
 
 def answer_all(
-    session: Session, prompts: list[Prompt], options: Options, params: SamplingParams, common: Common
+    session: Session, encoded: list[list[int]], options: Options, params: SamplingParams, common: Common
 ) -> int:
     """Generate for all prompts with a loaded model and print; return the exit code. Raises `EngineDead`."""
-    encoded = [encode(session, prompt, system=options.system, raw=options.raw) for prompt in prompts]
     with Interrupts() as interrupts:
         if len(encoded) == options.num_samples == 1 and not options.as_json:
             answer = stream_answer(
