@@ -242,7 +242,7 @@ def outside(shelf: Path, tiny_directory: Path, tmp_path_factory: pytest.TempPath
     (shelf / "empty").mkdir()
     (shelf / "file").write_text("not a directory")
     (shelf / "pickled").mkdir()
-    (shelf / "pickled" / "optimizer.bin").write_bytes(b"\x80\x04.")
+    (shelf / "pickled" / "model.pt").write_bytes(b"\x80\x04.")
     return away
 
 
@@ -260,7 +260,7 @@ PLACES = [
     ("missing", 400, "no directory of that name below --weights-dir, to which names are relative"),
     ("file", 400, "no directory"),
     ("empty", 400, "no safetensors"),
-    ("pickled", 400, "has neither model.safetensors"),
+    ("pickled", 400, "no safetensors"),
     ("one\0", 400, "zero byte"),
     ("x" * 5000, 400, "model_path"),
     ("", 400, "model_path"),
