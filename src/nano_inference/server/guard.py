@@ -3,8 +3,7 @@
 In order: request id, header sanity, Host, CORS, API key, content type and length. Decisions use only `scope["path"]`,
 never a URL made from the Host header, which the client controls.
 
-`Guard` wraps a router. Around a Starlette application it would see failures only after Starlette had answered them in
-plain text.
+`Guard` wraps a router: around a Starlette application it would see failures after Starlette had answered them as text.
 """
 
 from __future__ import annotations
@@ -376,9 +375,8 @@ def client_of(scope: Scope, policy: GuardPolicy) -> Client:
 def check_admin(scope: Scope, admins: KeyRing) -> None:
     """Refuse a command of a web page, and one without an admin key if there are admin keys."""
     headers = scope["headers"]
-    # A page's image is a GET whose only sure mark is this header: not all browsers send Sec-Fetch-Site.
     is_read = scope["method"] in ("GET", "HEAD") and presented_key(headers) is None
-    if is_from_page(headers) or (is_read and values(headers, b"accept-language")):
+    if is_from_page(headers) or (is_read and values(headers, b"accept-language")):  # a page's image has no other mark
         raise ApiError(403, "commands from web pages are not accepted", code="not_from_pages")
     if admins.is_empty or admins.identify(presented_key(headers)) is not None:
         return
