@@ -71,9 +71,9 @@ class WeightSyncManager:
         job.on_end, job.is_held = on_gathered, hold
         job.thread = threading.Thread(target=job.run, name="weight-staging", daemon=True)
         try:
+            self._job = job  # before the start: the thread may end at once, and `on_gathered` reads the state
             job.thread.start()
-            self._job = job  # only now: if the start is interrupted or fails, no update is in progress
-        except BaseException:
+        except BaseException:  # an update whose thread never started is not in progress
             self._job = None
             job.is_cancelled.set()
             raise
