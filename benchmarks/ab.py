@@ -9,10 +9,11 @@ runs in both trees, each in its own process, on the same random checkpoints: eve
 nanochat, every kind of quantised block, and the default model where the cache has it. Requests are ragged, share
 prefixes, use every sampling parameter; engines prefill in chunks, preempt, speculate.
 
-C path: tokens and all numbers have the same bits. Torch path: the same bits in the scenario "all rows", within 1e-5 (of
-the list's largest number, at least 1) in "mixed", which is run in float32 only: one rounding in half precision is more.
-In "all rows" every request scores its prompt and then samples, and nothing is preempted or read from the cache. So
-every row of a step is needed, and `Keep`, which drops rows of the last layer that are not needed, drops none.
+C path, and the CUDA executor with plain kernels: tokens and all numbers have the same bits. Torch path: the same bits
+in the scenario "all rows", within 1e-5 (of the list's largest number, at least 1) in "mixed", which is run in float32
+only: one rounding in half precision is more. In "all rows" every request scores its prompt and then samples, and
+nothing is preempted or read from the cache. So every row of a step is needed, and `Keep`, which drops rows of the last
+layer that are not needed, drops none.
 
 The exit status is 1 if anything differs, 2 if nothing could be compared.
 """
@@ -83,7 +84,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="names of models, or how they begin, separated by commas")
     parser.add_argument("--kernels", default="auto", choices=[name for name in get_args(KernelsName) if name != "off"])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--golden", action="store_true", help="compare the C path with this machine's golden file")
+    what.add_argument("--golden", action="store_true", help="compare all bits with this machine's golden file")
     what.add_argument("--record", action="store_true", help="write this machine's golden file")
     return parser.parse_args(arguments)
 
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace, folder: Path) -> list[Outcome]:
     files = {name: checkpoints.write(name, folder) for name in chosen}
     cases = [case for name in chosen for case in cases_of(name)]
     if against is None:
-        cases = [case for case in cases if case.path == "c"]
+        cases = [case for case in cases if case.tolerance == BITWISE]
         key = golden.machine_key(options.kernels)
         (recorded,) = record([ROOT], cases, files, options.kernels, folder)
         digests = {name: checkpoints.digest(path) for name, path in files.items()}
@@ -187,7 +188,7 @@ def record(
 
 def start_recording(tree: Path, plan: Path, out: Path) -> subprocess.Popen[bytes]:
     """Start the recording program, which is this tree's, with the package of `tree`."""
-    path = os.pathsep.join((str(tree / "src"), str(ROOT / "benchmarks")))
+    path = os.pathsep.join((str(tree / "src"), str(tree), str(ROOT / "benchmarks")))
     environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "recording.record", str(tree), str(plan), str(out)]
     with out.with_suffix(".log").open("wb") as log:

@@ -125,6 +125,7 @@ def test_a_changed_constant_is_found(tmp_path: Path) -> None:
     """A copy of the tree with another epsilon: each path differs, with the token where it starts."""
     tree = tmp_path / "tree"
     shutil.copytree(ab.ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "web", "*.egg-info"))
+    shutil.copytree(ab.ROOT / "tests" / "cuda", tree / "tests" / "cuda")
     rules = tree / "src" / "nano_inference" / "nanochat" / "rules.py"
     text = rules.read_text()
     assert "FLOAT32_EPS = 1.1920929e-07" in text
@@ -134,7 +135,7 @@ def test_a_changed_constant_is_found(tmp_path: Path) -> None:
     cases = [case for case in cases_of(name) if case.dtype == "float32" and case.scenario in ("mixed", "all rows")]
     here, there = ab.record([ab.ROOT, tree], cases, files, "auto", tmp_path)
     outcomes = [ab.outcome(*three) for three in zip(cases, here, there, strict=True)]
-    assert len(outcomes) == 3
+    assert [one.case.path for one in outcomes] == ["c", "torch", "torch", "cuda"]
     for one in outcomes:
         assert one.here.error is not None or "token 0: id" in str(one.difference)
 
@@ -160,7 +161,7 @@ def test_the_script_compares_with_a_commit(monkeypatch: pytest.MonkeyPatch, caps
     printed = capsys.readouterr()
     is_clean = not ab.git(ab.ROOT, "status", "--porcelain", "src").strip()
     assert status == 0 if is_clean else status in (0, ab.DIFFERENT), printed.err
-    assert "4 cases, " in printed.out
+    assert "5 cases, " in printed.out
     assert "nano-inference-ab-" not in ab.git(ab.ROOT, "worktree", "list")
 
 

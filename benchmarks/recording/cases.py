@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-ComputePath = Literal["c", "torch"]
+ComputePath = Literal["c", "torch", "cuda"]
+"""Of these "cuda" is that executor with plain kernels on CPU tensors."""
 BITWISE = 0.0
 RELATIVE = 1e-5
 """Largest difference of a float from the other tree's, relative to the largest of its list (at least 1)."""
@@ -85,6 +86,8 @@ def cases_of(model: str) -> list[Case]:
     found += [_case(model, dtype, "c", name) for dtype in others for name in ("mixed", "chunks")]
     found += [_case(model, dtype, "torch", "all rows") for dtype in TORCH_DTYPES[: 1 if is_quantised else None]]
     found += [_case(model, "float32", "torch", name, RELATIVE) for name in ("mixed", "chunks")]
+    if not is_quantised:
+        found += [_case(model, "float32", "cuda", name) for name in ("mixed", "chunks", "preempted")]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Golden files: what the C path gave on one instruction set, with one compiler and one torch.
+"""Golden files: what an engine gave on one instruction set, with one compiler and one torch.
 
 Torch computes the rotary tables, the draws that the kernels do not have, and the random weights, so its version and its
 vector instructions are part of the key, and a case whose weights differ from the recorded ones is not compared.

@@ -1,4 +1,4 @@
-"""Records what one tree's engine gives: `python -m recording.record TREE PLAN OUT`, with TREE/src on PYTHONPATH.
+"""Records what one tree's engine gives: `python -m recording.record TREE PLAN OUT`, with TREE/src and TREE on the path.
 
 Uses only public interfaces that earlier commits have too. PLAN is a JSON list of cases with the path of each model's
 files; OUT gets one JSON line for each case. A line on stderr names the case that is under way, so that a crash has a
@@ -19,6 +19,7 @@ import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from recording.cases import MAX_LEN, SCENARIOS, Case, Request, Scenario, requests
 from recording.streams import Recording, Stream
+from tests.cuda.engines import open_cuda
 
 ROOMY_BYTES, DEFAULT_MODEL_BYTES = 16 << 20, 64 << 20
 """KV caches in which everything finds room."""
@@ -54,7 +55,7 @@ def record(case: Case, files: str, kernels: str) -> Recording:
     try:
         if scenario.spare_blocks is not None:
             options["kv_cache_bytes"] = tight_cache(options, scenario.spare_blocks)
-        with InferenceEngine(EngineConfig(**options)) as engine:
+        with opened(case, EngineConfig(**options)) as engine:
             if case.path == "c" and engine.parts.code == "torch":
                 raise ValueError("the C kernels could not be compiled")
             samples = list(drawn(engine, scenario, asked(engine, case)))
@@ -69,6 +70,11 @@ def record(case: Case, files: str, kernels: str) -> Recording:
         num_preemptions=sum(sample.num_preemptions for sample in samples),
         seconds=time.perf_counter() - start,
     )
+
+
+def opened(case: Case, config: EngineConfig) -> InferenceEngine:
+    """Return the engine of a case."""
+    return open_cuda(Path(config.model_path), config) if case.path == "cuda" else InferenceEngine(config)
 
 
 def asked(engine: InferenceEngine, case: Case) -> list[Request]:
