@@ -23,9 +23,9 @@ BANDS = {
     "Foundations": "frozen registry checks seeds samples types exclusive children files packages memory",
     "Kernels and sources": "kernels config hub chat_defaults wheels catalog logprobs",
     "Models and files": "models loader text kinds",
-    "Core": "kv runner matching sequence scheduling admission drafts speculation appending recovery core state",
+    "Core": "kv runner matching sequence scheduling admission drafts speculation appending core mailboxes driving",
     "Executors and weights": "executors weights parallel",
-    "Engine": "calls requests step_control control ngram_drafter assemble engine rank spmd",
+    "Engine": "ngram_drafter assemble engine rank spmd",
     "Faces of the engine": "engine_thread async_engine rollout reference workloads first_names pool",
     "Wings": "server integrations cli nanochat",
 }

@@ -10,8 +10,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src" / "nano_inference"
 LONG_FILE, MOST_LINES, LONG_FUNCTION = 350, 450, 40
 CORE_ROOMS = (
-    "types samples config checks admission requests sequence appending scheduling kv seeds matching drafts speculation "
-    "runner core recovery state exclusive calls step_control control engine engine_thread async_engine"
+    "types samples config checks admission sequence appending scheduling kv seeds matching drafts speculation "
+    "runner core mailboxes driving engine engine_thread async_engine"
 )
 ENGINE_CLASSES, MOST_CLASS_LINES = (
     {"engine.py": "InferenceEngine", "control.py": "Control", "step_control.py": "StepControl"},

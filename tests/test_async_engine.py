@@ -24,7 +24,7 @@ from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.scheduling import STREAM_LOOKAHEAD
 from nano_inference.weights.updates import WeightUpdate
 from tests.sim.fakes import Calculator, FakeRunner, fake_config, fake_parts
-from tests.test_strikes import content
+from tests.sim.versioned import content
 from tests.weights.pairs import OpenEngine, Pair
 from tests.weights.test_update import PausedSource
 

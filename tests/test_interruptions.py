@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from nano_inference import BadRequest, EngineDead, EnginePaused, InferenceEngine, SamplingParams, WeightError
-from nano_inference.executors.protocol import Executor
 from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.weights.gate import StepGate
-from nano_inference.weights.sync import WeightSyncManager
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts
-from tests.sim.striker import Striker
-from tests.sim.versioned import CountedWeights, VersionedRunner, new_weights, versioned_engine
+from tests.sim.versioned import VersionedRunner, new_weights, versioned_engine
 from tests.weights.pairs import OpenEngine, Pair
 
 PROMPT = [5, 9, 30, 2, 44]
@@ -39,35 +35,6 @@ class InterruptedStep(VersionedRunner):
         return super().run(rows, copies, fresh)
 
 
-class InterruptedUpdates(WeightSyncManager):
-    """Is interrupted once: after it exchanged the weights, or before it cancels an update."""
-
-    def __init__(self, executor: Executor, place: Literal["exchange", "cancel"]) -> None:
-        super().__init__(executor)
-        self.place: str | None = place
-
-    def interrupt(self, place: str) -> None:
-        if self.place == place:
-            self.place = None
-            raise KeyboardInterrupt
-
-    def maybe_finish_sync(self) -> bool:
-        is_done = super().maybe_finish_sync()
-        if is_done:
-            self.interrupt("exchange")
-        return is_done
-
-    def cancel(self, wait: float = 0.0) -> bool:
-        self.interrupt("cancel")
-        return super().cancel(wait)
-
-
-def interrupted_engine(place: Literal["exchange", "cancel"]) -> InferenceEngine:
-    runner = VersionedRunner(60, 4)
-    weights = InterruptedUpdates(CountedWeights(runner.install), place)
-    return InferenceEngine(fake_config(), parts=replace(versioned().parts, runner=runner, weights=weights))
-
-
 def test_interrupted_drain_cancels_its_update() -> None:
     engine = versioned_engine("radix", 60, 4, fake_config(), make_runner=InterruptedStep)
     engine.add_request(PROMPT, LONG)
@@ -78,14 +45,6 @@ def test_interrupted_drain_cancels_its_update() -> None:
     while engine.has_pending():
         samples = engine.step()
     assert set(samples[0].token_versions) == {0}
-
-
-def test_update_interrupted_after_the_weights_changed_is_installed() -> None:
-    engine = interrupted_engine("exchange")
-    with pytest.raises(KeyboardInterrupt):
-        engine.update_weights(new_weights(), blocking=True, version="new")
-    assert engine.weight_info() == (1, "new", "idle")
-    assert set(engine.generate([PROMPT], LONG)[0].token_versions) == {1}
 
 
 @pytest.mark.parametrize("is_started", [False, True])
@@ -113,23 +72,6 @@ def test_update_whose_thread_does_not_start_is_dropped(
     engine.shutdown()
 
 
-def test_update_interrupted_while_the_weights_change_is_installed() -> None:
-    runner = VersionedRunner(60, 4)
-    interrupts = [KeyboardInterrupt()]
-
-    def install(version: int) -> None:
-        runner.install(version)
-        if interrupts:
-            raise interrupts.pop()
-
-    weights = WeightSyncManager(CountedWeights(install))
-    engine = InferenceEngine(fake_config(), parts=replace(versioned().parts, runner=runner, weights=weights))
-    with pytest.raises(KeyboardInterrupt):
-        engine.update_weights(new_weights(), blocking=True, version="new")
-    assert engine.weight_info() == (1, "new", "idle")
-    assert set(engine.generate([PROMPT], LONG)[0].token_versions) == {1}
-
-
 class ShortOfMemory(FakeRunner):
     """Runs out of memory in its second step."""
 
@@ -151,19 +93,6 @@ def test_prompt_preempted_while_it_is_scored_has_each_score_once() -> None:
     assert (sample.num_preemptions, aborted.finish_reason) == (1, "abort")
     assert sample.prompt_logprobs == expected.prompt_logprobs
     assert sample.completion_tokens == expected.completion_tokens
-
-
-def test_stream_whose_finalizer_is_interrupted_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the traceback, and so the stream
-    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 60, 4))
-    for place in range(1, 40):
-        stream = engine.stream(PROMPT, LONG)
-        next(stream)
-        with Striker([place]) as striker:
-            del stream
-        assert striker.struck
-        engine.generate([PROMPT], replace(LONG, max_tokens=1))
-        assert not engine.has_pending() and engine.parts.kv.num_free_blocks() == 60
 
 
 def test_interruption_before_the_first_step_is_short() -> None:
@@ -190,64 +119,6 @@ def test_started_group_ends_together(how: str, batch_size: int) -> None:
     samples += engine.step()
     assert len(samples) == 4
     assert {version for sample in samples for version in sample.token_versions} == {0}
-
-
-class Interrupts:
-    """Raises `KeyboardInterrupt` once at each place that `at` names."""
-
-    def __init__(self) -> None:
-        self.at: set[str] = set()
-
-    def check(self, place: str) -> None:
-        if place in self.at:
-            self.at.remove(place)
-            raise KeyboardInterrupt
-
-
-class InterruptedRunner(FakeRunner):
-    def __init__(self, interrupts: Interrupts) -> None:
-        super().__init__(60, 4)
-        self.interrupts = interrupts
-
-    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
-        self.interrupts.check("run")
-        return super().run(rows, copies, fresh)
-
-
-class InterruptedMatcher:
-    """Allows everything."""
-
-    def __init__(self, interrupts: Interrupts) -> None:
-        self.interrupts = interrupts
-
-    def advance(self, token: int) -> None:
-        self.interrupts.check("commit")
-
-    def mask(self) -> None:
-        return None
-
-
-def test_matcher_that_fails_after_an_interrupt_ends_its_sample_despite_another() -> None:
-    interrupts = Interrupts()
-    parts = replace(fake_parts("radix", 60, 4), runner=InterruptedRunner(interrupts))
-    engine = InferenceEngine(fake_config(8), parts=parts)
-    made = iter([InterruptedMatcher(interrupts)])
-    failing = engine.add_request(PROMPT, LONG, make_matcher=lambda: next(made))
-    other = engine.add_request(PROMPT, LONG, make_matcher=lambda: InterruptedMatcher(interrupts))
-    engine.step()
-    samples = []
-    for place in ("commit", "run"):  # the first interrupt drops the matchers, the second follows their renewal
-        interrupts.at = {place}
-        with pytest.raises(KeyboardInterrupt):
-            while True:
-                samples += engine.step()
-    while engine.has_pending():
-        samples += engine.step()
-    assert [(sample.finish_reason, sample.stop_reason) for sample in samples] == [
-        ("abort", "StopIteration: "),
-        ("length", None),
-    ]
-    assert failing < other and not engine.collect(failing)
 
 
 def test_waiting_with_discarded_weights_installs_at_once() -> None:
@@ -318,16 +189,6 @@ def test_resumed_sample_scores_only_its_prompt(untied: Pair, open_engine: OpenEn
     part = engine.abort(request)[0]
     whole = engine.complete([part], params)[0]
     assert len(whole.prompt_logprobs or ()) == len(whole.prompt_top_logprobs or ()) == len(PROMPT) - 1
-
-
-def test_interrupted_shutdown_rejects_further_work() -> None:
-    engine = interrupted_engine("cancel")
-    with pytest.raises(KeyboardInterrupt):
-        engine.shutdown()
-    assert not engine.is_alive
-    with pytest.raises(EngineDead):
-        engine.add_request(PROMPT, LONG)
-    engine.shutdown()
 
 
 @pytest.mark.parametrize("wrong", [{"on_running": ""}, {"timeout": -1}, {"blocking": 3}, {"checksum": 3}])

@@ -16,7 +16,7 @@ import pytest
 from nano_inference import BadRequest, EngineBusy, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.runner import BlockCopy, Row, RowResult
 from tests.sim.fakes import EOS, VOCAB_SIZE, FakeRunner, fake_config, fake_parts
-from tests.test_strikes import content, run_to_end
+from tests.sim.versioned import content, run_to_end
 from tests.weights.pairs import OpenEngine, Pair
 
 PROMPT = [5, 9, 30, 2, 44]

@@ -36,7 +36,7 @@ LEVELS = (
     "kv text catalog",
     "scheduling matching",
     "sequence",
-    "admission appending recovery speculation",
+    "admission appending speculation",
     "models",
     "loader",
     "executors",
@@ -44,10 +44,7 @@ LEVELS = (
     "weights",
     "parallel",
     "core",
-    "state",
-    "calls",
-    "step_control",
-    "control requests ngram_drafter",
+    "mailboxes driving ngram_drafter",
     "assemble",
     "engine rank",
     "spmd",
@@ -73,8 +70,8 @@ TORCH_FREE = (
         "admission.py",
         "core.py",
     ),
-    *("frozen.py", "exclusive.py", "recovery.py", "matching.py", "state.py", "engine_thread.py", "async_engine.py"),
-    *("calls.py", "step_control.py", "control.py", "requests.py", "weights/updates.py"),
+    *("frozen.py", "driving.py", "matching.py", "mailboxes.py", "engine_thread.py", "async_engine.py"),
+    "weights/updates.py",
     *("speculation.py", "appending.py", "parallel/shard.py", "parallel/messages.py", "parallel/processes.py"),
     "runner.py",
     "seeds.py",
@@ -480,6 +477,6 @@ def test_type_checkers_see_the_same_names() -> None:
 
 def test_importing_the_package_does_not_wait_for_torch() -> None:
     code = "import sys, nano_inference as n; n.SamplingParams(); n.EngineConfig(model_path='m'); n.schedule;"
-    code += "n.RadixKVCache(2, 2); import nano_inference.async_engine, nano_inference.control, nano_inference.core;"
+    code += "n.RadixKVCache(2, 2); import nano_inference.async_engine, nano_inference.mailboxes, nano_inference.core;"
     code += "assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -151,7 +151,7 @@ def test_a_failed_update_frees_all_tensors_without_a_collection(
     engine: InferenceEngine, blocking: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sleeps between updates, so that no memory is kept for the next one."""
-    caplog.set_level("CRITICAL", "nano_inference.step_control")  # a captured record refers to the error and its frames
+    caplog.set_level("CRITICAL", "nano_inference.engine")  # a captured record refers to the error and its frames
     assert isinstance(engine.parts.executor, CpuExecutor | TorchExecutor)
     executor = engine.parts.executor
     size = sum(value.nbytes for _, value in executor.weight_values())

@@ -1,13 +1,17 @@
-"""Checks a caller's request. Pure; errors reach callers as `BadRequest`."""
+"""Checks callers' requests and starts their sequences. Errors reach callers as `BadRequest`."""
 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from nano_inference.checks import check_int, token_ids
+from nano_inference.config import EngineConfig
+from nano_inference.seeds import derive_seed
+from nano_inference.sequence import Sequence, start_sequences
 from nano_inference.types import (
     BadRequest,
     Beginning,
@@ -38,6 +42,66 @@ class Limits:
     """Whether K/V depends on the prompt's length, so that only prompts of equal length share cached prefixes."""
     lineage: str | None = None
     """See `TrainingSample.lineage`."""
+
+
+class Admission:
+    """Owns the counters of request and sequence ids."""
+
+    def __init__(self, config: EngineConfig, limits: Limits, stop_matcher: StopMatcherFactory | None) -> None:
+        """`stop_matcher` is None without a tokenizer."""
+        self.limits = limits
+        self._config = config
+        self._stop_matcher = stop_matcher
+        self._next_request = 0
+        self._next_sequence = 0
+
+    def admit_all(self, requests: Seq[EngineRequest], version: int, prefixes: Seq[str] = ()) -> list[list[Sequence]]:
+        """Return the sequences of every request, all or none; `take` uses their ids. Raises `BadRequest`.
+
+        `version` is that of the weights; `prefixes` holds one text for each request, put in front of its error message.
+        """
+        admitted: list[list[Sequence]] = []
+        next_sequence = self._next_sequence
+        for index, request in enumerate(requests):
+            try:
+                admitted.append(self._admit(request, self._next_request + index, next_sequence, version))
+            except ValueError as error:  # a `BadRequest`, or from the request's matcher or program
+                cause = None if isinstance(error, BadRequest) else error
+                raise BadRequest(f"{prefixes[index] if prefixes else ''}{error}") from cause
+            next_sequence += len(admitted[-1])
+        return admitted
+
+    def take(self, sequences: list[Sequence]) -> int:
+        """Use the ids of an admitted request, so that no other gets them; return the request's."""
+        self._next_request = sequences[0].request_id + 1
+        self._next_sequence = sequences[-1].id + 1
+        return sequences[0].request_id
+
+    def _admit(self, request: EngineRequest, request_id: int, first_id: int, version: int) -> list[Sequence]:
+        request, max_new_tokens = checked(request, self.limits, self._stop_matcher)
+        newest = -1 if request.partial is None else max(request.partial.token_versions, default=-1)
+        if newest > version:
+            raise BadRequest(f"partial: has tokens of weight version {newest}, this engine's is {version}")
+        return start_sequences(
+            request,
+            request_id=request_id,
+            first_id=first_id,
+            seed=self._seed_of(request, request_id),
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=self.limits.eos_token_ids,
+            logprobs_mode=self._config.logprobs_mode,
+            lineage=self.limits.lineage,
+        )
+
+    def _seed_of(self, request: EngineRequest, request_id: int) -> int:
+        """Return the seed of the request, of its partial sample, derived from the engine's, or fresh entropy."""
+        if request.params.seed is not None:
+            return request.params.seed
+        if request.partial is not None and request.partial.seed is not None:
+            return request.partial.seed
+        if self._config.seed is not None:
+            return derive_seed(self._config.seed, request_id)
+        return secrets.randbits(64)
 
 
 def checked(

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from nano_inference.admission import requests_for, score_starts, scoring_request
-from nano_inference.control import Control
-from nano_inference.engine_thread import Engine, EngineThread, Inbox, Receiver, Submission, Turn
+from nano_inference.engine_thread import DrivenEngine, Engine, EngineThread, Inbox, Receiver, Submission, Turn
 from nano_inference.types import (
     BadRequest,
     Delta,
@@ -99,7 +98,7 @@ class AsyncEngine(Generic[Engine]):
         except Exception as error:
             self.failure = error
             raise
-        self._watchdog = loop.create_task(self._watch(engine.control))
+        self._watchdog = loop.create_task(self._watch(engine))
         return engine
 
     async def stop(self, timeout: float = 10.0) -> None:
@@ -249,13 +248,13 @@ class AsyncEngine(Generic[Engine]):
                 checksum=checksum,
                 timeout=timeout,
             )
-        control = await self.call(lambda engine: engine.control)
+        engine = await self.call(lambda engine: engine)
         update = replace(weights, on_gathered=_both(self.wake, weights.on_gathered))
         started: list[int] = []
         installed: asyncio.Future[int] | None = None
         try:
             installed = await self._installed(
-                control, lambda: started.append(control.start_update(update)), is_held=update.hold
+                engine, lambda: started.append(engine.start_update(update)), is_held=update.hold
             )
             while not installed.done():  # a silent source does not wake the thread, so its timeout is polled
                 await asyncio.wait({installed}, timeout=_WATCH_S)
@@ -264,25 +263,25 @@ class AsyncEngine(Generic[Engine]):
         except asyncio.CancelledError:  # the thread may start the update after this
             if installed is not None:
                 installed.cancel()
-            self.thread.post(lambda _: started and control.cancel_update())
+            self.thread.post(lambda _: started and engine.cancel_update())
             raise
 
     async def commit_update(self) -> int:
         """Install a held update, as its `on_running` says; return the installed version. Raises as `update_weights`."""
-        control = await self.call(lambda engine: engine.control)
-        return await (await self._installed(control, lambda: control.commit_update(blocking=False)))
+        engine = await self.call(lambda engine: engine)
+        return await (await self._installed(engine, lambda: engine.commit_update(blocking=False)))
 
     async def cancel_update(self) -> bool:
         """Cancel an update that is not installed yet; return whether there was one."""
-        return await self.call(lambda engine: engine.control.cancel_update())
+        return await self.call(lambda engine: engine.cancel_update())
 
     async def _installed(
-        self, control: Control, start: Callable[[], object], *, is_held: bool = False
+        self, engine: DrivenEngine, start: Callable[[], object], *, is_held: bool = False
     ) -> asyncio.Future[int]:
         """Return a future of the version that `start` installs; with `is_held`, set once the weights are gathered."""
         ends = ("idle", "staged") if is_held else ("idle",)
         return await self.watch(
-            lambda: control.finish_update(0) if control.weight_info().update in ends else None, first=start
+            lambda: engine.finish_update(0) if engine.weight_info().update in ends else None, first=start
         )
 
     # ---- calls ------------------------------------------------------------------------------------------------------
@@ -408,7 +407,7 @@ class AsyncEngine(Generic[Engine]):
         if self._observer is not None:
             self._observer.on_death(error)
 
-    async def _watch(self, control: Control) -> None:
+    async def _watch(self, engine: DrivenEngine) -> None:
         """Detect a thread or an engine that has ended, and a step that exceeds its timeout (prints all stacks).
 
         Adds up the watchdog's own waits instead of reading a clock: a frozen process (`docker pause`) is no failure.
@@ -422,7 +421,7 @@ class AsyncEngine(Generic[Engine]):
             since, waited = self.thread.busy_since, waited + pause if is_same else 0.0
             if not self.thread.is_alive:
                 self.on_failure(RuntimeError("the engine's thread has ended"))
-            elif (failure := control.failure) is not None:  # a rank was lost while the thread waits for work
+            elif (failure := engine.failure) is not None:  # a rank was lost while the thread waits for work
                 self.on_failure(failure)
             elif waited >= step_timeout:
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)

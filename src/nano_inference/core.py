@@ -1,4 +1,7 @@
-"""`Core`: the queues, the block tables and the step: plan (counts only), apply (take blocks), run, commit."""
+"""`Core`: the queues, the block tables, and a step without its model: plan (counts only), apply (take blocks), commit.
+
+`InferenceEngine` runs the rows of a planned step between `plan` and `commit`.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,43 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import NamedTuple
 
 from nano_inference.appending import append_prompt_results, append_result
 from nano_inference.config import SchedulerConfig
 from nano_inference.drafts import MakeDrafter
 from nano_inference.kv import Hit, KVManager
-from nano_inference.recovery import Checkpoint, checkpoint, clear_prompt_results, rebuild_matcher, restart, roll_back
-from nano_inference.runner import BlockCopy, Row, RowResult, Runner
+from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.scheduling import SeqView, StepPlan, plan_step
-from nano_inference.sequence import Sequence, finish, to_delta, to_row
+from nano_inference.sequence import Sequence, clear_prompt_results, finish, to_delta, to_row
 from nano_inference.speculation import Speculator
 from nano_inference.types import Delta, OnRunning, StepResult, StepStats, WeightLabel
 
 _NOTHING_COUNTED = StepStats()
 
 
+class PlannedStep(NamedTuple):
+    """A step whose blocks are taken: what the executor runs, and what `Core.commit` needs afterwards."""
+
+    plan: StepPlan
+    seqs: list[Sequence]
+    rows: tuple[Row, ...]
+    """One for each of `seqs`."""
+    copies: tuple[BlockCopy, ...]
+    fresh: tuple[int, ...]
+    started: tuple[tuple[int, int], ...]
+    """(request id, sample index) of the sequences that left the queue."""
+
+
 class Core:
     """Owns the queues and hands out block ids through its KV manager. The only place where a `Sequence` changes."""
 
-    def __init__(
-        self, runner: Runner, kv: KVManager, limits: SchedulerConfig, make_drafter: MakeDrafter, *, vocab_size: int
-    ) -> None:
+    def __init__(self, kv: KVManager, limits: SchedulerConfig, make_drafter: MakeDrafter, *, vocab_size: int) -> None:
         self.version = 0
         """Number of weight installations since the start."""
         self.labels: dict[int, WeightLabel] = {}
         """The trainer's names of versions."""
-        self.needs_recovery = False
-        """True if a change was interrupted: `recover` must run first."""
         self._vocab_size = vocab_size
-        self._runner = runner
         self._kv = kv
         self._limits = limits
         self._urgent_limits = replace(limits, lookahead=1)
@@ -48,10 +59,6 @@ class Core:
         """Request id -> number of its sequences that have not ended."""
         self._started: set[int] = set()
         """Open requests of which a sequence was ever started."""
-        self._undo: tuple[Checkpoint, ...] = ()
-        """Sequences before the current step changed them; empty between steps."""
-        self._has_dropped_matchers = False
-        """True if a rollback may have left sequences without their matchers."""
 
     def has_work(self) -> bool:
         """Return whether any sequence waits or runs."""
@@ -105,38 +112,13 @@ class Core:
         self.preempt_all()
         self._kv.flush()
 
-    def recover(self, live: Iterable[Sequence]) -> None:
-        """Rebuild queues and block tables from the sequences that have not ended, after an interrupted change.
+    # ---- a step -----------------------------------------------------------------------------------------------------
 
-        Forgets all K/V and removes the tokens of the interrupted step, which are sampled again identically: sampling
-        depends only on seed, sample index and position. Can be interrupted at any point and called again.
+    def plan(self, *, admit_new: bool = True, is_urgent: bool = False) -> PlannedStep:
+        """Plan the next step and take its blocks. Without `admit_new`, only requests that have started are computed.
+
+        With `is_urgent`, a row samples one token, because something waits for the end of the step.
         """
-        self._has_dropped_matchers = True
-        for saved in self._undo:
-            roll_back(saved)
-        self._kv.reset()
-        sequences = sorted(live, key=lambda seq: seq.id)
-        for seq in sequences:
-            restart(seq)
-        self._running = []
-        self._waiting = OrderedDict((seq.id, seq) for seq in sequences)
-        self._open = Counter(seq.request_id for seq in sequences)
-        self._started = self._started & self._open.keys()
-        self._speculator.restart(sequences)
-        self._undo = ()
-
-    def settle(self) -> None:
-        """Drop the undo information of the last step: its results have been delivered."""
-        self._undo = ()
-
-    def step(self, *, admit_new: bool = True, is_urgent: bool = False) -> StepResult:
-        """Run one step. If the runner fails or is interrupted (Ctrl-C), the next step computes its rows again.
-
-        Any other exception requires `recover`. Without `admit_new`, only requests that have started are computed. With
-        `is_urgent`, a row samples one token, because something waits for the end of the step.
-        """
-        if self._has_dropped_matchers and (ended := self._rebuild_matchers()):
-            return self.result(ended)  # delivered before anything that can be interrupted without a repair
         hits: dict[int, Hit] = {}
         plan = self._plan(hits, None if admit_new else self.started_requests(), is_urgent=is_urgent)
         seqs, copies, fresh = self._apply(plan, hits)
@@ -145,24 +127,7 @@ class Core:
             for seq, work in zip(seqs, plan.work, strict=True)
         )
         started = tuple((seq.request_id, seq.sample_index) for seq in seqs if seq.id in hits)
-        try:
-            results = self._run(seqs, rows, copies, fresh)
-        except MemoryError as error:
-            result = self._free_memory(seqs, rows, error)
-        else:
-            result = self._commit(plan, seqs, rows, results)
-        return replace(result, started=started) if started else result
-
-    def _rebuild_matchers(self) -> list[Delta]:
-        """Rebuild the matchers that a rollback dropped; a matcher that raises ends its own sample."""
-        ended: list[Delta] = []
-        for seq in (*self._running, *self._waiting.values()):
-            try:
-                rebuild_matcher(seq)
-            except Exception as error:
-                ended.append(self.abort(seq, f"{type(error).__name__}: {error}"))
-        self._has_dropped_matchers = False
-        return ended
+        return PlannedStep(plan, seqs, rows, copies, fresh, started)
 
     # ---- plan -------------------------------------------------------------------------------------------------------
 
@@ -289,52 +254,33 @@ class Core:
         self._kv.release(seq.blocks)
         seq.blocks, seq.num_computed, seq.num_published = [], 0, 0
 
-    # ---- run and commit ---------------------------------------------------------------------------------------------
+    # ---- commit -----------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, seqs: Seq[Sequence], rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
-    ) -> Mapping[int, RowResult]:
-        """Return the runner's results; if it fails or is interrupted, preempt the rows, which are computed again."""
-        if not rows:
-            return {}
-        try:
-            return self._runner.run(rows, copies, fresh)
-        except MemoryError:
-            raise
-        except BaseException:
-            self._runner.recover()
-            self._preempt_oldest_last(seqs)
-            self.needs_recovery = False
-            raise
+    def preempt(self, step: PlannedStep) -> None:
+        """Undo a step that was not run to its end: its rows are computed again, the oldest first."""
+        for seq in sorted(step.seqs, key=lambda seq: -seq.id):
+            self._preempt(seq)
 
-    def _free_memory(self, seqs: Seq[Sequence], rows: Seq[Row], error: MemoryError) -> StepResult:
+    def free_memory(self, step: PlannedStep, error: MemoryError) -> StepResult:
         """Preempt a step's rows after it ran out of memory, and make the next one smaller.
 
         Rows with draft tokens get no more of them; if there were none, the youngest sequence is aborted.
         """
-        drafting = [seq for seq, row in zip(seqs, rows, strict=True) if row.num_drafts]
+        drafting = [seq for seq, row in zip(step.seqs, step.rows, strict=True) if row.num_drafts]
         for seq in drafting:
             self._speculator.disable(seq)
-        self._preempt_oldest_last(seqs)
+        self.preempt(step)
         deltas = []
         if not drafting:
-            youngest = max(seqs, key=lambda seq: seq.id)
+            youngest = max(step.seqs, key=lambda seq: seq.id)
             deltas.append(self.abort(youngest, f"out of memory: {error}" if str(error) else "out of memory"))
-        return self.result(deltas, StepStats(num_preempted=len(seqs)))
+        return self.result(deltas, StepStats(num_preempted=len(step.seqs)), step.started)
 
-    def _preempt_oldest_last(self, seqs: Seq[Sequence]) -> None:
-        """Preempt sequences so that the oldest is first in the queue."""
-        for seq in sorted(seqs, key=lambda seq: -seq.id):
-            self._preempt(seq)
-
-    def _commit(
-        self, plan: StepPlan, seqs: Seq[Sequence], rows: Seq[Row], results: Mapping[int, RowResult]
-    ) -> StepResult:
+    def commit(self, step: PlannedStep, results: Mapping[int, RowResult]) -> StepResult:
         """Append sampled tokens, publish computed K/V, release what ended; return the step's deltas and counters."""
-        self._undo = tuple(map(checkpoint, seqs))
         deltas: list[Delta] = []
         num_sampled = num_accepted = 0
-        for seq, row in zip(seqs, rows, strict=True):
+        for seq, row in zip(step.seqs, step.rows, strict=True):
             result = results[seq.id]
             if row.num_drafts and not all(map(math.isfinite, result.logprobs)):
                 self._retry_without_drafts(seq)
@@ -351,16 +297,18 @@ class Core:
             if seq.finish_reason:
                 self._leave(seq)
         counted = StepStats(
-            num_rows=len(rows),
-            num_computed=sum(len(row.tokens) for row in rows),
+            num_rows=len(step.rows),
+            num_computed=sum(len(row.tokens) for row in step.rows),
             num_sampled=num_sampled,
-            num_preempted=len(plan.preempted),
-            num_drafted=sum(row.num_drafts for row in rows),
+            num_preempted=len(step.plan.preempted),
+            num_drafted=sum(row.num_drafts for row in step.rows),
             num_accepted=num_accepted,
         )
-        return self.result(deltas, counted)
+        return self.result(deltas, counted, step.started)
 
-    def result(self, deltas: Seq[Delta], counted: StepStats = _NOTHING_COUNTED) -> StepResult:
+    def result(
+        self, deltas: Seq[Delta], counted: StepStats = _NOTHING_COUNTED, started: tuple[tuple[int, int], ...] = ()
+    ) -> StepResult:
         """Return deltas and a step's counters, completed by the current state of the queues and the cache."""
         stats = replace(
             counted,
@@ -370,7 +318,7 @@ class Core:
             weight_version=self.version,
         )
         samples = tuple(delta.sample for delta in deltas if delta.sample is not None)
-        return StepResult(deltas=tuple(deltas), samples=samples, stats=stats)
+        return StepResult(deltas=tuple(deltas), samples=samples, stats=stats, started=started)
 
     def _publish(self, seq: Sequence, *, is_chunk: bool) -> None:
         """Publish full blocks; after a prefill chunk and at the end, also a partly filled one."""

@@ -1,77 +1,93 @@
-"""`InferenceEngine`: the public interface, from token ids to token ids. `StepControl` decides when steps may run."""
+"""`InferenceEngine`: from token ids to token ids. One class over `core`, which has the queues, and an executor."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial as bound
 from pathlib import Path
 from typing import NoReturn, Self, TypeVar
 
-from nano_inference.admission import Limits, requests_for, score_starts, scoring_request, texts_of
+from nano_inference.admission import Admission, Limits, requests_for, score_starts, scoring_request, texts_of
 from nano_inference.assemble import EngineParts, assemble, copied_parts
-from nano_inference.calls import DeltaStream, as_call
 from nano_inference.checks import check_bool, unit_vector
 from nano_inference.config import EngineConfig, config_of
-from nano_inference.control import Control
 from nano_inference.core import Core
+from nano_inference.driving import Driving
 from nano_inference.executors.protocol import Executor
 from nano_inference.kv import KVManager
-from nano_inference.requests import RequestQueue
-from nano_inference.sequence import Sequence
-from nano_inference.state import EngineState
+from nano_inference.mailboxes import DeltaStream, Mailboxes
 from nano_inference.types import (
     FROM_THE_PROMPT,
+    PAUSE_MODES,
     BadRequest,
     Beginning,
     Delta,
+    EngineBusy,
     EngineDead,
+    EnginePaused,
     EngineRequest,
     MatcherFactory,
+    OnRunning,
+    PauseMode,
     Pooling,
     SamplingParams,
     StepResult,
     TokenProgram,
     TrainingSample,
+    UpdateState,
+    WeightError,
+    WeightInfo,
+    WeightLabel,
 )
-from nano_inference.weights.directory import weights_in
 from nano_inference.weights.group import WeightGroup
 from nano_inference.weights.member import GroupBackend
 from nano_inference.weights.sync import WeightSyncManager
+from nano_inference.weights.updates import NamedWeights, WeightUpdate, check_weight_label, update_of
 
 _LAST_PIECE_S = 2.0
 """Most seconds `shutdown` waits for a thread that gathers weights: Python aborts if one copies at exit."""
 Progress = Callable[[StepResult], None]
 Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
 
 
-class InferenceEngine(Control):
+class InferenceEngine:
     """Runs requests on one model. A context manager.
 
     One thread drives it at a time: other calls meanwhile raise `EngineBusy`, also from inside a step; `AsyncEngine`
-    serves several callers. After an exception, Ctrl-C included, the engine still works: the requests of the
-    interrupted call are aborted, others continue.
+    serves several callers. After Ctrl-C the engine still works: the requests of the interrupted call are aborted,
+    others continue. An exception while a step is planned or committed is a bug, and ends the engine.
     """
 
     def __init__(self, config: EngineConfig | str | Path, *, parts: EngineParts | None = None) -> None:
         """`config` may be a `model_path`; `parts` replaces what it would build, in tests and copies."""
         self.config = config = config_of(config)
-        self.parts = assemble(config) if parts is None else parts
-        state = EngineState(self._new_core())
-        super().__init__(state, self.parts.runner, self.parts.kv, self.parts.weights, weights_in)
-        limits = self.parts.limits(config.lineage or secrets.token_hex(8))
-        self._queue = RequestQueue(config, limits, self.parts.stop_matcher, self._state, self.calls)
+        self.parts = parts = assemble(config) if parts is None else parts
+        self._admission = Admission(config, parts.limits(config.lineage or secrets.token_hex(8)), parts.stop_matcher)
+        self._core = self._new_core()
+        self._mail = Mailboxes(self._core, self._admission)
+        self._driving = Driving()
         self._group: WeightGroup | None = None
+        self._end: BaseException | None = None
+        """Why the engine accepts no more work."""
+        self._is_paused = False
+        self._pause_clears: bool | None = None
+        """Whether the waiting `pause("wait", blocking=False)` forgets all K/V; None if no pause waits."""
+        self._is_asleep = False
+        self._failed_update: WeightError | None = None
+        """Error of an update that `finish_update` has not raised yet."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    @as_call
     def generate(
         self,
         prompts: Seq[Seq[int]],
@@ -87,10 +103,9 @@ class InferenceEngine(Control):
         Raises `BadRequest` before anything runs if a request is invalid.
         """
         count = num_samples_per_prompt if num_samples is None else num_samples
-        requests = requests_for(prompts, sampling_params, count, program)
-        return self._finish_all(self._admit_all(requests), progress)
+        with self._driving:
+            return self._run_all(requests_for(prompts, sampling_params, count, program), progress)
 
-    @as_call
     def complete(
         self,
         samples: Seq[TrainingSample],
@@ -107,27 +122,30 @@ class InferenceEngine(Control):
         requests = requests_for([sample.prompt_tokens for sample in samples], sampling_params, program=program)
         open_ones = [i for i, s in enumerate(samples) if s.finish_reason == "abort" and s.stop_reason is None]
         requests = [replace(requests[i], partial=samples[i]) for i in open_ones]
-        admitted = self._admit_all(requests, [f"samples[{i}]: " for i in open_ones])
-        completed = dict(zip(open_ones, self._finish_all(admitted, progress), strict=True))
+        with self._driving:
+            found = self._run_all(requests, progress, [f"samples[{i}]: " for i in open_ones])
+        completed = dict(zip(open_ones, found, strict=True))
         return [completed.get(i, sample) for i, sample in enumerate(samples)]
 
-    @as_call
     def stream(
         self, prompt: Seq[int], sampling_params: SamplingParams | None = None, num_samples_per_prompt: int = 1
     ) -> DeltaStream:
         """Queue one prompt and return an iterator of its deltas; closing the iterator aborts the samples."""
         params = sampling_params or SamplingParams()
         request = EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, is_streamed=True)
-        return self.deltas(self.add(request, claim=True, for_call=True))
+        with self._driving:
+            self._require_alive()
+            (request_id,) = self._mail.add([request], claimed=True, is_owned=False)
+            return self.deltas(request_id)
 
     def deltas(self, request_id: int) -> DeltaStream:
         """Return an iterator of the deltas of a claimed request, see `DeltaStream`; closing it aborts the request.
 
         Raises `BadRequest` if the request was not added with `claim`, or was collected.
         """
-        if not self._state.requests.is_claimed(request_id):
+        if not self._mail.is_claimed(request_id):
             raise BadRequest(f"request_id: {request_id} was not added with claim, or was collected")
-        return self.calls.stream(request_id, bound(self._next_delta, request_id))
+        return self._mail.stream(request_id, bound(self._next_delta, request_id), self._end_streams)
 
     def add_request(
         self,
@@ -160,38 +178,30 @@ class InferenceEngine(Control):
         )
         return self.add(request, claim=claim, for_call=for_call)
 
-    @as_call
     def add(self, request: EngineRequest, *, claim: bool = False, for_call: bool = False) -> int:
         """Queue a request and return its id, as `add_request` does. Raises `BadRequest`."""
-        (sequences,) = self._admit_all([request])
-        return self._queue.enqueue(sequences, claimed=claim, is_owned=for_call)
+        with self._driving:
+            self._require_alive()
+            (request_id,) = self._mail.add([request], claimed=claim, is_owned=for_call)
+            if not self._driving.is_nested:
+                self._mail.end_owned()
+            return request_id
 
-    @as_call
     def wait_for_any(self, request_ids: Iterable[int], progress: Progress | None = None) -> list[int]:
         """Run steps until one of these requests has ended; return all that have. Raises `EnginePaused`."""
-        ids = list(request_ids)
-        ended = self._state.requests.ended_among(ids)
-        while ids and not ended:
-            num_ended = self._state.requests.num_ended
-            self._require_running()
-            result = self.tick()
-            if progress is not None:
-                progress(result)
-            if self._state.requests.num_ended > num_ended:  # most steps end no request, and there may be many ids
-                ended = self._state.requests.ended_among(ids)
-        return ended
+        with self._driving:
+            return self._wait_for_any(list(request_ids), progress)
 
-    @as_call
     def collect(self, request_id: int) -> list[TrainingSample]:
         """Abort and forget a request that is claimed or a call's; return its samples in order."""
-        return self.calls.collect(request_id)
+        with self._driving:
+            return self._mail.collect(request_id)
 
-    @as_call
     def take_deltas(self, request_ids: Container[int]) -> list[Delta]:
         """Return the new deltas of these claimed requests; those of one request are in order."""
-        return self._state.change(lambda: self._state.requests.take_deltas(request_ids))
+        with self._driving:
+            return self._mail.take_deltas(request_ids)
 
-    @as_call
     def score(
         self, token_ids: Seq[int] | Seq[Seq[int]], start: int | Seq[int] = 0, *, temperature: float = 1.0
     ) -> list[float] | list[list[float]]:
@@ -206,7 +216,6 @@ class InferenceEngine(Control):
         scores = [list(sample.prompt_logprobs or ()) for sample in self._read_all(requests)]
         return scores[0] if single else scores
 
-    @as_call
     def embed(
         self, token_ids: Seq[int] | Seq[Seq[int]], pooling: Pooling = "mean", *, normalize: bool = False
     ) -> list[float] | list[list[float]]:
@@ -228,102 +237,481 @@ class InferenceEngine(Control):
         """End one or several requests now; return their unfinished samples. Ignores ended and unknown ids."""
         return _samples_in(self.end_requests((request_ids,) if isinstance(request_ids, int) else request_ids))
 
-    @as_call
-    def end_requests(self, request_ids: Iterable[int] | None = None) -> tuple[Delta, ...]:
-        """End requests now, all of them for None; return their last deltas."""
-        return self._state.change(lambda: self._state.end(request_ids))
-
     def abort_all(self) -> tuple[TrainingSample, ...]:
         """End every request now, as `abort` does."""
         return _samples_in(self.end_requests())
+
+    def end_requests(self, request_ids: Iterable[int] | None = None) -> tuple[Delta, ...]:
+        """End requests now, all of them for None; return their last deltas."""
+        with self._driving:
+            return self._mail.abort(request_ids)
+
+    def exclusively(self, work: Callable[[], Result]) -> Result:
+        """Return `work()`, which may call the engine, while calls from other threads raise `EngineBusy`.
+
+        Requests that it adds with `for_call` are aborted and forgotten when it ends.
+        """
+        with self._driving:
+            try:
+                with self._driving.window(calls=True):
+                    return work()
+            finally:
+                if not self._driving.is_nested:
+                    self._mail.end_owned()
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def has_pending(self) -> bool:
         """Return whether `step` has work to do or samples to return; a paused engine has no work."""
-        state = self._state
-        if state.needs_repair and not state.is_changing:
-            self.exclusively(lambda: state.change(lambda: None))  # entering a transaction repairs the state
-        return state.requests.has_finished or (state.core.has_work() and not self.is_halted)
+        return self._mail.has_finished or (self._core.has_work() and not self.is_halted)
 
-    @as_call
     def step(self) -> list[TrainingSample]:
         """Run one step; return the finished samples of requests that are neither claimed nor a call's."""
-        if self._state.core.has_work() or not self._state.requests.has_finished:
-            self.tick()
-        return self._state.requests.take_finished()
+        with self._driving:
+            if self._core.has_work() or not self._mail.has_finished:
+                self._tick()
+            with self._driving.window():  # Ctrl-C waits no longer: after the next line it would lose samples
+                pass
+            return self._mail.take_finished()
 
-    @as_call
     def tick(self) -> StepResult:
         """Install staged weights, run one step unless the engine is paused, and return everything it did.
 
-        If a step fails or is interrupted (Ctrl-C), it is undone and the next one repeats it.
+        If the model's run fails or is interrupted (Ctrl-C), the next step computes the same rows again.
+        """
+        with self._driving:
+            return self._tick()
+
+    def _tick(self) -> StepResult:
+        self._require_alive()
+        self._mail.end_streams()
+        ended = self._install_staged()
+        self._complete_pause()
+        if self.is_halted:
+            return self._core.result(ended)
+        result = self._step(admit_new=not (self.is_pausing or self._is_update_waiting()))
+        self._complete_pause()
+        self._mail.end_streams()
+        return result.after(ended)
+
+    def _step(self, *, admit_new: bool) -> StepResult:
+        """Plan a step, run it, commit it, deliver its deltas. Only the run can be interrupted, and is then repeated."""
+        weights, runner = self.parts.weights, self.parts.runner
+        if weights is not None:
+            weights.begin_step()  # an update that is gathered takes turns with steps
+        try:
+            with self._changing():
+                step = self._core.plan(admit_new=admit_new, is_urgent=weights is not None and weights.takes_turns)
+            try:
+                with self._driving.window():
+                    results = runner.run(step.rows, step.copies, step.fresh) if step.rows else {}
+            except MemoryError as error:
+                with self._changing():
+                    result = self._core.free_memory(step, error)
+            except BaseException:
+                runner.recover()
+                self._core.preempt(step)
+                raise
+            else:
+                with self._changing():
+                    result = self._core.commit(step, results)
+            self._mail.deliver(result.deltas)
+            return result
+        finally:
+            if weights is not None:
+                weights.end_step()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """End the engine if an exception leaves queues, cache or weights half changed: it is a bug, never Ctrl-C."""
+        try:
+            yield
+        except WeightError:  # the weights are unchanged
+            raise
+        except BaseException as error:
+            self._end = error
+            raise
+
+    def _drain(self) -> None:
+        """Run started requests to their end and start no others, also while paused."""
+        while self._core.started_requests():
+            self._require_awake_for_drain()
+            self._step(admit_new=False)
+
+    # ---- running requests to their end ------------------------------------------------------------------------------
+
+    def _run_all(
+        self, requests: Seq[EngineRequest], progress: Progress | None, prefixes: Seq[str] = ()
+    ) -> list[TrainingSample]:
+        """Queue requests, run steps until all have ended, return their samples in order."""
+        self._require_alive()
+        ids = self._mail.add(requests, claimed=False, is_owned=True, prefixes=prefixes)
+        samples: list[TrainingSample] = []
+        try:
+            for one in ids:  # one by one: the cost of a step must not grow with the number of ids
+                self._wait_for_any([one], progress)
+        finally:
+            for one in ids:
+                samples += self._mail.collect(one)
+        return samples
+
+    def _wait_for_any(self, ids: list[int], progress: Progress | None) -> list[int]:
+        ended = self._mail.ended_among(ids)
+        while ids and not ended:
+            num_ended = self._mail.num_ended
+            self._require_running()
+            result = self._tick()
+            if progress is not None:
+                with self._driving.window(calls=True):
+                    progress(result)
+            if self._mail.num_ended > num_ended:  # most steps end no request, and there may be many ids
+                ended = self._mail.ended_among(ids)
+        return ended
+
+    def _read_all(self, requests: Seq[EngineRequest]) -> list[TrainingSample]:
+        """Run requests that score or embed. Raises `ValueError` naming the first that was aborted."""
+        with self._driving:
+            samples = self._run_all(requests, None)
+        for index, sample in enumerate(samples):
+            if sample.finish_reason == "abort":
+                raise ValueError(f"token_ids[{index}]: {sample.stop_reason or 'the request was aborted'}")
+        return samples
+
+    def _next_delta(self, request_id: int) -> Delta | None:
+        """Run steps until a claimed request has a delta, and return it; None if the request has ended."""
+        with self._driving:
+            while not (delta := self._mail.take_delta(request_id)) and self._mail.is_live(request_id):
+                self._require_running()
+                self._tick()
+            return delta
+
+    def _end_streams(self) -> None:
+        """End the requests of closed streams: now, or at the next step boundary while another call runs."""
+        try:
+            with self._driving:
+                self._mail.end_streams()
+        except EngineBusy:
+            _log.debug("the requests of a closed stream are aborted at the end of the running step")
+
+    # ---- pause and sleep --------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False, blocking: bool = True) -> None:
+        """Stop running steps; new requests are queued. Can be repeated.
+
+        "keep" suspends all requests; "wait" first runs started ones to their end, in `tick` with `blocking=False`
+        (`is_pausing` until then); "abort" ends all. `clear_cache` forgets all K/V, which is recomputed later. Raises
+        `BadRequest` for an unknown mode, `EnginePaused` if started requests cannot end because the engine is asleep.
+        """
+        if mode not in PAUSE_MODES:
+            raise BadRequest(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        check_bool("clear_cache", clear_cache)
+        check_bool("blocking", blocking)
+        with self._driving:
+            self._require_alive()
+            if mode == "wait" and blocking:
+                self._drain()
+            elif mode == "wait":
+                self._require_awake_for_drain()
+            elif mode == "abort":
+                self._mail.abort(None, keep_samples=True)
+            self._pause_clears = clear_cache
+            self._complete_pause(must_drain=mode == "wait")
+
+    def _complete_pause(self, *, must_drain: bool = True) -> None:
+        """Complete a pause; with `must_drain`, only if every started request has ended."""
+        if self._pause_clears is None or (must_drain and self._core.started_requests()):
+            return
+        if self._pause_clears:
+            self._core.forget_kv()
+        self._pause_clears, self._is_paused = None, True
+
+    def cancel_pause(self) -> bool:
+        """Cancel a `pause("wait", blocking=False)` that still waits; return whether there was one."""
+        with self._driving:
+            was_pausing, self._pause_clears = self.is_pausing, None
+            return was_pausing
+
+    def resume(self) -> None:
+        """Allow steps after `pause`, or cancel a pause that still waits. Has no effect on a running engine."""
+        with self._driving:
+            self._require_alive()
+            self._pause_clears, self._is_paused = None, False
+
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes; return the number of blocks freed. Held blocks are freed when released."""
+        with self._driving:
+            return self.parts.kv.flush()
+
+    def sleep(self, *, discard_weights: bool = False) -> None:
+        """Free the memory of the KV cache; requests stay, and recompute their K/V after `wake`.
+
+        Weights move from CUDA to main memory. With `discard_weights` they are freed, also later in sleep, and no step
+        runs before `update_weights` has replaced all of them.
+        """
+        check_bool("discard_weights", discard_weights)
+        with self._driving:
+            self._require_alive()
+            if self.is_pausing:
+                raise EnginePaused("the engine is pausing, and started requests could not end in sleep; resume() first")
+            self._core.forget_kv()
+            self.parts.runner.free_cache()
+            if self.parts.weights is not None:
+                self.parts.weights.sleep(discard=discard_weights)
+            self._is_asleep = True
+
+    def wake(self) -> None:
+        """Allocate the memory that `sleep` freed. Has no effect if awake."""
+        with self._driving:
+            self._require_alive()
+            if self._is_asleep:
+                self.parts.runner.restore_cache()
+                if self.parts.weights is not None:
+                    self.parts.weights.wake()
+                self._is_asleep = False
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def update_weights(
+        self,
+        weights: NamedWeights | str | Path,
+        *,
+        blocking: bool = False,
+        on_running: OnRunning | None = None,
+        version: WeightLabel | None = None,
+        partial: bool = False,
+        allow_nonfinite: bool = False,
+        checksum: str | None = None,
+        timeout: float | None = None,
+        on_gathered: Callable[[], None] | None = None,
+        hold: bool = False,
+    ) -> int:
+        """Replace the weights between two steps; return the version that they get.
+
+        `weights` are (Hugging Face name, tensor) pairs, a state dict, a directory or `WeightGroup.receive()`. All are
+        gathered and checked before installation; on an error the old weights stay. With `blocking`, installs before it
+        returns and raises `WeightError`. Otherwise a thread gathers and `tick` installs; do not modify the tensors
+        until then; `finish_update` waits and raises the error; an argument of another form is refused at once.
+        With `hold`, gathered weights wait for `commit_update`, and steps continue with the old ones. `on_running` is
+        "recompute" by default with `blocking`, else "keep"; `version` is the trainer's label; `UpdateRules` and
+        `WeightUpdate` document the others. Raises `UpdateBusy` during another update, `BadRequest`, `EngineDead` if a
+        rank is lost.
         """
         self._require_alive()
-        self.calls.end_dropped()
-        result = self._tick()
-        self.calls.end_dropped()
-        return result
+        update = update_of(
+            weights,
+            blocking=blocking,
+            on_running=on_running,
+            version=version,
+            partial=partial,
+            allow_nonfinite=allow_nonfinite,
+            checksum=checksum,
+            timeout=timeout,
+            on_gathered=on_gathered,
+            hold=hold,
+        )
+        return self._install_update(update) if blocking else self.start_update(update)
 
-    def exclusively(self, work: Callable[[], Result]) -> Result:
-        """Return `work()`, run as one call: see `Calls.run`. Requests that it adds with `for_call` end with it."""
-        return self.calls.run(work)
+    def start_update(self, update: WeightUpdate) -> int:
+        """Gather new weights in a thread; return their future version. Raises `UpdateBusy`."""
+        with self._driving:
+            weights = self._updatable_weights
+            weights.start_sync(update)
+            self._failed_update = None
+            return weights.version + 1
 
-    @as_call
-    def copy(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:
-        """Return a second engine with a copy of the weights and a random lineage, such as a reference model.
+    def _install_update(self, update: WeightUpdate) -> int:
+        """Gather new weights in this thread and install them unless they are held; return their version."""
+        with self._driving:
+            weights = self._updatable_weights
+            weights.require_idle()
+            try:
+                with self._driving.window():
+                    weights.stage(update)
+                self._failed_update = None
+                return weights.version + 1 if update.hold else self._finish_update(None)
+            except BaseException:
+                weights.cancel()  # an interrupted update must not be installed later
+                raise
 
-        Its KV cache has an eighth of this one's blocks, at least enough for the longest sequence, unless
-        `kv_cache_bytes` is given. Raises `BadRequest` if there is no model to copy.
+    def finish_update(self, timeout: float | None = None) -> int:
+        """Wait until the update in progress is gathered, install it unless it is held; return the installed version.
+
+        With on_running="wait", started requests end first. Raises `WeightError`; `TimeoutError` after `timeout` s.
         """
-        self._require_alive()
-        self._require_weights()
-        parts = copied_parts(self.parts, self.config, kv_cache_bytes)
-        return InferenceEngine(replace(self.config, lineage=None), parts=parts)
+        with self._driving:
+            return self._finish_update(timeout)
 
-    def twin(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:  # quoted
-        """Return `copy(...)`. Deprecated."""
-        warnings.warn("InferenceEngine.twin is now InferenceEngine.copy", DeprecationWarning, stacklevel=2)  # quoted
-        return self.copy(kv_cache_bytes=kv_cache_bytes)
+    def _finish_update(self, timeout: float | None) -> int:
+        weights = self._updatable_weights
+        with self._driving.window():
+            state = weights.wait(timeout)
+        if state == "staging":
+            raise TimeoutError(f"the update is still being gathered after {timeout} seconds")
+        if self._is_update_waiting():
+            self._drain()
+        self._install_staged()
+        if self._failed_update is not None:
+            try:
+                raise self._failed_update
+            finally:
+                self._failed_update = None  # no local variable: its traceback would reference itself
+        return self._core.version
 
-    @as_call
-    def shutdown(self) -> None:
-        """Abort all requests and free model and cache; later calls raise `EngineDead`. Can be called twice."""
-        self.end_requests()
-        self._end = self._end or EngineDead("the engine was shut down")  # before anything that can fail
-        if self.parts.weights is not None:
-            self.parts.weights.cancel(wait=_LAST_PIECE_S)
-        if self._group is not None:
-            self._group.close()
-        if self.parts.executor is not None:
-            self.parts.executor.close()
-        self.parts = self.parts.closed()
-        self._runner, self._weights = self.parts.runner, None
-        self._state.reset(self._new_core())
+    def _is_update_waiting(self) -> bool:
+        """Return whether a gathered update waits for started requests; without weights it cannot wait."""
+        weights = self.parts.weights
+        if weights is None or weights.state != "staged" or weights.is_held or not weights.has_weights:
+            return False
+        return weights.on_running == "wait" and bool(self._core.started_requests())
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("an engine owns memory and threads, and cannot be pickled or copied: pickle its config")
+    def _install_staged(self) -> list[Delta]:
+        """Install a gathered update; return the last deltas of the requests that it aborted."""
+        weights = self.parts.weights
+        if weights is None or weights.state in ("idle", "staging") or weights.is_held or self._is_update_waiting():
+            return []
+        on_running = weights.on_running
+        try:
+            with self._changing():
+                weights.maybe_finish_sync()
+        except WeightError as error:
+            _log.error("a weight update was rejected, version %d stays installed: %s", self._core.version, error)
+            self._failed_update = error
+            return []
+        ended = self._core.install(weights.version, weights.label, on_running)
+        self._mail.deliver(ended)
+        return ended
 
-    def __enter__(self) -> Self:
-        return self
+    def commit_update(self, *, blocking: bool = True) -> int:
+        """Install a held update: as `finish_update` does, or in `tick` without `blocking`. Raises `BadRequest` too."""
+        check_bool("blocking", blocking)
+        with self._driving:
+            weights = self._updatable_weights
+            if not weights.release() and self._failed_update is None:
+                raise BadRequest("no weight update is in progress that could be committed")
+            return self._finish_update(None) if blocking else weights.version + 1
 
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+    def cancel_update(self) -> bool:
+        """Cancel an update that is not installed yet; return whether there was one."""
+        with self._driving:
+            return self._updatable_weights.cancel()
+
+    def label_weights(self, label: WeightLabel, *, are_next: bool = False) -> None:
+        """Set the trainer's label of the installed weights, or with `are_next` of the update in progress.
+
+        Raises `BadRequest` for an invalid label, or if no update is in progress.
+        """
+        check_weight_label(label)
+        with self._driving:
+            weights = self._updatable_weights
+            if not are_next:
+                weights.label = self._core.labels[self._core.version] = label
+            elif not weights.label_next(label):
+                raise BadRequest("no weight update is in progress that could be labelled")
+
+    def expect_checksum(self, checksum: str) -> None:
+        """Set the expected `weights_checksum` of the update in progress. Raises `BadRequest` if there is none."""
+        with self._driving:
+            if not self._updatable_weights.expect_next(checksum):
+                raise BadRequest("no weight update is in progress that could be checked")
+
+    def get_weight_version(self) -> int:
+        """Return the number of weight installations since the start."""
+        return self._core.version
+
+    def weight_info(self) -> WeightInfo:
+        """Return the installed version, its label, and the state of the latest update."""
+        weights = self.parts.weights  # read once: another thread may close the engine
+        state: UpdateState = "idle" if weights is None else weights.state
+        return WeightInfo(self._core.version, self._core.labels.get(self._core.version), state)
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the accepted weight names and their shapes. Can be called from any thread."""
+        weights = self.parts.weights  # read once: another thread may close the engine
+        return {} if weights is None else weights.shapes
+
+    def weights_dtype(self) -> str:
+        """Return the precision in which the weights are stored, such as float32."""
+        return self._updatable_weights.dtype
+
+    def weights_checksum(self) -> str:
+        """Return `weights_checksum` of the installed weights, to compare with the trainer's."""
+        with self._driving:
+            return self._updatable_weights.checksum()
+
+    def init_weights_update_group(
+        self,
+        address: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        backend: GroupBackend | None = None,
+        timeout: float = 300.0,
+    ) -> WeightGroup:
+        """Join a trainer's process group, whose rank 0 sends weights; pass `group.receive()` to `update_weights`.
+
+        The default backend is Gloo on a CPU and NCCL on CUDA. `timeout` in seconds bounds the wait for the other ranks
+        and each broadcast. The engine closes the group when it joins another and at shutdown.
+        """
+        with self._driving:
+            self._require_alive()
+            if self._group is not None:
+                self._group.close()
+            backend = backend or ("nccl" if self.parts.is_on_cuda else "gloo")
+            with self._driving.window():
+                group = WeightGroup(address, port, rank=rank, world_size=world_size, backend=backend, timeout=timeout)
+            self._group = group
+            return group
+
+    # ---- state and lifetime -----------------------------------------------------------------------------------------
 
     @property
-    def limits(self) -> Limits:
-        """The limits that a request must respect."""
-        return self._queue.limits
+    def failure(self) -> BaseException | None:
+        """Why the engine accepts no work; None while it does. Can be read from any thread."""
+        return self._end or self.parts.runner.failure
 
     @property
-    def lineage(self) -> str:
-        """`EngineConfig.lineage`, or this engine's random one; see `TrainingSample.lineage`."""
-        return self.limits.lineage or ""
+    def is_alive(self) -> bool:
+        """Whether the engine accepts work, that is, was not shut down. Can be read from any thread."""
+        return self.failure is None
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused and not self.is_pausing
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether the engine will be paused when the started requests have ended."""
+        return self._pause_clears is not None
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._is_asleep
+
+    @property
+    def has_weights(self) -> bool:
+        weights = self.parts.weights  # read once: another thread may close the engine
+        return weights is None or weights.has_weights
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether no step can run before `resume`, `wake` or a weight update."""
+        return self.is_paused or self._is_asleep or not self.has_weights
 
     @property
     def is_on_cuda(self) -> bool:
         """Whether the model runs on a CUDA device."""
         return self.parts.is_on_cuda
+
+    @property
+    def limits(self) -> Limits:
+        """The limits that a request must respect."""
+        return self._admission.limits
+
+    @property
+    def lineage(self) -> str:
+        """`EngineConfig.lineage`, or this engine's random one; see `TrainingSample.lineage`."""
+        return self.limits.lineage or ""
 
     @property
     def model(self) -> Executor | None:
@@ -340,75 +728,82 @@ class InferenceEngine(Control):
         """The owner of weight updates; None if the weights cannot be replaced."""
         return self.parts.weights
 
-    # ---- weights ----------------------------------------------------------------------------------------------------
-
-    def get_weight_version(self) -> int:
-        """Return the number of weight installations since the start."""
-        return self.weight_info().version
-
-    @as_call
-    def init_weights_update_group(
-        self,
-        address: str,
-        port: int,
-        *,
-        rank: int,
-        world_size: int,
-        backend: GroupBackend | None = None,
-        timeout: float = 300.0,
-    ) -> WeightGroup:
-        """Join a trainer's process group, whose rank 0 sends weights; pass `group.receive()` to `update_weights`.
-
-        The default backend is Gloo on a CPU and NCCL on CUDA. `timeout` in seconds bounds the wait for the other ranks
-        and each broadcast. The engine closes the group when it joins another and at shutdown.
-        """
+    @property
+    def _updatable_weights(self) -> WeightSyncManager:
+        """The owner of the weights. Raises `BadRequest` if the engine has none that can be updated."""
         self._require_alive()
-        if self._group is not None:
-            self._group.close()
-        backend = backend or ("nccl" if self.parts.is_on_cuda else "gloo")
-        self._group = WeightGroup(address, port, rank=rank, world_size=world_size, backend=backend, timeout=timeout)
-        return self._group
+        if self.parts.weights is None:
+            raise BadRequest("this engine has no weights that can be updated")
+        return self.parts.weights
 
-    # ---- running requests to their end ------------------------------------------------------------------------------
+    def _require_alive(self) -> None:
+        if (failure := self.failure) is not None:
+            raise EngineDead(f"the engine takes no more work: {failure}") from failure
+
+    def _require_running(self) -> None:
+        """Raise `EnginePaused` if waiting for a request would never end."""
+        if self._is_asleep:
+            raise EnginePaused("the engine is asleep; call wake() first")
+        if self.is_paused:
+            raise EnginePaused("the engine is paused; call resume() first")
+        if not self.has_weights:
+            self._install_staged()
+        self._require_weights()
+
+    def _require_weights(self) -> None:
+        if not self.has_weights:
+            raise EnginePaused("the weights were discarded; call update_weights() and finish_update() first")
+
+    def _require_awake_for_drain(self) -> None:
+        if self._core.started_requests() and (self._is_asleep or not self.has_weights):
+            raise EnginePaused("the engine is asleep, so started requests cannot end; call wake() first")
+
+    def copy(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:
+        """Return a second engine with a copy of the weights and a random lineage, such as a reference model.
+
+        Its KV cache has an eighth of this one's blocks, at least enough for the longest sequence, unless
+        `kv_cache_bytes` is given. Raises `BadRequest` if there is no model to copy.
+        """
+        with self._driving:
+            self._require_alive()
+            self._require_weights()
+            parts = copied_parts(self.parts, self.config, kv_cache_bytes)
+            return InferenceEngine(replace(self.config, lineage=None), parts=parts)
+
+    def twin(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:  # quoted
+        """Return `copy(...)`. Deprecated."""
+        warnings.warn("InferenceEngine.twin is now InferenceEngine.copy", DeprecationWarning, stacklevel=2)  # quoted
+        return self.copy(kv_cache_bytes=kv_cache_bytes)
+
+    def shutdown(self) -> None:
+        """Abort all requests and free model and cache; later calls raise `EngineDead`. Can be called twice."""
+        with self._driving:
+            self._mail.abort(None)
+            self._end = self._end or EngineDead("the engine was shut down")  # before anything that can fail
+            if self.parts.weights is not None:
+                self.parts.weights.cancel(wait=_LAST_PIECE_S)
+            if self._group is not None:
+                self._group.close()
+            if self.parts.executor is not None:
+                self.parts.executor.close()
+            self.parts = self.parts.closed()
+            self._core = self._new_core()
+            self._mail = Mailboxes(self._core, self._admission)
 
     def _new_core(self) -> Core:
         """Return a core with empty queues."""
         parts = self.parts
         limits = parts.scheduler_config(self.config)
-        return Core(parts.runner, parts.kv, limits, parts.make_drafter, vocab_size=parts.vocab_size)
+        return Core(parts.kv, limits, parts.make_drafter, vocab_size=parts.vocab_size)
 
-    def _admit_all(self, requests: Seq[EngineRequest], prefixes: Seq[str] = ()) -> list[list[Sequence]]:
-        self._require_alive()
-        return self._queue.admit_all(requests, prefixes)
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine owns memory and threads, and cannot be pickled or copied: pickle its config")
 
-    def _finish_all(self, admitted: Seq[list[Sequence]], progress: Progress | None) -> list[TrainingSample]:
-        """Queue requests, run steps until all have ended, return their samples in order."""
-        ids = [sequences[0].request_id for sequences in admitted]
-        try:
-            for sequences in admitted:
-                self._queue.enqueue(sequences, claimed=False, is_owned=True)
-            for one in ids:  # one by one: the cost of a step must not grow with the number of ids
-                self.wait_for_any((one,), progress)
-        finally:
-            samples = [sample for one in ids for sample in self.collect(one)]
-        return samples
+    def __enter__(self) -> Self:
+        return self
 
-    def _read_all(self, requests: Seq[EngineRequest]) -> list[TrainingSample]:
-        """Run requests that score or embed. Raises `ValueError` naming the first that was aborted."""
-        samples = self._finish_all(self._admit_all(requests), None)
-        for index, sample in enumerate(samples):
-            if sample.finish_reason == "abort":
-                raise ValueError(f"token_ids[{index}]: {sample.stop_reason or 'the request was aborted'}")
-        return samples
-
-    def _next_delta(self, request_id: int) -> Delta | None:
-        """Run steps until a claimed request has a delta, and return it; None if the request has ended."""
-        while True:
-            delta = self._state.change(lambda: self._state.requests.take_delta(request_id))
-            if delta is not None or not self._state.requests.is_live(request_id):
-                return delta
-            self._require_running()
-            self.tick()
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
 
 def _samples_in(deltas: Iterable[Delta]) -> tuple[TrainingSample, ...]:

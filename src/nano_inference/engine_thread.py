@@ -9,12 +9,20 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from nano_inference.control import Control
-from nano_inference.types import Delta, EngineRequest, StepResult, TrainingSample
+from nano_inference.types import (
+    Delta,
+    EngineRequest,
+    PauseMode,
+    StepResult,
+    TrainingSample,
+    WeightInfo,
+    WeightLabel,
+)
+from nano_inference.weights.updates import WeightUpdate
 
 Answer = TypeVar("Answer")
 
@@ -22,10 +30,25 @@ _log = logging.getLogger(__name__)
 
 
 class DrivenEngine(Protocol):
-    """The interface of `InferenceEngine` that the thread uses."""
+    """The part of `InferenceEngine`, which imports torch, that the thread and the server use."""
 
     @property
-    def control(self) -> Control: ...
+    def failure(self) -> BaseException | None: ...
+
+    @property
+    def is_halted(self) -> bool: ...
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    @property
+    def is_pausing(self) -> bool: ...
+
+    @property
+    def is_asleep(self) -> bool: ...
+
+    @property
+    def has_weights(self) -> bool: ...
 
     def add(self, request: EngineRequest, *, claim: bool = False) -> int: ...
 
@@ -40,6 +63,38 @@ class DrivenEngine(Protocol):
     def tick(self) -> StepResult: ...
 
     def shutdown(self) -> None: ...
+
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False, blocking: bool = True) -> None: ...
+
+    def cancel_pause(self) -> bool: ...
+
+    def resume(self) -> None: ...
+
+    def flush_cache(self) -> int: ...
+
+    def sleep(self, *, discard_weights: bool = False) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def start_update(self, update: WeightUpdate) -> int: ...
+
+    def finish_update(self, timeout: float | None = None) -> int: ...
+
+    def commit_update(self, *, blocking: bool = True) -> int: ...
+
+    def cancel_update(self) -> bool: ...
+
+    def label_weights(self, label: WeightLabel, *, are_next: bool = False) -> None: ...
+
+    def expect_checksum(self, checksum: str) -> None: ...
+
+    def weight_info(self) -> WeightInfo: ...
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def weights_dtype(self) -> str: ...
+
+    def weights_checksum(self) -> str: ...
 
 
 Engine = TypeVar("Engine", bound=DrivenEngine)
@@ -243,10 +298,10 @@ class EngineThread(Generic[Engine]):
             self._commands.get()()
         began = time.monotonic()
         result = self._engine.tick()
-        turn = Turn(result, began, time.monotonic(), self._engine.control.is_halted)
+        turn = Turn(result, began, time.monotonic(), self._engine.is_halted)
         deltas = self._engine.take_deltas(self._queued)
         self._send(lambda: self._listener.on_turn(turn, deltas))
-        if self._is_draining and self._engine.control.is_halted:  # no later call would resume the engine
+        if self._is_draining and self._engine.is_halted:  # no later call would resume the engine
             self.end(None)
         self._run_watches()
 

@@ -261,6 +261,15 @@ def _replay_program(program: TokenProgram, partial: TrainingSample, without_choi
     return state
 
 
+def clear_prompt_results(seq: Sequence) -> None:
+    """Delete the prompt's scores and pooled hidden states, which are then computed again from the start."""
+    seq.scores.clear()
+    seq.score_tops.clear()
+    seq.score_ranks.clear()
+    seq.pooled.clear()
+    seq.num_pooled = 0
+
+
 def finish(seq: Sequence, reason: FinishReason, stop_reason: StopReason | None) -> None:
     """Set the reasons; a stop replaces a length that the same token reached."""
     seq.finish_reason = reason

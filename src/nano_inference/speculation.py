@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from nano_inference.drafts import MakeDrafter
@@ -14,7 +13,6 @@ class Speculator:
     """Owns a drafter of at most `limit` draft tokens for a row; 0 turns speculation off."""
 
     def __init__(self, make_drafter: MakeDrafter, limit: int) -> None:
-        self._make_drafter = make_drafter
         self._limit = limit
         self._drafter = make_drafter(limit)
 
@@ -26,12 +24,6 @@ class Speculator:
     def close(self, seq: Sequence) -> None:
         """Forget a sequence that has ended."""
         self._drafter.close(seq.id, seq.request_id)
-
-    def restart(self, live: Iterable[Sequence]) -> None:
-        """Replace all sequences by these, after an interrupted step; acceptance estimates start again."""
-        self._drafter = self._make_drafter(self._limit)
-        for seq in live:
-            self.open(seq)
 
     def with_drafts(self, running: Seq[Sequence], views: list[SeqView]) -> list[SeqView]:
         """Return the views with the number of draft tokens and their acceptance, for rows that only decode."""

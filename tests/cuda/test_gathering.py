@@ -52,14 +52,14 @@ def test_windows_are_whole_while_new_weights_are_gathered(engine: InferenceEngin
     assert [engine.tick().stats.num_sampled for _ in range(2)] == [16, 16]
     assert engine.weight_info().update == "staging"
     source.may_continue.set()
-    assert engine.control.finish_update() == 1
+    assert engine.finish_update() == 1
     assert engine.tick().stats.weight_version == 1
 
 
 def test_a_cancelled_update_takes_no_further_tensor(engine: InferenceEngine) -> None:
     source = Source(engine)
     engine.update_weights(source.pairs())
-    assert engine.control.cancel_update()
+    assert engine.cancel_update()
     source.may_continue.set()
     assert source.is_closed.wait(WAIT_S)
     assert source.num_taken <= 2 < len(source.named)

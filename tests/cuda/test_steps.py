@@ -108,8 +108,8 @@ def test_an_update_keeps_addresses_and_changes_tokens(tiny: Path) -> None:
         at = {name: value.data_ptr() for name, value in engine.parts.executor.weight_values()}
         new = {name: 1.3 * value for name, value in other.parts.executor.weight_values()}
         for _ in range(3):
-            engine.control.update_weights(new, blocking=True)
-        other.control.update_weights(new, blocking=True)
+            engine.update_weights(new, blocking=True)
+        other.update_weights(new, blocking=True)
         after = engine.generate(prompts, PARAMS[0])
         right = other.generate(prompts, PARAMS[0])
         assert [one.completion_tokens for one in after] == [one.completion_tokens for one in right]
@@ -127,16 +127,16 @@ def test_a_bad_update_leaves_the_weights(tiny: Path) -> None:
         new[next(reversed(new))][0] = torch.nan
         engine.flush_cache()
         with pytest.raises(WeightError):
-            engine.control.update_weights(new, blocking=True)
+            engine.update_weights(new, blocking=True)
         assert [one.logprobs for one in engine.generate([[1, 2, 3]], PARAMS[0])] == [one.logprobs for one in before]
 
 
 def test_sleep_frees_memory_and_waking_gives_the_same_tokens(tiny: Path) -> None:
     with open_cuda(tiny, config_of(tiny)) as engine:
         before = engine.generate([[1, 2, 3]], list(PARAMS[:1]))
-        engine.control.sleep()
+        engine.sleep()
         assert engine.parts.executor is not None and engine.parts.executor.cache_bytes == 0
-        engine.control.wake()
+        engine.wake()
         after = engine.generate([[1, 2, 3]], list(PARAMS[:1]))
         assert [one.logprobs for one in after] == [one.logprobs for one in before]
 

@@ -87,6 +87,6 @@ def test_a_hundred_updates_neither_record_again_nor_need_more_memory() -> None:
         engine.generate(prompts(), PARAMS * 3)
         before = Counting.num_captured, torch.cuda.memory_allocated()
         for _ in range(100):
-            engine.control.update_weights(weights, blocking=True)
+            engine.update_weights(weights, blocking=True)
             engine.generate(prompts(), PARAMS * 3)
         assert (Counting.num_captured, torch.cuda.memory_allocated()) == before

@@ -35,11 +35,11 @@ def test_sleep_gives_memory_back_to_the_driver(discard_weights: bool) -> None:
         assert cache
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        engine.control.sleep(discard_weights=discard_weights)
+        engine.sleep(discard_weights=discard_weights)
         assert torch.cuda.mem_get_info()[0] >= free + cache
-        engine.control.wake()
+        engine.wake()
         if discard_weights:
-            engine.control.update_weights(weights, blocking=True)
+            engine.update_weights(weights, blocking=True)
         assert list(bits(engine.generate(prompts(), PARAMS * 3))) == list(bits(before))
 
 
@@ -99,9 +99,9 @@ def test_an_update_of_a_7b_model_needs_no_memory_at_utilisation_09() -> None:
         addresses = {name: value.data_ptr() for name, value in executor_of(engine).weight_values()}
 
         def update() -> None:
-            engine.control.update_weights(constants(engine))
+            engine.update_weights(constants(engine))
             engine.generate(asked, params)
-            assert engine.control.finish_update() == 1
+            assert engine.finish_update() == 1
 
         assert peak_of(update) <= quiet
         assert {name: value.data_ptr() for name, value in executor_of(engine).weight_values()} == addresses

@@ -26,14 +26,11 @@ import transformers
 
 import nano_inference
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.control import Control
 from nano_inference.engine_thread import DrivenEngine
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.text.fast import BYTE_OF_CHAR
 from nano_inference.types import (
-    Delta,
-    EngineRequest,
     StepResult,
     TrainingSample,
 )
@@ -1135,21 +1132,8 @@ class BlockedEngine:
         self.is_blocked = threading.Event()
         """Set when a step waits at the gate; the deltas of earlier steps have been sent to the loop."""
 
-    @property
-    def control(self) -> Control:
-        return self._engine.control
-
-    def add(self, request: EngineRequest, *, claim: bool = False) -> int:
-        return self._engine.add(request, claim=claim)
-
-    def take_deltas(self, request_ids: Any) -> list[Delta]:
-        return self._engine.take_deltas(request_ids)
-
-    def collect(self, request_id: int) -> list[TrainingSample]:
-        return self._engine.collect(request_id)
-
-    def has_pending(self) -> bool:
-        return self._engine.has_pending()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def tick(self) -> StepResult:
         if self.steps_left:
@@ -1158,9 +1142,6 @@ class BlockedEngine:
             self.is_blocked.set()
             assert self.gate.wait(60), "the test did not open the gate"
         return self._engine.tick()
-
-    def shutdown(self) -> None:
-        self._engine.shutdown()
 
 
 def blocked(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel:

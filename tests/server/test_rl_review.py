@@ -147,7 +147,7 @@ def test_failed_wake_can_be_retried(server: Running, monkeypatch: pytest.MonkeyP
 
     ok(server.post("/sleep", {}))
     with monkeypatch.context() as patch:
-        patch.setattr(server.opened.engine.control, "wake", wake)
+        patch.setattr(server.opened.engine, "wake", wake)
         refused(server.post("/wake_up", {}), 400, "not now")
     assert is_asleep(server) and is_sleeping(server)
     assert ok(server.post("/wake_up", {}))["status"] == "awake"
@@ -207,7 +207,7 @@ def test_command_failure_becomes_error_reply(
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(server.opened.engine.control, name, fail)
+    monkeypatch.setattr(server.opened.engine, name, fail)
     reply = server.post(path, {"action": "checksum"} if path == "/weight_checker" else {})
     refused(reply, status, part)
     if status != 500:

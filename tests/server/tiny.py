@@ -110,12 +110,7 @@ class StepBlocker:
         self._end_turn()
         self._num_free -= 1
         engine = self._engine
-        while (
-            self._num_free <= 0
-            and engine.has_pending()
-            and not engine.control.is_pausing
-            and not self._driver.num_commands
-        ):
+        while self._num_free <= 0 and engine.has_pending() and not engine.is_pausing and not self._driver.num_commands:
             if self._is_off.wait(0.001):
                 break
 

@@ -17,7 +17,7 @@ from nano_inference.loader.sources import TensorSource
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.families import OWN_FAMILIES, program_of
 from nano_inference.runner import BlockCopy, DrawExtras, Row, RowResult
-from nano_inference.types import SamplingParams
+from nano_inference.types import SamplingParams, TrainingSample
 from nano_inference.weights.sync import WeightSyncManager
 from tests.sim.fakes import EOS, VOCAB_SIZE, Calculator, StopAfter
 
@@ -149,10 +149,7 @@ class VersionedRunner:
 
 
 class CountedWeights(TorchExecutor):
-    """Real (tiny) weights that can be updated; `install` gets the number of sets committed so far.
-
-    An interrupted exchange commits a set twice: each counts once, wherever the interruption strikes.
-    """
+    """Real (tiny) weights that can be updated; `install` gets the number of sets committed so far."""
 
     def __init__(self, install: Callable[[int], None]) -> None:
         super().__init__(MODEL, PROGRAM, torch.device("cpu"), torch.float32, SdpaBackend())
@@ -161,12 +158,12 @@ class CountedWeights(TorchExecutor):
             staged.put(spec, TensorSource(torch.zeros(spec.shape)))
         super().commit(staged.finish())
         self._install = install
-        self._counted: dict[int, TorchModel] = {}
+        self._num_installed = 0
 
     def commit(self, staged: TorchModel) -> None:
-        """Count weights that are not in force yet."""
-        self._counted.setdefault(id(staged), staged)
-        self._install(len(self._counted))
+        """Count the weights."""
+        self._num_installed += 1
+        self._install(self._num_installed)
         super().commit(staged)
 
 
@@ -232,3 +229,16 @@ def replay(
             for forced_token in forced:
                 end = end or add(forced_token, 0)
     return tokens[len(prompt) :], mask, end
+
+
+def content(samples: Sequence[TrainingSample]) -> list[tuple[object, ...]]:
+    """What must not depend on interruptions."""
+    return [(s.completion_tokens, s.logprobs, s.mask, s.finish_reason, s.prompt_logprobs) for s in samples]
+
+
+def run_to_end(engine: InferenceEngine) -> dict[int, TrainingSample]:
+    """Run all requests to their end; return samples by request."""
+    samples: dict[int, TrainingSample] = {}
+    while engine.has_pending():
+        samples |= {sample.request_id: sample for sample in engine.step()}
+    return samples

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nano_inference.admission import Limits
 from nano_inference.async_engine import AsyncEngine
-from nano_inference.control import Control
 from nano_inference.engine import InferenceEngine
 from nano_inference.engine_thread import Turn
 from nano_inference.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
@@ -35,7 +34,7 @@ class LocalWorker:
         self.first_version = 0
         self._counters = _Counters()
         self._engine = AsyncEngine(open_engine, observer=self._counters, end_error=self._died)
-        self._control: Control | None = None
+        self._control: InferenceEngine | None = None
         self._receivers: dict[int, _Inbox] = {}
         """Open jobs."""
 
@@ -124,7 +123,7 @@ class LocalWorker:
         await self._engine.stop()
 
     @property
-    def _opened(self) -> Control:
+    def _opened(self) -> InferenceEngine:
         assert self._control is not None, "not opened"
         return self._control
 

@@ -222,8 +222,8 @@ class App:
 
     async def _probe(self, route: Probing, request: Request) -> Response:
         serving = self._require_serving()
-        control = serving.loaded.engine.control
-        if await self.link.call(lambda: control.is_halted):
+        engine = serving.loaded.engine
+        if await self.link.call(lambda: engine.is_halted):
             return _json(to_json({"status": "paused"}))
         call = route.to_call(serving.model, self.config)
         seconds = min(_PROBE_SECONDS, self.config.request_timeout)

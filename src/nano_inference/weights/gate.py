@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 _STEPS = 8
 """Number of steps over which staging is spread while the engine is busy."""
@@ -34,7 +33,7 @@ class StepGate:
     def __init__(self, share: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = share
         self._clock = clock
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._is_stepping = False
         self._is_reading_source = True
@@ -68,13 +67,6 @@ class StepGate:
                 self._step_seconds = self._clock() - self._started_at
             self._is_stepping = False
             self._changed.notify_all()
-
-    def recover(self) -> None:
-        """Release the lock if an exception prevented it, and let the staging thread run."""
-        with suppress(RuntimeError):  # raised once this thread does not hold it
-            while True:
-                self._lock.release()
-        self.end_step()
 
     def wait_for_turn(self, num_bytes: int) -> None:
         """Block while a step runs. Called by the staging thread before it copies `num_bytes` bytes."""

@@ -6,18 +6,22 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from nano_inference.executors.protocol import Executor, Staged
-from nano_inference.types import EngineDead, UpdateBusy, UpdateState, WeightError, WeightLabel
+from nano_inference.files import path_of
+from nano_inference.types import EngineDead, OnRunning, UpdateBusy, UpdateState, WeightError, WeightLabel
 from nano_inference.weights.checksum import digest
+from nano_inference.weights.directory import weights_in
 from nano_inference.weights.gate import StepGate, share_of
 from nano_inference.weights.staging import NamedWeights, Staging, check_source, differs, pairs
-from nano_inference.weights.updates import UpdateRules
+from nano_inference.weights.updates import WeightUpdate
 
 _log = logging.getLogger(__name__)
 
@@ -52,26 +56,15 @@ class WeightSyncManager:
         """Return the update's state: "idle", "staging", "staged" (ready to swap) or "failed"."""
         return "idle" if self._job is None else self._job.state()
 
-    def start_sync(
-        self,
-        named: NamedWeights,
-        *,
-        rules: UpdateRules | None = None,
-        label: WeightLabel | None = None,
-        timeout: float | None = None,
-        on_gathered: Callable[[], None] | None = None,
-        hold: bool = False,
-    ) -> None:
-        """Start staging in a thread; the tensors must not change until the state is "staged".
+    def start_sync(self, update: WeightUpdate | NamedWeights) -> None:
+        """Gather an update, or only its tensors, in a thread; they must not change until the state is "staged".
 
-        The update fails after `timeout` seconds. The thread calls `on_gathered` when it ends, also after a failure.
-        With `hold`, staged weights wait for `release`. Raises `UpdateBusy` if another update is in progress.
+        The thread calls `on_gathered` when it ends, also after a failure. With `hold`, gathered weights wait for
+        `release`. Raises `UpdateBusy` if another update is in progress, and `WeightError` for what is no source.
         """
-        job = self._new_job(named, rules, label, timeout)
-        job.on_end, job.is_held = on_gathered, hold
+        self._job = job = self._new_job(update_in(update))
         job.thread = threading.Thread(target=job.run, name="weight-staging", daemon=True)
         try:
-            self._job = job  # before the start: the thread may end at once, and `on_gathered` reads the state
             job.thread.start()
         except BaseException:  # an update whose thread never started is not in progress
             self._job = None
@@ -90,52 +83,38 @@ class WeightSyncManager:
         if state == "failed":
             self._job = None
             raise job.take_failure()
-        job.installs_as = self.version + 1
-        self._exchange(job)
-        return True
-
-    def recover(self) -> None:
-        """Repair the state after an interruption of the engine thread. Can be repeated.
-
-        Unblocks a staging thread that waits for the end of a step, and completes an interrupted swap.
-        """
-        job = self._job
-        if job is not None:
-            job.gate.recover()
-            if job.installs_as is not None:
-                self._exchange(job)
-
-    def _exchange(self, job: _Job) -> None:
-        """Swap in the staged weights. Can be interrupted at any point and repeated."""
-        assert job.staged is not None and job.installs_as is not None
         self._executor.commit(job.staged)
         self._has_weights = True
-        self.version, self.label = job.installs_as, job.label
+        self.version, self.label = self.version + 1, job.label
         self._job = None
+        return True
 
-    def sync_blocking(
-        self, named: NamedWeights, *, rules: UpdateRules | None = None, label: WeightLabel | None = None
-    ) -> int:
-        """Stage in this thread and swap; return the new version. Raises `UpdateBusy` or `WeightError`."""
-        self.stage(named, rules=rules, label=label)
+    def sync_blocking(self, update: WeightUpdate | NamedWeights) -> int:
+        """Gather in this thread and swap; return the new version. Raises `UpdateBusy` or `WeightError`."""
+        self.stage(update)
         self.maybe_finish_sync()
         return self.version
 
-    def stage(
-        self,
-        named: NamedWeights,
-        *,
-        rules: UpdateRules | None = None,
-        label: WeightLabel | None = None,
-        hold: bool = False,
-    ) -> None:
-        """Stage in this thread; `maybe_finish_sync` swaps, with `hold` after `release`. Raises as `sync_blocking`."""
-        self._job = job = self._new_job(named, rules, label, None)
-        job.is_held = hold
+    def stage(self, update: WeightUpdate | NamedWeights) -> None:
+        """Gather in this thread; `maybe_finish_sync` swaps, with `hold` after `release`. Raises as `sync_blocking`."""
+        self._job = job = self._new_job(update_in(update))
         job.run()
         if job.error is not None:
             self._job = None
             raise job.take_failure()
+
+    def require_idle(self) -> None:
+        """Raise `UpdateBusy` if an update is in progress; drop one that failed."""
+        if self.state == "failed" and self._job is not None:
+            _log.error("an update failed, and no call waited for it: %s", self._job.take_failure())
+            self._job = None
+        if self._job is not None:
+            raise UpdateBusy(f"an update is {self._job.state()}; finish or cancel it first")
+
+    @property
+    def on_running(self) -> OnRunning:
+        """Return what the update in progress does to started requests; "keep" if there is none."""
+        return "keep" if self._job is None else self._job.update.on_running
 
     @property
     def takes_turns(self) -> bool:
@@ -225,21 +204,24 @@ class WeightSyncManager:
             raise WeightError("the weights were discarded")
         return digest(self._executor.weight_values())
 
-    def _new_job(
-        self, named: NamedWeights, rules: UpdateRules | None, label: WeightLabel | None, timeout: float | None
-    ) -> _Job:
-        """Return the job of a new update. Raises `UpdateBusy` if one is in progress, `WeightError` for no source."""
-        if self.state == "failed" and self._job is not None:
-            _log.error("an update failed, and no call waited for it: %s", self._job.take_failure())
-            self._job = None
-        if self._job is not None and self._job.is_abandoned():
-            self._job = None
-        if self._job is not None:
-            raise UpdateBusy(f"an update is {self._job.state()}; finish or cancel it first")
-        if rules is not None and rules.partial and not self._has_weights:
+    def _new_job(self, update: WeightUpdate) -> _Job:
+        """Return the job of a new update. Raises as `require_idle`, and `WeightError` for no source."""
+        self.require_idle()
+        if update.rules.partial and not self._has_weights:
             raise WeightError("partial: the weights were discarded, so an update must contain all of them")
+        named = update.weights
+        if isinstance(named, str | Path):
+            path = path_of(named, "weights")
+            if not path.is_dir():
+                raise WeightError(f"{path}: no such directory")
+            named = weights_in(path)
         check_source(named)
-        return _Job(self._executor, named, rules or UpdateRules(), label, timeout)
+        return _Job(self._executor, update, named)
+
+
+def update_in(given: WeightUpdate | NamedWeights) -> WeightUpdate:
+    """Return an update; for tensors alone, one with the default options."""
+    return given if isinstance(given, WeightUpdate) else WeightUpdate(weights=given)
 
 
 def _close_after(error: BaseException, source: Generator[tuple[object, object]]) -> None:
@@ -253,35 +235,24 @@ def _close_after(error: BaseException, source: Generator[tuple[object, object]])
 class _Job:
     """One update in progress: written by the staging thread, read by the engine thread."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        named: NamedWeights,
-        rules: UpdateRules,
-        label: WeightLabel | None,
-        timeout: float | None,
-    ) -> None:
+    def __init__(self, executor: Executor, update: WeightUpdate, named: NamedWeights) -> None:
         self._executor = executor
+        self.update = replace(update, weights={})  # the tensors are referred to only while they are gathered
         self._named = named
-        self._rules = rules
-        self.checksum = rules.checksum
-        self.label = label
+        self.checksum = update.rules.checksum
+        self.label = update.label
         self.staged: Any = None
         """The argument of `Executor.commit`."""
         self._gathered: Staged | None = None
         """The owner of the complete update."""
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
-        self.on_end: Callable[[], None] | None = None
-        self.is_held = False
+        self.is_held = update.hold
         """Whether the weights, once staged, wait for `WeightSyncManager.release`."""
-        self.installs_as: int | None = None
-        """The version of the new weights; set when the swap starts."""
         self.is_cancelled = threading.Event()
-        self._timeout = timeout
         self.takes_turns = executor.steps_share_processors
         self.gate = StepGate(share_of(executor.weight_bytes))
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._deadline = None if update.timeout is None else time.monotonic() + update.timeout
 
     def run(self) -> None:
         """Stage the update; store an error for the engine thread."""
@@ -293,11 +264,11 @@ class _Job:
         finally:
             self.gate.finish()
             del self._named
-            if self.on_end is not None:
-                self.on_end()
+            if self.thread is not None and self.update.on_gathered is not None:
+                self.update.on_gathered()
 
     def _stage(self) -> Any:
-        executor, rules = self._executor, self._rules
+        executor, rules = self._executor, self.update.rules
         pace = self._pace if self.thread and self.takes_turns else None
         staged = executor.stage(pace=pace, check_finite=not rules.allow_nonfinite)
         staging = Staging(executor.program, staged, rules)
@@ -351,15 +322,10 @@ class _Job:
         """Return the state; once the deadline has passed it stays "failed"."""
         if self.error is None and self.staged is None and self._deadline and time.monotonic() > self._deadline:
             self.is_cancelled.set()
-            self.error = WeightError(f"the weights were not complete within {self._timeout:g} seconds")
+            self.error = WeightError(f"the weights were not complete within {self.update.timeout or 0:g} seconds")
         if self.error is not None:
             return "failed"
         return "staged" if self.staged is not None else "staging"
-
-    def is_abandoned(self) -> bool:
-        """Return True if an interruption ended staging without a result or an error."""
-        is_running = self.thread is not None and self.thread.is_alive()
-        return self.staged is None and self.error is None and not is_running
 
     def take_failure(self) -> BaseException:
         """Return and clear the error; wrap unexpected exceptions in `WeightError`, but for `EngineDead`.

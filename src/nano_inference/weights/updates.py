@@ -1,14 +1,14 @@
-"""`WeightUpdate`: new weights and installation options; `Weights`: the interface of their owner. No torch."""
+"""`WeightUpdate`: new weights and installation options. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nano_inference.checks import check_bool, check_fields, check_label, checked, number
-from nano_inference.types import BadRequest, OnRunning, UpdateState, WeightLabel
+from nano_inference.types import BadRequest, OnRunning, WeightLabel
 
 NamedWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Hugging Face names with tensors or file ranges; `weights.staging.NamedWeights` without torch types."""
@@ -86,66 +86,6 @@ def update_of(
         timeout=timeout,
         on_gathered=on_gathered,
     )
-
-
-class Weights(Protocol):
-    """The owner of the weights as `Control` uses it: `weights.sync.WeightSyncManager`, which documents the methods."""
-
-    version: int
-    label: WeightLabel | None
-    shapes: Mapping[str, tuple[int, ...]]
-
-    @property
-    def state(self) -> UpdateState: ...
-
-    @property
-    def takes_turns(self) -> bool: ...
-
-    @property
-    def is_held(self) -> bool: ...
-
-    @property
-    def has_weights(self) -> bool: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    def checksum(self) -> str: ...
-
-    def stage(self, named: NamedWeights, *, rules: UpdateRules, label: WeightLabel | None, hold: bool) -> None: ...
-
-    def start_sync(
-        self,
-        named: NamedWeights,
-        *,
-        rules: UpdateRules,
-        label: WeightLabel | None,
-        timeout: float | None,
-        on_gathered: Callable[[], None] | None,
-        hold: bool,
-    ) -> None: ...
-
-    def wait(self, timeout: float | None = None) -> UpdateState: ...
-
-    def maybe_finish_sync(self) -> bool: ...
-
-    def release(self) -> bool: ...
-
-    def cancel(self, wait: float = 0.0) -> bool: ...
-
-    def label_next(self, label: WeightLabel) -> bool: ...
-
-    def expect_next(self, checksum: str) -> bool: ...
-
-    def begin_step(self) -> None: ...
-
-    def end_step(self) -> None: ...
-
-    def sleep(self, *, discard: bool) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def recover(self) -> None: ...
 
 
 def check_weight_label(label: WeightLabel | None) -> None:

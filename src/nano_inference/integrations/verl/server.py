@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nano_inference.control import Control
+from nano_inference.engine import InferenceEngine
 from nano_inference.integrations.verl.http import HttpFace
 from nano_inference.integrations.verl.options import RolloutOptions, refuse_media, sampling_params
 from nano_inference.pool.ray_workers import SharedTensor, from_shared
@@ -264,9 +264,9 @@ class RolloutServer:
         assert self._face is not None, "not launched"
         return self._face.link
 
-    async def _control(self, work: Callable[[Control], Any]) -> Any:
+    async def _control(self, work: Callable[[InferenceEngine], Any]) -> Any:
         """Return `work(control)`, run between two steps."""
-        return await self._link.engine.call(lambda engine: work(engine.control))
+        return await self._link.engine.call(work)
 
     def _require_options(self) -> RolloutOptions:
         assert self._options is not None, "not launched"

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nano_inference.control import Control as EngineControl
+from nano_inference.engine_thread import DrivenEngine
 from nano_inference.server.body import parse, read_json
 from nano_inference.server.call import JSON
 from nano_inference.server.config import ServerConfig
@@ -68,9 +68,9 @@ class RLContext:
     snapshot: Snapshot
 
     @property
-    def engine(self) -> EngineControl:
-        """The engine's control. Raises `ApiError` while the model is loading."""
-        return self.opened().engine.control
+    def engine(self) -> DrivenEngine:
+        """The engine. Raises `ApiError` while the model is loading."""
+        return self.opened().engine
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
@@ -165,8 +165,8 @@ def make_context(
 ) -> RLContext:
     """Return a server's context. Raises `ValueError` if `config.weights_dir` is not a directory."""
 
-    def engine() -> EngineControl:
-        return opened().engine.control
+    def engine() -> DrivenEngine:
+        return opened().engine
 
     root = weights_root(config.weights_dir)
     return RLContext(

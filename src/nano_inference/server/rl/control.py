@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from starlette.types import Receive
 
-from nano_inference.control import Control as EngineControl
+from nano_inference.engine_thread import DrivenEngine
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import ClientGone
@@ -23,7 +23,7 @@ SCHEDULING = "scheduling"
 class Control:
     """Owns the set of sleeping parts and the number of clients that wait for a pause."""
 
-    def __init__(self, link: EngineLink, engine: Callable[[], EngineControl]) -> None:
+    def __init__(self, link: EngineLink, engine: Callable[[], DrivenEngine]) -> None:
         self._link = link
         self._engine = engine
         self._num_pausing = 0

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.control import Control
+from nano_inference.engine_thread import DrivenEngine
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.rl.feed import Feed, Source
@@ -57,7 +57,7 @@ class Updates:
     """Owns the current update. Accessed on the event loop."""
 
     def __init__(
-        self, link: EngineLink, engine: Callable[[], Control], timeout: float, redact: Callable[[str], str] = str
+        self, link: EngineLink, engine: Callable[[], DrivenEngine], timeout: float, redact: Callable[[str], str] = str
     ) -> None:
         """`timeout` is in seconds; `redact` removes from an error's text what clients must not see."""
         self._link = link
