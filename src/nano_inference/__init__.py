@@ -26,6 +26,7 @@ _HOMES = {
     "InferenceEngine": "engine",
     "KVCacheManager": "first_names.caches",
     "KVStore": "executors.torch.store",
+    "LLM": "llm",
     "LocalFleet": "pool.local",
     "ModelError": "types",
     "PagedKVCache": "first_names.caches",

@@ -25,6 +25,7 @@ from nano_inference.first_names.caches import RadixAttention as RadixAttention
 from nano_inference.first_names.caches import RadixKVCache as RadixKVCache
 from nano_inference.first_names.forward import model_forward as model_forward
 from nano_inference.first_names.sampling import sample_with_logprobs as sample_with_logprobs
+from nano_inference.llm import LLM as LLM
 from nano_inference.pool.local import LocalFleet as LocalFleet
 from nano_inference.pool.pool import RolloutPool as RolloutPool
 from nano_inference.pool.ray_workers import RayFleet as RayFleet

@@ -13,7 +13,8 @@ from typing import cast
 import torch
 
 from nano_inference.admission import Limits, StopMatcherFactory
-from nano_inference.catalog import default_cache, resolve
+from nano_inference.catalog import catalog_sampling, default_cache, resolve
+from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.drafts import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS, MakeDrafter
 from nano_inference.executors.cuda.launchers import Kernels, triton_kernels
@@ -36,6 +37,7 @@ from nano_inference.kernels.library import Library
 from nano_inference.kinds import ModelKinds, installed_kinds
 from nano_inference.kv import KVManager, make_kv
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loader.opened import generation_fields, sampling_defaults
 from nano_inference.models.config import ModelConfig, with_length
 from nano_inference.models.families import program_of
 from nano_inference.models.program import Program
@@ -48,10 +50,11 @@ from nano_inference.parallel.processes import Processes
 from nano_inference.parallel.shard import check_divisible
 from nano_inference.parallel.staged import Whole
 from nano_inference.runner import BlockCopy, Row, RowResult, Runner
+from nano_inference.text.dialogue import Dialogue, load_dialogue
 from nano_inference.text.kinds import Tokenizer
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, EngineDead, ModelError
+from nano_inference.types import BadRequest, EngineDead, ModelError, SamplingParams
 from nano_inference.weights.sync import WeightSyncManager
 
 _COPY_SHARE = 8
@@ -92,6 +95,10 @@ class EngineParts:
     stop_matcher: StopMatcherFactory | None = None
     """None without a tokenizer."""
     checkpoint: Checkpoint | None = None
+    load_tokenizer: Callable[[], Tokenizer] | None = None
+    """Returns the model's tokenizer, loaded once; None for parts without a model's files."""
+    load_dialogue: Callable[[], Dialogue | None] = lambda: None
+    """Returns what converts messages, loaded once; None for a model without a chat template."""
     weights: WeightSyncManager | None = None
     """None if the weights cannot be replaced."""
     is_on_cuda: bool = False
@@ -202,7 +209,21 @@ def parts_with(executor: Executor, config: EngineConfig, checkpoint: Checkpoint,
         eos_token_ids=ends,
         stop_matcher=lambda stops: stop_matcher(load(), stops),
         checkpoint=checkpoint,
+        load_tokenizer=load,
+        load_dialogue=cache(lambda: load_dialogue(checkpoint.tokenizer, load(), kinds.tokenizers)),
     )
+
+
+def chat_params(parts: EngineParts, config: EngineConfig) -> SamplingParams:
+    """Return the sampling of a chat whose caller gave none: the model's own or measured defaults, as on the page.
+
+    Raises `ModelError` for invalid values in the model's files.
+    """
+    if parts.checkpoint is None:
+        return SamplingParams()
+    sampling_defaults(parts.checkpoint)  # refuses invalid values
+    found = chat_defaults(generation_fields(parts.checkpoint), catalog_sampling(str(config.model_path)))
+    return SamplingParams(**found.sampling)
 
 
 def end_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:

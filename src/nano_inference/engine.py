@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn, Self, TypeVar
 
 from nano_inference.admission import Admission, Limits, requests_for, score_starts, scoring_request, texts_of
-from nano_inference.assemble import EngineParts, assemble, copied_parts
+from nano_inference.assemble import EngineParts, assemble, chat_params, copied_parts
 from nano_inference.checks import check_bool, unit_vector
 from nano_inference.config import EngineConfig, config_of
 from nano_inference.core import Core
@@ -22,6 +22,9 @@ from nano_inference.driving import Driving
 from nano_inference.executors.protocol import Executor
 from nano_inference.kv import KVManager
 from nano_inference.mailboxes import DeltaStream, Mailboxes
+from nano_inference.text.dialogue import ANSWER, Rendering, text_of
+from nano_inference.text.dialogue import require as require_dialogue
+from nano_inference.text.kinds import Message, Tokenizer
 from nano_inference.types import (
     FROM_THE_PROMPT,
     PAUSE_MODES,
@@ -97,14 +100,42 @@ class InferenceEngine:
         num_samples: int | None = None,
         program: TokenProgram | None = None,
         progress: Progress | None = None,
+        with_text: bool = False,
     ) -> list[TrainingSample]:
         """Return n samples of each prompt, those of the first prompt first. `sampling_params`: for all, or a list.
 
-        Raises `BadRequest` before anything runs if a request is invalid.
+        `with_text` sets `TrainingSample.text`. Raises `BadRequest` before anything runs if a request is invalid.
         """
+        check_bool("with_text", with_text)
+        tokenizer = self.tokenizer if with_text else None
         count = num_samples_per_prompt if num_samples is None else num_samples
+        requests = requests_for(prompts, sampling_params, count, program)
         with self._driving:
-            return self._run_all(requests_for(prompts, sampling_params, count, program), progress)
+            samples = self._run_all(requests, progress)
+        if tokenizer is None:
+            return samples
+        stops = [tuple(request.params.stop) for request in requests for _ in range(count)]
+        texts = [text_of(tokenizer, None, *pair, raw=True) for pair in zip(samples, stops, strict=True)]
+        return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
+
+    def chat(
+        self,
+        messages: Seq[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        rendering: Rendering = ANSWER,
+        progress: Progress | None = None,
+    ) -> TrainingSample:
+        """Return the answer to messages such as `{"role": "user", "content": "Hello"}`; the sample has `text`.
+
+        Without `sampling_params` the model's defaults for chats apply. `rendering` has tools and template variables.
+        Raises as `generate` does, and `BadRequest` for a model without a chat template.
+        """
+        dialogue = require_dialogue(self.parts.load_dialogue())
+        params = sampling_params or chat_params(self.parts, self.config)
+        prompt = dialogue.encode(messages, rendering)
+        (sample,) = self.generate([prompt], params, program=dialogue.tool, progress=progress)
+        return replace(sample, text=text_of(self.tokenizer, dialogue.tool, sample, tuple(params.stop), raw=False))
 
     def complete(
         self,
@@ -712,6 +743,13 @@ class InferenceEngine:
     def lineage(self) -> str:
         """`EngineConfig.lineage`, or this engine's random one; see `TrainingSample.lineage`."""
         return self.limits.lineage or ""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `BadRequest` if the engine was made without one."""
+        if self.parts.load_tokenizer is None:
+            raise BadRequest("tokenizer: this engine was made without one")
+        return self.parts.load_tokenizer()
 
     @property
     def model(self) -> Executor | None:

@@ -120,6 +120,8 @@ class TrainingSample:
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V was cached when the sample first started."""
     num_preemptions: int = 0
+    text: str | None = None
+    """The completion without special tokens and stop strings, if requested."""
     __repr__ = brief_repr
 
     def __post_init__(self) -> None:

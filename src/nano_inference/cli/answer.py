@@ -10,7 +10,7 @@ from nano_inference.cli.conversation import AnswerStats
 from nano_inference.cli.session import Session, tick
 from nano_inference.cli.terminal import Interrupts, bar
 from nano_inference.engine import InferenceEngine
-from nano_inference.text import stream
+from nano_inference.text import dialogue, stream
 from nano_inference.text.dialogue import shown, spelled
 from nano_inference.text.repetition import repeats
 from nano_inference.types import Delta, SamplingParams, TrainingSample
@@ -89,9 +89,7 @@ def readable(session: Session, tokens: tuple[int, ...], sample: TrainingSample |
 
 def text_of(session: Session, sample: TrainingSample, params: SamplingParams, *, raw: bool = False) -> str:
     """Return a finished sample's text, equal to what `stream_answer` writes."""
-    state = stream.start(stops=tuple(params.stop), drop_space=session.tokenizer.drops_space and not raw)
-    state, text = stream.push(state, readable(session, sample.completion_tokens, sample))
-    return spelled(text + stream.finish(state)[1])
+    return dialogue.text_of(session.tokenizer, session.tool, sample, tuple(params.stop), raw=raw)
 
 
 def cut_by(session: Session, sample: TrainingSample) -> str | None:

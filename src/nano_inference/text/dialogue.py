@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from nano_inference.text import stream
 from nano_inference.text.chat import ChatTemplate, chat_text, encode_chat, load_chat_template
 from nano_inference.text.kinds import ANSWER as ANSWER
 from nano_inference.text.kinds import Dialogue as Dialogue
@@ -18,7 +19,7 @@ from nano_inference.text.kinds import Message, Tokenizer, TokenizerKind, Tokeniz
 from nano_inference.text.kinds import Rendering as Rendering
 from nano_inference.text.template_dates import dates
 from nano_inference.text.tokenizer import installed_tokenizers
-from nano_inference.types import BadRequest
+from nano_inference.types import BadRequest, TrainingSample
 
 PartKind = Literal["text", "python", "python_output"]
 """Kinds of an answer's parts: text, a tool call, and the result of a call."""
@@ -124,6 +125,20 @@ def shown(
         elif token < tokenizer.vocab_size and not (skip_special and token in tokenizer.special_ids):
             pieces.append(tokenizer.token_bytes(token))
     return b"".join(pieces)
+
+
+def text_of(
+    tokenizer: Tokenizer, tool: Tool | None, sample: TrainingSample, stops: tuple[str, ...], *, raw: bool
+) -> str:
+    """Return a finished sample's text: without special tokens, the token that ended it, and what follows a stop string.
+
+    A call of `tool` is [expression → result]. `raw`: the sample continues a text instead of answering a message.
+    """
+    ended_by_token = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
+    tokens = sample.completion_tokens[:-1] if ended_by_token else sample.completion_tokens
+    state = stream.start(stops=stops, drop_space=tokenizer.drops_space and not raw)
+    state, text = stream.push(state, shown(tokenizer, tool, tokens, is_cut=sample.finish_reason != "stop"))
+    return spelled(text + stream.finish(state)[1])
 
 
 def spelled(text: str) -> str:
