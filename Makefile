@@ -120,7 +120,7 @@ docs: .venv/ready
 	touch $@
 
 .venv-clients/ready: .venv-clients/torch pyproject.toml
-	.venv-clients/bin/python -m pip install -e '.[grammar,websocket]' 'pytest>=8.3,<10' 'pytest-timeout>=2.4,<3' \
+	.venv-clients/bin/python -m pip install -e '.[grammar]' 'pytest>=8.3,<10' 'pytest-timeout>=2.4,<3' \
 		'hypothesis>=6.100,<7' 'openai>=3,<4' \
 		'transformers>=5,<6' 'accelerate>=1,<2' \
 		langchain-core==1.7.2 langchain-openai==1.7.3 llm==0.36 'lm-eval[api]==0.4.13' guidellm==0.8.1 \

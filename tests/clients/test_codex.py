@@ -48,13 +48,13 @@ def delegating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from served(tmp_path_factory.mktemp("delegating"), "multi_agent_v1.close_agent", {"target": "no-agent"})
 
 
-def codex(home: Path, server: Served, *arguments: str, sockets: bool = False, url: str = "") -> list[JSON]:
-    """Run the Codex CLI in `home`/work, over WebSocket if `sockets`; return the events that it prints.
+def codex(home: Path, server: Served, *arguments: str, url: str = "") -> list[JSON]:
+    """Run the Codex CLI in `home`/work; return the events that it prints.
 
     `url` is that of a proxy before the server.
     """
     config = block_after("`~/.codex/config.toml`", url or server.url, "scripted", "server.md")
-    (home / "config.toml").write_text(f"{config}supports_websockets = {str(sockets).lower()}\n")
+    (home / "config.toml").write_text(config)
     work = home / "work"
     work.mkdir(exist_ok=True)
     printed = succeed([CODEX, *arguments], work, CODEX_HOME=str(home))
@@ -94,18 +94,9 @@ def test_codex_receives_calls_of_its_namespaces(delegating: Served, tmp_path: Pa
     assert output["call_id"] == call["call_id"] and "no-agent" in output["output"]
 
 
-def test_codex_runs_the_models_command_over_a_websocket(commanding: Served, tmp_path: Path) -> None:
-    pytest.importorskip("wsproto", reason=f"wsproto: {NEEDED}")
-    events = codex(tmp_path, commanding, *ASKING, "Make a file.", sockets=True)
-    assert WRITTEN in completed(events, "command_execution")[0]["aggregated_output"]
-    assert [one["text"] for one in completed(events, "agent_message")] == [ANSWER]
-
-
-@pytest.mark.parametrize("sockets", [False, True])
-def test_codex_shows_the_servers_refusal(commanding: Served, tmp_path: Path, sockets: bool) -> None:
-    with pytest.raises(AssertionError, match="web_search") as caught:
-        codex(tmp_path, commanding, *ASKING, "-c", 'web_search="live"', "Search the web.", sockets=sockets)
-    assert ('\\"status\\":400' in str(caught.value)) is sockets, "only events of a WebSocket have a status"
+def test_codex_shows_the_servers_refusal(commanding: Served, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="web_search"):
+        codex(tmp_path, commanding, *ASKING, "-c", 'web_search="live"', "Search the web.")
 
 
 def forced(body: JSON) -> JSON:

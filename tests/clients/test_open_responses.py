@@ -11,9 +11,7 @@ import pytest
 
 from tests.clients.process import NEEDED, PATIENCE, Served, serving
 from tests.server.scripted import make_scripted
-from tests.server.sockets import SocketClient, connected
 
-pytest.importorskip("wsproto", reason=f"wsproto: {NEEDED}")
 types = pytest.importorskip("openresponses_types.types", reason=f"openresponses-types: {NEEDED}")
 
 JSON = dict[str, Any]
@@ -144,58 +142,3 @@ def test_conversation_is_compacted(server: Served) -> None:
 def test_compaction_without_a_model_is_refused(server: Served) -> None:
     body = {"input": [message("user", "Compact this.")]}
     assert httpx2.post(f"{server.url}/v1/responses/compact", json=body, timeout=PATIENCE).status_code == 400
-
-
-# ---- over WebSocket -------------------------------------------------------------------------------------------------
-
-
-def turn(client: SocketClient, **fields: Any) -> JSON:
-    """Create a response; return it after checking its events, or the error."""
-    events = client.turn(model="scripted", **fields)
-    for event in events:
-        kind = "WebSocketErrorEvent" if event["type"] == "error" else EVENTS[event["type"]]
-        getattr(types, kind).model_validate(event)
-    if events[-1]["type"] == "error":
-        error: JSON = events[-1]["error"]
-        return error
-    response: JSON = events[-1]["response"]
-    types.ResponseResource.model_validate(response)
-    return response
-
-
-def test_responses_follow_each_other_on_a_connection(server: Served) -> None:
-    with connected(server.url) as client:
-        replies = [turn(client, input=[message("user", "Count to three.")])]
-        replies += [turn(client, store=False, input=text) for text in ("first", "second")]
-        replies.append(turn(client, store=False, input="third", previous_response_id=replies[-1]["id"]))
-    assert [one["status"] for one in replies] == ["completed"] * 4
-
-
-def test_unstored_response_is_unknown_on_another_connection(server: Served) -> None:
-    with connected(server.url) as client:
-        first = turn(client, store=False, input="Remember copper.")
-    with connected(server.url) as client:
-        missing = turn(client, store=False, input="Continue.", previous_response_id=first["id"])
-        assert missing["code"] == "previous_response_not_found"
-        assert turn(client, store=False, input=[message("user", "Anew.")])["status"] == "completed"
-
-
-def test_failed_continuation_removes_the_response(server: Served) -> None:
-    output = {"type": "function_call_output", "call_id": "call_missing", "output": "There is no such call."}
-    with connected(server.url) as client:
-        first = turn(client, store=False, input="Remember ember.")
-        assert "call_id" in turn(client, store=False, input=[output], previous_response_id=first["id"])["message"]
-        again = turn(client, store=False, input="Continue.", previous_response_id=first["id"])
-    assert again["code"] == "previous_response_not_found"
-
-
-def test_compacted_conversation_starts_a_chain(server: Served) -> None:
-    talk = [
-        message("user", [{"type": "input_text", "text": "Remember slate."}]),
-        message("assistant", [{"type": "output_text", "text": "Yes."}]),
-        message("user", [{"type": "input_text", "text": "Shorten this."}]),
-    ]
-    output = server.ask("/v1/responses/compact", {"model": "scripted", "input": talk})["output"]
-    with connected(server.url) as client:
-        reply = turn(client, store=False, input=[*output, message("user", "Continue.")], tools=[])
-    assert reply["status"] == "completed" and reply["previous_response_id"] is None

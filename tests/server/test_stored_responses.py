@@ -200,15 +200,6 @@ def test_reply_larger_than_a_body_is_not_stored() -> None:
     assert store.put(None, stored("short", 100)) and not store.put(None, stored("long", 2000))
 
 
-def test_removed_owner_makes_room() -> None:
-    unit = stored("a", 1000).size
-    store = ReplyStore(3, 3 * unit, 3 * unit)
-    assert store.put(0, stored("a", 1000)) and store.put(0, stored("b", 1000)) and store.put(1, stored("c", 1000))
-    store.remove_all(0)
-    assert store.find(0, "a") is None and store.put(1, stored("d", 1000)) and store.put(1, stored("e", 1000))
-    assert all(store.find(1, name) is not None for name in "cde")
-
-
 def test_store_without_room_says_so(tiny_directory: Path) -> None:
     with running(tiny_directory, ServerConfig(port=0, log_requests=False, max_stored_replies=0)) as server:
         reply = asked(server, input="once")

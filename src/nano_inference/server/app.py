@@ -70,8 +70,8 @@ FurtherRoutes = Callable[[Callable[[], LoadedModel]], Sequence[Route]]
 class App:
     """Owns the routes and their shared state: engine link, admission limits, dispatcher, worker threads.
 
-    `further` returns routes that belong to no dialect; `replies` stores replies that clients refer to later;
-    `upgrade` adds other protocols than HTTP. Raises `PluginError` for a route that is defined twice.
+    `further` returns routes that belong to no dialect; `replies` stores replies that clients refer to later. Raises
+    `PluginError` for a route that is defined twice.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class App:
         dialects: Mapping[str, Dialect],
         further: FurtherRoutes,
         replies: ReplyStore,
-        upgrade: Callable[[ASGIApp], ASGIApp],
     ) -> None:
         self.config = config
         self.link = link
@@ -104,7 +103,7 @@ class App:
         self._router = Router(self.routes, redirect_slashes=False)
         self.guard = Guard(self._route, policy, self._on_response, error_bodies(dialects))
         """Admits requests, and reports each response."""
-        self.asgi: ASGIApp = strip_root_path(config.root_path, upgrade(self.guard))
+        self.asgi: ASGIApp = strip_root_path(config.root_path, self.guard)
         """The ASGI application."""
 
     def serve(self, loaded: LoadedModel, max_running: int) -> None:
@@ -267,9 +266,8 @@ class App:
         return _json(await self.workers.run(replies.size_of(name), recall, renders=False, seconds=seconds))
 
     def _replies_of(self, request: Request) -> ClientReplies:
-        """Return the stored replies of the request's API key, and those of its connection."""
-        state = request.scope["state"]
-        return self._replies.part_of(state.get("key_index"), state.get("session"))
+        """Return the stored replies of the request's API key."""
+        return ClientReplies(self._replies, request.scope["state"].get("key_index"))
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

@@ -46,7 +46,7 @@ class HostedApp:
         self._app: App | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer an HTTP request or a WebSocket, or follow the host's lifespan.
+        """Answer an HTTP request, or follow the host's lifespan.
 
         Raises `RuntimeError` for a request before the lifespan has started.
         """

@@ -12,7 +12,7 @@ _OVERHEAD = 512
 """Bytes of a stored reply in addition to its two texts: objects, keys, links."""
 
 Owner = int | None
-"""Index of the API key or number of the connection that a reply belongs to; None on a server without keys."""
+"""Index of the API key that a reply belongs to; None on a server without keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,6 @@ class ReplyStore:
         self._num = 0
         self._num_bytes = 0
 
-    def part_of(self, owner: Owner, session: ClientReplies | None = None) -> ClientReplies:
-        """Return the replies of one owner, with those of its connection."""
-        return ClientReplies(self, owner, session)
-
     def find(self, owner: Owner, name: str) -> StoredReply | None:
         """Return an owner's reply, or None."""
         with self._lock:
@@ -81,14 +77,6 @@ class ReplyStore:
         """Remove an owner's reply; return False if there is none."""
         with self._lock:
             return self._remove(owner, name)
-
-    def remove_all(self, owner: Owner) -> None:
-        """Remove all replies of an owner."""
-        with self._lock:
-            shelf = self._shelves.pop(owner, None)
-            if shelf is not None:
-                self._num -= len(shelf.replies)
-                self._num_bytes -= shelf.num_bytes
 
     def _remove(self, owner: Owner, name: str) -> bool:
         shelf = self._shelves.get(owner)
@@ -118,31 +106,22 @@ class ClientReplies:
 
     store: ReplyStore
     owner: Owner
-    session: ClientReplies | None = None
-    """The replies of the client's connection, also those that are not to be stored; None without such a connection."""
-
-    def find(self, name: str) -> StoredReply | None:
-        """Return a reply, or None."""
-        found = None if self.session is None else self.session.find(name)
-        return found or self.store.find(self.owner, name)
 
     def size_of(self, name: str) -> int:
         """Return the bytes of a reply, 0 if there is none."""
-        found = self.find(name)
+        found = self.store.find(self.owner, name)
         return 0 if found is None else found.size
 
     def get(self, name: str, param: str, code: str) -> StoredReply:
         """Return a reply. Raises `ApiError` 404 naming `param` if there is none."""
-        stored = self.find(name)
+        stored = self.store.find(self.owner, name)
         if stored is None:
             raise _missing(name, param, code)
         return stored
 
-    def put(self, stored: StoredReply, *, lasts: bool) -> bool:
-        """Keep a reply for the connection, and if it `lasts` in the store; return True if it is in the store."""
-        if self.session is not None:
-            self.session.put(stored, lasts=True)
-        return lasts and self.store.put(self.owner, stored)
+    def put(self, stored: StoredReply) -> bool:
+        """Store a reply; return False if it does not fit."""
+        return self.store.put(self.owner, stored)
 
     def remove(self, name: str, param: str, code: str) -> None:
         """Remove a reply. Raises `ApiError` 404 naming `param` if there is none."""

@@ -146,7 +146,7 @@ async def serve(
     keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
     policy = guard_policy(config, keys)
     app = make_app(config, policy, link, installed_dialects())
-    listener = Listener(uvicorn_config(app.asgi, config, policy, takes_sockets=True))
+    listener = Listener(uvicorn_config(app.asgi, config, policy))
     shutdown = Shutdown()
     loop = asyncio.get_running_loop()
     watchdog = LoopWatchdog(loop).start()

@@ -22,7 +22,6 @@ from nano_inference.server.dialects import (
     sglang,
     tokens,
 )
-from nano_inference.server.dialects.responses_socket import with_sockets
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.keys import KeyRing
@@ -61,5 +60,4 @@ def make_app(config: ServerConfig, policy: GuardPolicy, link: EngineLink, dialec
     """
     replies = ReplyStore(config.max_stored_replies, config.max_stored_bytes, config.max_body_bytes)
     further = partial(rl_routes, link, config, policy)
-    upgrade = partial(with_sockets, policy=policy, idle_timeout=config.request_timeout)
-    return App(config, policy, link, dialects, further, replies, upgrade)
+    return App(config, policy, link, dialects, further, replies)

@@ -135,9 +135,9 @@ def responses_call(
     call = replace(call, id=f"resp_{body.request_id or stem}")
     keep = None
     lasts = replies is not None and body.store is not False
-    if replies is not None and (lasts or replies.session is not None):
+    if replies is not None and lasts:
         items = [*chat.conversation.earlier, *stored_replies.listed_items(chat.conversation.new, stem)]
-        keep = partial(stored_replies.keep, replies, call.id, to_json(items), lasts)
+        keep = partial(stored_replies.keep, replies, call.id, to_json(items))
     functions = chat.functions
     namespaces = {one.name: (space, one.tool.name or "") for one in functions if (space := one.namespace) is not None}
     reply = partial(

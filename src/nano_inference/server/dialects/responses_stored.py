@@ -23,9 +23,9 @@ _PREFIXES: Mapping[str, str] = {
 }
 
 
-def keep(replies: ClientReplies, name: str, items: bytes, lasts: bool, response: JSON) -> bool:
-    """Store a response, for longer than its connection if it `lasts`; return False if it is not stored so long."""
-    return replies.put(StoredReply(id=name, reply=to_json(response), items=items), lasts=lasts)
+def keep(replies: ClientReplies, name: str, items: bytes, response: JSON) -> bool:
+    """Store a response; return False if it does not fit."""
+    return replies.put(StoredReply(id=name, reply=to_json(response), items=items))
 
 
 def listed_items(given: str | Sequence[InputItem], stem: str) -> list[JSON]:
