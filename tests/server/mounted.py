@@ -39,7 +39,7 @@ NANOCHATS: Generating = replace(
 )
 """The route of nanochat's web chat, also for models that are not nanochat's."""
 _ROUTES = tuple(one for row in installed_dialects().values() for one in row.generating)
-GENERATING: tuple[Generating, ...] = tuple(one for one in _ROUTES if one.path not in (*ALIASES, "/invocations"))
+GENERATING: tuple[Generating, ...] = tuple(one for one in _ROUTES if one.path not in ALIASES)
 CONVERTING: tuple[Converting, ...] = tuple(
     one for row in installed_dialects().values() for one in row.converting if one.path not in ALIASES
 )

@@ -909,32 +909,6 @@ def test_chats_without_v1_and_a_model_are_nanochats_if_it_is_served() -> None:
         assert refused["error"]["message"].startswith("messages.0.role: ")
 
 
-def test_invocations_are_answered_by_the_fields_of_the_body(server: Running) -> None:
-    """SageMaker's path for all requests."""
-    bodies: dict[str, dict[str, Any]] = {
-        CHAT: {"messages": HELLO, "seed": 1, "max_tokens": 4},
-        "/v1/completions": {"prompt": "a", "seed": 1, "max_tokens": 4},
-    }
-    for path, body in bodies.items():
-        assert server.post("/invocations", body).json()["choices"] == server.post(path, body).json()["choices"]
-        assert server.events("/invocations", {**body, "stream": True})[-1] == "[DONE]"
-    texts = {"input": ["a", "b"]}
-    assert server.post("/invocations", texts).json() == server.post("/v1/embeddings", texts).json()
-    nulls = {"messages": None, "prompt": "a", "input": None, "seed": 1, "max_tokens": 4}
-    given = {name: value for name, value in nulls.items() if value is not None}
-    choices = server.post("/v1/completions", given).json()["choices"]
-    assert server.post("/invocations", nulls).json()["choices"] == choices
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"max_tokens": 1}, "none"),
-        ({"prompt": None}, "none"),
-        ({"prompt": "a", "input": "a"}, "prompt, input"),
-    ]
-    for body, found in wrong:
-        refused = server.post("/invocations", body)
-        expected = f"the body must have exactly one of messages, prompt, input; it has {found}"
-        assert (refused.status_code, refused.json()["error"]["message"]) == (400, expected)
-
-
 def test_the_tokens_of_a_chat_are_counted(server: Running) -> None:
     body = {"messages": HELLO, "max_tokens": 1, "return_token_ids": True}
     expected = len(server.post(CHAT, body).json()["prompt_token_ids"])

@@ -18,7 +18,6 @@ from nano_inference.server.dialects import (
     ollama,
     openai,
     responses,
-    sagemaker,
     sglang,
     tokens,
 )
@@ -38,7 +37,6 @@ OWN_DIALECTS: Mapping[str, Dialect] = {
     "ollama": ollama.DIALECT,
     "embeddings": embeddings.DIALECT,
     "tokens": tokens.DIALECT,
-    "sagemaker": sagemaker.DIALECT,
 }
 """The dialects of this package."""
 
