@@ -14,7 +14,6 @@ from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Dispatcher
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
-from nano_inference.server.load_report import with_load_report
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
 from nano_inference.server.queue_limits import QueueLimits
@@ -64,7 +63,6 @@ class CallResponse(Response):
         ticket: Ticket | None = None
         error: ApiError | None = None
         client: Client = scope["state"]["client"]
-        send = with_load_report(send, scope["headers"], self.link.last_stats, serving.model.limits.num_blocks)
         self.open_calls.num += 1
         try:
             with (
