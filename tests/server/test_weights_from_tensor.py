@@ -46,7 +46,7 @@ def good(named: dict[str, torch.Tensor]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(tiny_directory: Path) -> Iterator[Running]:
-    with serving(tiny_directory, weight_timeout=60, admin_key=("an-admin-key",)) as one:
+    with serving(tiny_directory, tiny_directory, weight_timeout=60, admin_key=("an-admin-key",)) as one:
         one.client.headers.update(KEY)
         yield one
 
@@ -81,14 +81,16 @@ def test_weights_of_a_trainer_beside_the_server_are_installed(
     form: str,
     load_format: str | None,
 ) -> None:
-    ok(server.post("/weights_checker", {"action": "reset_tensors"}))
+    ok(server.post("/update_weights_from_disk", {"model_path": str(tiny_directory)}))
     reply = ok(send(server, trainer.serialize(form, *good), load_format=load_format, weight_version=f"of-{form}"))
     assert (reply["success"], reply["weight_version"]) == (True, f"of-{form}")
     assert Stream(server, params=SHORT).result().completion_tokens == fresh_tokens(tiny_directory, new, PROMPT, SHORT)
 
 
-def test_each_bucket_is_an_update(server: Running, trainer: SharedTrainer, good: list[str]) -> None:
-    ok(server.post("/weights_checker", {"action": "reset_tensors"}))
+def test_each_bucket_is_an_update(
+    server: Running, trainer: SharedTrainer, good: list[str], tiny_directory: Path
+) -> None:
+    ok(server.post("/update_weights_from_disk", {"model_path": str(tiny_directory)}))
     for number, start in enumerate(range(0, len(good), 5)):
         text = trainer.serialize("bytes", *good[start : start + 5])
         reply = ok(send(server, text, load_format="flattened_bucket", weight_version=str(number)))

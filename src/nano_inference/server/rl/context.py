@@ -21,7 +21,6 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy, read_body
-from nano_inference.server.rl.checker import Snapshot
 from nano_inference.server.rl.control import Control
 from nano_inference.server.rl.feed import Source
 from nano_inference.server.rl.groups import Groups
@@ -65,7 +64,6 @@ class RLContext:
     control: Control
     updates: Updates
     groups: Groups
-    snapshot: Snapshot
 
     @property
     def engine(self) -> DrivenEngine:
@@ -178,7 +176,6 @@ def make_context(
         control=Control(link, engine),
         updates=Updates(link, engine, config.weight_timeout, relative_paths(root)),
         groups=Groups(config.weight_timeout, lambda: engine().weight_shapes()),
-        snapshot=Snapshot(),
     )
 
 

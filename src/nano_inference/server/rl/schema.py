@@ -331,11 +331,7 @@ class PostProcessBody(Body):
 class WeightsCheckerBody(Body):
     """POST /weights_checker."""
 
-    action: Literal["snapshot", "reset_tensors", "compare", "checksum"] = "checksum"
-    allow_quant_error: bool | None = None
-    """Ignored: equal weights pass without it."""
-    skip_tensor_list: Annotated[list[str], Field(max_length=0)] | None = None
-    selector: Literal["target", "all"] | None = None
+    action: Literal["checksum"] = "checksum"
 
 
 class MemoryBody(Body):

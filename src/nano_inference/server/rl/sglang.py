@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
-from nano_inference.server.rl.checker import random_weights
 from nano_inference.server.rl.context import Command, Endpoint, RLContext, json_response, run_command
 from nano_inference.server.rl.schema import (
     AbortRequestBody,
@@ -160,17 +159,9 @@ async def _post_process(context: RLContext, request: Request) -> JSON:
 
 async def _check_weights(context: RLContext, request: Request) -> JSON:
     """Blocks steps while the engine thread reads all weights."""
-    body = await context.read(request, WeightsCheckerBody)
-    if body.action == "reset_tensors":
-        source = random_weights(context.engine.weight_shapes())
-        info = await context.updates.install(source, label=None)
-        return {"success": True, "message": "the weights are random numbers", **await context.facts(info)}
+    await context.read(request, WeightsCheckerBody)
     checksum = await context.link.call(context.engine.weights_checksum)
-    reply: JSON = {"success": True, "message": "checksum", "checksum": checksum, "per_engine_checksum": checksum}
-    if body.action == "snapshot":
-        reply = context.snapshot.take(checksum)
-    if body.action == "compare":
-        reply = context.snapshot.compare(checksum)
+    reply = {"success": True, "message": "checksum", "checksum": checksum, "per_engine_checksum": checksum}
     return {**reply, **await context.facts()}
 
 
