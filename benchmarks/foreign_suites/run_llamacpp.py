@@ -27,7 +27,7 @@ FILES = tuple(
     f"unit/test_{name}.py"
     for name in (
         *("basic", "chat_completion", "compat_anthropic", "compat_oai_responses", "completion", "ctx_shift"),
-        *("embedding", "ignore_eos", "infill", "security", "speculative", "template", "tokenize"),
+        *("embedding", "ignore_eos", "security", "speculative", "template", "tokenize"),
     )
 )
 

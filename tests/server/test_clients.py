@@ -118,7 +118,7 @@ def refusal(path: str, body: Any) -> tuple[str, str | int]:
 
 
 def test_request_over_quota_is_refused_in_every_dialect(patient: Path) -> None:
-    others = {"/completions", "/responses", "/embeddings", "/infill"}  # other names, and one that needs another model
+    others = {"/completions", "/responses", "/embeddings"}  # other names
     assert {one.path for one in GENERATING} - others <= set(BODIES), "a new path needs a body here"
     with serving(patient, **KEYS) as server, streams(server, 3, bearer(GREEDY)):
         for path, body in BODIES.items():

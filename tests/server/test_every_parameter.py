@@ -28,12 +28,11 @@ from nano_inference.server.dialects.responses_summary import encoded
 from nano_inference.server.schema import Body
 from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
 from tests.server.reasoner import make_reasoner
-from tests.server.tiny import FIM_TOKENS, Running, make_tiny, running
+from tests.server.tiny import Running, make_tiny, running
 
 JSON = dict[str, Any]
 COMPLETE, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
-INFILL = "/infill"
 EMBED, COUNT = "/v1/embeddings", "/v1/messages/count_tokens"
 COMPACT, INPUT_TOKENS = "/v1/responses/compact", "/v1/responses/input_tokens"
 COUNT_CHAT = "/v1/chat/completions/input_tokens"
@@ -434,10 +433,6 @@ BASES: Mapping[str, JSON] = MappingProxyType(
         LLAMA: {
             "prompt": "abc", "n_predict": 6, "return_tokens": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **_FREE
         },
-        INFILL: {
-            "input_prefix": "ab", "input_suffix": "c", "n_predict": 6, "return_tokens": True, "top_k": 0, "top_p": 1.0,
-            "min_p": 0.0, **_FREE,
-        },
         WEB: {"messages": user("abc"), "max_tokens": 12, "temperature": 0.0, "top_k": 0},
         EMBED: {"input": "abc"},
         COUNT: {"messages": user("abc")},
@@ -818,17 +813,6 @@ LLAMA_TABLE: Table = {
     "return_progress": turn("form", True, False, stream=True),
     "response_fields": turn("form", ["content"], ["stop"]),
 }
-EXTRA: JSON = {"filename": "a", "text": "b"}
-INFILL_TABLE: Table = {
-    **LLAMA_TABLE,
-    "prompt": turn("prompt", "abc", "abd"),
-    "input_prefix": turn("prompt", "abc", "abd"),
-    "input_suffix": turn("prompt", "abc", "abd"),
-    "input_extra": turn("prompt", [EXTRA], []),
-    "input_extra.filename": turn("prompt", "a", "aa", input_extra=[EXTRA]),
-    "input_extra.text": turn("prompt", "a", "aa", input_extra=[EXTRA]),
-    "cache_prompt": turn("cached", True, False, input_prefix=f"infill {LONG}"),
-}
 WEB_TABLE: Table = {
     "messages": turn("text", user("abc"), user("abd")),
     "messages.role": turn("text", "user", "assistant", messages=[*user("abc"), *user("abc")]),
@@ -949,7 +933,6 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         GENERATE: GENERATE_TABLE,
         SGLANG: SGLANG_TABLE,
         LLAMA: {**LLAMA_TABLE, "prompt.prompt_string": turn("prompt", "abc", "abd", prompt={"prompt_string": "a"})},
-        INFILL: INFILL_TABLE,
         WEB: WEB_TABLE,
         EMBED: EMBED_TABLE,
         COUNT: COUNT_TABLE,
@@ -975,7 +958,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, R
 
     The short context ends the summaries of compaction, whose length no field limits.
     """
-    directory = make_tiny(tmp_path_factory.mktemp("every"), 4096, special=FIM_TOKENS)
+    directory = make_tiny(tmp_path_factory.mktemp("every"), 4096)
     core = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     core.post_processor = tokenizers.processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 258)])
     core.save(str(directory / "tokenizer.json"))

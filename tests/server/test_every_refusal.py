@@ -17,14 +17,13 @@ from nano_inference.server.unsupported import HINTS, NEUTRAL
 from tests.server import test_generate, test_llamacpp, test_messages, test_responses, test_sglang, test_unsupported
 from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
 from tests.server.test_unsupported import DECLARED, asking
-from tests.server.tiny import FIM_TOKENS, Running, make_tiny
+from tests.server.tiny import Running, make_tiny
 
 JSON = dict[str, Any]
 Values = Mapping[str, tuple[Any, ...]]
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 COMPACT, INPUT_TOKENS = "/v1/responses/compact", "/v1/responses/input_tokens"
 GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
-INFILL = "/infill"
 OLLAMA, OLLAMA_CHAT = "/api/generate", "/api/chat"
 HELLO = [{"role": "user", "content": "a"}]
 BODIES: Mapping[str, JSON] = MappingProxyType(
@@ -38,7 +37,6 @@ BODIES: Mapping[str, JSON] = MappingProxyType(
         GENERATE: {"token_ids": ids("a"), "sampling_params": {"max_tokens": 1}},
         SGLANG: {"text": "a", "sampling_params": {"max_new_tokens": 1}},
         LLAMA: {"prompt": "a", "n_predict": 1},
-        INFILL: {"input_prefix": "a", "input_suffix": "b", "n_predict": 1},
         WEB: {"messages": HELLO, "max_tokens": 1},
         OLLAMA: {"prompt": "a", "options": {"num_predict": 1}},
         OLLAMA_CHAT: {"messages": HELLO, "options": {"num_predict": 1}},
@@ -60,7 +58,6 @@ OWN: Mapping[str, Values] = MappingProxyType(
         GENERATE: generate.UNSUPPORTED,
         SGLANG: sglang.UNSUPPORTED,
         LLAMA: llamacpp_body.UNSUPPORTED,
-        INFILL: llamacpp_body.UNSUPPORTED,
         OLLAMA: ollama_body.UNSUPPORTED,
         OLLAMA_CHAT: ollama_body.UNSUPPORTED,
     }
@@ -87,8 +84,7 @@ FOREIGN: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model with tokens for infilling."""
-    with mounted(make_tiny(tmp_path_factory.mktemp("fim"), special=FIM_TOKENS), NANOCHATS) as one:
+    with mounted(make_tiny(tmp_path_factory.mktemp("refusing")), NANOCHATS) as one:
         yield one
 
 
@@ -101,7 +97,7 @@ def refused(server: Running, path: str, body: JSON, param: str) -> None:
         assert error.startswith(f"{param} "), error
         return
     named = error.get("param") or error.get("details", {}).get("param")
-    assert named == param or (path in (LLAMA, INFILL) and param in error["message"]), error
+    assert named == param or (path == LLAMA and param in error["message"]), error
 
 
 def taken(server: Running, path: str, body: JSON) -> None:

@@ -25,7 +25,7 @@ from nano_inference.server.timings import speeds
 from nano_inference.server.wiring import installed_dialects
 from tests.cases import failures
 from tests.server.mounted import ALIASES, BYTES, END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
-from tests.server.tiny import FIM_TOKENS, TEMPLATE, Running, events_in, make_tiny, running
+from tests.server.tiny import TEMPLATE, Running, events_in
 
 PATH = "/completion"
 ROUTE = Generating(path=PATH, body=LlamaBody, to_call=llama_call, summary="Complete as llama.cpp does.")
@@ -411,77 +411,6 @@ def test_paths_without_v1_are_aliases() -> None:
     routes = {route.path: route for row in rows for route in row}
     for alias, path in ALIASES.items():
         assert replace(routes[alias], path=path) == routes[path]
-
-
-# ---- infill
-
-BETWEEN: JSON = {"input_prefix": "ab", "input_suffix": "yz", **GREEDY, "return_tokens": True, "cache_prompt": False}
-
-
-@pytest.fixture(scope="module")
-def infiller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model with all tokens for infilling: ids from 260 on, in the order of `special`."""
-    with running(make_tiny(tmp_path_factory.mktemp("fim"), special=FIM_TOKENS)) as one:
-        yield one
-
-
-def infilled(server: Running, **fields: Any) -> JSON:
-    reply = server.post("/infill", {**BETWEEN, **fields})
-    assert reply.status_code == 200, reply.text
-    answer: JSON = reply.json()
-    return answer
-
-
-def test_infill_writes_between_prefix_and_suffix(infiller: Running) -> None:
-    prompts = {
-        "": [260, *ids("ab"), 261, *ids("yz"), 262],
-        "c<|im_end|>": [260, *ids("abc<|im_end|>"), 261, *ids("yz"), 262],
-    }
-    for prompt, tokens in prompts.items():
-        expected = infiller.post(
-            PATH, {"prompt": tokens, **GREEDY, "return_tokens": True, "cache_prompt": False}
-        ).json()
-        answer = infilled(infiller, prompt=prompt)
-        assert (answer["tokens"], answer["prompt"]) == (expected["tokens"], expected["prompt"])
-    file = [264, *ids("a.h\nint a;"), 264, *ids("current\n")]
-    whole = [263, *ids("repository\n"), *file, *prompts[""]]
-    answer = infilled(infiller, input_extra=[{"filename": "a.h", "text": "int a;"}])
-    assert answer["tokens_evaluated"] == len(whole)
-    assert answer["tokens"] == infiller.post(PATH, {"prompt": whole, **GREEDY, "return_tokens": True}).json()["tokens"]
-    assert infilled(infiller, logit_bias=[[264, 100]])["stop_type"] == "eos", "the next file ends the answer"
-    assert infiller.events("/infill", {**BETWEEN, "stream": True})[-1]["stop"] is True
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"input_extra": [{"filename": "ok"}]}, "input_extra.0.text"),
-        ({"input_extra": [{"filename": 1, "text": "a"}]}, "input_extra.0.filename"),
-        ({"input_extra": [{}]}, "input_extra.0.filename"),
-        ({"input_prefix": None}, "input_prefix"),
-        ({"input_suffix": 5}, "input_suffix"),
-        ({"samplers": ["top_k"]}, "samplers"),
-    ],
-)
-def test_invalid_infill_is_refused(infiller: Running, fields: JSON, name: str) -> None:
-    reply = infiller.post("/infill", {**BETWEEN, **fields})
-    assert reply.status_code == 400 and name in reply.json()["error"]["message"]
-
-
-def test_infill_needs_a_model_with_its_tokens(server: Running, tmp_path: Path) -> None:
-    reply = server.post("/infill", BETWEEN)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["message"] == "input_prefix: the model has no tokens for infilling"
-    with running(make_tiny(tmp_path, special=FIM_TOKENS[:3])) as bare:
-        assert infilled(bare)["tokens_predicted"] > 0
-        refused = bare.post("/infill", {**BETWEEN, "input_extra": [{"filename": "a", "text": "b"}]})
-        assert refused.status_code == 400 and "input_extra: " in refused.json()["error"]["message"]
-
-
-def test_infill_longer_than_the_context_has_its_error_type(infiller: Running) -> None:
-    for length in (510, 100000):
-        error = infiller.post("/infill", {**BETWEEN, "input_suffix": "a" * length}).json()["error"]
-        assert error["type"] == "exceed_context_size_error" and error["n_ctx"] == 512 < error["n_prompt_tokens"]
 
 
 # ---- props

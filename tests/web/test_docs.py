@@ -61,7 +61,11 @@ def test_a_route_shows_the_fields_of_its_body_and_of_their_parts(page: Page, ser
 
 
 def test_filter_finds_routes_by_path_field_and_summary(page: Page) -> None:
-    for text, path in (("/infill", "/infill"), ("INPUT_SUFFIX", "/infill"), ("prometheus metrics", "/metrics")):
+    for text, path in (
+        ("/count_tokens", "/v1/messages/count_tokens"),
+        ("LOGPROB_START_LEN", "/generate"),
+        ("prometheus metrics", "/metrics"),
+    ):
         page.locator("#filter").fill(text)
         assert page.locator(".route:visible .path").all_inner_texts() == [path], text
     page.locator("#filter").fill("no such thing")

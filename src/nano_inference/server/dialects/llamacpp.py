@@ -1,4 +1,4 @@
-"""llama.cpp's POST /completion, /completions and /infill, and GET /props and /slots.
+"""llama.cpp's POST /completion and /completions, and GET /props and /slots.
 
 Fields and reply as in its server's README (tools/server/README.md). Differences: `repeat_penalty` covers the whole
 prompt and answer and the other penalties the whole answer, not the last 64 tokens; a token forbidden with `false` gets
@@ -20,12 +20,9 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
 from nano_inference.server.dialects.llamacpp_body import (
     UNSUPPORTED,
-    InfillBody,
     LlamaBody,
-    LlamaFields,
     PromptText,
 )
-from nano_inference.server.dialects.llamacpp_infill import infill_prompt
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body, stream_error
 from nano_inference.server.dialects.llamacpp_slots import slots
 from nano_inference.server.errors import ApiError
@@ -66,22 +63,11 @@ _SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
 def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /completion. Raises `ApiError` naming the invalid field."""
     refuse_foreign(body, UNSUPPORTED)
-    return _call({"prompt": _prompts(body.prompt, model)}, body, model, config, salt)
-
-
-def infill_call(body: InfillBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /infill. Raises `ApiError` naming the invalid field, or if the model cannot infill."""
-    refuse_foreign(body, UNSUPPORTED)
-    ids, stops = infill_prompt(body, model)
-    return _call({"prompt": ids, "stop_token_ids": stops}, body, model, config, salt)
-
-
-def _call(prompt: JSON, body: LlamaFields, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of these fields about the prompt, and of the others."""
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise unsupported_field("repeat_last_n", message)
-    call = translated_completion(prompt | _fields(body, model, config), _CLIENT_NAMES, model, config, salt)
+    fields = {"prompt": _prompts(body.prompt, model)} | _fields(body, model, config)
+    call = translated_completion(fields, _CLIENT_NAMES, model, config, salt)
     call = with_processed_logprobs(call) if body.post_sampling_probs else call
     call = without_prefix_cache(call) if body.cache_prompt is False else call
     options = ReplyOptions(
@@ -115,7 +101,7 @@ def props(model: ServedModel, occupancy: Occupancy) -> JSON:
     }
 
 
-def _fields(body: LlamaFields, model: ServedModel, config: ServerConfig) -> JSON:
+def _fields(body: LlamaBody, model: ServedModel, config: ServerConfig) -> JSON:
     """Return the fields of a `CompletionBody` that are not about the prompt."""
     values = given_fields(body)
     fields: JSON = {name: values[name] for name in _SAME_NAME if name in values}
@@ -139,14 +125,14 @@ def _fields(body: LlamaFields, model: ServedModel, config: ServerConfig) -> JSON
     }
 
 
-def _seed(body: LlamaFields) -> int | None:
+def _seed(body: LlamaBody) -> int | None:
     """Return the seed; None for the server's default. A body that asks for a random one gets it."""
     if body.seed not in _RANDOM_SEEDS:
         return body.seed
     return secrets.randbits(32) if "seed" in body.model_fields_set and body.seed is not None else None
 
 
-def _limit(body: LlamaFields) -> int | None:
+def _limit(body: LlamaBody) -> int | None:
     """Return the most tokens of the answer; None: up to the end of the context."""
     limit = body.max_tokens if body.n_predict is None else body.n_predict
     return None if limit is None or limit < 0 else limit
@@ -184,7 +170,7 @@ def _tokenize_pieces(pieces: Sequence[int | str], model: ServedModel) -> list[in
     return ids
 
 
-def _banned_ends(body: LlamaFields, model: ServedModel) -> dict[str, float]:
+def _banned_ends(body: LlamaBody, model: ServedModel) -> dict[str, float]:
     """Return biases that ban the model's end tokens: with `ignore_eos`, llama.cpp does not sample them at all."""
     return dict.fromkeys(map(str, sorted(model.limits.eos_token_ids)), -_MOST_BIAS) if body.ignore_eos else {}
 
@@ -215,7 +201,7 @@ def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float]:
     return {token: max(-_MOST_BIAS, min(_MOST_BIAS, bias)) for token, bias in sums.items()}
 
 
-def _settings(body: LlamaFields, call: Call) -> JSON:
+def _settings(body: LlamaBody, call: Call) -> JSON:
     """Return the reply's `generation_settings`."""
     params = call.requests[0].params
     return {
@@ -252,12 +238,6 @@ DIALECT = Dialect(
     generating=(
         _completing("/completion"),
         _completing("/completions"),
-        Generating(
-            path="/infill",
-            body=InfillBody,
-            to_call=infill_call,
-            summary="Write the text between a prefix and a suffix; the interface of llama.cpp's server.",
-        ),
     ),
     describing=(
         Describing(

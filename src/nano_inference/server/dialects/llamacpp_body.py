@@ -47,8 +47,23 @@ Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=_MAX_PIEC
 """A prompt made of token ids and texts."""
 
 
-class LlamaFields(Body):
-    """The fields of all requests for text, with llama.cpp's defaults."""
+class PromptText(Body):
+    """llama.cpp's other form of a text prompt; the media that may go with it are not supported."""
+
+    prompt_string: str
+
+
+class LlamaBody(Body):
+    """POST /completion."""
+
+    prompt: (
+        str
+        | PromptText
+        | TokenIds
+        | Pieces
+        | Annotated[list[str | PromptText | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
+    )
+    """A text, a list of ids or a list of both; or a list of such prompts. A list of texts is several prompts."""
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
 
@@ -90,39 +105,3 @@ class LlamaFields(Body):
     """Return the probabilities of tokens as they were sampled, after truncation and temperature."""
     response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None
     """Paths of the reply's fields to send, such as `generation_settings/n_predict`; empty: all fields."""
-
-
-class PromptText(Body):
-    """llama.cpp's other form of a text prompt; the media that may go with it are not supported."""
-
-    prompt_string: str
-
-
-class LlamaBody(LlamaFields):
-    """POST /completion."""
-
-    prompt: (
-        str
-        | PromptText
-        | TokenIds
-        | Pieces
-        | Annotated[list[str | PromptText | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
-    )
-    """A text, a list of ids or a list of both; or a list of such prompts. A list of texts is several prompts."""
-
-
-class ExtraFile(Body):
-    """A file that the model reads before the prefix of POST /infill."""
-
-    filename: Annotated[str, Field(max_length=1024)]
-    text: str
-
-
-class InfillBody(LlamaFields):
-    """POST /infill."""
-
-    input_prefix: str
-    input_suffix: str
-    input_extra: Annotated[list[ExtraFile], Field(max_length=256, fail_fast=True)] | None = None
-    prompt: str | None = None
-    """Appended to the prefix."""
