@@ -1,10 +1,8 @@
-"""What llama.cpp reports beside an answer: the prefill, what runs, the rendered prompt; and its options of a start."""
+"""What llama.cpp reports beside an answer: the prefill, the rendered prompt; and its options of a start."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from tests.server.tiny import Running, make_tiny, opened, running
 
 JSON = dict[str, Any]
 HELLO = [{"role": "user", "content": "hello"}]
-CHAT, COMPLETE, LLAMA, SLOTS = "/v1/chat/completions", "/v1/completions", "/completion", "/slots"
+CHAT, COMPLETE, LLAMA = "/v1/chat/completions", "/v1/completions", "/completion"
 STEP = 16
 """Tokens of a step of `server`."""
 TEXT = "".join(chr(97 + index * 7 % 26) for index in range(100))
@@ -96,35 +94,6 @@ def test_reports_change_no_token(server: Running) -> None:
         return "".join(event["choices"][0]["text"] for event in events)
 
     assert text(return_progress=True) == text()
-
-
-# ---- what runs
-
-
-def test_slots_list_what_runs(tiny_directory: Path) -> None:
-    with running(tiny_directory, config(), max_batch_size=3) as server:
-        idle = server.client.get(SLOTS).json()
-        assert idle == [{"id": i, "n_ctx": 512, "speculative": False, "is_processing": False} for i in range(3)]
-        server.blocker.put_on()
-        with ThreadPoolExecutor(1) as pool:
-            body = {"prompt": "abc", "n_predict": 90, "ignore_eos": True}
-            answer = pool.submit(server.post, LLAMA, body)
-            while not (busy := [one for one in server.client.get(SLOTS).json() if one["is_processing"]]):
-                time.sleep(0.01)
-            server.blocker.take_off()
-            assert answer.result(60).status_code == 200
-        assert len(busy) == 1 and busy[0]["id"] == 0 and busy[0]["n_prompt_tokens"] == 3
-        (counts,) = busy[0]["next_token"]
-        assert counts["n_decoded"] + counts["n_remain"] == 90 and counts["has_next_token"]
-        assert not {"params", "prompt", "generated"} & set(busy[0])
-        assert server.client.get(SLOTS).json() == idle
-
-
-def test_slots_need_the_key_and_can_be_hidden(tiny_directory: Path) -> None:
-    with running(tiny_directory, config(api_key=("secret-key",), slots=False)) as server:
-        assert server.client.get(SLOTS).status_code == 401
-        hidden = server.client.get(SLOTS, headers={"authorization": "Bearer secret-key"})
-        assert hidden.status_code == 501 and "--no-slots" in hidden.json()["error"]["message"]
 
 
 # ---- the rendered prompt

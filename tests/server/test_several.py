@@ -239,7 +239,7 @@ def test_models_are_loaded_and_unloaded_by_request(http: httpx2.Client) -> None:
     assert http.post("/models/load", json={"model": "three"}).status_code == 404
 
 
-QUESTIONS = ("/info", "/props", "/slots", "/tokenizer_info", "/stats", "/version", "/health_generate", "/api/version")
+QUESTIONS = ("/info", "/props", "/tokenizer_info", "/stats", "/version", "/health_generate", "/api/version")
 
 
 @pytest.mark.parametrize("headers", [{}, {"origin": "http://evil.example"}, {"sec-fetch-site": "same-origin"}])

@@ -330,7 +330,6 @@ class App:
             is_ready=self.link.state == "ready",
             num_running=stats.num_running if stats else 0,
             max_running=self._max_running,
-            running=self.link.running if self.config.slots else None,
         )
 
     async def ready(self, request: Request) -> Response:

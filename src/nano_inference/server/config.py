@@ -217,7 +217,6 @@ class ServerConfig:
         False, "return `__verbose` with the rendered prompt, as llama.cpp does, for requests that do not set `verbose`"
     )
     pages: bool = helped(True, "serve the chat page, the dashboard and the page about the API")
-    slots: bool = helped(True, "answer GET /slots, llama.cpp's list of what runs")
     template_dates: bool = helped(
         False, "set today's date for chat templates, as llama.cpp does: `date_string` and `datetime`"
     )

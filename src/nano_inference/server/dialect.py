@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
@@ -35,16 +35,6 @@ def openai_stream_error(error: ApiError) -> bytes:
     return event(error.to_dict()) + DONE
 
 
-class RunningSample(NamedTuple):
-    """Counts of a sample that the engine has started."""
-
-    num_prompt: int
-    num_tokens: int
-    """Tokens of the answer so far."""
-    max_tokens: int | None
-    """Most tokens of the answer; None: up to the end of the context."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
     """Number of samples that the engine runs."""
@@ -54,8 +44,6 @@ class Occupancy:
     num_running: int
     max_running: int
     """Limit of `num_running`; 0 until the model is loaded."""
-    running: Callable[[], Sequence[RunningSample]] | None = None
-    """Returns what runs, oldest first; None: the server does not show it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

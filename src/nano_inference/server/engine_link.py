@@ -12,7 +12,6 @@ from typing import Literal, TypeVar
 
 from nano_inference.async_engine import AsyncEngine
 from nano_inference.engine_thread import DrivenEngine, Turn
-from nano_inference.server.dialect import RunningSample
 from nano_inference.server.dispatch import Enqueue
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.metrics import Metrics, SampleRecord
@@ -167,16 +166,6 @@ class EngineLink:
         for ticket in tickets:
             ticket.dispatch_now()
         return await engine.end_submissions([self._open[ticket] for ticket in tickets], first=first)
-
-    def running(self) -> list[RunningSample]:
-        """Return the samples that have started and not ended, those of the oldest call first."""
-        return [
-            RunningSample(len(request.prompt), times.num_tokens, request.params.max_tokens)
-            for ticket in self._open
-            for request, row in zip(ticket.requests, ticket.times, strict=True)
-            for times in row
-            if times.started is not None and times.ended is None
-        ]
 
     def require_ready(self) -> None:
         """Raise `ApiError` 503 unless requests are accepted."""

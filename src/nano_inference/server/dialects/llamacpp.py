@@ -1,4 +1,4 @@
-"""llama.cpp's POST /completion and /completions, and GET /props and /slots.
+"""llama.cpp's POST /completion and /completions, and GET /props.
 
 Fields and reply as in its server's README (tools/server/README.md). Differences: `repeat_penalty` covers the whole
 prompt and answer and the other penalties the whole answer, not the last 64 tokens; a token forbidden with `false` gets
@@ -24,7 +24,6 @@ from nano_inference.server.dialects.llamacpp_body import (
     PromptText,
 )
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body, stream_error
-from nano_inference.server.dialects.llamacpp_slots import slots
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import check_text_length
@@ -240,11 +239,6 @@ DIALECT = Dialect(
         _completing("/completions"),
     ),
     describing=(
-        Describing(
-            path="/slots",
-            describe=slots,
-            summary="List what runs, with an entry for each sample that can; the interface of llama.cpp's server.",
-        ),
         Describing(
             path="/props",
             describe=props,
