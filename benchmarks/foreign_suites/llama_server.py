@@ -20,7 +20,7 @@ _RENAMED = {
     "--seed": "--default-seed",
     "--batch-size": "--max-tokens-per-batch",
 }
-_SWITCHES = {"--verbose": "--verbose-replies", "--no-ui": "--no-pages"}
+_SWITCHES = {"--no-ui": "--no-pages"}
 _LISTS = {"--api-key": "--api-key", "--alias": "--served-model-name", "--cors-origins": "--cors-origin"}
 
 

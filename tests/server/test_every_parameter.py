@@ -453,7 +453,6 @@ LLAMA_EXTRAS: Table = {
     "n_predict": turn("tokens", 2, 3),
     "timings_per_token": turn("form", True, False),
     "return_progress": turn("form", True, False, stream=True),
-    "verbose": turn("form", True, False),
 }
 COMPLETE_TABLE: Table = {
     **SAMPLING,

@@ -1,4 +1,4 @@
-"""What llama.cpp reports beside an answer: the prefill, the rendered prompt; and its options of a start."""
+"""What llama.cpp reports beside an answer: the prefill; and its options of a start."""
 
 from __future__ import annotations
 
@@ -94,27 +94,6 @@ def test_reports_change_no_token(server: Running) -> None:
         return "".join(event["choices"][0]["text"] for event in events)
 
     assert text(return_progress=True) == text()
-
-
-# ---- the rendered prompt
-
-
-def test_verbose_replies_have_the_rendered_prompt(tiny_directory: Path) -> None:
-    body = {"messages": HELLO, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
-    prompt = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    for default in (False, True):
-        with running(tiny_directory, config(verbose_replies=default)) as server:
-            assert ("__verbose" in server.post(CHAT, body).json()) is default
-            assert "__verbose" not in server.post(CHAT, {**body, "verbose": False}).json()
-            reply = server.post(CHAT, {**body, "verbose": True}).json()
-            facts, usage = reply["__verbose"], reply["usage"]
-            assert facts["prompt"] == prompt and facts["content"] == reply["choices"][0]["message"]["content"]
-            assert (facts["tokens_evaluated"], facts["tokens_predicted"]) == (usage["prompt_tokens"], 3)
-            events = server.events(CHAT, {**body, "verbose": True, "stream": True})[:-1]
-            assert [("__verbose" in one) for one in events] == [False] * (len(events) - 1) + [True]
-            assert events[-1]["__verbose"]["prompt"] == prompt
-            whole = server.post(COMPLETE, {"prompt": "ab", "max_tokens": 1, "verbose": True}).json()
-            assert whole["__verbose"]["prompt"] == "ab"
 
 
 # ---- lengths and bans

@@ -145,7 +145,6 @@ def _with_extras(shape: ReplyShape, body: CompletionBody | ChatBody, config: Ser
         forces_usage=config.enable_force_include_usage and bool(body.stream),
         timings=bool(body.timings_per_token),
         progress=bool(body.return_progress and body.stream),
-        verbose=config.verbose_replies if body.verbose is None else body.verbose,
     )
 
 

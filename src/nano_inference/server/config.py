@@ -213,9 +213,6 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = helped(
         False, "name tokens in log-probabilities token_id:N, for requests that do not set this field"
     )
-    verbose_replies: bool = helped(
-        False, "return `__verbose` with the rendered prompt, as llama.cpp does, for requests that do not set `verbose`"
-    )
     pages: bool = helped(True, "serve the chat page, the dashboard and the page about the API")
     template_dates: bool = helped(
         False, "set today's date for chat templates, as llama.cpp does: `date_string` and `datetime`"

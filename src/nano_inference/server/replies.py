@@ -22,7 +22,6 @@ from nano_inference.server.prefill_progress import PrefillProgress
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.timings import metrics_of, timings_of
 from nano_inference.server.tools import call_deltas, message_content, reasoning_fields
-from nano_inference.server.verbose import verbose_facts
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import StopReason, TrainingSample, spans_of
@@ -55,7 +54,6 @@ class OpenAIReply(Reply):
             "system_fingerprint": call.fingerprint,
             **self._timings(transcripts[0]),
             **self._metrics(transcripts),
-            **self._verbose(transcripts[0]),
         }
         return reply | self._prompt_facts(transcripts[0]) if self._is_chat else reply
 
@@ -113,7 +111,6 @@ class OpenAIReply(Reply):
             if not (self._call.continuous_usage and decoded.text and chunks):
                 chunks.append(self._chunk(transcript.index, {} if self._is_chat else ""))
             chunks[-1]["choices"][0] |= {**reasons, "finish_reason": finish_reason_of(transcript)}
-            chunks[-1] |= self._verbose(transcript)
         timings = self._timings(transcript)
         return [chunk | timings for chunk in chunks] if timings else chunks
 
@@ -144,12 +141,6 @@ class OpenAIReply(Reply):
         if not self._shape.metrics or len(transcripts) > 1:
             return {}
         return {"metrics": metrics_of(transcripts[0], len(transcripts[0].token_ids))}
-
-    def _verbose(self, transcript: Transcript) -> JSON:
-        """Return llama.cpp's `__verbose` of an answer if it is requested."""
-        if not self._shape.verbose:
-            return {}
-        return {"__verbose": verbose_facts(self._call, transcript, self._tokenizer)}
 
     def _prompt_facts(self, transcript: Transcript) -> JSON:
         """Return the fields about a prompt, as in vLLM null unless they are requested."""

@@ -244,8 +244,6 @@ class LlamaExtras(Body):
     """Return `timings`, in a stream with every chunk of the answer."""
     return_progress: bool | None = None
     """Report in a stream how much of the prompt is computed: `prompt_progress`."""
-    verbose: bool | None = None
-    """Return `__verbose`, which has the rendered prompt."""
 
 
 class CompletionBody(Sampling, LlamaExtras):

@@ -61,7 +61,5 @@ class ReplyShape:
     """Report the prefill of a stream as llama.cpp does."""
     forces_usage: bool = False
     """Send the usage with each chunk of a stream, whatever its `stream_options` are."""
-    verbose: bool = False
-    """Return llama.cpp's `__verbose`."""
     metrics: bool = False
     """Return vLLM's metrics of the request."""
