@@ -14,7 +14,6 @@ _SAMPLES = (
     (r'"(resp_677efb5139a88190b512bc3fef8e535d|response_id)"', "stored()"),
     (r"(\.create|\.count)\(\)", r'\1(input="string")'),
     (r"(\.create\(\s+stream=True,)(\s+\))", r'\1 input="string",\2'),
-    (r'(\.compact\(\s+model="[^"]+",)(\s+\))', r'\1 input="string",\2'),
     (r"(from __future__ import annotations\n)", r"\1\nfrom openai_replies import stored\n"),
 )
 """Pattern in the sources of the tests -> what replaces it."""

@@ -90,7 +90,7 @@ CHANGES: Sequence[Change] = (
         *("ollama", "calls are left out of answers", "dialects/ollama_reply.py"),
         *('({"tool_calls": calls} if calls else {})', '({"calls": calls} if calls else {})'),
     ),
-    route("open_responses", "/v1/responses/compact", "responses"),
+    Change("open_responses", "`/v1/responses` has another name", *_RESPONSES),
     Change(
         *("open_responses", "responses have no `completed_at`", "dialects/responses_stream.py"),
         *('{"completed_at": None, "error"', '{"error"'),

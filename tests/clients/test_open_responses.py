@@ -127,18 +127,3 @@ def test_named_tool_is_echoed(server: Served) -> None:
     shape = {"type": "json_schema", "name": "n", "schema": {"enum": ["a"]}}
     reply = server.ask("/v1/responses", {"input": "Go.", "text": {"format": shape}})
     assert reply["text"]["format"] == {**shape, "description": None, "strict": False}
-
-
-def test_conversation_is_compacted(server: Served) -> None:
-    talk = [message("user", "We start on Tuesday."), message("assistant", "Tuesday it is.")]
-    body = {"model": "scripted", "prompt_cache_key": "k", "input": talk}
-    compacted = server.ask("/v1/responses/compact", body)
-    types.CompactResource.model_validate(compacted)
-    assert compacted["object"] == "response.compaction" and compacted["output"][-1]["type"] == "compaction"
-    reply = answered(server, input=[*compacted["output"], message("user", "Continue.")], tools=[], store=False)
-    assert reply["status"] == "completed" and reply["store"] is False
-
-
-def test_compaction_without_a_model_is_refused(server: Served) -> None:
-    body = {"input": [message("user", "Compact this.")]}
-    assert httpx2.post(f"{server.url}/v1/responses/compact", json=body, timeout=PATIENCE).status_code == 400

@@ -37,7 +37,6 @@ BODIES: Mapping[str, dict[str, Any]] = MappingProxyType(
         "/completion": {"prompt": "a", "n_predict": 1},
         "/chat/completions": {"messages": HELLO, "max_tokens": 1},
         "/v1/embeddings": {"input": "a"},
-        "/v1/responses/compact": {"model": "tiny", "input": "a"},
         "/api/chat": {"model": "tiny", "messages": HELLO, "options": {"num_predict": 1}},
         "/api/generate": {"model": "tiny", "prompt": "a", "options": {"num_predict": 1}},
         "/api/embed": {"model": "tiny", "input": "a"},

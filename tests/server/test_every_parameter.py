@@ -24,7 +24,7 @@ from nano_inference.server import embedding
 from nano_inference.server.dialects import generate, messages, responses, sglang
 from nano_inference.server.dialects.responses import LOGPROBS
 from nano_inference.server.dialects.responses_body import InputTokensBody
-from nano_inference.server.dialects.responses_summary import encoded
+from nano_inference.server.dialects.responses_chat import encoded
 from nano_inference.server.schema import Body
 from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
 from tests.server.reasoner import make_reasoner
@@ -34,7 +34,7 @@ JSON = dict[str, Any]
 COMPLETE, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
 EMBED, COUNT = "/v1/embeddings", "/v1/messages/count_tokens"
-COMPACT, INPUT_TOKENS = "/v1/responses/compact", "/v1/responses/input_tokens"
+INPUT_TOKENS = "/v1/responses/input_tokens"
 COUNT_CHAT = "/v1/chat/completions/input_tokens"
 OLLAMA, OLLAMA_CHAT, OLLAMA_EMBED = "/api/generate", "/api/chat", "/api/embed"
 OLLAMA_VECTOR, SHOW = "/api/embeddings", "/api/show"
@@ -420,7 +420,6 @@ BASES: Mapping[str, JSON] = MappingProxyType(
         COMPLETE: {"prompt": "abc", "max_tokens": 6, "return_token_ids": True, **_FREE},
         CHAT: {"messages": user("abc"), "max_tokens": 6, "return_token_ids": True, **_FREE},
         RESPONSES: {"input": "abc", "max_output_tokens": 6, "return_token_ids": True, **_FREE},
-        COMPACT: {"model": "tiny", "input": "abc"},
         INPUT_TOKENS: {"input": "abc"},
         MESSAGES: {
             "messages": user("abc"), "max_tokens": 6, "temperature": 1.0, "seed": 1, "return_token_ids": True
@@ -498,6 +497,7 @@ CHAT_TABLE: Table = {
 }
 ITEM_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": 1}'}
 ITEM_TALK = [ITEM_CALL, {"type": "function_call_output", "call_id": "c", "output": "sun"}]
+ITEM_THOUGHT = [*user("abc"), {"type": "reasoning"}, *ITEM_TALK]
 ITEM_PARTS = [ITEM_CALL, {**ITEM_TALK[1], "output": [{"type": "input_text", "text": "sun"}]}]
 ITEM_REFUSED = [
     {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "abc"}]},
@@ -531,7 +531,8 @@ OWN_RESPONSES: Table = {
     "input.name": turn("prompt", "f", "g", input=ITEM_TALK),
     "input.arguments": turn("prompt", '{"x": 1}', '{"x": 2}', input=ITEM_TALK),
     "input.namespace": turn("prompt", "n", "space", input=ITEM_TALK),
-    "input.encrypted_content": turn("prompt", encoded("abc"), encoded("abd"), input=[{"type": "compaction"}]),
+    "input.encrypted_content": turn("prompt", encoded("abc"), encoded("abd"), at="input.1.encrypted_content",
+                                    input=ITEM_THOUGHT, model="reasoner"),
     "input.output": turn("prompt", "sun", "rain", at="input.1.output", input=ITEM_TALK),
     "input.output.type": turn("error", "input_image", "input_text", at="input.1.output.0.type", input=ITEM_PARTS),
     "input.output.text": turn("prompt", "sun", "rain", at="input.1.output.0.text", input=ITEM_PARTS),
@@ -598,15 +599,6 @@ RESPONSES_TABLE: Table = {
     **INFORMING,
     **OWN_RESPONSES,
 }
-COMPACT_TABLE: Table = {
-    **{name: case._replace(what="reply") if case.what == "prompt" else case for name, case in
-       only(OWN_RESPONSES, *(name for name in OWN_RESPONSES if name == "input" or name.startswith("input."))).items()
-       },
-    **only(OWN_RESPONSES, "previous_response_id", "image"),
-    **only(INFORMING, "prompt_cache_key", "service_tier"),
-    "model": turn("error", "other", "tiny"),
-    "instructions": turn("reply", "Be.", "Be short."),
-}  # fmt: skip
 INPUT_TOKENS_TABLE: Table = {
     **only(OWN_RESPONSES, *(name for name in OWN_RESPONSES if name.split(".")[0] in InputTokensBody.model_fields)),
     "model": turn("error", "other", "tiny"),
@@ -616,7 +608,9 @@ INPUT_TOKENS_TABLE: Table = {
     "input.content.text": turn("prompt", "abc", "abcd", input=ITEM_TEXT),
     "input.name": turn("prompt", "f", "gg", input=ITEM_TALK),
     "input.arguments": turn("prompt", '{"x": 1}', '{"x": 22}', input=ITEM_TALK),
-    "input.encrypted_content": turn("prompt", encoded("abc"), encoded("abcd"), input=[{"type": "compaction"}]),
+    "input.encrypted_content": turn(
+        "prompt", encoded("abc"), encoded("abcd"), at="input.1.encrypted_content", input=ITEM_THOUGHT, model="reasoner"
+    ),
     "text": turn("error", {"format": {"type": "x"}}, FORMAT),
     "text.format": turn("error", {"type": "x"}, FORMAT["format"]),
     "text.format.type": turn("error", "x", "json_schema", text=FORMAT),
@@ -926,7 +920,6 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         COMPLETE: COMPLETE_TABLE,
         CHAT: CHAT_TABLE,
         RESPONSES: RESPONSES_TABLE,
-        COMPACT: COMPACT_TABLE,
         INPUT_TOKENS: INPUT_TOKENS_TABLE,
         MESSAGES: MESSAGES_TABLE,
         GENERATE: GENERATE_TABLE,
@@ -953,10 +946,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Running]]:
-    """Servers of the tiny model (start token, template variables, room for tools), the calculator's and a reasoner.
-
-    The short context ends the summaries of compaction, whose length no field limits.
-    """
+    """Servers of the tiny model (start token, template variables, room for tools), the calculator's and a reasoner."""
     directory = make_tiny(tmp_path_factory.mktemp("every"), 4096)
     core = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     core.post_processor = tokenizers.processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 258)])
@@ -982,7 +972,7 @@ def effect_of(servers: Mapping[str, Running], path: str, field: str) -> str:
     case = TABLES[path][field]
     if case.what == "elsewhere":
         return "" if callable(globals()[case.one]) else "no such test"
-    server = servers["short" if (path, case.model) == (COMPACT, "tiny") else case.model]
+    server = servers[case.model]
     one, two = both_bodies(path, field, case)
     if case.what == "cached":
         asked(server, path, one)  # which leaves its prompt in the cache
@@ -1015,8 +1005,7 @@ def test_every_field_has_the_listed_effect(servers: Mapping[str, Running], path:
 def test_equal_requests_have_equal_replies(servers: Mapping[str, Running]) -> None:
     """Otherwise every field would seem to have an effect."""
     for path, body in BASES.items():
-        server = servers["short" if path == COMPACT else "tiny"]
-        first, second = (asked(server, path, body) for _ in range(2))
+        first, second = (asked(servers["tiny"], path, body) for _ in range(2))
         assert first.error == (200, "") and first.form == second.form, path
         assert first.part("reply") and alike(first.part("reply"), second.part("reply")), path
 
@@ -1068,7 +1057,6 @@ INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
         COMPLETE: BOOKS,
         CHAT: BOOKS,
         RESPONSES: BOOKS - {"store"} | UNSEEN | {"stream_options.include_usage", "text.verbosity"},
-        COMPACT: frozenset({"prompt_cache_key", "service_tier"}),
         INPUT_TOKENS: UNSEEN
         | {"text.format.name", "text.format.description", "text.format.strict", "text.verbosity"}
         | {"tools.strict", "tools.tools.strict", "parallel_tool_calls"},
@@ -1096,7 +1084,6 @@ INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
 DOCUMENTED_IN: Mapping[str, ModuleType] = MappingProxyType(
     {
         RESPONSES: responses,
-        COMPACT: responses,
         INPUT_TOKENS: responses,
         MESSAGES: messages,
         GENERATE: generate,

@@ -22,14 +22,13 @@ from tests.server.tiny import Running, make_tiny
 JSON = dict[str, Any]
 Values = Mapping[str, tuple[Any, ...]]
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
-COMPACT, INPUT_TOKENS = "/v1/responses/compact", "/v1/responses/input_tokens"
+INPUT_TOKENS = "/v1/responses/input_tokens"
 GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
 OLLAMA, OLLAMA_CHAT = "/api/generate", "/api/chat"
 HELLO = [{"role": "user", "content": "a"}]
 BODIES: Mapping[str, JSON] = MappingProxyType(
     {
         RESPONSES: {"input": "a", "max_output_tokens": 1},
-        COMPACT: {"model": "tiny", "input": "a"},
         INPUT_TOKENS: {"input": "a"},
         MESSAGES: {"messages": HELLO, "max_tokens": 1},
         COUNT: {"messages": HELLO},
@@ -51,7 +50,6 @@ BODIES: Mapping[str, JSON] = MappingProxyType(
 OWN: Mapping[str, Values] = MappingProxyType(
     {
         RESPONSES: responses.UNSUPPORTED,
-        COMPACT: responses.UNSUPPORTED,
         INPUT_TOKENS: responses.UNSUPPORTED,
         MESSAGES: messages.UNSUPPORTED,
         COUNT: messages.UNSUPPORTED,
@@ -74,7 +72,7 @@ FOREIGN: Mapping[str, frozenset[str]] = MappingProxyType(
         MESSAGES: messages.CHAT_ONLY,
         COUNT: messages.CHAT_ONLY,
         **dict.fromkeys(
-            (RESPONSES, COMPACT, INPUT_TOKENS),
+            (RESPONSES, INPUT_TOKENS),
             frozenset(responses.CHAT_NAMES) | (frozenset(ChatBody.model_fields) - DECLARED[RESPONSES] - HINTS.keys()),
         ),
     }

@@ -151,10 +151,8 @@ DECLARED: list[tuple[str, JSON, str]] = [
     ("/v1/messages", {"messages": HELLO, "max_tokens": 1, "metadata": {"user_id": "u"}}, "metadata"),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 1, "service_tier": "priority"}, "service_tier"),
     ("/v1/messages/count_tokens", {"messages": HELLO, "workspace_id": "w"}, "workspace_id"),
-    ("/v1/responses/compact", {"model": "tiny", "input": "a", "prompt_cache_key": "k"}, "prompt_cache_key"),
     *(
-        (path, {"model": "tiny", "input": "a", name: value}, name)
-        for path in (RESPONSES, "/v1/responses/compact")
+        (RESPONSES, {"model": "tiny", "input": "a", name: value}, name)
         for name, value in (("prompt_cache_options", {"mode": "explicit"}), ("prompt_cache_retention", "24h"))
     ),
     ("/v1/embeddings", {"input": "a", "user": "u"}, "user"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.responses_summary import encoded, text_in
+from nano_inference.server.dialects.responses_chat import text_in
 from tests.server.reasoner import ANSWER, PLAIN, THOUGHT, make_reasoner
 from tests.server.tiny import Running, events_in, running
 
@@ -308,11 +308,6 @@ def test_response_that_ends_in_its_reasoning(server: Running) -> None:
     (thought,) = reply["output"]
     assert (reply["status"], thought["status"]) == ("incomplete", "incomplete")
     assert thought["content"][0]["text"] == THOUGHT
-
-
-def test_summary_has_no_reasoning(server: Running) -> None:
-    reply = good(server.post("/v1/responses/compact", {"model": "tiny", "input": "2+2?"}))
-    assert reply["output"][-1]["encrypted_content"] == encoded(ANSWER)
 
 
 # ---- Ollama

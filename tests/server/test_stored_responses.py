@@ -1,4 +1,4 @@
-"""Stored responses: retrieval, deletion, continuation, isolation by key, limits; token counts and compaction."""
+"""Stored responses: retrieval, deletion, continuation, isolation by key, limits; token counts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import pytest
 from openai.types.responses import Response, ResponseItemList
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.responses_summary import SUMMARY_HEAD, decoded, encoded
-from nano_inference.server.errors import ApiError
 from nano_inference.server.reply_store import ReplyStore, StoredReply
 from tests.server.test_openai_client import LETTERS, client_of
 from tests.server.test_responses import streamed
-from tests.server.tiny import MAX_LEN, Running, make_tiny, running
+from tests.server.tiny import MAX_LEN, Running, running
 
 JSON = dict[str, Any]
 PATH = "/v1/responses"
@@ -206,7 +204,7 @@ def test_store_without_room_says_so(tiny_directory: Path) -> None:
         assert reply["store"] is False and server.client.get(f"{PATH}/{reply['id']}").status_code == 404
 
 
-# ---- token counts and compaction ------------------------------------------------------------------------------------
+# ---- token counts ---------------------------------------------------------------------------------------------------
 
 
 def test_input_tokens_equal_the_usage(server: Running, client: openai.OpenAI) -> None:
@@ -218,48 +216,6 @@ def test_input_tokens_equal_the_usage(server: Running, client: openai.OpenAI) ->
     )
     long = asked(server, "/v1/responses/input_tokens", input="x" * 2 * MAX_LEN)
     assert long["input_tokens"] > 2 * MAX_LEN, "counts prompts beyond the context"
-
-
-def test_compacted_conversation_is_continued(tmp_path: Path) -> None:
-    with running(make_tiny(tmp_path, positions=4096)) as server, client_of(server) as client:
-        items = [USER, {"role": "assistant", "content": "twice"}, {"role": "developer", "content": "Be short."}]
-        items.append({"role": "user", "content": "thrice"})
-        compacted = asked(server, "/v1/responses/compact", model="tiny", input=items, prompt_cache_key="k")
-        assert compacted["object"] == "response.compaction" and compacted["usage"]["output_tokens"] > 0
-        *kept, summary = compacted["output"]
-        assert [(one["role"], [part["text"] for part in one["content"]]) for one in kept] == [
-            ("developer", ["Be short."]),
-            ("user", ["once", "thrice"]),
-        ]
-        text = decoded(summary["encrypted_content"], "x")
-        assert summary["type"] == "compaction" and text
-        new = {"role": "user", "content": "more"}
-        reply = asked(server, input=[*compacted["output"], new])
-        as_messages = [*kept, {"role": "assistant", "content": SUMMARY_HEAD + text}, new]
-        assert reply["prompt_token_ids"] == asked(server, input=as_messages)["prompt_token_ids"]
-        typed: Any = client.responses.compact(model="tiny", input="once", previous_response_id=reply["id"])
-        assert typed.output[-1].type == "compaction" and [one.type for one in typed.output].count("compaction") == 1
-
-
-def test_compaction_needs_a_model_and_a_conversation(server: Running) -> None:
-    refused(server.post(f"{PATH}/compact", {"input": "x"}), 400, "model", None)
-    refused(server.post(f"{PATH}/compact", {"model": "tiny"}), 400, "input", None)
-    refused(server.post(f"{PATH}/compact", {"model": "other", "input": "x"}), 404, "model", "model_not_found")
-    long = {"model": "tiny", "input": "x" * 2 * MAX_LEN}
-    refused(server.post(f"{PATH}/compact", long), 400, "input", "context_length_exceeded")
-
-
-@pytest.mark.parametrize("content", ["", "gAAAAB", "nano1.", "nano1.e30=", "nano1.!!", encoded("a")[:-4], "nano1.ü"])
-def test_foreign_summary_is_refused(server: Running, content: str) -> None:
-    items = [{"type": "compaction", "encrypted_content": content}, USER]
-    refused(server.post(PATH, {"input": items}), 400, "input.0.encrypted_content", None)
-
-
-def test_summary_round_trip() -> None:
-    for text in ("", "über\n", "x" * 1000):
-        assert decoded(encoded(text), "x") == text
-    with pytest.raises(ApiError):
-        decoded(encoded("x").removeprefix("nano1."), "x")
 
 
 # ---- fields of the reply --------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """OpenAI's Responses API, translated to a chat completion; field names in errors are translated back.
 
-POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact; GET and DELETE of stored replies. Unless
+POST /v1/responses and /v1/responses/input_tokens; GET and DELETE of stored replies. Unless
 `store` is false, a reply is stored for the API key of its request (`reply_store`), and `previous_response_id` continues
 it. The sampling fields of /v1/chat/completions are extensions. Accepted and ignored: `metadata` (returned), `user`,
 `safety_identifier`, `prompt_cache_key`, `service_tier`, `verbosity`, `text.verbosity`, `reasoning.summary` and
@@ -27,7 +27,6 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Generating, Recalling
 from nano_inference.server.dialects import responses_stored as stored_replies
 from nano_inference.server.dialects.responses_body import (
-    CompactBody,
     ConversationItems,
     FlatTool,
     InputItem,
@@ -48,7 +47,6 @@ from nano_inference.server.dialects.responses_chat import (
     response_format,
     with_own_names,
 )
-from nano_inference.server.dialects.responses_compact import SUMMARY_TOKENS, CompactReply, kept_messages, with_request
 from nano_inference.server.dialects.responses_stream import ResponsesReply, stream_error
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
@@ -159,24 +157,6 @@ def input_tokens(body: InputTokensBody, model: ServedModel, replies: ClientRepli
     whole = as_body({**given, "max_output_tokens": 1}, ResponsesBody)
     call = _chat_call(whole, translated_chat(whole, replies), unlimited, ServerConfig(), "")
     return {"object": "response.input_tokens", "input_tokens": len(call.requests[0].prompt)}
-
-
-def compact_call(
-    body: CompactBody, model: ServedModel, config: ServerConfig, salt: str, replies: ClientReplies | None = None
-) -> Call:
-    """Return the call of POST /v1/responses/compact, in which the model summarizes. Raises `ApiError`."""
-    _refuse_common(body)
-    conversation = _conversation_of(body.previous_response_id, body.input or (), replies)
-    if not conversation.earlier and not conversation.new:
-        raise ApiError(400, "input: field required, or previous_response_id", param="input")
-    messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
-    fields: JSON = {"model": body.model, "max_completion_tokens": SUMMARY_TOKENS, "temperature": 0}
-    fields["messages"] = with_request(messages.chat)
-    with errors_reworded(partial(with_own_names, places=messages.places, tools=())):
-        call = chat_call(as_body(fields, ChatBody), model, config, salt)
-    stem = uuid.uuid4().hex
-    listed = [*conversation.earlier, *stored_replies.listed_items(conversation.new, stem)]
-    return replace(call, id=f"resp_{stem}", make_reply=partial(CompactReply, kept=kept_messages(listed), id_stem=stem))
 
 
 def _conversation_of(
@@ -313,27 +293,16 @@ def _shown_format(form: TextFormat) -> JSON:
 
 
 DIALECT = Dialect(
-    generating=(
-        *(
-            Generating(
-                path=path,
-                body=ResponsesBody,
-                to_call=responses_call,
-                to_stored_call=responses_call,
-                summary="Answer items; the interface of OpenAI's Responses API.",
-                renders=True,
-            )
-            for path in ("/v1/responses", "/responses")
-        ),
+    generating=tuple(
         Generating(
-            path="/v1/responses/compact",
-            body=CompactBody,
-            to_call=compact_call,
-            to_stored_call=compact_call,
-            summary="Replace a conversation by its user's messages and a summary.",
-            streams=False,
+            path=path,
+            body=ResponsesBody,
+            to_call=responses_call,
+            to_stored_call=responses_call,
+            summary="Answer items; the interface of OpenAI's Responses API.",
             renders=True,
-        ),
+        )
+        for path in ("/v1/responses", "/responses")
     ),
     converting=(
         Converting(

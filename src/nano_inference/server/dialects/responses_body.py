@@ -1,7 +1,6 @@
 """Bodies of OpenAI's Responses API. `responses.py` rejects what this server does not support.
 
-Fields as in openai/types/responses/response_create_params.py, `response_compact_params.py` and
-`input_token_count_params.py`.
+Fields as in openai/types/responses/response_create_params.py and `input_token_count_params.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LOCAL_SEARCH = "web_search"
 
 
 class InputItem(Body):
-    """An item of `input`: a message (its type may be omitted), a function call, its output, or a compaction."""
+    """An item of `input`: a message (its type may be omitted), a function call, its output, or reasoning."""
 
     type: str | None = None
     role: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")] | None = None
@@ -33,7 +32,7 @@ class InputItem(Body):
     arguments: str | None = None
     output: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     encrypted_content: str | None = None
-    """Of a compaction: the summary as `POST /v1/responses/compact` returned it."""
+    """Of reasoning: its text as this server returned it."""
 
 
 Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -148,22 +147,6 @@ class InputTokensBody(PromptFields):
 
     model: Annotated[str, Field(max_length=512)] | None = None
     input: str | Items
-
-
-class CompactBody(Body):
-    """POST /v1/responses/compact."""
-
-    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        name: LABELS[name] for name in ("prompt_cache_key", "service_tier")
-    }
-
-    model: Annotated[str, Field(min_length=1, max_length=512)]
-    input: str | Items | None = None
-    instructions: str | None = None
-    previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    prompt_cache_key: str | None = None
-    service_tier: str | None = None
-    image: Any = None
 
 
 def is_left_out(tool: FlatTool) -> bool:

@@ -1,15 +1,19 @@
 """Translation of the Responses API's items and tools to a chat's messages and functions, and of names back. Pure.
 
-A function of a namespace has the name `namespace.function` in the prompt. A compaction becomes an assistant's message
-with its summary.
+A function of a namespace has the name `namespace.function` in the prompt. `encrypted_content` of reasoning is its text
+as JSON in base64: it is not secret from the client, whose conversation it is, and another server reads it.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from pydantic_core import from_json, to_json
 
 from nano_inference.server.call import JSON
 from nano_inference.server.dialects.responses_body import (
@@ -20,7 +24,6 @@ from nano_inference.server.dialects.responses_body import (
     TextFormat,
     is_left_out,
 )
-from nano_inference.server.dialects.responses_summary import SUMMARY_HEAD, decoded, text_in
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import TextPart
 from nano_inference.server.translating import unsupported_field, with_current_reasoning
@@ -38,8 +41,10 @@ _CHAT_FIELD = re.compile(
     rf"(?<![\w.])(?P<head>{'|'.join(CHAT_NAMES)}|tools|tool_choice)(?P<rest>(?:\.\w+|\[\d+\])*)(?!\w)"
 )
 """A chat's field in an error, with its path: `messages[2].content`, `response_format.json_schema.schema`."""
-_ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning", "compaction"})
+_ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning"})
 _TEXT_TYPES = frozenset({"input_text", "output_text", "text", "refusal"})
+_PREFIX = "nano1."
+"""Begins the `encrypted_content` of this package's servers."""
 EARLIER = "previous_response_id"
 """The place, in errors, of items that the request did not send."""
 
@@ -203,9 +208,6 @@ def _add_item(messages: Messages, item: InputItem, place: str, calls: set[str]) 
         _add_output(messages, item, place, calls)
     elif kind == "reasoning":
         messages.thoughts += [text] if (text := _thought(item)) else []
-    elif kind == "compaction":
-        summary = decoded(_required(item, place, "encrypted_content"), f"{place}.encrypted_content")
-        messages.add(place, role="assistant", content=f"{SUMMARY_HEAD}{summary}")
 
 
 def _thought(item: InputItem) -> str | None:
@@ -213,6 +215,23 @@ def _thought(item: InputItem) -> str | None:
     if item.content:
         return item.content if isinstance(item.content, str) else "".join(part.text or "" for part in item.content)
     return None if item.encrypted_content is None else text_in(item.encrypted_content)
+
+
+def encoded(text: str) -> str:
+    """Return the `encrypted_content` of a text."""
+    return _PREFIX + base64.urlsafe_b64encode(to_json({"summary": text})).decode()
+
+
+def text_in(content: str) -> str | None:
+    """Return the text in `encrypted_content`; None if no such server made it."""
+    try:
+        if not content.startswith(_PREFIX):
+            raise ValueError("another server's form")
+        value = from_json(base64.urlsafe_b64decode(content.removeprefix(_PREFIX).encode()))
+    except (ValueError, binascii.Error):
+        value = None
+    text = value.get("summary") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else None
 
 
 def _add_output(messages: Messages, item: InputItem, place: str, calls: set[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from nano_inference.server.call import JSON, Call, Reply, Transcript, num_reasoning_tokens, usage
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
-from nano_inference.server.dialects.responses_summary import encoded
+from nano_inference.server.dialects.responses_chat import encoded
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
 from nano_inference.server.prefill_progress import PrefillProgress
