@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,24 +13,18 @@ from safetensors.torch import load_file, save_file
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.assemble import kernels_here
 from nano_inference.catalog import WHEELS, ModelEntry, default_cache
-from nano_inference.cli import doctor, estimate, machine, main, roofline
-from nano_inference.cli.machine import gemm_rate, read_bandwidth
-from nano_inference.cli.options import Common
+from nano_inference.cli import estimate, machine, main
 from nano_inference.config import Dtype
 from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.models.config import LayerConfig, ModelConfig
-from nano_inference.models.families import program_of
 from nano_inference.nanochat.builtin import CALCULATOR
 
 Capture = pytest.CaptureFixture[str]
-MACHINE = estimate.Machine(bytes_per_s=2e9, available=8_000_000_000, kv_budget=1_000_000_000, has_kernels=True)
+MACHINE = estimate.Machine(available=8_000_000_000, kv_budget=1_000_000_000, has_kernels=True)
 
 
 @pytest.fixture(autouse=True)
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the measurements, and use an empty hub cache."""
-    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
-    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
+def empty_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use an empty hub cache."""
     monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
@@ -83,8 +75,6 @@ def test_estimate_derived_from_bytes(bfloat16_model: Path) -> None:
     assert row["precision"] == "auto (bfloat16)" and row["context"] == 8192
     assert row["kv_bytes_per_token"] == 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
     assert row["context_kv_bytes"] == 8192 * row["kv_bytes_per_token"]
-    looked_up = -(-config.vocab_size // 64) * 64 * config.hidden_size * 2
-    assert not config.tie_embeddings and row["decode_limit_tokens_per_s"] == 2e9 / (row["weight_bytes"] - looked_up)
     assert row["kv_budget_tokens"] == min(1_000_000_000 // row["kv_bytes_per_token"], 256 * 8192)
     need = row["weight_bytes"] + row["context_kv_bytes"]
     for available, fits in ((need, True), (need - 1, False)):
@@ -98,7 +88,6 @@ def test_typical_sizes() -> None:
     four = {row["precision"]: row for row in rows if row["size"].startswith("4B")}
     assert four["bfloat16"]["fits"] is False and four["4 bits (Q4_0)"]["fits"] is True
     assert four["bfloat16"]["weight_bytes"] == 2 * 4_022_468_096
-    assert four["bfloat16"]["decode_limit_tokens_per_s"] == pytest.approx(0.2486, rel=1e-3)
     assert four["int8"]["kv_bytes_per_token"] == 2 * 36 * 8 * 128 * 4
 
 
@@ -135,7 +124,7 @@ def test_doctor_page_and_json(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     assert facts["models"]["cache_free_bytes"] > 0 and facts["models"]["hub_offline"] in (True, False)
     assert main([*place]) == 0
     page = capsys.readouterr().out
-    assert "tok/s at most" in page and "8B (Qwen3)" in page and "calculator" in page and "KV budget:" in page
+    assert "8B (Qwen3)" in page and "calculator" in page and "KV budget:" in page
     assert max(map(len, page.splitlines())) < 140
 
 
@@ -171,14 +160,12 @@ def output(capsys: Capture, *options: str) -> str:
 
 def test_doctor(tmp_path: Path, capsys: Capture) -> None:
     facts = json.loads(output(capsys, "--json", "--cache", str(tmp_path)))
-    assert facts["measured"] == {"read_bytes_per_s": 2e9, "float32_flops_per_s": 3e9}
     assert facts["default model"] == {"name": WHEELS[0].name, "here": False} and facts["models"]["cache"] == str(
         tmp_path
     )
     assert facts["processor"]["threads"] >= 1 and "missing" not in facts["libraries"].values()
     assert facts["kernels"]["code"] in ("avx512", "avx2", "generic")
     page = output(capsys, "--cache", str(tmp_path))
-    assert "2.0 GB/s" in page and "3 GFLOP/s" in page
     assert "no (`nano-inference models pull default` fetches it)" in page
 
 
@@ -188,35 +175,3 @@ def test_doctor_reports_why_kernels_are_missing(
     monkeypatch.setenv("CC", str(tmp_path / "none"))
     facts = json.loads(output(capsys, "--json", "--cache", str(tmp_path)))
     assert facts["kernels"]["code"] == "torch" and str(tmp_path) in facts["kernels"]["reason"]
-
-
-@pytest.mark.model
-def test_doctor_bench_prints_roofline(tmp_path: Path, capsys: Capture) -> None:
-    assert doctor.run(False, Common(cache=tmp_path), bench=roofline.Amounts(prefill=40, decode=4)) == 0
-    page = capsys.readouterr().out
-    for dtype in ("auto", "bfloat16", "int8"):
-        assert f"weights {dtype}\n" in page
-    assert page.count(" %\n") == 6
-
-
-def test_prefill_flops() -> None:
-    """One layer: q and o 4·4, k and v 4·2, three matrices of the MLP 4·8, and 3/2 · 2·4 for attention."""
-    config = ModelConfig(
-        architecture="x",
-        family="dense",
-        vocab_size=9,
-        hidden_size=4,
-        intermediate_size=8,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=2,
-        layers=(LayerConfig(rope=None),),
-        ropes=(),
-        max_positions=8,
-    )
-    assert roofline.prefill_flops(program_of(config), 3) == 2 * 3 * (16 + 16 + 8 + 8 + 96 + 3 / 2 * 2 * 4)
-
-
-@pytest.mark.parametrize("measure", [read_bandwidth, gemm_rate])
-def test_measurements_are_positive(measure: Callable[[int, float], float]) -> None:
-    assert 0 < measure(8, 0.0) < math.inf

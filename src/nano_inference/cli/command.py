@@ -52,7 +52,7 @@ OWN_COMMANDS = (
     _own("serve", "Serve a model behind an OpenAI-compatible URL."),
     _own("bench", "Measure this engine on the benchmark workloads."),
     _own("tokenize", "Show a text's token ids, or the text of ids.", " [TEXT]"),
-    _own("doctor", "Show what this machine can run, and how fast."),
+    _own("doctor", "Show what this machine can run."),
     _own("completion", "Install shell completion."),
     _own("models list", "List the models on this machine."),
     _own("models pull", "Fetch a model into the cache.", " NAME"),

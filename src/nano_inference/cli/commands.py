@@ -14,7 +14,6 @@ from nano_inference.cli.options import (
     PLAIN,
     SERVER,
     SETTINGS,
-    BenchFlag,
     ChatFlags,
     CommonFlags,
     EngineFlags,
@@ -164,12 +163,11 @@ def tokenize(
     return work.show_ids(text, not no_special, as_json, model, common)
 
 
-def doctor(*, bench: BenchFlag = False, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
-    """Show this machine: processor, memory, libraries, models, and two short measurements."""
+def doctor(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
+    """Show this machine: processor, memory, libraries, kernels, and the models that it can run."""
     from nano_inference.cli import doctor as work
-    from nano_inference.cli.roofline import Amounts
 
-    return work.run(as_json, common, bench=Amounts() if bench else None)
+    return work.run(as_json, common)
 
 
 def models_list(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:

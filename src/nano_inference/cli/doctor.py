@@ -1,4 +1,4 @@
-"""`doctor`: facts for a bug report, the models that this machine can run, and upper bounds of their decode speed."""
+"""`doctor`: facts for a bug report, and the models that fit in this machine's memory."""
 
 from __future__ import annotations
 
@@ -19,23 +19,19 @@ from nano_inference.cli.fallback import ENV_PREFIX
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of
-from nano_inference.cli.roofline import Amounts, measure
 from nano_inference.cli.shells import installed
 from nano_inference.executors.devices import available_memory, free_bytes
 
-_HEAD = ["model", "precision", "weights", "KV a token", "KV of context", "KV budget", "fits", "tok/s at most"]
+_HEAD = ["model", "precision", "weights", "KV a token", "KV of context", "KV budget", "fits"]
 _NOTE = (
     "KV budget: capacity of the KV cache in tokens without --kv-cache-bytes. Fits: the weights and the KV cache of\n"
-    "one whole context fit in the memory that is free now. At most: one sequence, which reads every weight from\n"
-    "memory for each token; only a model that fits in the processor's caches can be faster."
+    "one whole context fit in the memory that is free now."
 )
 
 
-def run(as_json: bool, common: Common, *, bench: Amounts | None = None) -> int:
-    """Print the facts and measurements; with `bench`, also the share of them that the default model reaches."""
+def run(as_json: bool, common: Common) -> int:
+    """Print the facts."""
     facts = examine(cache_of(common), common.config)
-    if bench is not None:
-        facts |= measure(bench)
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -48,10 +44,9 @@ def run(as_json: bool, common: Common, *, bench: Amounts | None = None) -> int:
 
 def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
     """Return facts as JSON values: each heading has a dictionary, or a list of rows."""
-    kernels, bandwidth = kernels_here(), machine.read_bandwidth()
+    kernels = kernels_here()
     entries = list_models(cache)
     basis = estimate.Machine(
-        bytes_per_s=bandwidth,
         available=available_memory(),
         kv_budget=free_bytes(torch.device("cpu"), 0.9),
         has_kernels=kernels["code"] != "torch",
@@ -75,7 +70,6 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
             "kv_budget_bytes": basis.kv_budget,
             "here": [entry.name for entry in entries],
         },
-        "measured": {"read_bytes_per_s": bandwidth, "float32_flops_per_s": machine.gemm_rate()},
         "default model": {"name": WHEELS[0].name, "here": any(entry.name == WHEELS[0].name for entry in entries)},
         "models here": estimate.of_models(entries, basis),
         "typical sizes": estimate.of_sizes(basis),
@@ -119,7 +113,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{human_bytes(row['context_kv_bytes'])} / {row['context']}",
         f"{row['kv_budget_tokens']:,}",
         "yes" if row["fits"] else "no",
-        f"{row['decode_limit_tokens_per_s']:.1f}",
     ]
 
 
@@ -138,14 +131,8 @@ def _shown(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, bool):
         return "yes" if value else "no (`nano-inference models pull default` fetches it)"
-    if key.endswith("_share"):
-        return f"{100 * value:.0f} %"
     if isinstance(value, list):
         return " ".join(value) or "none"
-    if key.endswith("_bytes_per_s"):
-        return f"{value / 1e9:.1f} GB/s"
-    if key.endswith("_flops_per_s"):
-        return f"{value / 1e9:.0f} GFLOP/s"
     if "bytes" in key:
         return human_bytes(value)
     return f"{value:.1f}" if isinstance(value, float) else str(value)

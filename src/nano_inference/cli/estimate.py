@@ -1,7 +1,4 @@
-"""Estimates of a model's memory use and highest decode speed, from its files' headers alone.
-
-Decoding a token reads every weight once, so the decode rate is at most memory bandwidth / bytes of weights.
-"""
+"""Estimates of a model's memory use, from its files' headers alone."""
 
 from __future__ import annotations
 
@@ -29,31 +26,29 @@ _MAX_SEQUENCES = _DEFAULTS.max_batch_size
 
 
 class Size(NamedTuple):
-    """A typical model: number of weights, weights read per token, and K and V values cached per token."""
+    """A typical model: number of weights, and K and V values cached per token."""
 
     name: str
     parameters: int
-    read: int
     kv_values: int
 
 
 SIZES = (
-    Size("135M (SmolLM2)", 134_515_008, 134_515_008, 2 * 30 * 3 * 64),
-    Size("360M (SmolLM2)", 361_821_120, 361_821_120, 2 * 32 * 5 * 64),
-    Size("0.6B (Qwen3)", 596_049_920, 596_049_920, 2 * 28 * 8 * 128),
-    Size("1.7B (Qwen3)", 1_720_574_976, 1_720_574_976, 2 * 28 * 8 * 128),
-    Size("4B (Qwen3)", 4_022_468_096, 4_022_468_096, 2 * 36 * 8 * 128),
-    Size("8B (Qwen3)", 8_190_735_360, 8_190_735_360 - 151_936 * 4096, 2 * 36 * 8 * 128),
-    Size("8B (Llama 3.1)", 8_030_261_248, 8_030_261_248 - 128_256 * 4096, 2 * 32 * 8 * 128),
+    Size("135M (SmolLM2)", 134_515_008, 2 * 30 * 3 * 64),
+    Size("360M (SmolLM2)", 361_821_120, 2 * 32 * 5 * 64),
+    Size("0.6B (Qwen3)", 596_049_920, 2 * 28 * 8 * 128),
+    Size("1.7B (Qwen3)", 1_720_574_976, 2 * 28 * 8 * 128),
+    Size("4B (Qwen3)", 4_022_468_096, 2 * 36 * 8 * 128),
+    Size("8B (Qwen3)", 8_190_735_360, 2 * 36 * 8 * 128),
+    Size("8B (Llama 3.1)", 8_030_261_248, 2 * 32 * 8 * 128),
 )
 PRECISIONS: Mapping[str, float] = {"bfloat16": 2.0, "int8": 1.0, "4 bits (Q4_0)": 18 / 32}
 """Bytes per weight; int8's scales per row are neglected."""
 
 
 class Machine(NamedTuple):
-    """Measurements of this machine."""
+    """This machine's memory, in bytes."""
 
-    bytes_per_s: float
     available: int
     kv_budget: int
     """Default capacity of the KV cache in bytes."""
@@ -81,7 +76,7 @@ def of_sizes(machine: Machine) -> list[dict[str, Any]]:
         {
             "size": size.name,
             "precision": precision,
-            **_costs(int(size.parameters * each), int(size.read * each), FLOAT32 * size.kv_values, CONTEXT, machine),
+            **_costs(int(size.parameters * each), FLOAT32 * size.kv_values, CONTEXT, machine),
         }
         for size in SIZES
         for precision, each in PRECISIONS.items()
@@ -90,17 +85,15 @@ def of_sizes(machine: Machine) -> list[dict[str, Any]]:
 
 def of_model(name: str, checkpoint: Checkpoint, precision: str, machine: Machine) -> dict[str, Any]:
     """Return an estimate of one model. `precision` is "auto", "int8", or "float32" without C kernels."""
-    sizes = {
-        source_name: weight_bytes(source, precision)
+    total = sum(
+        weight_bytes(source, precision)
         for source_name, source in checkpoint.sources.items()
         if not (source_name == "lm_head.weight" and checkpoint.config.tie_embeddings)
-    }
-    looked_up = 0 if checkpoint.config.tie_embeddings else sizes.get("model.embed_tokens.weight", 0)
-    total = sum(sizes.values())
+    )
     context = min(CONTEXT, checkpoint.config.max_positions)
     kv_bytes = checkpoint.config.kv_bytes_per_token(FLOAT32)
     shown = f"auto ({checkpoint.dtype})" if precision == "auto" else precision
-    return {"model": name, "precision": shown, **_costs(total, total - looked_up, kv_bytes, context, machine)}
+    return {"model": name, "precision": shown, **_costs(total, kv_bytes, context, machine)}
 
 
 def weight_bytes(source: WeightSource, precision: str) -> int:
@@ -119,8 +112,8 @@ def weight_bytes(source: WeightSource, precision: str) -> int:
     return values * min(FLOAT32, dtype.itemsize if dtype is not None else FLOAT32)
 
 
-def _costs(weights: int, read: int, kv_bytes: int, context: int, machine: Machine) -> dict[str, Any]:
-    """Return the estimate for `weights` bytes, of which a token reads `read`, and `kv_bytes` per token."""
+def _costs(weights: int, kv_bytes: int, context: int, machine: Machine) -> dict[str, Any]:
+    """Return the estimate for `weights` bytes and `kv_bytes` per token."""
     return {
         "weight_bytes": weights,
         "kv_bytes_per_token": kv_bytes,
@@ -128,7 +121,6 @@ def _costs(weights: int, read: int, kv_bytes: int, context: int, machine: Machin
         "context_kv_bytes": kv_bytes * context,
         "kv_budget_tokens": min(machine.kv_budget // kv_bytes, _MAX_SEQUENCES * context),
         "fits": weights + kv_bytes * context <= machine.available,
-        "decode_limit_tokens_per_s": machine.bytes_per_s / read,
     }
 
 

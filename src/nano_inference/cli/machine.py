@@ -1,12 +1,10 @@
-"""Facts about this machine, and short measurements of memory bandwidth and arithmetic."""
+"""Facts about this machine."""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
-import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -92,25 +90,3 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "missing"
-
-
-def read_bandwidth(size: int = 64 << 20, budget: float = 0.5) -> float:
-    """Measure torch's memory read bandwidth in bytes per second: best sum of `size` float32 within `budget` seconds."""
-    data = torch.ones(size)
-    return data.numel() * data.element_size() / _best_time(lambda: data.sum(), budget)
-
-
-def gemm_rate(size: int = 1024, budget: float = 0.5) -> float:
-    """Measure float32 operations per second: best `size` x `size` matrix product within `budget` seconds."""
-    left, right = torch.ones(size, size), torch.ones(size, size)
-    return 2.0 * size**3 / _best_time(lambda: left @ right, budget)
-
-
-def _best_time(work: Callable[[], object], budget: float) -> float:
-    """Return the shortest time of one call in seconds, of at least three calls and `budget` seconds in total."""
-    times: list[float] = []
-    while len(times) < 3 or sum(times) < budget:
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)

@@ -102,14 +102,6 @@ ModelFlag = Annotated[
 OverrideFlag = Annotated[
     tuple[str, ...], Parameter(name="--override", negative_iterable="", help=help_of(EngineConfig, "overrides"))
 ]
-BenchFlag = Annotated[
-    bool,
-    Parameter(
-        name="--bench",
-        negative="",
-        help="also run the default model and print its share of peak memory bandwidth and of peak FLOP/s",
-    ),
-]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="print JSON")]
 
 PLAIN = SamplingParams()
