@@ -14,7 +14,7 @@ import time
 
 LIMIT_S = 0.3
 COMMANDS = (
-    *("", "chat", "generate", "serve", "serve --help=all", "bench", "tokenize", "doctor", "completion"),
+    *("", "chat", "generate", "serve", "bench", "tokenize", "doctor", "completion"),
     *("models", "models list", "models pull", "models info", "models export", "models rm"),
 )
 

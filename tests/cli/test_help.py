@@ -1,4 +1,4 @@
-"""`--help`: main options first, every option on some page, and pages that fit the terminal."""
+"""`--help`: every option of a command on one page that fits the terminal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from nano_inference import SamplingParams
 from nano_inference.chat_defaults import MODELS_OWN
 from nano_inference.cli import main
 from nano_inference.cli.app import build_app
-from nano_inference.cli.arguments import heading_of, options_of, variable_of, walk_commands
-from nano_inference.cli.help_texts import EXAMPLES, MAIN, SAMPLING, VALUES
+from nano_inference.cli.arguments import heading_of, options_of, walk_commands
+from nano_inference.cli.help_texts import EXAMPLES, SAMPLING, VALUES
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = [path for path, _ in walk_commands(build_app())]
@@ -39,35 +39,16 @@ def test_page_fits_the_terminal(
     path: tuple[str, ...], columns: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = page(capsys, *path, "--help=all").splitlines()
+    lines = page(capsys, *path, "--help").splitlines()
     texts = [line for line in lines if not line.startswith(("  nano-inference", "  echo", "Usage"))]
     assert max(map(len, texts)) <= columns and lines[0].startswith(f"Usage: nano-inference {' '.join(path)}")
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids="-".join)
-def test_pages_together_list_every_option(path: tuple[str, ...], capsys: Capture) -> None:
-    every = {option.name for option in OPTIONS[path]}
-    assert names_on(page(capsys, *path, "--help=all")) == every
-    short = page(capsys, *path, "--help")
-    left_out = every - names_on(short)
-    words = " ".join(short.split())
-    assert (f"{len(left_out)} more options: --help=all" in words) == bool(left_out)
-    found = set()
-    for word in words.split():
-        if word.startswith("--help=") and word.strip(",.") not in ("--help=all", "--help=env"):
-            found |= names_on(page(capsys, *path, word.strip(",.")))
-    assert left_out <= found and "--help=env" in words
-    variables = page(capsys, *path, "--help=env")
-    assert all(f"{option.name} " in variables and variable_of(option) in variables for option in OPTIONS[path])
-
-
-def test_default_page_of_long_commands_is_short(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    for command in ("chat", "generate", "serve"):
-        text = page(capsys, command, "--help")
-        assert len(text.splitlines()) < 100 and "Examples:" in text and "-m, --model MODEL" in text
-        assert len(text.splitlines()) < len(page(capsys, command, "--help=all").splitlines())
-        assert page(capsys, command, "-h") == page(capsys, "--help", command) == text
+def test_page_lists_every_option(path: tuple[str, ...], capsys: Capture) -> None:
+    text = page(capsys, *path, "--help")
+    assert names_on(text) == {option.name for option in OPTIONS[path]}
+    assert page(capsys, *path, "-h") == page(capsys, "--help", *path) == text
 
 
 def test_every_option_has_help() -> None:
@@ -80,14 +61,14 @@ def test_every_option_has_help() -> None:
 
 def test_model_dependent_defaults_are_marked(capsys: Capture) -> None:
     for command in ("chat", "generate"):
-        words = " ".join(page(capsys, command, "--help=sampling").split())
+        words = " ".join(page(capsys, command, "--help").split())
         assert "takes the most likely token (default: the model's, else 1)" in words
         assert words.count("(default: the model's, else ") == len(MODELS_OWN)
 
 
 def test_help_texts_name_existing_options() -> None:
     every = {option.name[2:] for options in OPTIONS.values() for option in options}
-    assert every >= MAIN and every >= set(VALUES)
+    assert every >= set(VALUES)
     assert {tuple(name.split()) for name in EXAMPLES} <= set(COMMANDS)
 
 
@@ -99,10 +80,5 @@ def test_groups_list_their_commands(capsys: Capture) -> None:
         assert ("--version" in text) == ("models" not in argv)
 
 
-def test_unknown_heading_is_one_line(capsys: Capture) -> None:
-    said = page(capsys, "serve", "--help=sampling", code=2)
-    assert said == (
-        "nano-inference: --help=sampling: there are --help=all, --help=env, --help=common, --help=engine, "
-        "--help=server\n"
-    )
+def test_help_of_an_unknown_command_is_refused(capsys: Capture) -> None:
     assert "nonsense" in page(capsys, "nonsense", "--help", code=2)

@@ -35,7 +35,7 @@ def doctor():
     return 0
 
 
-HELLO = Command(words="hello", target="greeting:hello", text="Greet.", headings=("Greeting",), fill=fill)
+HELLO = Command(words="hello", target="greeting:hello", text="Greet.", fill=fill)
 SHOW = Command(words="models hello", target="greeting:hello", text="Greet a model.")
 DOCTOR = Command(words="doctor", target="greeting:doctor", text="Say that all is well.")
 """

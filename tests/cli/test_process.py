@@ -41,7 +41,7 @@ def forks() -> Iterator[Forks]:
         ["--help"],
         ["chat", "--help"],
         ["generate", "--help"],
-        ["serve", "--help=all"],
+        ["serve", "--help"],
         ["completion", "--help"],
         ["generate", "--print-config"],
         ["bench", "--help"],

@@ -61,13 +61,12 @@ def run(argv: list[str]) -> object:
     if argv[:1] == [_ASKED]:
         app.config = ()  # candidates do not depend on other options' values, which are slow to read
         return app(argv)
-    view = _help_asked(argv)
-    plain = argv if view is None else [word for word in argv if word.partition("=")[0] not in _HELP]
+    num_before = argv.index("--") if "--" in argv else len(argv)
+    plain = [word for index, word in enumerate(argv) if index >= num_before or word not in _HELP]
     words, apps, rest = app.parse_commands(plain)
     is_group = apps[-1].default_command is None
-    if (view is not None or is_group) and not (is_group and rest):
-        headings = [heading for row in rows for heading in row.headings]
-        print(page(apps[-1], words, str(apps[-1].usage), view or "", headings))
+    if (len(plain) < len(argv) or is_group) and not (is_group and rest):
+        print(page(apps[-1], words, str(apps[-1].usage)))
         return 0
     try:
         command, bound, unparsed = app.parse_args(plain)
@@ -98,13 +97,6 @@ def _reworded(error: Exception) -> Exception:
         name, kind = error.token.keyword or error.argument.name, _KINDS.get(error.target_type)
         return error if kind is None or error.msg else BadRequest(f"{name} must be {kind}, got {error.token.value!r}")
     return error
-
-
-def _help_asked(argv: list[str]) -> str | None:
-    """Return X for --help=X, "" for --help, None if help is not requested."""
-    before = argv[: argv.index("--")] if "--" in argv else argv
-    requested = next((word for word in before if word.partition("=")[0] in _HELP), None)
-    return None if requested is None else requested.partition("=")[2]
 
 
 def build_app(parsed: ParsedCommand | None = None, rows: Sequence[Command] | None = None) -> App:

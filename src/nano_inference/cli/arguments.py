@@ -45,10 +45,11 @@ def variable_of(argument: Argument) -> str:
 
 
 def heading_of(argument: Argument) -> str:
-    """Return the heading of an option in --help."""
+    """Return the heading of an option in --help; "Options" if its command gives it none."""
     groups = argument.parameter.group
     first = next(iter(groups), None) if isinstance(groups, tuple | list) else groups
-    return first.name if isinstance(first, Group) else str(first or "")
+    name = first.name if isinstance(first, Group) else str(first or "Parameters")
+    return "Options" if name == "Parameters" else name  # cyclopts' name of the group of all others
 
 
 def is_secret(argument: Argument) -> bool:

@@ -30,8 +30,6 @@ class Command:
     """One line for --help."""
     arguments: str = ""
     """Positional arguments in the usage line, each preceded by a space."""
-    headings: tuple[str, ...] = ()
-    """Headings in --help that the application does not define."""
     fill: Fill | None = None
 
     def __post_init__(self) -> None:

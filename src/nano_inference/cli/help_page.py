@@ -1,4 +1,4 @@
-"""Layout of `--help`: flags in the left column, texts in the right one; without a view, the main options only.
+"""Layout of `--help`: flags in the left column, texts in the right one.
 
 Plain text, because rich's tables and cyclopts' help pages would double the time of `--help`.
 """
@@ -7,45 +7,44 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable
 from typing import Any
 
 from cyclopts import App, Argument
 
 from nano_inference.chat_defaults import MODELS_OWN
-from nano_inference.cli.arguments import heading_of, key_of, kind_of, options_of, takes_list, variable_of
+from nano_inference.cli.arguments import heading_of, key_of, kind_of, options_of, takes_list
 from nano_inference.cli.config_file import NOT_IN_FILES
 from nano_inference.cli.fallback import DEFAULT
-from nano_inference.cli.help_texts import EXAMPLES, KINDS, LONG, MAIN, SAMPLING, VALUES
-from nano_inference.types import BadRequest
+from nano_inference.cli.help_texts import EXAMPLES, KINDS, SAMPLING, VALUES
 
 LEFT = 30
 """Width of the left column."""
 _WIDEST = 110
 _NARROWEST = 60
-_GENERAL = "Options"
-_ORDER = (_GENERAL, "Server", "Engine", "Sampling")
-_LAST = "Common"
-_VIEWS = ("all", "env")
 
 Lines = list[str]
 
+_NOTE = "nano-inference COMMAND --help shows a command's options."
+_SOURCES = (
+    "Every option can be set by an environment variable (--model: NANO_INFERENCE_MODEL) and in a file (--config); "
+    "--print-config prints the values. NANO_INFERENCE_TRACEBACK=1 prints the traceback of an error."
+)
 
-def page(app: App, commands: tuple[str, ...], usage: str, view: str, headings: Sequence[str] = ()) -> str:
-    """Return a command's help page.
 
-    `view` is "" for the main options, a heading, "all", or "env" for the environment variables; `headings` are the
-    additional ones of installed packages. Raises `BadRequest` for another view.
-    """
+def page(app: App, commands: tuple[str, ...], usage: str) -> str:
+    """Return a command's help page."""
     width = max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST))
     about = "\n".join(textwrap.wrap(app.help, width))
     parts = [[usage, "", about]]
     if app.default_command is None:
         version = [] if commands else entry_lines("--version", "print the version", width)
-        parts += [[*_commands(app, width), *version], _wrapped(_NOTE if commands else _ROOT_NOTE, width)]
+        parts += [[*_commands(app, width), *version], _wrapped(_NOTE if commands else f"{_NOTE} {_SOURCES}", width)]
     else:
-        parts += _command(app, commands, view.lower(), width, (*_ORDER, *headings, _LAST))
+        arguments = app.assemble_argument_collection()
+        parts.append(_positionals(arguments, width))
+        parts += [_section(heading, options, width) for heading, options in _sections(options_of(arguments)).items()]
+        parts += [_examples(commands, width), _wrapped(_SOURCES, width)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -57,14 +56,6 @@ def entry_lines(names: str, text: str, width: int) -> Lines:
     return [first.rstrip(), *(" " * (LEFT + 2) + line for line in rest)]
 
 
-_NOTE = "nano-inference COMMAND --help shows a command's options."
-_ROOT_NOTE = (
-    f"{_NOTE} Every option can be set by an environment variable (--model: NANO_INFERENCE_MODEL), in a file "
-    "(--config); --print-config prints the origin of each value. NANO_INFERENCE_TRACEBACK=1 prints the traceback of an "
-    "error."
-)
-
-
 def _commands(app: App, width: int) -> Lines:
     lines = ["Commands:"]
     for name in app:
@@ -73,35 +64,12 @@ def _commands(app: App, width: int) -> Lines:
     return lines
 
 
-def _command(app: App, commands: tuple[str, ...], view: str, width: int, order: Sequence[str]) -> list[Lines]:
-    """Return the sections of a command's page."""
-    arguments = app.assemble_argument_collection()
-    sections = _sections(options_of(arguments), order)
-    wanted = {heading.lower() for heading in sections}
-    if view and view not in (*_VIEWS, *wanted):
-        raise BadRequest(f"--help={view}: there are --help={', --help='.join((*_VIEWS, *sorted(wanted)))}")
-    if view == "env":
-        return [_variables(sections, width)]
-    chosen = {heading: options for heading, options in sections.items() if view in ("", "all", heading.lower())}
-    shown = chosen if view else {heading: _main(options) for heading, options in chosen.items()}
-    parts = [_positionals(arguments, width)] if view in ("", "all") else []
-    parts += [_section(heading, options, width) for heading, options in shown.items()]
-    left_out = sum(map(len, sections.values())) - sum(map(len, shown.values()))
-    examples = _examples(commands, width) if view in ("", "all") else []
-    return [*parts, examples, _wrapped(_footer(left_out, sections), width)]
-
-
-def _sections(options: Iterable[Argument], order: Sequence[str]) -> dict[str, list[Argument]]:
-    """Return options by heading, in the given order; those of an unknown heading come first."""
-    headings = ((heading_of(option), option) for option in options)
-    named = [(heading if heading in order else _GENERAL, option) for heading, option in headings]
-    named.sort(key=lambda pair: order.index(pair[0]))
-    return {heading: [pair[1] for pair in members] for heading, members in groupby(named, key=lambda pair: pair[0])}
-
-
-def _main(options: list[Argument]) -> list[Argument]:
-    """Return the main options of a heading; all, if it is short."""
-    return options if len(options) < LONG else [option for option in options if key_of(option) in MAIN]
+def _sections(options: Iterable[Argument]) -> dict[str, list[Argument]]:
+    """Return options by heading; those without one of their own are "Options"."""
+    sections: dict[str, list[Argument]] = {}
+    for option in options:
+        sections.setdefault(heading_of(option), []).append(option)
+    return sections
 
 
 def _positionals(arguments: Iterable[Argument], width: int) -> Lines:
@@ -155,31 +123,12 @@ def _default(option: Argument, said: str) -> str:
     return f" (default: the model's, else {text})" if option.field_info.name in MODELS_OWN else f" (default: {text})"
 
 
-def _variables(sections: dict[str, list[Argument]], width: int) -> Lines:
-    """Return every option with its environment variable."""
-    lines = ["Environment variables (several values are separated by spaces; a flag is true or false):"]
-    for options in sections.values():
-        for option in options:
-            lines += entry_lines(option.name, variable_of(option), width)
-    return lines
-
-
 def _examples(commands: tuple[str, ...], width: int) -> Lines:
     examples = EXAMPLES.get(" ".join(commands), ())
     lines: Lines = []
     for line, what in examples:
         lines += [f"  {line}", *textwrap.wrap(what, width, initial_indent="      ", subsequent_indent="      ")]
     return ["Examples:", *lines] if lines else []
-
-
-def _footer(left_out: int, sections: dict[str, list[Argument]]) -> str:
-    """Return how to list the options that are not on the page."""
-    option = next(iter(next(iter(sections.values()))))
-    variables = f"--help=env lists the environment variables ({option.name} is {variable_of(option)})."
-    if not left_out:
-        return variables
-    headings = ", ".join(f"--help={heading.lower()}" for heading in sections if heading not in (_GENERAL, "Common"))
-    return f"{left_out} more options: --help=all lists all, {headings} those of one heading. {variables}"
 
 
 def _wrapped(text: str, width: int) -> Lines:

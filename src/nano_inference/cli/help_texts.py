@@ -1,21 +1,8 @@
-"""Texts of `--help` that are not in the configurations: main options, names of values, sampling texts, examples."""
+"""Texts of `--help` that are not in the configurations: names of values, sampling texts, examples."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-MAIN = frozenset(
-    {
-        *("model", "dtype", "device", "max-model-len", "num-threads"),
-        *("temperature", "max-tokens", "top-k", "top-p", "stop", "seed"),
-        *("host", "port", "served-model-name", "api-key-file", "cors-origin", "max-queued-requests", "request-timeout"),
-        *("enable-rl", "log-requests"),
-    }
-)
-"""Options of long headings that `--help` shows; short headings are shown completely."""
-
-LONG = 9
-"""Number of options from which a heading is long."""
 
 VALUES: Mapping[str, str] = {
     **dict.fromkeys(("max-tokens", "min-tokens", "max-model-len", "max-tokens-per-batch", "block-size"), "TOKENS"),

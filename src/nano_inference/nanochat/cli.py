@@ -151,7 +151,6 @@ CHAT_COMMAND = Command(
     words="chat",
     target="nano_inference.nanochat.cli:chat",
     text="Chat with a model in the terminal.",
-    headings=(HEADING,),
     fill=fill_options,
 )
 """Replaces the built-in `chat`, which has no --nanochat."""
