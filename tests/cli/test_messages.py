@@ -103,7 +103,7 @@ def test_kv_cache_bytes_accepts_units(
 ) -> None:
     words = given(place, "kv-cache-bytes", "1.5GiB", tmp_path, monkeypatch)
     assert main(["serve", *words, "--print-config"]) == 0
-    assert f"\nkv-cache-bytes = {3 << 29} " in capsys.readouterr().out
+    assert f"\nkv-cache-bytes = {3 << 29}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

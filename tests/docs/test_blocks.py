@@ -94,7 +94,8 @@ def take_as_configuration(block: Block, place: Place) -> None:
         line = command_of(f"nano-inference {name} --config {file} --print-config")
         assert line is not None
         said = rule_for(line).run(line, place)
-        assert str(file) in said, f"{block.name}: nothing of it reaches {name}"
+        set_lines = [one for one in said.splitlines() if one and one[0] not in "#["]
+        assert set_lines, f"{block.name}: nothing of it reaches {name}"
 
 
 def run_python(blocks: list[Block], names: dict[str, Any], replaced: dict[str, str]) -> None:

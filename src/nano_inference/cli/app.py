@@ -17,7 +17,7 @@ from nano_inference.cli.command import Command, installed_commands
 from nano_inference.cli.config_file import apply_files
 from nano_inference.cli.fallback import ENV_PREFIX, fill_defaults
 from nano_inference.cli.help_page import page
-from nano_inference.cli.origins import ParsedCommand, as_json, as_toml, settings_of
+from nano_inference.cli.parsed import ParsedCommand
 from nano_inference.cli.sizes import apply_sizes
 from nano_inference.cli.spelling import Typed, error_text, names_of
 from nano_inference.cli.streams import prepare
@@ -81,8 +81,7 @@ def run(argv: list[str]) -> object:
         except ValueError as error:
             raise BadRequest(error_text(error, names_of(parsed))) from error
     bound.apply_defaults()
-    settings = settings_of(parsed.commands, parsed.arguments, bound.arguments)
-    print(as_json(settings) if bound.arguments.get("as_json") else as_toml(parsed.commands, settings))
+    print(parsed.as_toml(bound.arguments))
     return 0
 
 

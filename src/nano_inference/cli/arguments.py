@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from cyclopts import App, Argument, Group
 
-from nano_inference.cli.fallback import ENV_PREFIX
+from nano_inference.cli.fallback import BUILT_IN, ENV_PREFIX
 
 Kind = Literal["boolean", "integer", "number", "string"]
 """Type of a value in a configuration file."""
@@ -50,6 +50,11 @@ def heading_of(argument: Argument) -> str:
     first = next(iter(groups), None) if isinstance(groups, tuple | list) else groups
     name = first.name if isinstance(first, Group) else str(first or "Parameters")
     return "Options" if name == "Parameters" else name  # cyclopts' name of the group of all others
+
+
+def source_of(argument: Argument) -> str:
+    """Return the source of an option's value: "cli", "env", a file, "built-in" or a text."""
+    return argument.tokens[-1].source if argument.tokens else BUILT_IN
 
 
 def is_secret(argument: Argument) -> bool:

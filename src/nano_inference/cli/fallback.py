@@ -9,6 +9,8 @@ from cyclopts import App, Argument, ArgumentCollection, Token
 from nano_inference.catalog import find_builtin
 
 ENV_PREFIX = "NANO_INFERENCE_"
+BUILT_IN = "built-in"
+"""Source of a value that nobody set."""
 DEFAULT = "default"
 """Alias of the default model in the catalog."""
 SERVED = "(the only one that the server has)"
@@ -23,7 +25,7 @@ def fill_defaults(_app: App, _commands: tuple[str, ...], arguments: ArgumentColl
         return
     is_served = "server" in by_name and bool(by_name["server"].tokens)
     if not model.tokens:
-        fill(model, SERVED if is_served else DEFAULT, "built-in")
+        fill(model, SERVED if is_served else DEFAULT, BUILT_IN)
     if is_served:
         return  # the server has its own defaults
     builtin = find_builtin(str(model.tokens[0].value))
@@ -41,7 +43,7 @@ def drop_inherited(arguments: Iterable[Argument]) -> None:
 
 
 def fill(argument: Argument, value: str, source: str) -> None:
-    """Set an option; `source` is its origin in --print-config."""
+    """Set an option; with another `source` than "built-in", it counts as given."""
     argument.append(Token(keyword=str(argument.name), value=value, source=source))
 
 

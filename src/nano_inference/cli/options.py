@@ -28,7 +28,7 @@ _SAMPLING_GROUP = Group("Sampling")
 _COMMON_GROUP = Group("Common")
 
 CONFIG_HELP = "TOML file with options; takes precedence over ~/.config/nano-inference/config.toml"
-PRINT_HELP = "print every option's value and its origin as such a file, and exit"
+PRINT_HELP = "print every option's value as such a file, and exit"
 
 
 def flags(group: Group, skip: Iterable[str] = (), short: Mapping[str, str] = _SHORT) -> Parameter:

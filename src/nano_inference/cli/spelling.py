@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from nano_inference.cli.arguments import key_of, options_of, variable_of
+from nano_inference.cli.arguments import key_of, options_of, source_of, variable_of
 from nano_inference.cli.config_file import FROM_FILE
-from nano_inference.cli.origins import ParsedCommand, origin_of
+from nano_inference.cli.parsed import ParsedCommand
 from nano_inference.server.config import SettingError
 
 
@@ -39,11 +39,11 @@ def names_of(parsed: ParsedCommand) -> Mapping[str, Given]:
     own = {child.field_info.name for parent in parsed.arguments for child in parent.children}
     names = {}
     for option in options_of(parsed.arguments):
-        origin = origin_of(option)
+        source = source_of(option)
         given = Given(option.name)
-        if origin.startswith(FROM_FILE):
-            given = Given(key_of(option), origin)
-        elif option.tokens and option.tokens[-1].source == "env":
+        if source.startswith(FROM_FILE):
+            given = Given(key_of(option), source)
+        elif source == "env":
             given = Given(variable_of(option))
         if option.field_info.name in own:
             names[option.field_info.name] = given

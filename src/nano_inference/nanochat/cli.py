@@ -14,7 +14,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter
 from nano_inference.cli import commands
 from nano_inference.cli.command import Command
 from nano_inference.cli.commands import CachedName, PromptFlag, SystemFlag
-from nano_inference.cli.fallback import drop_inherited, fill, is_on
+from nano_inference.cli.fallback import BUILT_IN, drop_inherited, fill, is_on
 from nano_inference.cli.options import (
     CHAT,
     COMMON,
@@ -139,7 +139,7 @@ def fill_options(_app: App, _commands: tuple[str, ...], arguments: ArgumentColle
         drop_inherited([by_name[field.name] for field in fields(NanochatOptions) if field.name != "nanochat"])
         return
     if not model.tokens:
-        fill(model, BASE, "built-in")
+        fill(model, BASE, BUILT_IN)
     if by_name["server"].tokens:
         return  # refused by `chat`
     for name, value in NANOCHATS_OWN.items():
