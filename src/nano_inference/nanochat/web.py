@@ -1,4 +1,4 @@
-"""The HTTP API of nanochat's web chat (scripts/chat_web.py): POST /chat/completions, GET /stats, /health, /logo.svg.
+"""The HTTP API of nanochat's web chat (scripts/chat_web.py): POST /chat/completions, GET /stats, /health.
 
 Follows upstream's last version, in the parent of da32e1d. The client sends the whole conversation each time and reads
 one event per piece of text. User and assistant messages can have any order, and numbers can be text. Values beyond
@@ -17,12 +17,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from nano_inference.nanochat.dialogue import NanochatDialogue
-from nano_inference.nanochat.logo import LOGO
 from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.calls import chat_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy, Showing
+from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import one_line
 from nano_inference.server.model import ServedModel
@@ -205,9 +204,6 @@ DIALECT = Dialect(
             describe=_stats,
             summary="Count running answers, in the form of nanochat's web chat.",
         ),
-    ),
-    showing=(
-        Showing(path="/logo.svg", body=LOGO, media_type="image/svg+xml", summary="An icon, for nanochat's page."),
     ),
     health=_health,
     error_body=error_body,

@@ -43,7 +43,7 @@ from nano_inference.server.log import log_access, record_of
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import ServedModel, info
 from nano_inference.server.openapi import openapi
-from nano_inference.server.pages import LATER, Page, fixed_document, load_page, page_response
+from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.queue_limits import QueueLimits
 from nano_inference.server.reply_store import ClientReplies, ReplyStore
 from nano_inference.server.schema import Body
@@ -163,8 +163,6 @@ class App:
             yield Route(converting.path, partial(self._convert, converting), methods=["POST"])
         for describing in dialect.describing:
             yield Route(describing.path, partial(self._describe, describing), methods=["GET"])
-        for showing in dialect.showing:
-            yield Route(showing.path, fixed_document(showing), methods=["GET"])
         for probing in dialect.probing:
             yield Route(probing.path, partial(self._probe, probing), methods=["GET"])
         for recalling in dialect.recalling:

@@ -116,16 +116,6 @@ class Probing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Showing:
-    """A GET route with a fixed document, such as an icon, which needs no model."""
-
-    path: str
-    body: bytes
-    media_type: str
-    summary: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recalling:
     """A route about one stored reply, whose id is in the path as `{id}`."""
 
@@ -145,7 +135,6 @@ class Dialect:
     describing: tuple[Describing, ...] = ()
     probing: tuple[Probing, ...] = ()
     recalling: tuple[Recalling, ...] = ()
-    showing: tuple[Showing, ...] = ()
     health: Callable[[Occupancy], JSON] | None = None
     """Returns fields for the reply of GET /health."""
     error_body: ErrorBody | None = None
@@ -154,8 +143,8 @@ class Dialect:
     """Ends a stream of which only the error is known: its server died."""
 
     def __post_init__(self) -> None:
-        routes: tuple[Generating | Converting | Describing | Probing | Recalling | Showing, ...]
-        routes = (*self.generating, *self.converting, *self.describing, *self.probing, *self.recalling, *self.showing)
+        routes: tuple[Generating | Converting | Describing | Probing | Recalling, ...]
+        routes = (*self.generating, *self.converting, *self.describing, *self.probing, *self.recalling)
         for route in routes:
             if not route.path.startswith("/"):
                 raise ValueError(f"path must begin with /, got {route.path!r}")

@@ -52,8 +52,6 @@ def openapi(dialects: Mapping[str, Dialect], *, needs_key: bool) -> JSON:
     paths: dict[str, JSON] = {path: {"get": _get(text, is_open)} for path, text, is_open in _GETS}
     for get in gets(dialects):
         paths.setdefault(get.path, {})["get"] = _get(get.summary, False)
-    for showing in (route for dialect in dialects.values() for route in dialect.showing):
-        paths.setdefault(showing.path, {})["get"] = _get(showing.summary, False)
     for recalling in (route for dialect in dialects.values() for route in dialect.recalling):
         operation = _get(recalling.summary, False) | _path_parameter("id")
         paths.setdefault(recalling.path, {})[recalling.method.lower()] = operation

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import re
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
@@ -19,8 +19,6 @@ from posixpath import dirname, join, normpath
 
 from starlette.requests import Request
 from starlette.responses import Response
-
-from nano_inference.server.dialect import Showing
 
 _STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)" ?/?>')
 _SCRIPT = re.compile(r'<script( type="module")? src="([^"]+)"></script>')
@@ -126,15 +124,6 @@ def policy_of(html: str) -> str:
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'; trusted-types dompurify"
     )
-
-
-def fixed_document(route: Showing) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint of a document that never changes."""
-
-    async def endpoint(request: Request) -> Response:
-        return Response(route.body, media_type=route.media_type, headers={"cache-control": "max-age=3600"})
-
-    return endpoint
 
 
 def page_response(page: Page, request: Request) -> Response:
