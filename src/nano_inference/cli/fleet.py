@@ -22,11 +22,10 @@ from nano_inference.server.replicas.supervisor import Start, Watch, forever
 from nano_inference.server.wiring import guard_policy
 
 
-def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed, listening: socket.socket) -> int:
+def listen(
+    engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed, listening: socket.socket, url: str
+) -> int:
     """Serve on a bound socket; return the exit code."""
-    from nano_inference.cli.serve import url_of
-
-    url = url_of(config, listening)
     if config.workers:
         return _serve(config, listening, None, forever, url, common, typed)
     with closing(RayCluster()) as cluster:

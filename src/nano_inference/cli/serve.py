@@ -33,23 +33,23 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed
     """Serve until a signal; return the exit code."""
     set_up_logs(log_requests=config.log_requests, as_json=config.log_requests, level=logging.WARNING)
     warn(config)
-    if config.replicas is not None or config.workers:
-        from nano_inference.cli.fleet import listen as listen_for_fleet
-
-        with bind(config) as listening:
-            return listen_for_fleet(engine, config, common, typed, listening)
-    if config.further_model:
-        from nano_inference.cli.several import listen as listen_for_models
-
-        with bind(config) as listening:
-            return listen_for_models(engine, config, common, typed, listening)
     with bind(config) as listening:
-        return listen(engine, config, common, typed, listening)
+        url = url_of(config, listening)
+        if config.replicas is not None or config.workers:
+            from nano_inference.cli import fleet
+
+            return fleet.listen(engine, config, common, typed, listening, url)
+        if config.further_model:
+            from nano_inference.cli import several
+
+            return several.listen(engine, config, common, typed, listening, url)
+        return listen(engine, config, common, typed, listening, url)
 
 
-def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed, listening: socket.socket) -> int:
-    """Serve on a bound socket; return the exit code."""
-    url = url_of(config, listening)
+def listen(
+    engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed, listening: socket.socket, url: str
+) -> int:
+    """Serve one model on a bound socket; return the exit code."""
 
     def open_model() -> LoadedModel:
         path = fetch(engine.model_path, common)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from nano_inference.catalog import served_name
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of, fetch, for_any_directory
-from nano_inference.cli.serve import url_of
 from nano_inference.cli.spelling import Typed, error_text
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
@@ -20,9 +19,11 @@ from nano_inference.server.several.models import ModelEntry
 from nano_inference.server.several.run import limits_of, model_setup, serve_models, weight_bytes
 
 
-def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed, listening: socket.socket) -> int:
+def listen(
+    engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed, listening: socket.socket, url: str
+) -> int:
     """Serve on a bound socket; return the exit code."""
-    entries, limits, url = entries_of(engine, config, common), limits_of(config), url_of(config, listening)
+    entries, limits = entries_of(engine, config, common), limits_of(config)
     first, *further = [", ".join(entry.names) for entry in entries]
     memory = f"{limits.num_bytes / 2**30:.1f} GiB"
     serving = serve_models(
