@@ -6,11 +6,13 @@ Imported for every `--help`, so it imports no slow modules.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, ArgumentCollection, Group, Parameter
 
+from nano_inference.catalog import find_builtin
 from nano_inference.cli import commands
 from nano_inference.cli.command import Command
 from nano_inference.cli.commands import CachedName, PromptFlag, SystemFlag
@@ -27,13 +29,18 @@ from nano_inference.cli.options import (
     TypedFields,
     flags,
 )
-from nano_inference.config import helped
-from nano_inference.types import BadRequest
+from nano_inference.config import EngineConfig, helped
+from nano_inference.files import exists, path_of
+from nano_inference.types import BadRequest, ModelError
 
 HEADING = "nanochat"
 """Heading of the options in --help."""
 BASE = "(nanochat's base directory)"
 """Value of --model that means nanochat's base directory."""
+_ROUNDED = (
+    "[rotary tables of this generation are bfloat16: Transformers rounds them if it computes in bfloat16; in float32 "
+    "its logits differ by about 1e-2]"
+)
 _SHORT: Mapping[str, str] = {"source": "-i", "model_tag": "-g", "step": "-s"}
 NANOCHATS_OWN: Mapping[str, str] = {
     **{"temperature": "0.6", "top_k": "50", "max_tokens": "256", "seed": "42"},
@@ -100,10 +107,28 @@ def chat(
     if chat_options.server is not None:
         raise BadRequest("--server and --nanochat exclude each other")
     from nano_inference.cli import local
-    from nano_inference.nanochat.cli_work import chosen_checkpoint
 
     options = Options(system, prompt, has_bare_words=True, plain=chat_options.plain)
-    return local.run(options, chosen_checkpoint(engine, nanochat), requested, common, typed)
+    return local.run(options, _chosen_checkpoint(engine, nanochat), requested, common, typed)
+
+
+def _chosen_checkpoint(config: EngineConfig, wishes: NanochatOptions) -> EngineConfig:
+    """Return the configuration with the path of the chosen checkpoint, and the chosen device."""
+    from nano_inference.assemble import environment
+    from nano_inference.nanochat.configs import is_exported
+    from nano_inference.nanochat.files import find_files, nanochat_home
+
+    builtin = find_builtin(config.model_path)
+    named = path_of(config.model_path, "model") if builtin is None else builtin.directory
+    base = nanochat_home(environment()) if config.model_path == BASE else named
+    if not exists(base):
+        raise ModelError(f"{base}: no such directory; set NANOCHAT_BASE_DIR or --model to nanochat's base directory")
+    files = find_files(base, source=wishes.source, model_tag=wishes.model_tag, step=wishes.step)
+    is_named = any(value is not None for value in (wishes.source, wishes.model_tag, wishes.step))
+    if files is None and (is_named or not is_exported(base)):
+        raise ModelError(f"{base}: contains no nanochat checkpoint")
+    path = base if files is None else files.weights
+    return replace(config, model_path=str(path), device=wishes.device_type or config.device)
 
 
 def models_export(
@@ -121,9 +146,21 @@ def models_export(
     common: CommonFlags = COMMON,
 ) -> int:
     """Write a nanochat model into a new directory, in another format."""
-    from nano_inference.nanochat.cli_work import export_model
+    from nano_inference.cli.place import fetch, tokenizer_source
+    from nano_inference.cli.terminal import note
+    from nano_inference.loader.checkpoint import open_checkpoint
+    from nano_inference.nanochat.export import export_hf, export_nanochat, export_safetensors
+    from nano_inference.nanochat.files import TOKENIZER_FILES
 
-    return export_model(name, directory, to, override, common)
+    exporters = {"hf": export_hf, "safetensors": export_safetensors, "nanochat": export_nanochat}
+    path = fetch(name, common)
+    source = Path(tokenizer_source(path).path)
+    has_tokenizer = any((source / one).is_file() for one in TOKENIZER_FILES)
+    checkpoint = open_checkpoint(path, override)
+    print(exporters[to](checkpoint, source if has_tokenizer else None, path_of(directory, "directory")))
+    if to == "hf" and checkpoint.config.ropes[0].table_dtype == "bfloat16":
+        note(_ROUNDED, common.quiet)
+    return 0
 
 
 def fill_options(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
