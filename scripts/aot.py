@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
-    from nano_inference.executors.cuda.kernels.configurations import Configuration
+    from scripts.configurations import Configuration
 
 PUBLISHED = re.compile(
     r"attend_\w+ dtype=bf16 (ratio=7 head_dim=(64|128)|ratio=4 head_dim=64|ratio=2 head_dim=128) cap=False"
@@ -43,6 +43,7 @@ PUBLISHED = re.compile(
 )
 """Names of the configurations that Qwen2.5-0.5B, Qwen3-0.6B, Llama-3.2-1B and Qwen2.5-7B use, and truncation."""
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for `scripts.configurations`
 MOST_SHARED, MOST_STACK = 227 << 10, 64
 """Bytes of shared memory that a block of sm_90 can have, and of stack that a thread may use."""
 
@@ -124,7 +125,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def compiled_by_name(name: str) -> Result:
     """Compile the configuration of this name, in a worker process."""
-    from nano_inference.executors.cuda.kernels.configurations import configurations
+    from scripts.configurations import configurations
 
     return compiled(next(one for one in configurations() if one.name == name))
 
@@ -195,7 +196,7 @@ def main() -> int:
         sys.path.insert(0, str(Path(given.triton).resolve()))
     import triton
 
-    from nano_inference.executors.cuda.kernels.configurations import configurations, num_covered, pairwise
+    from scripts.configurations import configurations, num_covered, pairwise
 
     whole = tuple(one for one in configurations() if one.name.startswith(given.only))
     whole = tuple(one for one in whole if not given.published or PUBLISHED.fullmatch(one.name))

@@ -53,14 +53,14 @@ def test_at_most_64_bytes_of_stack_are_used(results: list[dict[str, Any]]) -> No
 
 
 def test_choice_has_every_kernel_and_value_of_a_trait() -> None:
-    from nano_inference.executors.cuda.kernels.configurations import configurations, num_covered, pairwise
+    from scripts.configurations import configurations, num_covered, pairwise
 
     whole = configurations()
     assert num_covered(pairwise(whole, MOST_CONFIGURATIONS), 1) == num_covered(whole, 1)
 
 
 def test_configurations_have_different_names() -> None:
-    from nano_inference.executors.cuda.kernels.configurations import configurations
+    from scripts.configurations import configurations
 
     names = [one.name for one in configurations()]
     assert len(names) == len(set(names))
@@ -95,7 +95,7 @@ def test_decode_and_groups_use_the_same_tensor_core_instruction(results: list[di
 
 
 def test_published_models_have_a_configuration_of_every_kernel_of_their_steps() -> None:
-    from nano_inference.executors.cuda.kernels.configurations import configurations
+    from scripts.configurations import configurations
 
     names = [one.name for one in configurations()]
     kernels = {name.split()[0] for name in names if PUBLISHED.fullmatch(name)}

@@ -26,7 +26,7 @@ def first_statements() -> dict[str, str]:
 
 
 def test_every_kernel_begins_with_the_wait() -> None:
-    from nano_inference.executors.cuda.kernels.configurations import configurations
+    from scripts.configurations import configurations
 
     kernels = {one.kernel_name for one in configurations()}
     assert len(kernels) > 15

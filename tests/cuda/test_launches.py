@@ -70,7 +70,7 @@ LIMITS = Limits(max_len=4096, max_rows=256, max_tokens=4096)
 @pytest.fixture(scope="module")
 def compiled() -> frozenset[Launched]:
     """Everything that `make aot` compiles."""
-    from nano_inference.executors.cuda.kernels.configurations import configurations
+    from scripts.configurations import configurations
 
     found = ((one, [text for text in one.signature.values() if text != "constexpr"]) for one in configurations())
     return frozenset((one.kernel_name, variant_key(one.variant), tuple(types)) for one, types in found)
