@@ -30,8 +30,7 @@ from peers.machine import processor
 from peers.report import Cells
 from peers.roster import Plan, add_flags, plan_all
 from peers.worker import Logs, Worker
-
-from nano_inference.workloads import WORKLOADS, Workload
+from workloads import WORKLOADS, Workload
 
 WARM_UP_REPETITION = 99
 RESTART_SECONDS = 15.0

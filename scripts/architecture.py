@@ -26,7 +26,7 @@ BANDS = {
     "Core": "kv runner matching sequence scheduling admission drafts speculation appending core mailboxes driving",
     "Executors and weights": "executors weights parallel",
     "Engine": "ngram_drafter assemble engine rank spmd",
-    "Faces of the engine": "engine_thread async_engine rollout reference workloads first_names pool",
+    "Faces of the engine": "engine_thread async_engine rollout reference first_names pool",
     "Wings": "server integrations cli nanochat",
 }
 WIDTH, BOX, BAND, LEFT = 1180, 30, 104, 185

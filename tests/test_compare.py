@@ -20,8 +20,7 @@ from peers import chat_servers, report, roster, worker  # noqa: E402
 from peers.chat_servers import ChatServer  # noqa: E402
 from peers.roster import FLOAT, QUANTISED, Plan  # noqa: E402
 from peers.worker import Worker  # noqa: E402
-
-from nano_inference.workloads import Workload  # noqa: E402
+from workloads import Workload  # noqa: E402
 
 OURS = Plan(name="nano-inference gguf", is_ours=True)
 SLOW = Plan(name="slow")

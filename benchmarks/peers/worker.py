@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.roster import Plan
-
-from nano_inference.workloads import Measure, Workload
+from workloads import Measure, Workload
 
 
 class Logs:

@@ -25,7 +25,6 @@ from nano_inference.cli.prompts import parse_lines
 from nano_inference.cli.session import open_session
 from nano_inference.cli.terminal import Interrupts, bar
 from nano_inference.types import EngineDead
-from nano_inference.workloads import Workload
 from tests.models.families import make_model
 
 Capture = pytest.CaptureFixture[str]
@@ -322,13 +321,13 @@ def test_models_list_and_rm(tmp_path: Path, capsys: Capture, monkeypatch: pytest
 def test_bench_ignores_the_first_run(tiny: Path) -> None:
     seen = []
 
-    def small(repetition: int) -> Workload:
+    def small(engine: InferenceEngine, repetition: int) -> tuple[str, float]:
         """A few tokens."""
         seen.append(repetition)
-        return Workload(name="small", prompts=((5 + repetition, 6, 7),), new_tokens=(4,))
+        return "tok/s", float(len(engine.generate([[5 + repetition, 6, 7]], SamplingParams(max_tokens=4))))
 
     with open_session(EngineConfig(model_path=str(tiny), num_threads=1), COMMON) as session, Interrupts() as interrupts:
-        result = bench.measure_one(session.engine, small, 2, interrupts)
+        result = bench.measure_one(session.engine, "small", small, 2, interrupts)
     assert seen == [0, 1, 2] and len(result["values"]) == 2
     assert result["min"] <= result["median"] <= result["max"]
     assert (result["name"], result["unit"]) == ("small", "tok/s")
@@ -342,7 +341,7 @@ def test_bench_prints_a_table_and_json(tiny: Path, tmp_path: Path, capsys: Captu
     out, _ = run(capsys, "bench", "--workload", "decode1", "--repeat", "2", "-m", str(tmp_path))
     (result,) = json.loads(out.splitlines()[-1])["workloads"]
     assert len(result["values"]) == 2 and (result["name"], result["unit"]) == ("decode1", "decode tok/s")
-    assert "one prompt of 32 tokens, 128 generated" in " ".join(out.split())
+    assert "One prompt of 32 tokens, 128 generated" in " ".join(out.split())
 
 
 # ---- the model's own sampling

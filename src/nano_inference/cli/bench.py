@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
+import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -16,53 +18,86 @@ from nano_inference.cli.session import open_session
 from nano_inference.cli.terminal import Interrupts, bar
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.types import BadRequest
-from nano_inference.workloads import WORKLOADS, Workload, measure
+from nano_inference.types import BadRequest, SamplingParams
+
+_LOW_ID, _HIGH_ID = 1000, 40_000
+"""Range of ordinary token ids of the default model; its special tokens have lower ids."""
+Measure = Callable[[InferenceEngine, int], tuple[str, float]]
+"""Returns unit and value of one run; the repetition changes the prompts, so that no prefix is cached."""
+
+
+def decode1(engine: InferenceEngine, repetition: int) -> tuple[str, float]:
+    """One prompt of 32 tokens, 128 generated: batch 1, bound by memory bandwidth."""
+    params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
+    times = [time.perf_counter() for _ in engine.stream(_ids(random.Random(1000 + repetition), 32), params)]
+    return "decode tok/s", 127 / max(1e-9, times[-1] - times[0])
+
+
+def prefill(engine: InferenceEngine, repetition: int) -> tuple[str, float]:
+    """One prompt of 2048 tokens, 1 generated: bound by arithmetic."""
+    prompt, start = _ids(random.Random(2000 + repetition), 2048), time.perf_counter()
+    engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    return "prefill tok/s", 2048 / (time.perf_counter() - start)
+
+
+def rollout(engine: InferenceEngine, repetition: int) -> tuple[str, float]:
+    """8 prompts of 64 tokens after 128 shared ones, 8 samples each, 128 generated at temperature 1."""
+    rng = random.Random(3000 + repetition)
+    system = _ids(rng, 128)
+    prompts = [system + _ids(rng, 64) for _ in range(8)]
+    start = time.perf_counter()
+    engine.generate(prompts, SamplingParams(max_tokens=128, ignore_eos=True, seed=repetition), 8)
+    return "tok/s", 8 * 8 * 128 / (time.perf_counter() - start)
+
+
+WORKLOADS: tuple[Measure, ...] = (decode1, prefill, rollout)
 
 
 def run(names: Sequence[str], repeat: int, config: EngineConfig, common: Common) -> int:
     """Measure workloads and print a table; the last line of stdout is JSON."""
     if repeat < 1:
         raise BadRequest(f"--repeat must be >= 1, got {repeat}")
-    makers = [find(name) for name in names]
-    with open_session(config, common) as session, Interrupts() as interrupts:
-        rows = []
-        with bar("measuring", quiet=common.quiet) as progress:
-            for i, make in enumerate(makers):
-                progress(i, len(makers))
-                rows.append(measure_one(session.engine, make, repeat, interrupts))
+    known = {one.__name__: one for one in WORKLOADS}
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise BadRequest(f"--workload must be one of {', '.join(known)}, got {unknown!r}")
+    rows = []
+    with (
+        open_session(config, common) as session,
+        Interrupts() as interrupts,
+        bar("measuring", quiet=common.quiet) as progress,
+    ):
+        for i, name in enumerate(names):
+            progress(i, len(names))
+            rows.append(measure_one(session.engine, name, known[name], repeat, interrupts))
     table = Table("workload", "figure", "median", "min-max", "what it is", box=None)
-    for make, row in zip(makers, rows, strict=True):
-        meaning = " ".join((inspect.getdoc(make) or "").split())
+    for row in rows:
+        meaning = " ".join((inspect.getdoc(known[row["name"]]) or "").split())
         table.add_row(row["name"], row["unit"], f"{row['median']:.1f}", f"{row['min']:.1f}-{row['max']:.1f}", meaning)
     print_table(table)
     print(json.dumps({"workloads": rows}))
     return 0
 
 
-def find(name: str) -> Callable[[int], Workload]:
-    """Return the workload of a name. Raises `BadRequest` listing all workloads."""
-    known = {make.__name__: make for make in WORKLOADS}
-    if name not in known:
-        raise BadRequest(f"--workload must be one of {', '.join(known)}, got {name!r}")
-    return known[name]
-
-
 def measure_one(
-    engine: InferenceEngine, make: Callable[[int], Workload], repeat: int, interrupts: Interrupts
+    engine: InferenceEngine, name: str, measure: Measure, repeat: int, interrupts: Interrupts
 ) -> dict[str, Any]:
-    """Return the headline figures of `repeat` runs after a warm-up; prompts differ, so that no prefix is cached."""
+    """Return the figures of `repeat` runs after a warm-up."""
     runs = []
     for repetition in range(repeat + 1):
         if interrupts.pressed:
             raise KeyboardInterrupt
-        runs.append(measure(engine, make(repetition)).headline(make.__name__))
+        runs.append(measure(engine, repetition))
     values = [value for _, value in runs[1:]]
     return {
-        "name": make.__name__,
+        "name": name,
         "unit": runs[0][0],
         "median": median(values),
         "min": min(values),
         "max": max(values),
         "values": values,
     }
+
+
+def _ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(_LOW_ID, _HIGH_ID) for _ in range(count)]

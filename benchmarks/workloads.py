@@ -1,4 +1,4 @@
-"""The benchmark workloads, as token ids, and the measurement of this engine on them.
+"""The benchmark workloads, as token ids, and what is measured of a run.
 
 Every engine does the same work: end tokens are ignored, so token counts are equal. A repetition changes the contents of
 the prompts but not their lengths, so that a prefix cache has no hits between repetitions.
@@ -7,12 +7,8 @@ the prompts but not their lengths, so that a prefix cache has no hits between re
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from nano_inference.engine import InferenceEngine
-from nano_inference.types import SamplingParams, TrainingSample
 
 _LOW_ID, _HIGH_ID = 1000, 40_000
 """Range of ordinary token ids of the default model; its special tokens have lower ids."""
@@ -129,40 +125,6 @@ class Measure:
             later = self.first_token_seconds[1:]
             return "TTFT ms, 2nd on", 1000 * sum(later) / len(later)
         return "tok/s", self.generated_per_second
-
-
-def measure(engine: InferenceEngine, workload: Workload) -> Measure:
-    """Run a workload on this engine and return its times."""
-    parts = [(i,) for i in range(len(workload.prompts))] if workload.one_by_one else [range(len(workload.prompts))]
-    start = time.perf_counter()
-    firsts = []
-    for indices in parts:
-        firsts.append(_run(engine, workload, list(indices))[0])
-    return Measure(
-        seconds=time.perf_counter() - start,
-        first_token_seconds=tuple(firsts),
-        new_tokens=workload.total_new,
-        prompt_tokens=workload.total_prompt,
-    )
-
-
-def _run(engine: InferenceEngine, workload: Workload, indices: list[int]) -> tuple[float, list[TrainingSample]]:
-    """Run some of a workload's prompts together; return the seconds to the first token, and the samples."""
-    start = time.perf_counter()
-    for i in indices:
-        params = SamplingParams(
-            temperature=workload.temperature, max_tokens=workload.new_tokens[i], ignore_eos=True, seed=i
-        )
-        engine.add_request(workload.prompts[i], params, workload.num_samples)
-    first = 0.0
-    samples: list[TrainingSample] = []
-    while len(samples) < len(indices) * workload.num_samples:
-        result = engine.tick()
-        if result.deltas and not first:
-            first = time.perf_counter() - start
-        samples += result.samples
-    engine.step()  # clears the samples that `tick` stored
-    return first, samples
 
 
 def _ids(rng: random.Random, count: int) -> tuple[int, ...]:
