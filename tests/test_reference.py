@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams, with_ref_logprobs
+from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams
 from tests.models.families import gap
+from tests.reference import with_ref_logprobs
 from tests.sim.fakes import fake_config, fake_parts
 from tests.weights.pairs import OpenEngine, Pair
 

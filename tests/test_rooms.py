@@ -48,7 +48,7 @@ LEVELS = (
     "assemble",
     "engine rank",
     "spmd",
-    "rollout reference engine_thread first_names",
+    "rollout engine_thread first_names",
     "async_engine",
     "pool",
     "server",
@@ -109,7 +109,7 @@ TORCH_FREE = (
     *("nanochat/terms.py", "nanochat/program.py", "nanochat/builtin.py", "nanochat/cli.py"),
 )
 """Modules that do not load torch when they are imported, neither themselves nor through others."""
-TORCH_THROUGH_OTHERS = ("engine.py", "rollout.py", "reference.py", "rank.py", "server/opening.py")
+TORCH_THROUGH_OTHERS = ("engine.py", "rollout.py", "rank.py", "server/opening.py")
 """Modules that use no torch of their own, but load it with what builds an engine's parts."""
 MUTATORS = {
     *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"),

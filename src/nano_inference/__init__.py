@@ -63,7 +63,6 @@ _HOMES = {
     "schedule": "first_names",
     "weights_checksum": "weights.checksum",
     "weights_in": "weights.directory",
-    "with_ref_logprobs": "reference",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

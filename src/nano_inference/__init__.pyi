@@ -30,7 +30,6 @@ from nano_inference.pool.local import LocalFleet as LocalFleet
 from nano_inference.pool.pool import RolloutPool as RolloutPool
 from nano_inference.pool.ray_workers import RayFleet as RayFleet
 from nano_inference.pool.urls import UrlFleet as UrlFleet
-from nano_inference.reference import with_ref_logprobs as with_ref_logprobs
 from nano_inference.rollout import Rollout as Rollout
 from nano_inference.rollout import Segment as Segment
 from nano_inference.rollout import Turn as Turn

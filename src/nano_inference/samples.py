@@ -101,7 +101,7 @@ class TrainingSample:
     logprobs_mode: LogprobsMode = "processed"
     """The distribution of `logprobs` and `top_logprobs`."""
     ref_logprobs: tuple[float, ...] | None = None
-    """Log-probabilities of the completion under a reference model, see `with_ref_logprobs`."""
+    """Log-probabilities of the completion under a reference model; the caller sets it, from `score`."""
     top_logprobs: tuple[TopLogprobs, ...] | None = None
     """Most probable tokens at each position, if requested; tokens of probability 0 are left out."""
     raw_logprobs: tuple[float, ...] | None = None
