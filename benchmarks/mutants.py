@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent / "mutation"
 ROOMS = (
     f"{runpy.run_path(str(ROOT / 'scripts' / 'size.py'))['CORE_ROOMS']} "
-    "executors/sampling executors/truncation executors/vocabulary ngram_drafter first_names "
+    "executors/sampling executors/truncation executors/vocabulary ngram_drafter compat "
     "sampling truncation vocabulary door speculate drafting books ledger delta_stream updates errors"
 )
 """Rooms of the core, and what was part of it: where it is now, and under its names in earlier revisions."""
@@ -45,7 +45,7 @@ TESTS = (
     "test_scheduling test_kv test_sampling test_ngram_drafter test_speculate test_types test_drawing sim test_control "
     "test_speculation test_lookahead test_engine test_resume test_misuse test_bad_input test_batch test_async_engine "
     "test_interruptions test_lineage test_logprobs test_embeddings test_kv_pages test_training_sample test_rollout "
-    "test_first_names text/test_tools weights/test_held_update server/test_engine_link"
+    "test_compat text/test_tools weights/test_held_update server/test_engine_link"
 )
 Reach = Sequence[tuple[str, float, dict[str, list[int]]]]
 """Tests with their seconds and the functions that they call, as `mutation.reach` writes them."""

@@ -1,6 +1,19 @@
 """Public names for type checkers: the same as in `__init__.py`, which tests/test_rooms.py verifies."""
 
 from nano_inference.async_engine import AsyncEngine as AsyncEngine
+from nano_inference.compat import Block as Block
+from nano_inference.compat import CacheAllocation as CacheAllocation
+from nano_inference.compat import KVCacheManager as KVCacheManager
+from nano_inference.compat import PagedKVCache as PagedKVCache
+from nano_inference.compat import RadixAttention as RadixAttention
+from nano_inference.compat import RadixKVCache as RadixKVCache
+from nano_inference.compat import SchedulerOutput as SchedulerOutput
+from nano_inference.compat import Sequence as Sequence
+from nano_inference.compat import SequenceStatus as SequenceStatus
+from nano_inference.compat import compute_block_hash as compute_block_hash
+from nano_inference.compat import model_forward as model_forward
+from nano_inference.compat import sample_with_logprobs as sample_with_logprobs
+from nano_inference.compat import schedule as schedule
 from nano_inference.config import EngineConfig as EngineConfig
 from nano_inference.config import SchedulerConfig as SchedulerConfig
 from nano_inference.engine import InferenceEngine as InferenceEngine
@@ -12,19 +25,6 @@ from nano_inference.executors.torch.attention import (
     create_sliding_window_causal_mask as create_sliding_window_causal_mask,
 )
 from nano_inference.executors.torch.store import KVStore as KVStore
-from nano_inference.first_names import Block as Block
-from nano_inference.first_names import SchedulerOutput as SchedulerOutput
-from nano_inference.first_names import Sequence as Sequence
-from nano_inference.first_names import SequenceStatus as SequenceStatus
-from nano_inference.first_names import compute_block_hash as compute_block_hash
-from nano_inference.first_names import schedule as schedule
-from nano_inference.first_names.caches import CacheAllocation as CacheAllocation
-from nano_inference.first_names.caches import KVCacheManager as KVCacheManager
-from nano_inference.first_names.caches import PagedKVCache as PagedKVCache
-from nano_inference.first_names.caches import RadixAttention as RadixAttention
-from nano_inference.first_names.caches import RadixKVCache as RadixKVCache
-from nano_inference.first_names.forward import model_forward as model_forward
-from nano_inference.first_names.sampling import sample_with_logprobs as sample_with_logprobs
 from nano_inference.llm import LLM as LLM
 from nano_inference.pool.local import LocalFleet as LocalFleet
 from nano_inference.pool.pool import RolloutPool as RolloutPool

@@ -20,6 +20,7 @@ from nano_inference.types import EngineDead, OnRunning, UpdateBusy, UpdateState,
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.directory import weights_in
 from nano_inference.weights.gate import StepGate, share_of
+from nano_inference.weights.group import WeightGroup
 from nano_inference.weights.staging import NamedWeights, Staging, check_source, differs, pairs
 from nano_inference.weights.updates import WeightUpdate
 
@@ -33,12 +34,14 @@ class WeightSyncManager:
     engine thread does between two steps. A failure during staging leaves the current weights unchanged.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, process_group: WeightGroup | None = None) -> None:
+        """With `process_group`, `start_sync()` receives the weights that its rank 0 sends."""
         self.version = 0
         """Number of completed updates."""
         self.label: WeightLabel | None = None
         """The trainer's label of the current weights."""
         self._executor = executor
+        self._group = process_group
         shapes = {spec.name: spec.shape for spec in executor.program.weights}
         tied = {other: shapes[name] for other, name in executor.program.tied_names.items()}
         self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(shapes | tied)
@@ -56,12 +59,18 @@ class WeightSyncManager:
         """Return the update's state: "idle", "staging", "staged" (ready to swap) or "failed"."""
         return "idle" if self._job is None else self._job.state()
 
-    def start_sync(self, update: WeightUpdate | NamedWeights) -> None:
+    def start_sync(self, update: WeightUpdate | NamedWeights | None = None) -> None:
         """Gather an update, or only its tensors, in a thread; they must not change until the state is "staged".
+
+        Without an argument, receives them from the process group.
 
         The thread calls `on_gathered` when it ends, also after a failure. With `hold`, gathered weights wait for
         `release`. Raises `UpdateBusy` if another update is in progress, and `WeightError` for what is no source.
         """
+        if update is None:
+            if self._group is None:
+                raise ValueError("update: there are no weights, and no process group that sends them")
+            update = self._group.receive()
         self._job = job = self._new_job(update_in(update))
         job.thread = threading.Thread(target=job.run, name="weight-staging", daemon=True)
         try:
