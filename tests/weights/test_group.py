@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nano_inference import SamplingParams, WeightError, WeightGroup, weights_checksum
-from nano_inference.weights.group import TensorSpec, plan_buckets
 from tests.weights.pairs import OpenEngine, Pair
 from tests.weights.plain_trainer import PROCESSES
 
@@ -158,10 +157,3 @@ def test_invalid_argument_is_named(field: str, value: object) -> None:
     address, port = arguments.pop("address"), arguments.pop("port")
     with pytest.raises(ValueError, match=field if field != "rank" else "rank"):
         WeightGroup(address, port, **arguments)  # type: ignore[arg-type]
-
-
-def test_plan_buckets_fills_without_exceeding_the_size() -> None:
-    specs = [TensorSpec(str(i), "float32", (size,)) for i, size in enumerate((1, 3, 4, 5, 100, 2, 0, 2))]
-    assert [spec.num_bytes for spec in specs] == [16, 16, 16, 32, 400, 16, 0, 16]
-    buckets = plan_buckets(specs, 48)
-    assert [[int(spec.name) for spec in bucket] for bucket in buckets] == [[0, 1, 2], [3], [4], [5, 6, 7]]

@@ -51,6 +51,8 @@ class Member:
         """Longest duration of a broadcast; may be changed between two of them."""
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._is_broken = False
+        self.is_receiving = False
+        """True while an update is received."""
         try:
             if given_up is not None and rank:
                 await_host(address, port, timeout, given_up)
@@ -71,8 +73,8 @@ class Member:
         return self._device
 
     def close(self) -> None:
-        """Leave the group. Can be called again."""
-        if not self._is_broken:
+        """Leave the group; a running broadcast ends when its data arrives or after the timeout. Can be called again."""
+        if not self._is_broken and not self.is_receiving:
             self._group.shutdown()
         self._is_broken = True
 

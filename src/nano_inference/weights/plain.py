@@ -15,7 +15,7 @@ from functools import partial
 from itertools import accumulate
 from threading import Event
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -94,8 +94,6 @@ class PlainGroup(Member):
             given_up=given_up,
             greeting=_GREETING,
         )
-        self.is_receiving = False
-        """True while `receive` is running."""
         next_ranks = forwarded_to(rank, world_size)
         self._is_oversized = backend == "gloo" and self._greeted.issuperset(next_ranks)
         """True if broadcasts are received into a larger buffer: gloo forwards the whole buffer, which other programs
@@ -120,25 +118,10 @@ class PlainGroup(Member):
         received and dropped, so that the trainer does not block and the group stays usable. Raises `WeightError` also
         if the trainer disconnects or a broadcast times out.
         """
-        if self.is_receiving:
-            raise WeightError("the weight group still receives an earlier update")
-        self.is_receiving = True
         try:
-            yield from in_order(self._receivers(specs, own, bucket_bytes))
-        except (GeneratorExit, _OtherSizeError):
-            raise
-        except BaseException:
-            self._is_broken = True  # a broadcast may be half received: the next would receive its remainder
-            raise
+            yield from received(self, self._receivers(specs, own, bucket_bytes))
         finally:
             self._buffer = torch.empty(0, dtype=torch.uint8)
-            self.is_receiving = False
-
-    def close(self) -> None:
-        """Leave the group; a running broadcast ends when its data arrives or after the timeout."""
-        if self.is_receiving:
-            self._is_broken = True
-        super().close()
 
     def _receivers(self, specs: Sequence[PlainSpec], own: Shapes, bucket_bytes: int | None) -> list[Receiver]:
         """Return a function for each broadcast of an update, which receives it and returns its tensors."""
@@ -191,6 +174,38 @@ class PlainGroup(Member):
 
 class _OtherSizeError(WeightError):
     """A broadcast had another size than announced; it was received completely."""
+
+
+class Broadcaster(Protocol):
+    """A group that receives an update: `WeightGroup`, `PlainGroup` or `StatelessGroup`."""
+
+    is_receiving: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def broadcast(self, data: Tensor) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+def received(group: Broadcaster, receivers: Iterable[Receiver]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of one update, as `in_order`; close the group if it is unknown what the trainer sends next.
+
+    Raises `WeightError` if an earlier update is still received.
+    """
+    if group.is_receiving:
+        raise WeightError("the weight group still receives an earlier update")
+    group.is_receiving = True
+    try:
+        yield from in_order(receivers)
+    except (GeneratorExit, _OtherSizeError):
+        raise
+    except BaseException:
+        group.close()  # a broadcast may be half received: the next would receive its remainder
+        raise
+    finally:
+        group.is_receiving = False
 
 
 def in_order(receivers: Iterable[Receiver]) -> Iterator[tuple[str, Tensor]]:

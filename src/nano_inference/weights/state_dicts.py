@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from nano_inference.loader.pickle_data import MAX_BYTES, Call, Named, PickleErro
 from nano_inference.loader.pieces import DTYPES
 from nano_inference.memory import huge_empty
 from nano_inference.types import WeightError
-from nano_inference.weights.plain import PlainSpec, Receiver, Shapes, in_order, unpacked
+from nano_inference.weights.plain import Broadcaster, PlainSpec, Receiver, Shapes, received, unpacked
 
 _SIZE = "torch Size"
 _DTYPES = {f"torch {name}": name for name in DTYPES}
@@ -30,37 +30,13 @@ _MAX_SURPLUS = 4
 """Most values of an update, as a multiple of the model's."""
 
 
-class Broadcaster(Protocol):
-    """A group as `state_dicts` uses it: `PlainGroup` or `StatelessGroup`."""
-
-    is_receiving: bool
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def broadcast(self, data: Tensor) -> Tensor: ...
-
-    def close(self) -> None: ...
-
-
 def state_dicts(group: Broadcaster, own: Shapes) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of one update. `own` are the model's shapes, which bound the memory.
 
     If it is closed early, the remaining broadcasts are received and dropped. Raises `WeightError`, and then closes the
     group, if a description is not valid: it is unknown what the trainer sends next.
     """
-    if group.is_receiving:
-        raise WeightError("the weight group still receives an earlier update")
-    group.is_receiving = True
-    try:
-        yield from in_order(_receivers(group, own))
-    except GeneratorExit:
-        raise
-    except BaseException:
-        group.close()
-        raise
-    finally:
-        group.is_receiving = False
+    return received(group, _receivers(group, own))
 
 
 def _receivers(group: Broadcaster, own: Shapes) -> Iterator[Receiver]:

@@ -23,7 +23,7 @@ from nano_inference.memory import huge_empty
 from nano_inference.types import WeightError
 from nano_inference.weights.member import await_host, check_place, first_line
 from nano_inference.weights.nccl import UNIQUE_ID_BYTES, Communicator
-from nano_inference.weights.plain import PlainSpec, Receiver, Shapes, buckets, in_order, unpacked
+from nano_inference.weights.plain import PlainSpec, Receiver, Shapes, buckets, received, unpacked
 
 _KEY = "broadcast_from/0/0"
 _REBUILD = "_ctypes _unpickle"
@@ -77,18 +77,7 @@ class StatelessGroup:
 
         NCCL does not compare sizes, so `own` is not used: a broadcast of another size blocks until the group is left.
         """
-        if self.is_receiving:
-            raise WeightError("the weight group still receives an earlier update")
-        self.is_receiving = True
-        try:
-            yield from in_order(self._receivers(specs, bucket_bytes))
-        except (GeneratorExit, WeightError):
-            raise
-        except BaseException:
-            self.close()  # a broadcast may be half received
-            raise
-        finally:
-            self.is_receiving = False
+        return received(self, self._receivers(specs, bucket_bytes))
 
     def broadcast(self, data: Tensor) -> Tensor:
         """Receive rank 0's array into `data`; return the tensor. A failure closes the group permanently."""
