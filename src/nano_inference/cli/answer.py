@@ -23,8 +23,7 @@ class Answer:
     text: str
     sample: TrainingSample
     stats: AnswerStats
-    is_repetition: bool
-    """True if the answer was ended because it repeats itself."""
+    is_repetition: bool  # True if the answer was ended because it repeats itself
 
 
 def stream_answer(

@@ -26,8 +26,7 @@ from nano_inference.types import BadRequest, ModelError
 
 BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
-_ASKED = "__complete"
-"""First argument when a shell's completion script requests candidates."""
+_ASKED = "__complete"  # first argument when a shell's completion script requests candidates
 _HELP = ("--help", "-h")
 _KINDS: Mapping[object, str] = {int: "a whole number", float: "a number", bool: "true or false"}
 

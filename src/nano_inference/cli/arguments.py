@@ -10,11 +10,9 @@ from cyclopts import App, Argument, Group
 
 from nano_inference.cli.fallback import BUILT_IN, ENV_PREFIX
 
-Kind = Literal["boolean", "integer", "number", "string"]
-"""Type of a value in a configuration file."""
+Kind = Literal["boolean", "integer", "number", "string"]  # type of a value in a configuration file
 
-SECRETS = ("api_key", "admin_key")
-"""Fields whose values are never printed."""
+SECRETS = ("api_key", "admin_key")  # fields whose values are never printed
 
 
 def walk_commands(app: App, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:

@@ -20,8 +20,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import BadRequest, SamplingParams
 
-_LOW_ID, _HIGH_ID = 1000, 40_000
-"""Range of ordinary token ids of the default model; its special tokens have lower ids."""
+_LOW_ID, _HIGH_ID = 1000, 40_000  # range of ordinary token ids of the default model; its special tokens have lower ids
 Measure = Callable[[InferenceEngine, int], tuple[str, float]]
 """Returns unit and value of one run; the repetition changes the prompts, so that no prefix is cached."""
 

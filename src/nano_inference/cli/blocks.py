@@ -22,10 +22,8 @@ class Block(NamedTuple):
 
     kind: BlockKind
     text: str
-    continues_list: bool = False
-    """True for a further item of a list: no blank line precedes it."""
-    language: str = ""
-    """Language of the code, for kind "fence"."""
+    continues_list: bool = False  # True for a further item of a list: no blank line precedes it
+    language: str = ""  # language of the code, for kind "fence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +31,8 @@ class BlockState:
     """Text that is not complete yet."""
 
     rest: str = ""
-    fence: str = ""
-    """Marker of the open code fence, such as three backticks; empty outside of one."""
-    in_list: bool = False
-    """True if `rest` begins with a further item of a list."""
+    fence: str = ""  # marker of the open code fence, such as three backticks; empty outside of one
+    in_list: bool = False  # True if `rest` begins with a further item of a list
 
 
 START = BlockState()

@@ -23,11 +23,9 @@ class Options(NamedTuple):
     """Options of a chat."""
 
     system: str | None = None
-    prompt: str | None = None
-    """If given, answer this message and exit."""
+    prompt: str | None = None  # if given, answer this message and exit
     has_bare_words: bool = False
-    plain: bool = False
-    """Do not render the Markdown of answers."""
+    plain: bool = False  # do not render the Markdown of answers
 
 
 def run(options: Options, backend: ChatBackend, sampling: Sampling, common: Common) -> int:

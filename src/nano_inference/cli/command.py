@@ -11,8 +11,7 @@ from nano_inference.registry import table
 
 COMMANDS_GROUP = "nano_inference.commands"
 """Entry-point group by which a package adds a command or replaces a built-in one."""
-_LAST = "models rm"
-"""Listed after the commands of other packages."""
+_LAST = "models rm"  # listed after the commands of other packages
 
 Fill = Callable[[App, tuple[str, ...], ArgumentCollection], None]
 """Sets unset options; called for every command, before `fallback.fill_defaults`."""
@@ -22,14 +21,10 @@ Fill = Callable[[App, tuple[str, ...], ArgumentCollection], None]
 class Command:
     """A command. Raises `ValueError` if `words` is neither NAME nor models NAME."""
 
-    words: str
-    """Name as typed: "chat", or "models export"."""
-    target: str
-    """Function as "module:name"; imported when the command runs."""
-    text: str
-    """One line for --help."""
-    arguments: str = ""
-    """Positional arguments in the usage line, each preceded by a space."""
+    words: str  # name as typed: "chat", or "models export"
+    target: str  # function as "module:name"; imported when the command runs
+    text: str  # one line for --help
+    arguments: str = ""  # positional arguments in the usage line, each preceded by a space
     fill: Fill | None = None
 
     def __post_init__(self) -> None:

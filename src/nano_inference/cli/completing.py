@@ -10,8 +10,7 @@ from cyclopts import Argument
 from nano_inference.catalog import WHEELS, default_cache, installed_builtins, list_models
 from nano_inference.files import path_of
 
-_NAMING = ("model_path", "model", "name")
-"""Fields that name a model; all fields of a configuration share one completer."""
+_NAMING = ("model_path", "model", "name")  # fields that name a model; all fields of a configuration share one completer
 
 
 class CompletionContext(Protocol):

@@ -32,11 +32,9 @@ from nano_inference.cli.sizes import is_size
 from nano_inference.files import exists, path_of
 from nano_inference.types import BadRequest
 
-MAX_BYTES = 1 << 20
-"""Size limit of a file, so that a wrong path does not read a model into memory."""
+MAX_BYTES = 1 << 20  # size limit of a file, so that a wrong path does not read a model into memory
 NOT_IN_FILES = ("config", "print-config")
-FROM_FILE = "file "
-"""Prefix of the source of a value from a file."""
+FROM_FILE = "file "  # prefix of the source of a value from a file
 
 _TYPES: Mapping[Kind, tuple[type, ...]] = {
     "boolean": (bool,),
@@ -55,8 +53,7 @@ _NAMES: Mapping[type, str] = {
 }
 _HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(?:#.*)?")
 
-Table = tuple[str, ...]
-"""Parts of a table's header: the words of a command or of a group."""
+Table = tuple[str, ...]  # parts of a table's header: the words of a command or of a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,10 @@ from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.text.chat import Message
 from nano_inference.types import FinishReason, SamplingParams
 
-NUM_ALTERNATIVES = 5
-"""Number of the most likely tokens that /tokens shows per position."""
+NUM_ALTERNATIVES = 5  # number of the most likely tokens that /tokens shows per position
 CHAT_HINT = "/set changes them"
 DROPPED = "[the conversation is too long for the model: its oldest {} messages were dropped]"
-_RESERVE = 512
-"""Tokens reserved for an answer; at most a quarter of the context."""
+_RESERVE = 512  # tokens reserved for an answer; at most a quarter of the context
 _PLAIN = SamplingParams()
 
 
@@ -29,8 +27,7 @@ class Piece(NamedTuple):
     """A piece of an answer's text."""
 
     text: str
-    is_forced: bool = False
-    """True for a tool's output."""
+    is_forced: bool = False  # True for a tool's output
 
 
 Write = Callable[[Sequence[Piece]], None]
@@ -40,8 +37,7 @@ class ShownToken(NamedTuple):
     """A token of an answer for display."""
 
     text: str
-    logprob: float | None
-    """Natural logarithm of its probability."""
+    logprob: float | None  # natural logarithm of its probability
     is_forced: bool = False
     top: tuple[tuple[str, float], ...] = ()
     """The most likely tokens at its position with their log-probabilities, in descending order."""
@@ -60,12 +56,10 @@ class AnswerStats(NamedTuple):
     num_prompt: int | None
     num_cached: int | None
     num_new: int | None
-    first_token_after: float
-    """Seconds."""
+    first_token_after: float  # seconds
     seconds: float
     seed: int | None = None
-    version: str | None = None
-    """Version of the weights, if they were updated after loading."""
+    version: str | None = None  # version of the weights, if they were updated after loading
 
     def summary(self) -> str:
         """Format the statistics as one line."""
@@ -87,29 +81,23 @@ class AnswerStats(NamedTuple):
 class Question:
     """A request for an answer."""
 
-    turns: tuple[Message, ...]
-    """The last turn is the user's."""
+    turns: tuple[Message, ...]  # the last turn is the user's
     system: str | None = None
     sampling: Sampling = Sampling()
-    has_tokens: bool = False
-    """Also return the tokens' probabilities."""
+    has_tokens: bool = False  # also return the tokens' probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """An answer, possibly incomplete."""
 
-    message: Message
-    """The assistant's turn."""
-    kept: tuple[Message, ...]
-    """The turns in the prompt: all, or the latest ones that fit in the context."""
+    message: Message  # the assistant's turn
+    kept: tuple[Message, ...]  # the turns in the prompt: all, or the latest ones that fit in the context
     finish_reason: FinishReason | str | None
     stats: AnswerStats
     tokens: tuple[ShownToken, ...] = ()
-    cut_by: str | None = None
-    """Length limit that ended it, if known."""
-    failure: str | None = None
-    """Reason of a failure during the answer: one printable line."""
+    cut_by: str | None = None  # length limit that ended it, if known
+    failure: str | None = None  # reason of a failure during the answer: one printable line
 
 
 class ChatBackend(Protocol):
@@ -140,17 +128,14 @@ class Conversation:
     """State of a chat."""
 
     sampling: Sampling
-    first_sampling: Sampling
-    """Restored by `/set NAME default`."""
+    first_sampling: Sampling  # restored by `/set NAME default`
     system: str | None = None
     turns: tuple[Message, ...] = ()
     shows_tokens: bool = False
     last: Reply | None = None
     is_over: bool = False
-    has_failed: bool = False
-    """True if the server failed during the last answer."""
-    has_bare_words: bool = False
-    """True if "quit", "exit" and "clear" are commands without a slash."""
+    has_failed: bool = False  # True if the server failed during the last answer
+    has_bare_words: bool = False  # True if "quit", "exit" and "clear" are commands without a slash
 
 
 def fit_turns(

@@ -17,11 +17,9 @@ from nano_inference.loader.sources import WeightSource
 from nano_inference.types import BadRequest, ModelError
 
 FLOAT32 = 4
-PANEL = 64
-"""Outputs of a matrix are padded to a multiple (kernels/c/formats.h)."""
+PANEL = 64  # outputs of a matrix are padded to a multiple (kernels/c/formats.h)
 _DEFAULTS = EngineConfig(model_path="any")
-CONTEXT = _DEFAULTS.max_model_len
-"""Tokens of context in the estimates of typical sizes."""
+CONTEXT = _DEFAULTS.max_model_len  # tokens of context in the estimates of typical sizes
 _MAX_SEQUENCES = _DEFAULTS.max_batch_size
 
 
@@ -50,8 +48,7 @@ class Machine(NamedTuple):
     """This machine's memory, in bytes."""
 
     available: int
-    kv_budget: int
-    """Default capacity of the KV cache in bytes."""
+    kv_budget: int  # default capacity of the KV cache in bytes
     has_kernels: bool
 
 

@@ -9,12 +9,9 @@ from cyclopts import App, Argument, ArgumentCollection, Token
 from nano_inference.catalog import find_builtin
 
 ENV_PREFIX = "NANO_INFERENCE_"
-BUILT_IN = "built-in"
-"""Source of a value that nobody set."""
-DEFAULT = "default"
-"""Alias of the default model in the catalog."""
-SERVED = "(the only one that the server has)"
-"""Value of --model in a chat with a server, if not given."""
+BUILT_IN = "built-in"  # source of a value that nobody set
+DEFAULT = "default"  # alias of the default model in the catalog
+SERVED = "(the only one that the server has)"  # value of --model in a chat with a server, if not given
 
 
 def fill_defaults(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -18,8 +18,7 @@ from nano_inference.cli.config_file import NOT_IN_FILES
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.help_texts import EXAMPLES, KINDS, SAMPLING, VALUES
 
-LEFT = 30
-"""Width of the left column."""
+LEFT = 30  # width of the left column
 _WIDEST = 110
 _NARROWEST = 60
 

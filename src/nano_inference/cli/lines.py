@@ -28,11 +28,9 @@ from nano_inference.cli.terminal import note
 _QUOTES = '"""'
 _PROMPT, _MORE = "> ", ". "
 _MAX_ENTRIES = 1000
-_MAX_ENTRY = 100_000
-"""Characters; longer messages are not stored in the history."""
+_MAX_ENTRY = 100_000  # characters; longer messages are not stored in the history
 
-Complete = Callable[[str], Sequence[str]]
-"""Receives the word after a command and returns its completions."""
+Complete = Callable[[str], Sequence[str]]  # receives the word after a command and returns its completions
 
 
 class Input(NamedTuple):
@@ -48,8 +46,7 @@ class Reader:
 
     def __init__(self, is_typed: bool, editor: PromptSession[str] | None) -> None:
         self._editor = editor
-        self.is_typed = is_typed
-        """True if stdin is a terminal."""
+        self.is_typed = is_typed  # True if stdin is a terminal
         self.can_edit = editor is not None
         self._has_interrupted = False
 

@@ -61,8 +61,7 @@ class LocalBackend:
     """Answers with an engine in this process."""
 
     session: Session
-    name: str
-    """The model as the user named it."""
+    name: str  # the model as the user named it
     quiet: bool = False
 
     @property

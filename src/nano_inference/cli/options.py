@@ -18,10 +18,8 @@ from nano_inference.types import BadRequest, SamplingParams
 
 _FLAG_OF = {"model_path": "model", "overrides": "override"}
 _SHORT = {"model_path": "-m", "temperature": "-t", "top_k": "-k", "dtype": "-d"}
-_BOTH_HAVE = ("seed", "logprobs_mode")
-"""Fields of `EngineConfig` and `SamplingParams`: the flag sets the latter."""
-WITHOUT_FLAG = ("logit_bias", "allowed_token_ids", "logprob_token_ids")
-"""Sampling fields without a flag."""
+_BOTH_HAVE = ("seed", "logprobs_mode")  # fields of `EngineConfig` and `SamplingParams`: the flag sets the latter
+WITHOUT_FLAG = ("logit_bias", "allowed_token_ids", "logprob_token_ids")  # sampling fields without a flag
 
 _ENGINE_GROUP = Group("Engine")
 _SAMPLING_GROUP = Group("Sampling")
@@ -94,8 +92,7 @@ SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, WITHOUT_FLAG)]
 ChatFlags = Annotated[ChatOptions, flags(Group("Chat"))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
-TypedFields = Annotated[Typed, Parameter(parse=False)]
-"""Not a flag: `app.run` passes the options that the user gave."""
+TypedFields = Annotated[Typed, Parameter(parse=False)]  # not a flag: `app.run` passes the options that the user gave
 ModelFlag = Annotated[
     str, Parameter(name=("--model", "-m"), completer=cached_names, help=help_of(EngineConfig, "model_path"))
 ]

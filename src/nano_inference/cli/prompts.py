@@ -11,8 +11,7 @@ from nano_inference.checks import token_ids
 from nano_inference.files import path_of
 from nano_inference.types import BadRequest
 
-Prompt = str | list[Any] | tuple[int, ...]
-"""A text, a list of messages, or token ids."""
+Prompt = str | list[Any] | tuple[int, ...]  # a text, a list of messages, or token ids
 _LIKE_OPTION = re.compile(r"--?[A-Za-z][\w-]*(=.*)?")
 _KEYS = ("prompt", "messages", "token_ids")
 

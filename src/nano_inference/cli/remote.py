@@ -125,18 +125,12 @@ class RemoteBackend:
     defaults: Mapping[str, Any]
     """Sampling fields sent unless the user sets them: chat defaults of this package's server, else a length limit."""
     context: int | None = None
-    is_ours: bool = False
-    """True for this package's server, which returns masks and weight versions."""
-    calculator: bool = False
-    """True to request the model's calculator."""
-    choices: tuple[str, ...] = ()
-    """The server's models without aliases, as shown."""
-    accepted: frozenset[str] = frozenset()
-    """The server's models and their aliases."""
-    num_tokens: int | None = None
-    """Length of the conversation after the last answer."""
-    tokens_per_char: float = 0.0
-    """Tokens per character of the last request and answer; 0 if unknown."""
+    is_ours: bool = False  # True for this package's server, which returns masks and weight versions
+    calculator: bool = False  # True to request the model's calculator
+    choices: tuple[str, ...] = ()  # the server's models without aliases, as shown
+    accepted: frozenset[str] = frozenset()  # the server's models and their aliases
+    num_tokens: int | None = None  # length of the conversation after the last answer
+    tokens_per_char: float = 0.0  # tokens per character of the last request and answer; 0 if unknown
 
     @property
     def facts(self) -> Mapping[str, str]:
@@ -243,13 +237,11 @@ class PartialReply:
     parts: list[tuple[str, str]] = field(default_factory=list)
     """Kind and text of each part, for answers with a calculator."""
     tokens: list[ShownToken] = field(default_factory=list)
-    units: list[Any] = field(default_factory=list)
-    """Token ids; texts of a server that sends none."""
+    units: list[Any] = field(default_factory=list)  # token ids; texts of a server that sends none
     finish_reason: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
     version: str | None = None
-    max_new_tokens: int | None = None
-    """Limit of the answer in tokens, if the context has less room than requested."""
+    max_new_tokens: int | None = None  # limit of the answer in tokens, if the context has less room than requested
 
     @property
     def text(self) -> str:

@@ -34,8 +34,7 @@ _THEME = Theme({"markdown.code": "bold cyan"})  # rich's own has a black backgro
 _FORCED_STYLE = Style(dim=True, underline=True)
 _CODE_THEME = "ansi_dark"
 _MARKS = re.compile(f"([{FORCED}{END_FORCED}])")
-_CONTEXT_LINES = 40
-"""Preceding lines of code that the syntax highlighter receives with a line."""
+_CONTEXT_LINES = 40  # preceding lines of code that the syntax highlighter receives with a line
 _MIN_PAUSE_S, _PAUSE_RATIO = 0.03, 4
 """Pause between two drawings of an incomplete block: seconds, and a multiple of the last drawing's time."""
 

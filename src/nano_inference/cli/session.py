@@ -34,8 +34,7 @@ class Session:
 
     engine: InferenceEngine
     tokenizer: Tokenizer
-    dialogue: Dialogue | None
-    """Encodes messages; None for a model without a chat template."""
+    dialogue: Dialogue | None  # encodes messages; None for a model without a chat template
 
     @property
     def tool(self) -> Tool | None:

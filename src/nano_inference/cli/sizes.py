@@ -10,8 +10,7 @@ from cyclopts import App, Argument, ArgumentCollection, Token
 from nano_inference.cli.arguments import options_of
 from nano_inference.types import BadRequest
 
-SIZES = ("kv_cache_bytes", "max_body_bytes", "max_stored_bytes", "models_memory")
-"""Fields in bytes."""
+SIZES = ("kv_cache_bytes", "max_body_bytes", "max_stored_bytes", "models_memory")  # fields in bytes
 UNITS: Mapping[str, int] = (
     {"": 1, "b": 1}
     | {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}

@@ -26,19 +26,16 @@ _MORE_HELP = (
     'or begin with """ and end with """.',
     "Ctrl-C stops an answer; pressed twice at an empty prompt, it quits.",
 )
-_SHOWN_FACTS = ("model", "context", "backend")
-"""Facts that /show prints; /model prints all of them."""
+_SHOWN_FACTS = ("model", "context", "backend")  # facts that /show prints; /model prints all of them
 
 
 class Command(NamedTuple):
     """A slash command."""
 
     run: Callable[[Chat, Conversation, str], Conversation]
-    usage: str
-    """Argument."""
+    usage: str  # argument
     help: str
-    complete: Callable[[str], Sequence[str]] = lambda _text: ()
-    """Returns completions of the argument."""
+    complete: Callable[[str], Sequence[str]] = lambda _text: ()  # returns completions of the argument
 
 
 def run_command(chat: Chat, conversation: Conversation, line: str) -> Conversation:

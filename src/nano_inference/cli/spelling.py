@@ -16,17 +16,14 @@ from nano_inference.server.config import SettingError
 class Given(NamedTuple):
     """Name under which the user gave a field's value."""
 
-    name: str
-    """`--port`, `NANO_INFERENCE_PORT`, or `port` in a file."""
-    file: str = ""
-    """`file PATH`, if the value is from a file."""
+    name: str  # `--port`, `NANO_INFERENCE_PORT`, or `port` in a file
+    file: str = ""  # `file PATH`, if the value is from a file
 
 
 class Typed(NamedTuple):
     """Options that the user gave to a command."""
 
-    fields: frozenset[str] = frozenset()
-    """Fields whose values are not built-in."""
+    fields: frozenset[str] = frozenset()  # fields whose values are not built-in
     names: Mapping[str, Given] = MappingProxyType({})
     """Maps each field to the name under which it was given, or can be given."""
 

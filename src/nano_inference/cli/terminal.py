@@ -26,8 +26,7 @@ try:
 except ImportError:  # not on Unix
     termios = None
 
-ProgressCallback = Callable[[int, int | None], None]
-"""Receives (done, total); `total` is None if unknown."""
+ProgressCallback = Callable[[int, int | None], None]  # receives (done, total); `total` is None if unknown
 
 
 def note(text: str, quiet: bool = False, *, indent: int = 0, has_command: bool = False) -> None:
@@ -94,8 +93,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.pressed = False
-        self.on_press: Callable[[], None] = lambda: None
-        """Called at the first press, to wake up a blocked reader."""
+        self.on_press: Callable[[], None] = lambda: None  # called at the first press, to wake up a blocked reader
         self._before: Any = None
 
     def __enter__(self) -> Self:

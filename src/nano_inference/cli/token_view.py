@@ -14,8 +14,7 @@ from nano_inference.cli.printable import printable
 from nano_inference.cli.render import console_of
 from nano_inference.cli.terminal import note
 
-_COLOURS = ((0.8, "green"), (0.4, "cyan"), (0.1, "yellow"), (0.0, "red"))
-"""Lowest probability of each colour."""
+_COLOURS = ((0.8, "green"), (0.4, "cyan"), (0.1, "yellow"), (0.0, "red"))  # lowest probability of each colour
 _FORCED = Style(dim=True, underline=True)
 
 

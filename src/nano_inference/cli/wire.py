@@ -23,16 +23,13 @@ from nano_inference.cli.printable import one_line
 from nano_inference.types import BadRequest
 
 _CONNECT_TIMEOUT_S = 10
-_SILENCE_TIMEOUT_S = 300
-"""Between two chunks of a reply; a busy server may queue a request."""
+_SILENCE_TIMEOUT_S = 300  # between two chunks of a reply; a busy server may queue a request
 _MAX_ERROR_BYTES = 1 << 16
-MAX_BODY_BYTES = 16 << 20
-"""Limit of a reply, and of an event."""
+MAX_BODY_BYTES = 16 << 20  # limit of a reply, and of an event
 _CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 """Events of httpx2's `trace` extension whose result is the connection's stream."""
 
-OnConnect = Callable[[Callable[[], None]], None]
-"""Receives a function that closes the connection immediately."""
+OnConnect = Callable[[Callable[[], None]], None]  # receives a function that closes the connection immediately
 OnHeaders = Callable[[Mapping[str, str]], None]
 
 
