@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROWTH = 1024
-"""Positions beyond those needed when the cache grows; its size is then rounded up to a multiple."""
+GROWTH = 1024  # positions beyond those needed when the cache grows; its size is then rounded up to a multiple
 
 
 class KVCache:
@@ -39,10 +38,8 @@ class KVCache:
         self._data = torch.zeros(shape, device=device, dtype=dtype)
         self._is_used = False
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self.prev_embedding: Tensor | None = None
-        """The last token's embedding (B, 1, E), for models with a smear gate."""
-        self.prev_token: Tensor | None = None
-        """The last token's id (B, 1), for `GPT.forward`."""
+        self.prev_embedding: Tensor | None = None  # the last token's embedding (B, 1, E), for models with a smear gate
+        self.prev_token: Tensor | None = None  # the last token's id (B, 1), for `GPT.forward`
 
     @property
     def k_cache(self) -> Tensor:

@@ -18,15 +18,12 @@ from typing import Any
 
 from nano_inference.nanochat.calculator_methods import COMPARISONS, MAX_TEXT, Refused, attribute, call
 
-MAX_EXPRESSION = 256
-"""Most characters of an expression."""
+MAX_EXPRESSION = 256  # most characters of an expression
 MAX_DEPTH = 64
 """Most nested parentheses. Python's parser recurses: 80 end the process in a thread with 128 KiB of stack, and Python
 3.12 needs 256 KiB for 64."""
-MAX_BITS = 4096
-"""Most bits of an integer, checked before a product is computed."""
-MAX_RESULT = 256
-"""Most characters of a result's text."""
+MAX_BITS = 4096  # most bits of an integer, checked before a product is computed
+MAX_RESULT = 256  # most characters of a result's text
 
 Value = int | float | str | bool | EllipsisType | tuple[int | str, ...] | list[str]
 """The value of an expression; nanochat inserts its `str` into the model's context."""

@@ -34,8 +34,7 @@ __all__ = [
     "load_optimizer_state",
     "save_checkpoint",
 ]
-Loaded = tuple[GPT, RustBPETokenizer, dict[str, Any]]
-"""Model, tokenizer, contents of the meta file."""
+Loaded = tuple[GPT, RustBPETokenizer, dict[str, Any]]  # model, tokenizer, contents of the meta file
 
 
 def load_model(

@@ -33,10 +33,8 @@ from nano_inference.config import EngineConfig, helped
 from nano_inference.files import exists, path_of
 from nano_inference.types import BadRequest, ModelError
 
-HEADING = "nanochat"
-"""Heading of the options in --help."""
-BASE = "(nanochat's base directory)"
-"""Value of --model that means nanochat's base directory."""
+HEADING = "nanochat"  # heading of the options in --help
+BASE = "(nanochat's base directory)"  # value of --model that means nanochat's base directory
 _ROUNDED = (
     "[rotary tables of this generation are bfloat16: Transformers rounds them if it computes in bfloat16; in float32 "
     "its logits differ by about 1e-2]"

@@ -19,8 +19,7 @@ from nano_inference.executors.sampling import draw, results
 from nano_inference.logprobs import at, normalise
 from nano_inference.runner import Row, RowResult
 
-KEPT_BYTES = 32 << 20
-"""Most bytes of random numbers kept per call."""
+KEPT_BYTES = 32 << 20  # most bytes of random numbers kept per call
 
 
 def candidates(
@@ -87,12 +86,9 @@ class Columns:
         self._kept_bytes = kept_bytes
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self._rng = torch.Generator(device=device).manual_seed(seed)
-        self._next = [0] * num_rows
-        """First column that each row may still need; -1 for a row that has ended."""
-        self._states: dict[int, Tensor] = {}
-        """Generator state before each column that may still be needed."""
-        self._numbers: dict[int, Tensor] = {}
-        """Latest columns, in order of drawing."""
+        self._next = [0] * num_rows  # first column that each row may still need; -1 for a row that has ended
+        self._states: dict[int, Tensor] = {}  # generator state before each column that may still be needed
+        self._numbers: dict[int, Tensor] = {}  # latest columns, in order of drawing
         self._num_drawn = 0
 
     def choose(self, logits_SV: Tensor, rows: Sequence[int], columns: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,8 @@ _CAP_15 = (
     "f41dd3c f5fe792 fe55b09 ff46300"
 )
 """Soft cap 15, tables in bfloat16: G2."""
-_CAP_20_ROUNDED = "324e69c 4b40774 752abc8 aba30cb b07604e"
-"""Soft cap 20, tables in bfloat16."""
-_CAP_20 = "1052d25 1076f97 28894e1 d96558b f2899a1 f8ff043"
-"""Soft cap 20, tables in the computation's precision: G2s."""
+_CAP_20_ROUNDED = "324e69c 4b40774 752abc8 aba30cb b07604e"  # soft cap 20, tables in bfloat16
+_CAP_20 = "1052d25 1076f97 28894e1 d96558b f2899a1 f8ff043"  # soft cap 20, tables in the computation's precision: G2s
 _KNOWN: tuple[tuple[str, Mapping[str, str]], ...] = (
     (_CAP_15, {"generation": "G2"}),
     (_CAP_20_ROUNDED, {"generation": "G2s", "rope_dtype": "bfloat16"}),

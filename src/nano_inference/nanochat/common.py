@@ -35,8 +35,7 @@ __all__ = [
     "print_banner",
     "setup_default_logging",
 ]
-_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables that torchrun sets."""
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # variables that torchrun sets
 
 
 def _compute_dtype() -> tuple[torch.dtype, str]:
@@ -55,8 +54,7 @@ def _compute_dtype() -> tuple[torch.dtype, str]:
     return torch.float32, "no GPU with bfloat16"
 
 
-COMPUTE_DTYPE, COMPUTE_DTYPE_REASON = _compute_dtype()
-"""Precision in which upstream's model computes, and why."""
+COMPUTE_DTYPE, COMPUTE_DTYPE_REASON = _compute_dtype()  # precision in which upstream's model computes, and why
 
 
 def get_base_dir() -> str:

@@ -23,10 +23,8 @@ from nano_inference.nanochat.rules import Constants, Shapes
 from nano_inference.nanochat.terms import NanochatTerms, terms_of
 from nano_inference.types import ModelError
 
-HF_TYPE = "nanochat"
-"""`model_type` of Transformers' port, which implements G0 only."""
-OWN_TYPE = "nanochat_"
-"""Prefix of `model_type` in exported directories of any generation, such as nanochat_g4."""
+HF_TYPE = "nanochat"  # `model_type` of Transformers' port, which implements G0 only
+OWN_TYPE = "nanochat_"  # prefix of `model_type` in exported directories of any generation, such as nanochat_g4
 HF_ROPE_DTYPE = "nanochat_rope_dtype"
 """Field of config.json with the precision of rotary tables; written by `models export`, ignored by Transformers."""
 MAX_LAYERS = 10_000

@@ -22,8 +22,7 @@ from nano_inference.text.fast import BYTE_OF_CHAR, CHAR_OF_BYTE, set_bos_eos
 from nano_inference.text.tokenizer_limits import checked_growth
 from nano_inference.types import ModelError
 
-ENCODING_NAME = "rustbpe"
-"""Name of the encodings that nanochat trains."""
+ENCODING_NAME = "rustbpe"  # name of the encodings that nanochat trains
 SAMPLES = (
     "Hello world! I'm fine, you're not; we'LL see what they'd've SAID. It's 'quoted'",
     "1 22 333 4444 55555 3.14159 1,000,000 ٣٤٥ ²³ Ⅷ x86_64 0xDEADBEEF 2026-07-03",

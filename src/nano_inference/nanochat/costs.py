@@ -16,14 +16,10 @@ from nano_inference.models.config import ModelConfig
 class Costs:
     """Sizes that determine the cost of a token."""
 
-    matmul_params: int
-    """Weights in matrix products, the head's padding included; embeddings are look-ups."""
-    attention_width: int
-    """Query heads times their size."""
-    windows: Sequence[int | None]
-    """Tokens before a query to which each layer attends; None is all."""
-    kv_layer_bytes: int
-    """Bytes of one token's keys and values in one layer."""
+    matmul_params: int  # weights in matrix products, the head's padding included; embeddings are look-ups
+    attention_width: int  # query heads times their size
+    windows: Sequence[int | None]  # tokens before a query to which each layer attends; None is all
+    kv_layer_bytes: int  # bytes of one token's keys and values in one layer
 
     def decode_flops(self, num_context: int) -> int:
         """Return the operations of one token: 2 per weight, 4 per visible key and element of the queries."""

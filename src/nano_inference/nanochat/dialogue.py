@@ -28,8 +28,7 @@ class NanochatDialogue:
 
     tokenizer: Tokenizer
     tool: PythonTool | None
-    any_order: bool = False
-    """Accept user and assistant messages in any order, as nanochat's web server does."""
+    any_order: bool = False  # accept user and assistant messages in any order, as nanochat's web server does
 
     @property
     def tool_template(self) -> str | None:

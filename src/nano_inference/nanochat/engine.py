@@ -37,8 +37,7 @@ __all__ = [
     "use_calculator",
 ]
 
-_ROWS = 64
-"""Rows of the trained length for which a GPU's cache is sized."""
+_ROWS = 64  # rows of the trained length for which a GPU's cache is sized
 _UNIFORM = 1e30
 """Temperature at which all candidates are equally likely in float32; replaces larger ones, for which logits are NaN."""
 _HOTTEST = 100.0
@@ -112,11 +111,9 @@ class Engine:
         self._config = config
         self._cache_dtype = cache_dtype
         self._sampler = ColumnSampler()
-        self._lock = RLock()
-        """Held while a thread uses the core engine, which then steps the rows of all calls."""
+        self._lock = RLock()  # held while a thread uses the core engine, which then steps the rows of all calls
         self._core: InferenceEngine | None = None
-        self._version = 0
-        """`GPT.version` of the weights in the core engine."""
+        self._version = 0  # `GPT.version` of the weights in the core engine
 
     def generate(
         self,

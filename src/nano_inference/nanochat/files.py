@@ -17,8 +17,7 @@ from nano_inference.loader.fields import read_json, shown
 from nano_inference.nanochat.names import FILE_NAME, UnknownName
 from nano_inference.types import MissingFile, ModelError
 
-SOURCES = ("sft", "rl", "mid", "base")
-"""Stages of training, the preferred one for chats first."""
+SOURCES = ("sft", "rl", "mid", "base")  # stages of training, the preferred one for chats first
 TOKENIZER_FILES = (FILE_NAME, "tokenizer.json")
 
 _DIRECTORIES: Mapping[str, str] = {
@@ -34,25 +33,19 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _DEFAULT_EXPERIMENT = "default"
 _SHOWN_NAMES = 10
 
-_Tags = dict[str, Path]
-"""Model tag -> directory with checkpoints."""
-_TagsBySource = dict[str | None, _Tags]
-"""The tags of each source; the key None if the layout does not name the source."""
+_Tags = dict[str, Path]  # model tag -> directory with checkpoints
+_TagsBySource = dict[str | None, _Tags]  # the tags of each source; the key None if the layout does not name the source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NanochatFiles:
     """The files of one checkpoint."""
 
-    weights: Path
-    """`…/model_000650.pt`."""
-    meta: Path
-    """`…/meta_000650.json` beside it."""
+    weights: Path  # `…/model_000650.pt`
+    meta: Path  # `…/meta_000650.json` beside it
     step: int
-    tokenizer: Path | None
-    """The directory of tokenizer.pkl or tokenizer.json; None if there is neither."""
-    source: str | None
-    """One of `SOURCES`, None if the layout does not name it."""
+    tokenizer: Path | None  # the directory of tokenizer.pkl or tokenizer.json; None if there is neither
+    source: str | None  # one of `SOURCES`, None if the layout does not name it
     git_commit: str | None
     """nanochat's commit in training, recorded by the experiments layout or in the checkpoint's meta file."""
 

@@ -43,8 +43,7 @@ from nano_inference.nanochat.terms import NanochatTerms, terms_of
 from nano_inference.types import ModelError
 
 LossReduction = Literal["mean", "sum", "none"]
-STRETCH = 10
-"""Rotary positions reach this many times the trained length, as upstream's tables."""
+STRETCH = 10  # rotary positions reach this many times the trained length, as upstream's tables
 
 
 @dataclass  # mutable, as upstream's; without slots: its scripts save config.__dict__
@@ -70,8 +69,7 @@ class GPT:
         self.config = GPTConfig(**{"window_pattern": "L", **model_config_of(config)})
         self.weights: Mapping[str, Tensor] = MappingProxyType(own_names(model))
         """nanochat's name -> tensor in the model's memory."""
-        self.version = 0
-        """Number of `load_state_dict` calls; engines clear their caches when it changes."""
+        self.version = 0  # number of `load_state_dict` calls; engines clear their caches when it changes
 
     @classmethod
     def from_checkpoint(

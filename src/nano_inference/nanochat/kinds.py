@@ -25,8 +25,7 @@ def _find(path: Path) -> TokenizerSource | None:
     return None if files is None else TokenizerSource(str(files.tokenizer or files.weights.parent))
 
 
-FAMILY = Family(program=program)
-"""All generations; `ModelConfig.terms` are `NanochatTerms`."""
+FAMILY = Family(program=program)  # all generations; `ModelConfig.terms` are `NanochatTerms`
 
 TOKENIZER = TokenizerKind(
     title="nanochat's tokenizer.pkl",

@@ -22,8 +22,7 @@ from nano_inference.nanochat.columns import sample_next_token
 from nano_inference.nanochat.names import ASSISTANT_END, UnknownName
 from nano_inference.nanochat.tool import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
 
-Column = tuple[list[int], list[int]]
-"""One token per row, and its mask: 1 if sampled, 0 if forced."""
+Column = tuple[list[int], list[int]]  # one token per row, and its mask: 1 if sampled, 0 if forced
 
 
 class ChatTokenizer(Protocol):
@@ -46,8 +45,7 @@ class Specials(NamedTuple):
     """The special tokens of the loop."""
 
     tool: PythonTool
-    terminals: frozenset[int]
-    """assistant_end and bos, which end a row."""
+    terminals: frozenset[int]  # assistant_end and bos, which end a row
 
 
 class Call(NamedTuple):
@@ -55,8 +53,7 @@ class Call(NamedTuple):
 
     tokens: list[int]
     num_samples: int
-    limit: int
-    """Maximal number of columns."""
+    limit: int  # maximal number of columns
     temperature: float
     top_k: int | None
     seed: int

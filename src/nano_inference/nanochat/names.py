@@ -5,8 +5,7 @@ from __future__ import annotations
 from nano_inference.types import ModelError
 
 FILE_NAME = "tokenizer.pkl"
-BOS_TOKENS = ("<|bos|>", "<|endoftext|>")
-"""nanochat's own, and that of OpenAI's encodings."""
+BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # nanochat's own, and that of OpenAI's encodings
 ASSISTANT_END = "<|assistant_end|>"
 
 

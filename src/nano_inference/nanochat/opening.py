@@ -29,8 +29,7 @@ from nano_inference.types import ModelError
 
 TOKENIZERS: Mapping[str, TokenizerKind] = {**OWN_TOKENIZERS, "nanochat": TOKENIZER}
 """Tokenizers that a nanochat checkpoint can have."""
-_SMALL = 4096
-"""Most values of a weight that is tested for zeros."""
+_SMALL = 4096  # most values of a weight that is tested for zeros
 _FILL: Mapping[str, float] = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}
 """Values for a missing weight, as in upstream's loader."""
 _END_FROM_LAST = (5, 9)

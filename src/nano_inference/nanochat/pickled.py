@@ -23,18 +23,12 @@ from nano_inference.text.fast import no_panic
 from nano_inference.text.tokenizer_limits import check_added, check_pattern, check_pieces
 from nano_inference.types import MissingFile, ModelError
 
-MAX_FILE = 1 << 23
-"""Most bytes of a file; a vocabulary of 65,536 takes about 1 MB, in protocol 2 about 2 MB."""
-MAX_ENTRIES = 1 << 18
-"""Most entries of all dicts together."""
-MAX_STACK = 1 << 12
-"""Most values on the stack; CPython writes at most 1,000 pairs per batch."""
-MAX_PATTERN = 1024
-"""Most characters of the pattern; nanochat's has about a hundred."""
-MAX_REPEATS = 64
-"""Most repetitions, the product of all counts in the pattern."""
-MAX_SPECIAL = 1 << 16
-"""Ids after the ranks among which special tokens must be."""
+MAX_FILE = 1 << 23  # most bytes of a file; a vocabulary of 65,536 takes about 1 MB, in protocol 2 about 2 MB
+MAX_ENTRIES = 1 << 18  # most entries of all dicts together
+MAX_STACK = 1 << 12  # most values on the stack; CPython writes at most 1,000 pairs per batch
+MAX_PATTERN = 1024  # most characters of the pattern; nanochat's has about a hundred
+MAX_REPEATS = 64  # most repetitions, the product of all counts in the pattern
+MAX_SPECIAL = 1 << 16  # ids after the ranks among which special tokens must be
 _PROBES = ("What is 12 + 34?\n\n  It's 3 r's in strawberry.", "naïve 世界 🙂\t\r\n 1234567", " " * 50 + "a" * 200)
 """Texts that the pattern must preserve."""
 
@@ -70,8 +64,7 @@ class _Machine:
     dicts: int = 0
     entries: int = 0
     instances: int = 0
-    is_new: bool = False
-    """True if the last opcode pushed the top value, which is not memoized yet."""
+    is_new: bool = False  # True if the last opcode pushed the top value, which is not memoized yet
 
     def push(self, value: Any) -> None:
         if len(self.stack) >= MAX_STACK:

@@ -42,8 +42,7 @@ CHAT_TEMPLATE = """\
 """
 """The same layout as a chat template, for messages with text; does not truncate."""
 
-Conversation = Mapping[str, Any] | Sequence[Message]
-"""An object with "messages", or the messages."""
+Conversation = Mapping[str, Any] | Sequence[Message]  # an object with "messages", or the messages
 
 
 class OutOfTurn(BadRequest):

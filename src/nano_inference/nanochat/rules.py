@@ -21,15 +21,12 @@ from nano_inference.models.config import ROPE_DTYPES, RopeDtype
 from nano_inference.nanochat.commits import constants_at
 from nano_inference.types import BadRequest, ModelError
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Name of a weight -> its shape."""
+Shapes = Mapping[str, tuple[int, ...]]  # name of a weight -> its shape
 DecodeWindow = Literal["short", "full"]
 DECODE_WINDOWS: tuple[DecodeWindow, ...] = ("short", "full")
 
-FLOAT32_EPS = 1.1920929e-07
-"""Default epsilon of torch's rms_norm: float32's, whatever the input's precision."""
-_MANY_TOKENS = 41_943_040
-"""`eval_tokens` of base runs since 2026-03-04."""
+FLOAT32_EPS = 1.1920929e-07  # default epsilon of torch's rms_norm: float32's, whatever the input's precision
+_MANY_TOKENS = 41_943_040  # `eval_tokens` of base runs since 2026-03-04
 _SHOWN = 5
 _SMEAR_SHAPE = (1, 24)
 _CONFIG_KEYS = frozenset({"sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern"})
@@ -65,14 +62,10 @@ class Rules(NamedTuple):
     qk_scale: float
     softcap: float
     gate_scale: float
-    short_share: int
-    """A short window is the sequence length divided by this …"""
-    rounds: bool
-    """… rounded up to a multiple of 128 if True, else down to an integer."""
-    rope_dtype: RopeDtype
-    """Precision of the cos and sin tables; float32 means that of the computation."""
-    signs: str
-    """What identifies the generation, for messages."""
+    short_share: int  # a short window is the sequence length divided by this …
+    rounds: bool  # … rounded up to a multiple of 128 if True, else down to an integer
+    rope_dtype: RopeDtype  # precision of the cos and sin tables; float32 means that of the computation
+    signs: str  # what identifies the generation, for messages
 
 
 GENERATIONS: Mapping[str, Rules] = {
@@ -96,10 +89,8 @@ class Constants:
     qk_scale: float
     softcap: float
     gate_scale: float
-    window_pattern: str
-    """S and L, tiled over the layers, the last of which is L; empty if no layer has a window."""
-    short_window: int
-    """Tokens before each token to which an S layer attends."""
+    window_pattern: str  # s and L, tiled over the layers, the last of which is L; empty if no layer has a window
+    short_window: int  # tokens before each token to which an S layer attends
     norm_eps: float
     rope_dtype: RopeDtype
     """bfloat16: cos and sin are rounded to it, as upstream did until its commit 1076f97 (2026-03-04)."""

@@ -16,28 +16,18 @@ class NanochatTerms:
     `nanochat/rules.py` infers them, because checkpoints have no version.
     """
 
-    generation: str
-    """A key of `rules.GENERATIONS`."""
-    padded_vocab_size: int
-    """Rows of the embedding and of the head; logits are truncated to the vocabulary size."""
-    qk_scale: float = 1.0
-    """Factor of the normalised q, and of k."""
+    generation: str  # a key of `rules.GENERATIONS`
+    padded_vocab_size: int  # rows of the embedding and of the head; logits are truncated to the vocabulary size
+    qk_scale: float = 1.0  # factor of the normalised q, and of k
     long_window: int | None = None
     """Keys visible to a layer without a short window, including the query's own; matters beyond the trained length."""
-    has_lambdas: bool = False
-    """Each layer's input is r·x + z·x0, with x0 the embedding (from G1)."""
-    gate_columns: int = 0
-    """Columns of a layer's input that gate its value embedding (from G2); 0 if there are none."""
-    gate_scale: float = 2.0
-    """Factor of the gate's sigmoid."""
-    smear_columns: int = 0
-    """Columns of the embedding that gate the share of the previous token's (G4); 0 is no smear."""
-    has_backout: bool = False
-    """A multiple of the middle layer's output is subtracted from the last one's (G4)."""
-    bigram_rows: int = 0
-    """Rows of the table of hashed token pairs (G2e); 0 if there is none."""
-    has_hf_names: bool = False
-    """Weights have the names of Transformers' port."""
+    has_lambdas: bool = False  # each layer's input is r·x + z·x0, with x0 the embedding (from G1)
+    gate_columns: int = 0  # columns of a layer's input that gate its value embedding (from G2); 0 if there are none
+    gate_scale: float = 2.0  # factor of the gate's sigmoid
+    smear_columns: int = 0  # columns of the embedding that gate the share of the previous token's (G4); 0 is no smear
+    has_backout: bool = False  # a multiple of the middle layer's output is subtracted from the last one's (G4)
+    bigram_rows: int = 0  # rows of the table of hashed token pairs (G2e); 0 if there is none
+    has_hf_names: bool = False  # weights have the names of Transformers' port
     has_full_decode: bool = False
     """Windows apply to the prompt's queries only; answer tokens attend to all keys (decode_window=full)."""
 

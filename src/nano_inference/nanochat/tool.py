@@ -31,10 +31,8 @@ class PythonTool:
     python_end: int
     output_start: int
     output_end: int
-    decode: Callable[[Sequence[int]], str]
-    """Tokens -> text, including that of special tokens."""
-    encode: Callable[[str], Sequence[int]]
-    """Text -> tokens, none of them special."""
+    decode: Callable[[Sequence[int]], str]  # tokens -> text, including that of special tokens
+    encode: Callable[[str], Sequence[int]]  # text -> tokens, none of them special
 
     @property
     def call(self) -> tuple[int, int]:

@@ -59,8 +59,7 @@ class WebBody(Body):
     messages: Annotated[list[WebMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     temperature: Annotated[Annotated[float, Field(ge=0, le=2)] | None, _lax("number", 0, 2)] = 0.8
     max_tokens: Annotated[Annotated[int, Field(ge=1, le=4096)] | None, _lax("integer", 1, 4096)] = 512
-    top_k: Annotated[Annotated[int, Field(ge=0, le=200)] | None, _lax("integer", 0, 200)] = 50
-    """0 is off."""
+    top_k: Annotated[Annotated[int, Field(ge=0, le=200)] | None, _lax("integer", 0, 200)] = 50  # 0 is off
 
 
 def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
@@ -133,8 +132,7 @@ class WebReply(Reply):
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
         self._call = call
-        self._withheld = ""
-        """U+FFFD at the end of the text so far; as upstream, not sent unless text follows."""
+        self._withheld = ""  # U+FFFD at the end of the text so far; as upstream, not sent unless text follows
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the text as one event; not used, because replies are always streamed."""
