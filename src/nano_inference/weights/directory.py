@@ -17,8 +17,7 @@ from nano_inference.loader.pt_file import read_pt
 from nano_inference.loader.safetensors_file import INDEX_NAME, SINGLE_NAME, open_weights, shards_of
 from nano_inference.types import WeightError
 
-MARKER = "STABLE"
-"""Name of the file that marks a complete directory, as in prime-rl."""
+MARKER = "STABLE"  # name of the file that marks a complete directory, as in prime-rl
 _TORCH_NAME, _TORCH_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 

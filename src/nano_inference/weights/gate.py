@@ -12,14 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 
-_STEPS = 8
-"""Number of steps over which staging is spread while the engine is busy."""
-_SMALLEST_SHARE = 8 << 20
-"""Bytes."""
-_LONGEST_WAIT = 0.5
-"""Longest delay of a step, as a share of the last step's duration."""
-_SOURCE_WAIT = 0.1
-"""The same while the staging thread waits for its source."""
+_STEPS = 8  # number of steps over which staging is spread while the engine is busy
+_SMALLEST_SHARE = 8 << 20  # bytes
+_LONGEST_WAIT = 0.5  # longest delay of a step, as a share of the last step's duration
+_SOURCE_WAIT = 0.1  # the same while the staging thread waits for its source
 
 
 def share_of(weight_bytes: int) -> int:
@@ -36,8 +32,7 @@ class StepGate:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._is_stepping = False
-        self._is_reading_source = True
-        """True while the staging thread waits for its source."""
+        self._is_reading_source = True  # True while the staging thread waits for its source
         self._is_done = False
         self._credit = 0
         self._started_at = 0.0

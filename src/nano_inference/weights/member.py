@@ -47,12 +47,10 @@ class Member:
         """
         check_place(address, port, rank, world_size, timeout)
         _check_backend(backend)
-        self.timeout = timedelta(seconds=timeout)
-        """Longest duration of a broadcast; may be changed between two of them."""
+        self.timeout = timedelta(seconds=timeout)  # longest duration of a broadcast; may be changed between two of them
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._is_broken = False
-        self.is_receiving = False
-        """True while an update is received."""
+        self.is_receiving = False  # True while an update is received
         try:
             if given_up is not None and rank:
                 await_host(address, port, timeout, given_up)

@@ -30,19 +30,15 @@ from nano_inference.weights.member import GroupBackend, Member
 _log = logging.getLogger(__name__)
 _MAX_TENSOR_BYTES = 1 << 40
 _WIDEST = max(dtype.itemsize for dtype in DTYPES.values())
-_SPARE_BYTES = 64 << 10
-"""Receive buffer beyond the largest expected size."""
-_MAX_GUESS_BYTES = 8 << 30
-"""Largest receive buffer for the model's shape of a tensor, if another shape was announced."""
+_SPARE_BYTES = 64 << 10  # receive buffer beyond the largest expected size
+_MAX_GUESS_BYTES = 8 << 30  # largest receive buffer for the model's shape of a tensor, if another shape was announced
 _UNIT = b"\xa5\xff"
 _MARK = _UNIT * 4
 """Written around the possible ends of a broadcast: no weight has this value, which is NaN or nearly infinite."""
 _GREETING = "nano-inference-room/"
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Names and shapes of a model's weights."""
-Receiver = Callable[[], list[tuple[str, Tensor]]]
-"""Receives one broadcast and returns its tensors."""
+Shapes = Mapping[str, tuple[int, ...]]  # names and shapes of a model's weights
+Receiver = Callable[[], list[tuple[str, Tensor]]]  # receives one broadcast and returns its tensors
 
 
 class PlainSpec(NamedTuple):

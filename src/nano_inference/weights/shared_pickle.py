@@ -57,8 +57,7 @@ _NAMES = frozenset(
 )
 """All that a pickle may name."""
 _MAX_DIMS, _MAX_NAME = 8, 512
-_MAX_HANDLE = 4096
-"""Most bytes of a CUDA handle; those of memory that can grow have many parts."""
+_MAX_HANDLE = 4096  # most bytes of a CUDA handle; those of memory that can grow have many parts
 _HANDLE = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,10}_[0-9]{1,10}")
 _MANAGER = re.compile(rb"/[^\0]{1,200}/torch-shm-dir-[A-Za-z0-9]{6}/manager\.sock")
 _CUDA_KINDS = (
@@ -74,20 +73,17 @@ it."""
 class SharedFile:
     """A storage in a file of shared memory."""
 
-    manager: bytes
-    """Socket of the process that deletes the file when its users have died."""
+    manager: bytes  # socket of the process that deletes the file when its users have died
     handle: bytes
     num_bytes: int
-    call: Call
-    """Its call in the pickle: tensors may share it, and torch counts users of a file by calls."""
+    call: Call  # its call in the pickle: tensors may share it, and torch counts users of a file by calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaMemory:
     """A storage in the CUDA memory of another process."""
 
-    device: int | str
-    """Number or UUID."""
+    device: int | str  # number or UUID
     handle: bytes
     num_bytes: int
     offset: int

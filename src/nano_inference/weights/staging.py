@@ -31,8 +31,7 @@ class Staging:
         self._rules = rules
         self._specs = {spec.name: spec for spec in program.weights}
         self._aliases = program.tied_names
-        self._taken: dict[str, str] = {}
-        """Maps the names of staged weights to the names (aliases) in the update."""
+        self._taken: dict[str, str] = {}  # maps the names of staged weights to the names (aliases) in the update
 
     @torch.no_grad()
     def put(self, name: object, value: object) -> None:

@@ -26,8 +26,7 @@ _DTYPES = {f"torch {name}": name for name in DTYPES}
 _NAMES = frozenset({_SIZE, *_DTYPES})
 _MAX_DICTS = 1 << 16
 _MAX_DIMS, _MAX_NAME = 8, 512
-_MAX_SURPLUS = 4
-"""Most values of an update, as a multiple of the model's."""
+_MAX_SURPLUS = 4  # most values of an update, as a multiple of the model's
 
 
 def state_dicts(group: Broadcaster, own: Shapes) -> Iterator[tuple[str, Tensor]]:

@@ -58,8 +58,7 @@ class StatelessGroup:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError("backend: nccl needs a CUDA device; on a CPU send weights by a directory or gloo")
         self._device = device
-        self.is_receiving = False
-        """True while `receive` is running."""
+        self.is_receiving = False  # True while `receive` is running
         self._is_closed = False
         await_host(address, port, timeout, given_up or threading.Event())
         unique_id = _fetch_id(address, port, world_size, timeout)

@@ -36,10 +36,8 @@ class WeightSyncManager:
 
     def __init__(self, executor: Executor, process_group: WeightGroup | None = None) -> None:
         """With `process_group`, `start_sync()` receives the weights that its rank 0 sends."""
-        self.version = 0
-        """Number of completed updates."""
-        self.label: WeightLabel | None = None
-        """The trainer's label of the current weights."""
+        self.version = 0  # number of completed updates
+        self.label: WeightLabel | None = None  # the trainer's label of the current weights
         self._executor = executor
         self._group = process_group
         shapes = {spec.name: spec.shape for spec in executor.program.weights}
@@ -250,14 +248,11 @@ class _Job:
         self._named = named
         self.checksum = update.rules.checksum
         self.label = update.label
-        self.staged: Any = None
-        """The argument of `Executor.commit`."""
-        self._gathered: Staged | None = None
-        """The owner of the complete update."""
+        self.staged: Any = None  # the argument of `Executor.commit`
+        self._gathered: Staged | None = None  # the owner of the complete update
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
-        self.is_held = update.hold
-        """Whether the weights, once staged, wait for `WeightSyncManager.release`."""
+        self.is_held = update.hold  # whether the weights, once staged, wait for `WeightSyncManager.release`
         self.is_cancelled = threading.Event()
         self.takes_turns = executor.steps_share_processors
         self.gate = StepGate(share_of(executor.weight_bytes))

@@ -18,12 +18,9 @@ NamedWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 class UpdateRules:
     """Checks applied to new weights. Raises `ValueError` naming an invalid field."""
 
-    partial: bool = False
-    """Tensors that are not given keep their values."""
-    allow_nonfinite: bool = False
-    """Accept NaN and infinity."""
-    checksum: str | None = None
-    """Expected `weights_checksum`."""
+    partial: bool = False  # tensors that are not given keep their values
+    allow_nonfinite: bool = False  # accept NaN and infinity
+    checksum: str | None = None  # expected `weights_checksum`
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -35,19 +32,13 @@ class UpdateRules:
 class WeightUpdate:
     """New weights and installation options. Raises `BadRequest` naming an invalid field."""
 
-    weights: NamedWeights | str | Path
-    """Pairs, or a directory."""
+    weights: NamedWeights | str | Path  # pairs, or a directory
     rules: UpdateRules = field(default_factory=UpdateRules)
-    label: WeightLabel | None = None
-    """The trainer's name for them."""
-    on_running: OnRunning = "keep"
-    """What happens to started requests: see `OnRunning`."""
-    hold: bool = False
-    """Keep the gathered weights beside the current ones until `commit_update` installs them."""
-    timeout: float | None = checked(None, number(0, 1e9))
-    """Most seconds for gathering in a thread."""
-    on_gathered: Callable[[], None] | None = None
-    """Called by the gathering thread at its end, also after an error."""
+    label: WeightLabel | None = None  # the trainer's name for them
+    on_running: OnRunning = "keep"  # what happens to started requests: see `OnRunning`
+    hold: bool = False  # keep the gathered weights beside the current ones until `commit_update` installs them
+    timeout: float | None = checked(None, number(0, 1e9))  # most seconds for gathering in a thread
+    on_gathered: Callable[[], None] | None = None  # called by the gathering thread at its end, also after an error
 
     def __post_init__(self) -> None:
         check_weight_label(self.label)
