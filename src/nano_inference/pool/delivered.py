@@ -14,8 +14,7 @@ class Delivered:
     def __init__(self) -> None:
         self._tokens: dict[int, list[int]] = defaultdict(list)
         self._ended: set[int] = set()
-        self._position: Counter[int] = Counter()
-        """Tokens of each sample since `restart`."""
+        self._position: Counter[int] = Counter()  # tokens of each sample since `restart`
 
     def restart(self) -> None:
         """The job starts again on another worker."""

@@ -23,8 +23,7 @@ from nano_inference.weights.updates import NamedWeights
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 
-_MOST_ATTEMPTS = 4
-"""A request that so many workers in a row did not survive is not tried again."""
+_MOST_ATTEMPTS = 4  # a request that so many workers in a row did not survive is not tried again
 _log = logging.getLogger(__name__)
 
 
@@ -34,8 +33,7 @@ class Member:
 
     index: int
     worker: Worker
-    versions: dict[int, int]
-    """The worker's numbers of versions -> the pool's."""
+    versions: dict[int, int]  # the worker's numbers of versions -> the pool's
 
     def pool_version(self, number: int) -> int:
         """Return the pool's number. Raises `EngineDead` if another client has updated the worker's weights."""
@@ -50,10 +48,8 @@ class Members:
     def __init__(self, fleet: Fleet, lineage: str) -> None:
         self.lock = asyncio.Lock()
         """Held while weights are installed or a new worker gets them: it has the weights of all others."""
-        self.version = 0
-        """Number of the pool's installations."""
-        self.labels: dict[int, WeightLabel] = {}
-        """The trainer's names for the pool's versions."""
+        self.version = 0  # number of the pool's installations
+        self.labels: dict[int, WeightLabel] = {}  # the trainer's names for the pool's versions
         self.num_replaced = 0
         self._fleet = fleet
         self._lineage = lineage
@@ -62,10 +58,8 @@ class Members:
         self._in_force: list[tuple[int, HeldUpdate]] = []
         """(pool version, update): the latest complete one, and of the partial ones after it what none replaces."""
         self._is_paused = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        """Replacements that run."""
-        self._retries: set[asyncio.Task[None]] = set()
-        """Further attempts at places that could not be filled."""
+        self._tasks: set[asyncio.Task[Any]] = set()  # replacements that run
+        self._retries: set[asyncio.Task[None]] = set()  # further attempts at places that could not be filled
 
     async def open(self) -> None:
         """Open all workers, or none. Raises the first one's error."""

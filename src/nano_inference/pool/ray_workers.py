@@ -27,8 +27,7 @@ from nano_inference.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts,
 from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
 from nano_inference.weights.directory import weights_in
 
-_MOST_CALLS = 100_000
-"""Calls of one actor at the same time: a batch of rollouts waits in it for the engine."""
+_MOST_CALLS = 100_000  # calls of one actor at the same time: a batch of rollouts waits in it for the engine
 
 
 class SharedTensor(NamedTuple):

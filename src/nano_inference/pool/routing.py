@@ -17,10 +17,8 @@ from nano_inference.checks import check_int, check_number
 
 Key = TypeVar("Key")
 _DIGEST_BYTES = 8
-_BYTES_PER_TOKEN = 4
-"""Estimate for prompts given as text."""
-_MOST_BLOCKS = 1024
-"""The longest prefix that is remembered, in blocks."""
+_BYTES_PER_TOKEN = 4  # estimate for prompts given as text
+_MOST_BLOCKS = 1024  # the longest prefix that is remembered, in blocks
 
 
 class PrefixRouter:

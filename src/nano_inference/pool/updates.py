@@ -87,8 +87,7 @@ class Updates:
 class Held(NamedTuple):
     """What workers say of an update; if one failed, none holds it."""
 
-    numbers: list[tuple[Member, int]]
-    """Members and their future versions."""
+    numbers: list[tuple[Member, int]]  # members and their future versions
     failed: list[tuple[Member, BaseException]]
 
 

@@ -30,12 +30,10 @@ class UrlWorker:
         self._server = server
         self._model = ""
         self._nonce = secrets.token_hex(4)
-        self._open: dict[int, str] = {}
-        """Open jobs and the names of their requests."""
+        self._open: dict[int, str] = {}  # open jobs and the names of their requests
         self._version = 0
         self._lineage: str | None = None
-        self._is_extended = False
-        """Whether the server has this project's extensions of the dialect."""
+        self._is_extended = False  # whether the server has this project's extensions of the dialect
 
     async def open(self) -> None:
         """Read the model's name and the version of its weights. Raises `WorkerDied`, `BadRequest`."""

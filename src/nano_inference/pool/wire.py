@@ -14,12 +14,10 @@ from nano_inference.types import BadRequest, UpdateBusy
 
 JSON = dict[str, Any]
 _CONNECT_S = 10.0
-_COMMAND_S = 600.0
-"""Most seconds of a command, such as gathering an update."""
+_COMMAND_S = 600.0  # most seconds of a command, such as gathering an update
 _IDLE_S = 2.0
 """Shorter than servers keep idle connections open: a request on one that they close at that moment would fail."""
-_FULL_S = 0.25
-"""Pause before a request is sent again that the server refused because its queue is full."""
+_FULL_S = 0.25  # pause before a request is sent again that the server refused because its queue is full
 _MOST_TEXT = 500
 
 

@@ -28,8 +28,7 @@ class WorkerDied(EngineDead):
 class Job:
     """One request of the pool; its seed is set, so that its tokens do not depend on the worker."""
 
-    id: int
-    """Unique in the pool."""
+    id: int  # unique in the pool
     request: EngineRequest
 
 
@@ -37,8 +36,7 @@ class Job:
 class HeldUpdate:
     """New weights for a worker, which gathers and holds them until `Worker.commit`."""
 
-    weights: Any
-    """A directory (`Path`), or what the fleet's `share` returned."""
+    weights: Any  # a directory (`Path`), or what the fleet's `share` returned
     rules: UpdateRules = field(default_factory=UpdateRules)
     label: WeightLabel | None = None
     on_running: OnRunning = "keep"
@@ -49,24 +47,18 @@ class HeldUpdate:
 class WorkerFacts:
     """State of one worker."""
 
-    num_computed: int = 0
-    """Tokens computed by the model since the start."""
+    num_computed: int = 0  # tokens computed by the model since the start
     num_sampled: int = 0
-    version: int = 0
-    """Number of weight installations since its start."""
-    pid: int = 0
-    """The engine's process; 0 if unknown."""
+    version: int = 0  # number of weight installations since its start
+    pid: int = 0  # the engine's process; 0 if unknown
 
 
 class Worker(Protocol):
     """One engine. Every method raises `WorkerDied` if the engine is gone; all run on the pool's event loop."""
 
-    name: str
-    """For messages: where the engine is."""
-    limits: Limits | None
-    """Limits of its requests; None if unknown."""
-    first_version: int
-    """Its number of the weights that it opened with."""
+    name: str  # for messages: where the engine is
+    limits: Limits | None  # limits of its requests; None if unknown
+    first_version: int  # its number of the weights that it opened with
 
     async def generate(self, job: Job) -> list[TrainingSample]:
         """Return the job's samples in order. Cancelling the call aborts them. Raises `BadRequest`."""
@@ -111,10 +103,8 @@ class Worker(Protocol):
 class Fleet(Protocol):
     """Opens the workers of one pool."""
 
-    size: int
-    """Number of workers."""
-    retry_s: float
-    """Seconds between attempts to open a worker in the place of a dead one."""
+    size: int  # number of workers
+    retry_s: float  # seconds between attempts to open a worker in the place of a dead one
 
     def share(self, named: Iterable[tuple[object, object]]) -> Any:
         """Return a snapshot of (name, tensor) pairs as `HeldUpdate.weights`, stored once for all workers.
