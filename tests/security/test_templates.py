@@ -1,14 +1,12 @@
-"""Chat templates that attack: no object of Python's is reached, no file is read, time and text are bounded.
+"""Chat templates that attack: no object of Python's is reached, no file is read, the text is bounded.
 
-Each is harmless by construction: it walks to something and prints it. What tests/text/test_chat.py has already (strings
-and lists that grow, loops and macros without end, format, batch, tojson's indent, methods of views) is not repeated.
+Each is harmless by construction: it walks to something and prints it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,9 @@ import pytest
 from nano_inference.text import chat
 from nano_inference.text.chat import chat_template, load_chat_template, render
 from nano_inference.text.kinds import Rendering, TokenizerSource
-from nano_inference.text.templates import TemplateLimit
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest, ModelError
-from tests.security.model_seeds import SPECIALS, tokenizer_config, tokenizer_json
+from tests.security.model_seeds import tokenizer_config, tokenizer_json
 
 SECRET = "the secret of a file"
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
@@ -129,72 +126,25 @@ FILES = {
     "include in a loop": "{% for m in messages %}{% include 'FILE' %}{% endfor %}",
 }
 COSTLY = {
-    "width of center": "{{ 'a'.center(500000000) }}",
-    "width of zfill": "{{ 'a'.zfill(500000000) }}",
-    "width of ljust": "{{ 'a'.ljust(500000000) }}",
-    "width of expandtabs": "{{ '\t'.expandtabs(500000000) }}",
-    "width of a filter": "{{ 'a'|center(500000000) }}",
-    "width of wordwrap": "{{ ('a ' * 64)|wordwrap(1, wrapstring='a' * 64)|wordwrap(1, wrapstring='a' * 64) }}" * 400,
-    "width of a percent": "{{ '%500000000d' % 1 }}",
     "a power": "{{ 9 ** 9 ** 9 }}",
     "a power of powers": "{{ (2 ** 100000) ** 100000 }}",
+    "a product of powers": "{% set n = namespace(n=9) %}"
+    "{% for i in range(40) %}{% set n.n = n.n * n.n %}{% endfor %}{{ n.n }}",
     "a shift": "{{ 1 << 100000000 }}",
+    "a repeated text": "{{ 'a' * 10 ** 10 }}",
+    "a repeated list": "{% set l = [1] * 100000000 %}{{ l|length }}",
     "a range": "{{ range(1000000000)|list|length }}",
     "a range that is summed": "{{ range(1000000000)|sum }}",
-    "nested ranges": "{% for a in range(3000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}",
-    "five nested ranges": "{% for i in range(99) %}" * 5 + "{% endfor %}" * 5,
-    "a list times itself": "{% set l = [1] * 100000000 %}{{ l|length }}",
-    "a list added to itself": "{% set n = namespace(l=[1]) %}"
-    "{% for i in range(60) %}{% set n.l = n.l + n.l %}{% endfor %}",
+    "text in a loop": "{% for i in range(99999) %}" + "raw text " * 999 + "{% endfor %}",
     "a mapping around itself": "{% set n = namespace(d={}) %}"
     "{% for i in range(99999) %}{% set n.d = {'a': n.d} %}{% endfor %}"
     "{{ n.d|tojson }}",
     "macros that call each other": "{% macro a() %}{{ b() }}{% endmacro %}"
     "{% macro b() %}{{ a() }}{% endmacro %}{{ a() }}",
-    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}a{% endmacro %}"
-    "{{ f(60) }}",
     "a caller that calls": "{% macro m() %}{% call m() %}{{ caller() }}{% endcall %}{% endmacro %}{{ m() }}",
     "a loop that calls itself": "{% for m in [messages] recursive %}{{ loop([m]) }}{% endfor %}",
-    "replace upon replace": "{% set s = 'a' * 64 %}" + "{% set s = s|replace('a', s) %}" * 8 + "{{ s }}",
-    "join upon join": "{% set s = range(999)|join('aaaa') %}"
-    "{% for i in range(9) %}{% set s = s|join(s) %}{{ s }}{% endfor %}",
-    "split into all": "{% for i in range(99999) %}{{ messages[0].content.split('')|join('aaaaaaaa') }}{% endfor %}",
-    "indent upon indent": "{{ ('a\n' * 64)|indent(60000000) }}",
-    "unique of much": "{{ (range(99999)|list + range(99999)|list)|unique|list|sort|reverse|list }}" * 30,
-    "filters without end": "{{ messages"
-    + "|list" * 1990
-    + " }}"
-    + "{% for i in range(99999) %}{{ i|string|list }}{% endfor %}",
-    "digits of a division": "{% set n = namespace(n=9) %}{% for i in range(40) %}{% set n.n = n.n * n.n %}{% endfor %}"
-    "{{ n.n // 7 }}",
-    "digits of round": "{{ 4.5|round(1000000000, 'ceil') }}",
-    "bytes of a number": "{{ (1).to_bytes(10000000000, 'big')|length }}",
-    "a format's width": "{{ '{:>10000000000}'.format(1) }}{{ '{0:{1}}'.format(1, 10000000000) }}",
-    "a format's fields": "{% set s = 'a' * 60000 %}{{ ('{0}' * 60000).format(s)|length }}",
-    "a percent's star": "{{ '%*d' % (10000000000, 1) }}",
-    "percents of a mapping": "{% set s = 'a' * 60000 %}{{ (('%(s)s' * 60000) % {'s': s})|length }}",
-    "translate": "{% set s = 'a' * 60000 %}{{ s.translate({97: s})|length }}",
-    "tabs": "{{ ('\t' * 60000).expandtabs(60000)|length }}",
-    "a batch": "{{ [1]|batch(10000000000, 'x')|list|length }}{{ [1]|slice(10000000000, 'x')|list|length }}",
-    "lists as text": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
-    "{{ n.s }}",
-    "lists joined": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
-    "{{ 'a' ~ n.s }}",
-    "lists by filters": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
-    "{{ n.s|pprint }}{{ n.s|e }}{{ n.s|trim }}{{ n.s|upper }}{{ '%s'|format(n.s) }}",
-    "namespaces as text": "{% set n = namespace(s=1) %}{% for i in range(60) %}"
-    "{% set n.s = [namespace(s=n.s), namespace(s=n.s)] %}{% endfor %}{{ n.s }}{{ n }}",
     "a namespace in itself": "{% set n = namespace() %}{% set n.n = [n, n] %}{{ n }}{{ n.n }}",
-    "maps of maps": "{{ [range(99999)|list]|map('map', 'string')|map('list')|map('length')|list }}" * 99,
     "lorem ipsum": "{{ lipsum(1000000000) }}",
-    "a block's text": "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set b %}{{ n.s }}{{ n.s }}{% endset %}"
-    "{% set n.s = b %}{% endfor %}",
-    "raw text without end": "{% macro m() %}{% for i in range(90000) %}"
-    + "raw text " * 9999
-    + "{% endfor %}{% endmacro %}"
-    "{{ m()|length }}",
-    "folded at once": "{{ 'a'|center(10000000000) }}{{ 'a'|indent(10000000000) }}{{ 'aaaa'|replace('a', 'b')|length }}",
-    "dates without end": "{% for i in range(99999) %}{{ strftime_now('%c%c%c%c%c%c%c%c') }}{% endfor %}",
 }
 NESTED = {
     "parentheses": "{{ " + "(" * 900 + "1" + ")" * 900 + " }}",
@@ -244,33 +194,13 @@ def test_no_file_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_steps_and_text_are_bounded(name: str) -> None:
-    text = outcome(COSTLY[name])
-    assert len(text) < 2 << 20
+def test_text_and_single_operations_are_bounded(name: str) -> None:
+    assert len(outcome(COSTLY[name])) < 200
 
 
 @pytest.mark.parametrize("name", NESTED)
 def test_deep_templates_render_or_are_refused(name: str) -> None:
     assert len(outcome(NESTED[name])) < 200_000
-
-
-def test_other_renderings_of_a_looping_template_are_unaffected() -> None:
-    loop = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
-    template = chat_template(
-        "{% if messages[0].content == 'loop' %}" + loop + "{% endif %}{{ messages[0].content }}", where="m"
-    )
-
-    def text(content: str) -> str:
-        return render(template, [{"role": "user", "content": content}])
-
-    with ThreadPoolExecutor(8) as threads:
-        loops = [threads.submit(text, "loop") for _ in range(2)]
-        names = [str(number) * 1000 for number in range(100)]
-        assert list(threads.map(text, names)) == names
-        for one in loops:
-            with pytest.raises(TemplateLimit, match=r"^m: the chat template takes more than 1 s of CPU time"):
-                one.result(120)
-    assert text("after") == "after"
 
 
 def test_a_template_leaves_nothing_behind() -> None:
@@ -296,26 +226,19 @@ def test_message_content_is_not_interpreted(content: str) -> None:
     assert outcome(source, messages) == f"[{content}|{content}]"
 
 
-@pytest.mark.parametrize("place", ["bos_token", "chat_template", "jinja"])
-def test_templates_of_a_directory_are_guarded_alike(place: str, tmp_path: Path) -> None:
-    config = tokenizer_config()
-    source = "{% for i in range(90000) %}{% for i in range(90000) %}{% endfor %}{% endfor %}"
-    config["chat_template"] = "{{ bos_token }}{{ messages[0].content }}"
-    if place == "chat_template":
-        config["chat_template"] = source
-    if place == "bos_token":  # the text of a token is data, never a template
-        config["bos_token"] = SPECIALS[0]
-        config["eos_token"] = "{{ 7 * 7 }}"
-        config["chat_template"] = "{{ eos_token }}"
+@pytest.mark.parametrize("place", ["chat_template", "jinja"])
+def test_templates_of_a_directory_are_checked_alike(place: str, tmp_path: Path) -> None:
+    source = "{{ ''.__class__ }}"
+    config = tokenizer_config() | {"chat_template": source if place == "chat_template" else ""}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
     if place == "jinja":
         (tmp_path / "chat_template.jinja").write_text(source)
     found = TokenizerSource(str(tmp_path))
-    template = load_chat_template(found, load_tokenizer(found))
-    assert template is not None
-    if place == "bos_token":
-        assert render(template, MESSAGES) == "{{ 7 * 7 }}"
-    else:
-        with pytest.raises(ModelError, match="takes more than 1 s of CPU time"):
-            render(template, MESSAGES)
+    with pytest.raises(ModelError, match="may not use '__class__'"):
+        load_chat_template(found, load_tokenizer(found))
+
+
+def test_text_of_a_token_is_no_template() -> None:
+    template = chat_template("{{ eos_token }}", where="m", named={"eos_token": "{{ 7 * 7 }}"})
+    assert render(template, MESSAGES) == "{{ 7 * 7 }}"

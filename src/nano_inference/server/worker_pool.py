@@ -72,9 +72,9 @@ class BodyWorkers:
         self.large = WorkerPool("text", 2)
         """Also used for large replies."""
         self._others = {
-            (False, True): WorkerPool("large-chat", 4, task=_RENDERING),
+            (False, True): WorkerPool("large-chat", 2, task=_RENDERING),
             (True, False): WorkerPool("small-text", 2, max_jobs=_MAX_SMALL_JOBS),
-            (True, True): WorkerPool("small-chat", 8, max_jobs=_MAX_SMALL_JOBS, task=_RENDERING),
+            (True, True): WorkerPool("small-chat", 4, max_jobs=_MAX_SMALL_JOBS, task=_RENDERING),
         }
         """(body is small, messages are rendered) -> pool."""
 

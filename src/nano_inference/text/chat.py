@@ -119,7 +119,7 @@ def render(template: ChatTemplate, messages: Sequence[Message], rendering: Rende
 
     The text equals that of Transformers. Several system messages are joined for a template that refuses or drops them.
     Raises `BadRequest` for malformed messages and for those the template refuses, `TemplateLimit`, a `ModelError`, for
-    a template that exceeds a limit on time, memory or output.
+    a template that exceeds a limit on depth, memory or output.
     """
     check_messages(messages)
     if rendering.continue_final:

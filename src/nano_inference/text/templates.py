@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nano_inference.types import BadRequest, ModelError
 
 
 class TemplateLimit(ModelError):
-    """A rendering exceeded a limit on time, memory or output; `reason` is the message without the file's name."""
+    """A rendering exceeded a limit on depth, memory or output; `reason` is the message without the file's name."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -51,18 +51,3 @@ def plain(value: object, name: str, depth: int = 64) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [plain(item, name, depth - 1) for item in value]
     raise BadRequest(f"{name} must hold JSON values only, not {type(value).__name__}")
-
-
-def size_of(value: Any, limit: int) -> int:
-    """Return the approximate number of characters of a value as text; counting stops once it exceeds `limit`."""
-    if isinstance(value, str):
-        return len(value)
-    total, rest = 0, [value]
-    while rest and total <= limit:
-        item = rest.pop()
-        total += len(item) if isinstance(item, str) else 8
-        if isinstance(item, Mapping):
-            rest += [*item.keys(), *item.values()]
-        elif isinstance(item, Collection) and not isinstance(item, str | range):
-            rest += item
-    return total
