@@ -92,27 +92,6 @@ async def t34(lab: Lab) -> Finding:
     return Finding(figures=figures, is_ok=is_ok and leaked <= 8)
 
 
-async def t35(lab: Lab) -> Finding:
-    """Tokenizers that expand: one line, exit code 2, no abort."""
-    seeds: Any = importlib.import_module("tests.security.test_tokenizer_bombs")
-    codes, lines, seconds = [], [], []
-    for number, normalizer in enumerate(seeds.NORMALIZERS.values()):
-        directory = model(lab, f"tokenizer{number}", HONEST)
-        path = directory / "tokenizer.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
-        began = time.monotonic()
-        options = {"--kv-cache-bytes": str(8 << 20), "--max-model-len": ""}
-        async with lab.server(options, model=str(directory), waits=False) as server:
-            codes.append(await server.exit())
-            lines.append([line for line in server.lines if not line.startswith("listening")])
-        seconds.append(time.monotonic() - began)
-    is_named = all(len(one) == 1 and "tokenizer.json: normalizer" in one[0] for one in lines)
-    figures = {"tokenizers": len(codes), "exit codes": sorted(set(codes)), "one line each": str(is_named)}
-    figures["longest s"] = round(max(seconds), 1)
-    return Finding(figures=figures, is_ok=is_named and set(codes) == {2})
-
-
 CHECKS = (
     Check("T34", "chat templates that never end", "400 each; /health p99 ≤ 100 ms; SIGTERM ends it ≤ 5 s", t34),
-    Check("T35", "tokenizers that expand a text", "one line, exit code 2", t35),
 )

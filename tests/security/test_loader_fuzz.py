@@ -376,6 +376,18 @@ def test_a_prefix_that_would_end_the_process_is_refused(name: str, prefix: str, 
         tokenizer(tmp_path, {"tokenizer.json": text.encode()})
 
 
+def test_padding_and_truncation_of_a_tokenizer_file_do_nothing(tmp_path: Path) -> None:
+    pad = {"strategy": {"Fixed": 4096}, "direction": "Right", "pad_to_multiple_of": None}
+    pad |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
+    cut = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    whole = json.dumps(tokenizer_json() | {"padding": pad, "truncation": cut}).encode()
+    plain = json.dumps(tokenizer_json()).encode()
+    (tmp_path / "plain").mkdir()
+    text = "the quick brown fox"
+    expected = tokenizer(tmp_path / "plain", {"tokenizer.json": plain}).encode(text)
+    assert tokenizer(tmp_path, {"tokenizer.json": whole}).encode(text) == expected
+
+
 class PanicException(BaseException):
     """As the libraries' own is, which cannot be imported."""
 

@@ -19,7 +19,6 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from nano_inference.nanochat.names import BOS_TOKENS
 from nano_inference.nanochat.pickled import PickledEncoding, encoding_of
 from nano_inference.text.fast import BYTE_OF_CHAR, CHAR_OF_BYTE, set_bos_eos
-from nano_inference.text.tokenizer_limits import checked_growth
 from nano_inference.types import ModelError
 
 ENCODING_NAME = "rustbpe"  # name of the encodings that nanochat trains
@@ -68,11 +67,7 @@ def from_hf(path: Path) -> PickledEncoding:
     pattern, ids equal to merge ranks followed by special tokens, and the same ids for every sample.
     """
     try:
-        data = path.read_bytes()
-        checked_growth(data, str(path))
-        core = tokenizers.Tokenizer.from_buffer(data)
-    except ModelError:
-        raise
+        core = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception for every damaged file
         raise ModelError(f"{path}: cannot be read as a tokenizer.json: {error}") from None
     special = _special(core, path)

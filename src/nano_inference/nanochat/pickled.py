@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,19 +19,15 @@ import tiktoken
 
 from nano_inference.files import open_buffered
 from nano_inference.text.fast import no_panic
-from nano_inference.text.tokenizer_limits import check_added, check_pattern, check_pieces
 from nano_inference.types import MissingFile, ModelError
 
 MAX_FILE = 1 << 23  # most bytes of a file; a vocabulary of 65,536 takes about 1 MB, in protocol 2 about 2 MB
 MAX_ENTRIES = 1 << 18  # most entries of all dicts together
 MAX_STACK = 1 << 12  # most values on the stack; CPython writes at most 1,000 pairs per batch
-MAX_PATTERN = 1024  # most characters of the pattern; nanochat's has about a hundred
-MAX_REPEATS = 64  # most repetitions, the product of all counts in the pattern
 MAX_SPECIAL = 1 << 16  # ids after the ranks among which special tokens must be
 _PROBES = ("What is 12 + 34?\n\n  It's 3 r's in strawberry.", "naïve 世界 🙂\t\r\n 1234567", " " * 50 + "a" * 200)
 """Texts that the pattern must preserve."""
 
-_COUNTS = re.compile(r"\{\s*([0-9]*)\s*,?\s*([0-9]*)\s*\}")
 _FIELDS = ("name", "pat_str", "mergeable_ranks", "special_tokens")
 
 
@@ -227,9 +222,6 @@ class PickledEncoding:
 def read_encoding(path: Path) -> tiktoken.Encoding:
     """Return the encoding in a tokenizer.pkl. Raises `ModelError` naming the file and the problem."""
     fields = read_fields(path)
-    check_pattern(fields.pat_str, str(path))
-    check_pieces(fields.mergeable_ranks, str(path))
-    check_added(list(fields.special_tokens), str(path))
     try:
         encoding = encoding_of(fields)
     except (ValueError, TypeError, OverflowError) as error:
@@ -341,23 +333,11 @@ def _checked(state: object) -> PickledEncoding:
     for name, kind in zip(_FIELDS, (str, str, dict, dict), strict=True):
         if not isinstance(state[name], kind):
             raise _Refused(f"{name} is {type(state[name]).__name__}, not {kind.__name__}")
-    _check_pattern(state["pat_str"])
+    if not state["pat_str"]:
+        raise _Refused("pat_str is empty")
     _check_ranks(state["mergeable_ranks"])
     _check_special(state["special_tokens"], len(state["mergeable_ranks"]))
     return PickledEncoding(**state)
-
-
-def _check_pattern(pattern: str) -> None:
-    """Raise `_Refused` for a pattern that compiles slowly; tiktoken checks its syntax."""
-    if not pattern:
-        raise _Refused("pat_str is empty")
-    if len(pattern) > MAX_PATTERN:
-        raise _Refused(f"pat_str has more than {MAX_PATTERN} characters")
-    repeats = 1
-    for low, high in _COUNTS.findall(pattern):
-        repeats *= max(int(low or 1), int(high or 1), 1)
-        if repeats > MAX_REPEATS:
-            raise _Refused(f"pat_str repeats a part more than {MAX_REPEATS} times")
 
 
 def _check_ranks(ranks: dict[Any, Any]) -> None:

@@ -34,14 +34,8 @@ class LocalWorker:
         self.first_version = 0
         self._counters = _Counters()
         self._engine = AsyncEngine(open_engine, observer=self._counters, end_error=self._died)
-<<<<<<< HEAD
         self._control: InferenceEngine | None = None
-        self._receivers: dict[int, _Inbox] = {}
-        """Open jobs."""
-=======
-        self._control: Control | None = None
         self._receivers: dict[int, _Inbox] = {}  # open jobs
->>>>>>> c68bc1f (Put the meaning of fields behind them in pool)
 
     async def open(self) -> None:
         """Open the engine. Raises what its constructor raises."""

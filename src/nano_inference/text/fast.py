@@ -16,7 +16,6 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import AddedToken
 
-from nano_inference.text.tokenizer_limits import longest_text
 from nano_inference.types import BadRequest, ModelError
 
 Spelling = Literal["byte_level", "sentencepiece"]
@@ -58,18 +57,15 @@ class FastTokenizer:
     """Added tokens and their texts, which are matched before the text is split; a token's bytes are its text's."""
     doubles: Mapping[int, str]
     """Ids whose piece also has a smaller id, with their pieces; the library knows only that id."""
-    growth: int = 1
-    """The growth of a text (`tokenizer_limits`)."""
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Return the ids of a text; with `add_special` including BOS and EOS as the model's post-processor adds them.
 
         With `parse_special=False` the text of a special token is encoded as plain text, so that it cannot forge a turn.
-        Raises `BadRequest` for a text with a lone surrogate and for one that may grow too large.
+        Raises `BadRequest` for a text with a lone surrogate.
         """
         core = self.core if parse_special else self.literal
         check_unicode(text)
-        check_text_size(text, self.growth)
         with no_panic(f"a text of {len(text)} characters"):
             # A batch of one, because `encode` would hold the GIL, for a long text for seconds.
             return core.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
@@ -161,13 +157,6 @@ def check_unicode(text: str) -> None:
         raise BadRequest(f"the text is not valid Unicode: a lone surrogate at character {error.start}") from None
 
 
-def check_text_size(text: str, growth: int) -> None:
-    """Raise `BadRequest` if a text may grow too large with a tokenizer of this growth."""
-    longest = longest_text(growth)
-    if longest is not None and len(text) * 4 > longest and len(text.encode()) > longest:
-        raise BadRequest(f"the text has {len(text.encode())} bytes; this model's tokenizer takes {longest} at most")
-
-
 def fast_tokenizer(
     core: tokenizers.Tokenizer,
     *,
@@ -177,7 +166,6 @@ def fast_tokenizer(
     named: Mapping[str, str],
     eos_ids: Iterable[int] = (),
     doubles: Mapping[int, str] = MappingProxyType({}),
-    growth: int = 1,
 ) -> FastTokenizer:
     """Build a `FastTokenizer`: collect the special tokens and make the copy that does not parse them.
 
@@ -200,7 +188,6 @@ def fast_tokenizer(
         named=MappingProxyType(dict(named)),
         added=MappingProxyType({token: entry.content for token, entry in added.items()}),
         doubles=MappingProxyType(dict(doubles)),
-        growth=growth,
     )
 
 

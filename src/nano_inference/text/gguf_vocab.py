@@ -21,7 +21,6 @@ from nano_inference.text.fast import (
     set_bos_eos,
     shown,
 )
-from nano_inference.text.tokenizer_limits import check_pieces
 from nano_inference.types import ModelError
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
@@ -88,7 +87,6 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
     if model not in ("gpt2", "llama"):
         raise ModelError(f"{where}: tokenizer.ggml.model {shown(model)} is not supported; known: gpt2, llama")
     pieces = _strings(metadata, "tokens", where)
-    check_pieces(pieces, where)
     given = _types(metadata, len(pieces), where)
     types = [CONTROL if piece in END_TEXTS else kind for piece, kind in zip(pieces, given, strict=True)]
     vocab, doubles = _vocabulary(pieces)

@@ -13,7 +13,6 @@ from tokenizers import AddedToken
 
 from nano_inference.files import is_present, read_file
 from nano_inference.text.fast import FastTokenizer, Spelling, fast_tokenizer, part_json, refused_files, shown
-from nano_inference.text.tokenizer_limits import check_added, checked_growth
 from nano_inference.types import ModelError
 
 MAX_FILE = 64 << 20
@@ -31,7 +30,7 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
     `add_bos_token` and `add_eos_token` of tokenizer_config.json are ignored.
     """
     path = directory / "tokenizer.json"
-    core, growth = _read_core(path)
+    core = _read_core(path)
     config = read_json(directory / "tokenizer_config.json")
     special_map = read_json(directory / "special_tokens_map.json")
     named = named_tokens(config, special_map)
@@ -46,7 +45,6 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
             drops_space=drops_space,
             named=named,
             eos_ids=end_ids(directory),
-            growth=growth,
         )
 
 
@@ -91,14 +89,13 @@ def _content(token: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, int]:
-    """Return the tokenizer of a tokenizer.json and its growth (`tokenizer_limits`)."""
+def _read_core(path: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a tokenizer.json."""
     data = read_file(path, MAX_FILE, "a tokenizer's file")
     with refused_files(str(path), "not a tokenizer.json that can be read"):
         if _PREFIX.search(data):
             raise ModelError(f"{path}: continuing_subword_prefix is not supported (ByteLevel, SentencePiece)")
-        growth = checked_growth(data, str(path))
-        return tokenizers.Tokenizer.from_buffer(data), growth
+        return tokenizers.Tokenizer.from_buffer(data)
 
 
 def _add_missing(
@@ -111,7 +108,6 @@ def _add_missing(
     """Add the tokens that only tokenizer_config.json lists, and mark those with a name and `others` as special."""
     listed = config.get("added_tokens_decoder")
     entries = [(token_number(key), value) for key, value in listed.items()] if isinstance(listed, dict) else []
-    check_added([text for _, entry in entries if (text := _content(entry)) is not None], str(path))
     for token, entry in sorted(entries, key=lambda pair: -1 if pair[0] is None else pair[0]):
         if token is None or not isinstance(entry, dict):
             raise ModelError(f"{path}: added_tokens_decoder of tokenizer_config.json must map ids to objects")

@@ -14,7 +14,6 @@ from nano_inference.text.fast import check_unicode, no_panic, refused_files, sho
 from nano_inference.text.gguf_vocab import LLAMA3_WORDS
 from nano_inference.text.hf import end_ids, named_tokens, read_json, token_number
 from nano_inference.text.tiktoken_ranks import read_ranks
-from nano_inference.text.tokenizer_limits import check_added, check_pattern, check_pieces
 from nano_inference.types import BadRequest, ModelError
 
 LLAMA3_SPECIALS: Mapping[int, str] = {
@@ -81,9 +80,6 @@ def tiktoken_tokenizer(directory: Path, path: Path) -> TiktokenTokenizer:
     pattern = config.get("pat_str", LLAMA3_WORDS)
     if not isinstance(pattern, str):
         raise ModelError(f"{path}: pat_str of tokenizer_config.json must be a string, got {shown(pattern)}")
-    check_pattern(pattern, str(path))
-    check_pieces(ranks, str(path))
-    check_added(list(special), str(path))
     with refused_files(str(path), "tiktoken refuses it"):
         core = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     named = named_tokens(config, read_json(directory / "special_tokens_map.json")) or _llama3_roles(special)
