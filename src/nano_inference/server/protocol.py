@@ -1,8 +1,7 @@
 """uvicorn's HTTP/1.1 protocol with limits on header time, number of connections, and stalled readers.
 
 uvicorn has no header timeout, refuses connections only after reading a request, and waits without limit for a client
-that does not read. Ambiguous framing that h11 accepts (RFC 9112, 6.1 and 6.3) is refused here, before the application
-sees the request.
+that does not read. Invalid HTTP is what h11 refuses.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,27 +25,12 @@ from uvicorn.server import ServerState
 from nano_inference.server.clients import Network, is_trusted, parse_address, prefix_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
-from nano_inference.server.guard import LINGER_SECONDS, MAX_HEADERS, GuardPolicy
+from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.quota import quota
 
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a request line and its headers."""
-MAX_HEAD_LINES = 2 * MAX_HEADERS
-"""Lines above which a head is refused without parsing it."""
-SPARE_FILES = 64
-"""Descriptors reserved for the model, logs and the listening socket."""
-MIN_CONNECTIONS = 8
-
-_CONTENT_LENGTH = re.compile(rb"(?im)^content-length:(.*)$")
-_ODD_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
-"""A line that does not end in CR LF, or that is folded."""
 _ABSOLUTE = re.compile(rb"(?i:https?)://(?P<host>[^/?]*)(?P<rest>.*)", re.DOTALL)
-_REASONS = {
-    400: "the request is not valid HTTP/1.1",
-    431: f"request line and headers are larger than {MAX_HEAD_BYTES} bytes, or more than {MAX_HEADERS} lines",
-    501: "the only supported transfer-encoding is chunked",
-    505: "the supported versions are HTTP/1.1 and HTTP/1.0",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,44 +45,13 @@ class ConnectionLimits:
     write_timeout: float
 
 
-class StrictConnection(h11.Connection):
-    """h11's parser that refuses heads which other servers may parse differently (request smuggling)."""
-
-    method = b""
-    """Method of the latest request, accepted or refused."""
+class Connection(h11.Connection):
+    """h11's parser that also takes a whole URL as the target."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return h11's next event. Raises h11's `RemoteProtocolError` for an ambiguous head."""
-        before = self.trailing_data[0] if self.their_state is h11.IDLE else b""
-        check_lines(before)
+        """Return h11's next event."""
         event = super().next_event()
-        if isinstance(event, h11.Request):
-            self.method = event.method
-            check_head(before[: len(before) - len(self.trailing_data[0])], event)
-            event = in_origin_form(event)
-        return event
-
-
-def check_lines(received: bytes) -> None:
-    """Refuse a head with too many lines before h11 parses them."""
-    end = received.find(b"\r\n\r\n")
-    if received.count(b"\n", 0, len(received) if end < 0 else end) > MAX_HEAD_LINES:
-        raise h11.RemoteProtocolError("too many lines", error_status_hint=431)
-
-
-def check_head(head: bytes, request: h11.Request) -> None:
-    """Refuse a head that is too large, or that defines the body length ambiguously."""
-    if len(head) > MAX_HEAD_BYTES:
-        raise h11.RemoteProtocolError("head too large", error_status_hint=431)
-    if request.http_version not in (b"1.0", b"1.1"):
-        raise h11.RemoteProtocolError("another HTTP version", error_status_hint=505)
-    names = [name for name, _ in request.headers]
-    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
-        raise h11.RemoteProtocolError("transfer-encoding beside content-length, or in HTTP/1.0")
-    # h11 merges equal Content-Length headers, so the raw bytes are searched.
-    lengths = _CONTENT_LENGTH.findall(head)
-    if len(lengths) > 1 or any(b"," in length for length in lengths) or _ODD_LINE.search(head):
-        raise h11.RemoteProtocolError("repeated content-length, or ambiguous line ends")
+        return in_origin_form(event) if isinstance(event, h11.Request) else event
 
 
 def in_origin_form(request: h11.Request) -> h11.Request:
@@ -133,9 +84,8 @@ class LimitedProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.conn = self.parser = StrictConnection(h11.SERVER, MAX_HEAD_BYTES)
+        self.conn = Connection(h11.SERVER, MAX_HEAD_BYTES)
         self.limits = limits
-        self.is_refused = False
         self.is_upgraded = False
         """True if another protocol has the connection."""
         self.read_timer: asyncio.TimerHandle | None = None
@@ -149,7 +99,9 @@ class LimitedProtocol(H11Protocol):
         transport.set_write_buffer_limits(high=0)
         refusal = self._refusal()
         if refusal:
-            self._send_error(ApiError(503, refusal, code="too_many_connections", headers={"retry-after": "1"}))
+            error = ApiError(503, refusal, code="too_many_connections", headers={"retry-after": "1"})
+            for event in error_events(error):
+                transport.write(self.conn.send(event))
             transport.close()
         else:
             self._watch_reading()
@@ -182,11 +134,11 @@ class LimitedProtocol(H11Protocol):
         self._stop_writing_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Process bytes; drop those after a refusal or a final request."""
-        if self.is_refused or self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED):
+        """Process bytes; drop those after a final request."""
+        if self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED) or self.transport.is_closing():
             return
         super().data_received(data)
-        if not self.is_upgraded:
+        if not self.is_upgraded and not self.transport.is_closing():
             self._watch_reading()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
@@ -213,38 +165,14 @@ class LimitedProtocol(H11Protocol):
         self._stop_writing_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP and close the connection; called in uvicorn's handler of the parser's error."""
-        error = sys.exception()
-        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._send_error(ApiError(status, _REASONS.get(status, _REASONS[400]), code="bad_http"))
-            self._linger()
-        else:
+        """Answer invalid HTTP and close the connection; without an answer if a response has started."""
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:
             self.transport.abort()
-        self._disconnect_application()
-
-    def _send_error(self, error: ApiError) -> None:
-        is_head = self.conn.our_state is h11.SEND_RESPONSE and self.parser.method == b"HEAD"
-        for event in error_events(error, with_body=not is_head):
-            self.transport.write(self.conn.send(event))
-
-    def _linger(self) -> None:
-        """Close the sending side now, and the connection after `LINGER_SECONDS`."""
-        self.is_refused = True
-        self._stop_reading_timer()
-        self.transport.write_eof()
-        self.read_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
-
-    def _disconnect_application(self) -> None:
-        """Send http.disconnect to an application that waits for the rest of the request."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
 
     def _watch_reading(self) -> None:
         """Run the read timer while request bytes are due. Received bytes do not restart it: slow senders time out."""
-        if self.is_refused:
-            return
         if not self._is_due():
             self._stop_reading_timer()
         elif self.read_timer is None:
@@ -267,7 +195,7 @@ class LimitedProtocol(H11Protocol):
             self.write_timer = None
 
 
-def error_events(error: ApiError, *, with_body: bool) -> list[h11.Response | h11.Data | h11.EndOfMessage]:
+def error_events(error: ApiError) -> list[h11.Response | h11.Data | h11.EndOfMessage]:
     """Return an error response as h11 events; it closes the connection."""
     body = error.to_json()
     headers = [
@@ -279,21 +207,13 @@ def error_events(error: ApiError, *, with_body: bool) -> list[h11.Response | h11
         ("connection", "close"),
     ]
     start = h11.Response(status_code=error.status, headers=headers, reason=HTTPStatus(error.status).phrase)
-    return [start, h11.Data(data=body if with_body else b""), h11.EndOfMessage()]
+    return [start, h11.Data(data=body), h11.EndOfMessage()]
 
 
 def client_address(peer: tuple[str, int] | None, trusted: Sequence[Network]) -> str | None:
     """Return the address or IPv6 network of a peer; None for a trusted proxy or an unknown address."""
     address = parse_address(peer[0]) if peer else None
     return None if address is None or is_trusted(address, trusted) else prefix_of(address)
-
-
-def connection_limit(config: ServerConfig) -> int:
-    """Return the maximum number of connections: as configured, but within the process's file descriptor limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return config.max_connections
-    return min(config.max_connections, max(soft - SPARE_FILES, MIN_CONNECTIONS))
 
 
 def _socket_protocol(config: ServerConfig) -> type[asyncio.Protocol]:
@@ -309,10 +229,9 @@ def uvicorn_config(
 
     `takes_sockets`: the application answers WebSockets; without the package wsproto, handshakes are plain GET requests.
     """
-    max_connections = connection_limit(config)
     limits = ConnectionLimits(
-        max_connections=max_connections,
-        max_per_address=quota(policy.client_share if policy else 1.0, max_connections, 0),
+        max_connections=config.max_connections,
+        max_per_address=quota(policy.client_share if policy else 1.0, config.max_connections, 0),
         trusted_proxies=policy.trusted_proxies if policy else (),
         header_timeout=config.header_timeout,
         write_timeout=config.write_timeout,

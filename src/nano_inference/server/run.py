@@ -14,16 +14,13 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
 
-from nano_inference.server.accepting import Acceptor
 from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig, SettingError
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.keys import KeyRing, load_keys
-from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.unix_socket import bind_unix, remove_socket
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
@@ -38,34 +35,7 @@ _log = logging.getLogger("nano_inference.server")
 
 
 class Listener(uvicorn.Server):
-    """uvicorn's server without its signal handlers; `Acceptor` accepts the connections."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.acceptors: list[Acceptor] = []
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept connections from listening sockets."""
-        self.servers = []
-        loop = asyncio.get_running_loop()
-        for one in sockets or []:
-            acceptor = Acceptor(loop, one, self._make_protocol)
-            acceptor.start()
-            self.acceptors.append(acceptor)
-        self.started = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, and close open connections."""
-        for acceptor in self.acceptors:
-            await acceptor.close()
-        await super().shutdown(sockets)
-
-    def _make_protocol(self) -> asyncio.Protocol:
-        protocol: Any = self.config.http_protocol_class
-        made: asyncio.Protocol = protocol(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return made
+    """uvicorn's server without its signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -149,7 +119,6 @@ async def serve(
     listener = Listener(uvicorn_config(app.asgi, config, policy))
     shutdown = Shutdown()
     loop = asyncio.get_running_loop()
-    watchdog = LoopWatchdog(loop).start()
     shutdown.handle_signals(loop)
     serving = loop.create_task(listener.serve(sockets=[listening]))
     serving.add_done_callback(lambda _: shutdown.requested.set())  # a failed listener ends the process
@@ -171,7 +140,6 @@ async def serve(
         finally:
             await link.stop(timeout=10.0 if is_orderly else 0.5)
             app.close()
-            watchdog.close()
     return 1 if link.state == "dead" else 0
 
 

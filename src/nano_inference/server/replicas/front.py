@@ -19,7 +19,6 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import error_bodies
 from nano_inference.server.guard import Guard, GuardPolicy
 from nano_inference.server.log import log_access, record_of
-from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, Shutdown, close_listener
 from nano_inference.server.unix_socket import remove_socket
@@ -62,7 +61,6 @@ async def serve_front(
 ) -> int:
     """Serve until a signal; return 0. Raises what `front.open` and `front.run` raise."""
     shutdown, loop = Shutdown(), asyncio.get_running_loop()
-    watchdog = LoopWatchdog(loop).start()
     shutdown.handle_signals(loop)
     guard = Guard(front, policy, log_response, error_bodies(installed_dialects()))
     listener = Listener(uvicorn_config(strip_root_path(config.root_path, guard), config, policy))
@@ -79,7 +77,6 @@ async def serve_front(
             remove_socket(config.uds)
         await close_listener(listener, serving)
         await front.close()
-        watchdog.close()
     return 0
 
 
