@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import sys
 import time
@@ -289,14 +288,13 @@ class Lab:
         fault: str = "",
         waits: bool = True,
         model: str | None = None,
-        max_files: int | None = None,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> AsyncIterator[Server]:
         """A server of its own, gone when the block ends; `fault` is one of faulty.py's."""
         start = [str(FAULTY), fault] if fault else ["-m", "nano_inference"]
         arguments = [*start, *self.command(options or {}, model)]
-        server = await launch(arguments, max_files=max_files, env=env, cwd=cwd)
+        server = await launch(arguments, env=env, cwd=cwd)
         try:
             if waits:
                 await server.ready()
@@ -340,15 +338,10 @@ class Lab:
 async def launch(
     arguments: Sequence[str],
     *,
-    max_files: int | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> Server:
     """Start a process of this Python."""
-
-    def limit() -> None:
-        if max_files is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
 
     began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
@@ -359,7 +352,6 @@ async def launch(
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         limit=1 << 20,
-        preexec_fn=limit,
         env=dict(os.environ if env is None else env),
         cwd=cwd,
     )

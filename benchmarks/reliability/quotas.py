@@ -145,43 +145,6 @@ async def drained(wire: Wire) -> None:
         pass
 
 
-async def q3(lab: Lab) -> Finding:
-    """Connections take every descriptor that the process may open, and leave."""
-    seconds: list[float] = []
-    async with lab.server(max_files=256) as server:
-        files = server.num_files
-        for _ in range(lab.size(3, 10)):
-            wires = await asyncio.gather(*(opened(server) for _ in range(600)))
-            await asyncio.sleep(0.5)
-            most = server.num_files
-            for wire in filter(None, wires):
-                wire.reset()
-            began = time.monotonic()
-            while (reply := await server.ask("/health", timeout=120)).status != 200:
-                await asyncio.sleep(0.01)
-            seconds.append(time.monotonic() - began)
-        await server.until_load()
-        figures = {
-            "most files": most,
-            "answers s": ", ".join(f"{one:.2f}" for one in seconds),
-            "worst s": round(max(seconds), 2),
-            "then": reply.status,
-            "files left": server.num_files - files,
-            "lines on stderr": len(server.lines),
-        }
-        is_ok = max(seconds) <= 1 and reply.status == 200 and not server.has_traceback
-    return Finding(figures=figures, is_ok=is_ok)
-
-
-async def opened(server: Server) -> Wire | None:
-    """Return a connection, or None when the server takes none."""
-    try:
-        async with asyncio.timeout(5):
-            return await Wire.open(server.port)
-    except (OSError, TimeoutError):
-        return None
-
-
 async def q4(lab: Lab) -> Finding:
     """Start with a stdout or stderr that cannot be written."""
     figures: dict[str, float | int | str] = {}
@@ -257,7 +220,6 @@ async def q5(lab: Lab) -> Finding:
 CHECKS: tuple[Check, ...] = (
     Check("Q1", "64 connections with n=4 of one key; another key asks", "first token within 10 s", q1),
     Check("Q2", "64 streams that are not read", "1 MB each", q2),
-    Check("Q3", "all descriptors taken, then left", "/health within 1 s", q3),
     Check("Q4", "stdout or stderr cannot be written", "starts, serves, ends with 0", q4),
     Check("Q5", "SIGHUP, twice, with open streams", "drained; exit 0", q5),
 )

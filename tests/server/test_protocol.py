@@ -549,6 +549,11 @@ def test_a_giant_header_is_refused(server: Running) -> None:
         assert sum(client.send(b"a" * 65536) for _ in range(80)) < 80
 
 
+def test_large_head_in_one_packet_is_refused(server: Running) -> None:
+    assert request(server, get("/", b"A: " + b"a" * MAX_HEAD_BYTES)).status == 400
+    assert request(server, get("/", b"A: " + b"a" * (MAX_HEAD_BYTES - 100))).status == 200
+
+
 def test_endless_body_is_refused_and_not_read(server: Running) -> None:
     with wire(server) as client:
         client.send(post(CHUNKED))

@@ -46,12 +46,17 @@ class ConnectionLimits:
 
 
 class Connection(h11.Connection):
-    """h11's parser that also takes a whole URL as the target."""
+    """h11's parser that also takes a whole URL as the target, and limits a head that arrives at once."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return h11's next event."""
+        num_bytes = len(self.trailing_data[0])
         event = super().next_event()
-        return in_origin_form(event) if isinstance(event, h11.Request) else event
+        if not isinstance(event, h11.Request):
+            return event
+        if num_bytes - len(self.trailing_data[0]) > MAX_HEAD_BYTES:
+            raise h11.RemoteProtocolError("the head is too large")
+        return in_origin_form(event)
 
 
 def in_origin_form(request: h11.Request) -> h11.Request:
