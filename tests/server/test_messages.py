@@ -17,12 +17,12 @@ from nano_inference.server.body import parse
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialects.messages import chat_fields, count_tokens, messages_call, with_anthropic_names
+from nano_inference.server.dialects.messages import ANTHROPIC_NAMES, chat_fields, count_tokens, messages_call
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
 from nano_inference.server.dialects.messages_reply import MessagesReply, arguments_of, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.translating import reworded
+from nano_inference.server.translating import renamed_error
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.grammar import Grammars
@@ -68,7 +68,7 @@ def body_of(**fields: Any) -> MessagesBody:
 
 
 def fields_of(model: ServedModel, /, **fields: Any) -> JSON:
-    return chat_fields(body_of(**fields), model)[0]
+    return chat_fields(body_of(**fields), model)
 
 
 def refusal(model: ServedModel, /, **fields: Any) -> ApiError:
@@ -126,7 +126,7 @@ def test_consecutive_messages_of_one_role_are_one_turn(model: ServedModel) -> No
         {"role": "system", "content": "now"},
         {"role": "user", "content": []},
     ]
-    fields, places = chat_fields(body_of(messages=talk, system=blocks), model)
+    fields = chat_fields(body_of(messages=talk, system=blocks), model)
     assert fields["messages"] == [
         {"role": "system", "content": "a\nb"},
         {"role": "user", "content": "a\nb\nc"},
@@ -134,7 +134,6 @@ def test_consecutive_messages_of_one_role_are_one_turn(model: ServedModel) -> No
         {"role": "system", "content": "now"},
         {"role": "user", "content": ""},
     ]
-    assert places == ["system", "messages.0", "messages.2", "messages.4", "messages.5"]
     assert "continue_final_message" not in fields
 
 
@@ -154,7 +153,7 @@ def test_reasoning_between_the_calls_of_the_current_turn_is_kept(model: ServedMo
         thought("second", {**USE, "id": "toolu_2"}),
         {"role": "user", "content": [{**RESULT, "tool_use_id": "toolu_2"}]},
     ]
-    fields, _ = chat_fields(body_of(messages=talk), model)
+    fields = chat_fields(body_of(messages=talk), model)
     found = [one.get("reasoning_content") for one in fields["messages"]]
     assert found == [None, None, None, "first\nso", None, "second\nso", None]
 
@@ -170,7 +169,7 @@ def test_calls_and_results_become_messages_in_order(model: ServedModel) -> None:
         {"role": "assistant", "content": [{**USE, "id": "toolu_3"}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_3"}]},
     ]
-    fields, places = chat_fields(body_of(messages=talk), model)
+    fields = chat_fields(body_of(messages=talk), model)
     function = {"name": "weather", "arguments": '{"city":"Zürich","days":[1,2]}'}
     call = {"id": "toolu_1", "type": "function", "function": function}
     empty = {"id": "toolu_2", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
@@ -183,7 +182,6 @@ def test_calls_and_results_become_messages_in_order(model: ServedModel) -> None:
         {"role": "assistant", "content": "", "tool_calls": [{**call, "id": "toolu_3"}]},
         {"role": "tool", "tool_call_id": "toolu_3", "name": "weather", "content": ""},
     ]
-    assert places == ["messages.0", "messages.1", *["messages.2"] * 3, "messages.3", "messages.4"]
 
 
 def test_last_assistant_message_is_continued(model: ServedModel) -> None:
@@ -344,30 +342,18 @@ def test_unsupported_block_type_is_named(model: ServedModel) -> None:
     ("param", "message", "own_param", "own_message"),
     [
         ("stop", "stop[1] is long", "stop_sequences", "stop_sequences[1] is long"),
-        ("tools.1.function.name", "tools.1.function.name: bad", "tools.1.name", "tools.1.name: bad"),
-        (
-            "tools.0.function.parameters.type",
-            "tools[0].function.parameters.type: no",
-            "tools.0.input_schema.type",
-            "tools.0.input_schema.type: no",
-        ),
-        ("response_format.json_schema.schema", "x", "output_config.format.schema", "x"),
-        ("response_format", "response_format and tools", "output_config.format", "output_config.format and tools"),
-        ("tool_choice.function.name", "tool_choice.function: x", "tool_choice.name", "tool_choice.name: x"),
-        ("parallel_tool_calls", "x", "tool_choice.disable_parallel_tool_use", "x"),
-        ("messages.0.content", "messages[0].content: x", "system", "system: x"),
-        ("messages.2", "messages[2].content must", "messages.5", "messages.5.content must"),
-        ("messages", "messages must stop", "messages", "messages must stop"),
-        ("messages.9", "x", "messages.9", "x"),
+        ("tool_choice", "no parallel_tool_calls", "tool_choice", "no tool_choice.disable_parallel_tool_use"),
+        ("messages.2", "messages[2].content must", "messages", "messages must"),
+        ("messages", "cannot render these messages", "messages", "cannot render these messages"),
         (None, "the model 'stop' is gone", None, "the model 'stop' is gone"),
     ],
 )
 def test_chat_errors_have_this_apis_field_names(
     param: str | None, message: str, own_param: str | None, own_message: str
 ) -> None:
-    places = ["system", "messages.0", "messages.5"]
+    """A chat's messages have other places than the body's: their errors name no index."""
     error = ApiError(503, message, param=param, code="c", headers={"retry-after": "1"}, extra={"n_ctx": 1})
-    translated = reworded(error, lambda text: with_anthropic_names(text, places))
+    translated = renamed_error(error, ANTHROPIC_NAMES)
     assert (translated.param, translated.message) == (own_param, own_message)
     others = translated.status, translated.code, translated.headers, translated.extra
     assert others == (503, "c", {"retry-after": "1"}, {"n_ctx": 1})

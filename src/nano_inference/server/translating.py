@@ -23,8 +23,10 @@ from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.structured import Structure
 from nano_inference.server.unsupported import HINTS, is_one_of, reason_of, refuse_unsupported
 
-_WORD = re.compile(r"^[a-z]+(?=[ :.\[])|[a-z]+(?:_[a-z]+)+")
-"""A possible field name in a message: its first word, or a name with an underscore anywhere."""
+_FIELD = re.compile(r"(?<![\w.])(?P<head>[a-z]+(?:_[a-z]+)*)(?P<path>(?:\.\w+|\[\d+\])*)")
+"""A possible field in a message, with its path."""
+_MOVED = "messages"
+"""A field whose items a dialect may have in another order: renamed without its path."""
 _HEAD = re.compile(r"^[a-z_]+")
 _B = TypeVar("_B", bound=Body)
 
@@ -48,29 +50,22 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 def renamed_error(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """Return an error with fields renamed in its message and `param`."""
-    return reworded(
-        error,
-        lambda text: _WORD.sub(lambda found: names.get(found.group(), found.group()), text),
-        lambda param: _renamed_head(param, names),
-    )
+
+    def renamed(found: re.Match[str]) -> str:
+        head, path = found.groups()
+        is_word = "_" not in head and not path and found.start() > 0  # "messages" is also an English word
+        if head not in names or is_word:
+            return found.group()
+        return names[head] + ("" if head == _MOVED else path)
+
+    return reworded(error, lambda text: _FIELD.sub(renamed, text))
 
 
-def reworded(
-    error: ApiError, reword: Callable[[str], str], reword_param: Callable[[str], str] | None = None
-) -> ApiError:
-    """Return the error with its message and `param` reworded; `reword_param` is `reword` if not given."""
-    param = None if error.param is None else (reword_param or reword)(error.param)
+def reworded(error: ApiError, reword: Callable[[str], str]) -> ApiError:
+    """Return the error with its message and `param` reworded."""
+    param = None if error.param is None else reword(error.param)
     text = reword(error.message)
     return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
-
-
-@contextmanager
-def errors_reworded(reword: Callable[[str], str]) -> Iterator[None]:
-    """Raise every `ApiError` of the block with `reword` applied."""
-    try:
-        yield
-    except ApiError as error:
-        raise reworded(error, reword) from None
 
 
 def rename_structures(call: Call, names: Mapping[str, str]) -> Call:

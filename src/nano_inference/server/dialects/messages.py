@@ -8,9 +8,8 @@ blocks (which are always left out), the query `beta`, and the headers `anthropic
 
 from __future__ import annotations
 
-import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from nano_inference.server.dialects.messages_reply import MessagesReply, error_b
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.translating import as_body, errors_reworded, rename_structures, unsupported_field
+from nano_inference.server.translating import as_body, rename_structures, renamed_errors, unsupported_field
 from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported, refuse_window
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -54,26 +53,20 @@ CHAT_ONLY = (
 """Fields of a chat completion that this API lacks."""
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "return_token_ids", "cache_salt")
 """Fields with the same name in a chat completion."""
-_ANTHROPIC_NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"^stop\b(?=[ :.\[]|$)"), "stop_sequences"),
-    (re.compile(r"\bcontinue_final_message\b"), "messages"),
-    (re.compile(r"\bparallel_tool_calls\b"), "tool_choice.disable_parallel_tool_use"),
-    (re.compile(r"\btool_choice\.function\b(?:\.name\b)?"), "tool_choice.name"),
-    (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
-    (re.compile(r"\bresponse_format\b(?:\.json_schema\b)?"), "output_config.format"),
-    (re.compile(r"\btools(?:\.(\d+)|\[(\d+)\])(?:\.function)?\b(?:\.parameters\b)"), r"tools.\1\2.input_schema"),
-    (re.compile(r"\btools(?:\.(\d+)|\[(\d+)\])(?:\.function\b)?"), r"tools.\1\2"),
-)
-"""Pattern of a chat completion's field in an error -> Anthropic's name."""
-_MESSAGE = re.compile(r"\bmessages(?:\.(\d+)|\[(\d+)\])((?:\.\w+)*)")
+ANTHROPIC_NAMES: Mapping[str, str] = {
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "continue_final_message": "messages",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "output_config.effort",
+}
+"""Field of a chat completion -> Anthropic's, for errors."""
 _UNLIMITED = 1 << 40
 
 
 def messages_call(body: MessagesBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /v1/messages. Raises `ApiError` naming the invalid field."""
-    is_current = body.output_config is not None and body.output_config.format is not None
-    names = {"response_format": "output_config.format" if is_current else "output_format"}
-    call = rename_structures(_chat_call(body, model, config, salt), names)
+    call = _chat_call(body, model, config, salt)
     reply = partial(
         MessagesReply,
         creates_cache=marks_cache(body),
@@ -91,11 +84,8 @@ def count_tokens(body: CountTokensBody, model: ServedModel) -> JSON:
     return {"input_tokens": len(call.requests[0].prompt)}
 
 
-def chat_fields(body: CountTokensBody, model: ServedModel) -> tuple[JSON, Sequence[str]]:
-    """Return the fields of a `ChatBody`, and the place in `body` of each of its messages.
-
-    Raises `ApiError` for what this server does not support.
-    """
+def chat_fields(body: CountTokensBody, model: ServedModel) -> JSON:
+    """Return the fields of a `ChatBody`. Raises `ApiError` for what this server does not support."""
     _refuse(body)
     chat = chat_of(body)
     fields: JSON = {"messages": chat.messages, "max_tokens": 1}
@@ -114,27 +104,20 @@ def chat_fields(body: CountTokensBody, model: ServedModel) -> tuple[JSON, Sequen
     if body.output_config is not None and body.output_config.effort is not None:
         fields["reasoning_effort"] = body.output_config.effort
     variables = _variables(body, model)
-    return fields | ({"chat_template_kwargs": variables} if variables else {}), chat.places
-
-
-def with_anthropic_names(text: str, places: Sequence[str]) -> str:
-    """Return a chat completion's error text with Anthropic's field names; `places`: as `chat_fields` returns them."""
-    for pattern, name in _ANTHROPIC_NAMES:
-        text = pattern.sub(name, text)
-
-    def place(found: re.Match[str]) -> str:
-        index = int(found[1] or found[2])
-        if index >= len(places):
-            return found[0]
-        return places[index] + (found[3] if places[index] != "system" else "")
-
-    return _MESSAGE.sub(place, text)
+    return fields | ({"chat_template_kwargs": variables} if variables else {})
 
 
 def _chat_call(body: CountTokensBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    fields, places = chat_fields(body, model)
-    with errors_reworded(lambda text: with_anthropic_names(text, places)):
-        return chat_call(as_body(fields, ChatBody), model, config, salt)
+    fields = chat_fields(body, model)
+    names = {**ANTHROPIC_NAMES, "response_format": _format_name(body)}
+    with renamed_errors(names):
+        call = chat_call(as_body(fields, ChatBody), model, config, salt)
+    return rename_structures(call, names)
+
+
+def _format_name(body: CountTokensBody) -> str:
+    is_current = body.output_config is not None and body.output_config.format is not None
+    return "output_config.format" if is_current else "output_format"
 
 
 def _variables(body: CountTokensBody, model: ServedModel) -> JSON:

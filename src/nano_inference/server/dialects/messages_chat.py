@@ -44,8 +44,6 @@ class Chat(NamedTuple):
     """The messages of a chat completion."""
 
     messages: list[JSON]
-    places: list[str]
-    """The field of the body that each message is from: `system`, `messages.2`."""
     is_open: bool
     """True if the last message is the assistant's, which the model then continues."""
 
@@ -59,21 +57,17 @@ class _PlacedBlock(NamedTuple):
 def chat_of(body: CountTokensBody) -> Chat:
     """Return the conversation. Raises `ApiError` naming an unsupported or invalid block."""
     messages: list[JSON] = []
-    places: list[str] = []
     if body.system is not None:
         messages.append({"role": "system", "content": _joined_text(body.system, "system")})
-        places.append("system")
     names: dict[str, str] = {}
     role = ""
-    for role, place, blocks in _turns(body):
-        new = _turn(role, blocks, names)
-        messages += new
-        places += [place] * len(new)
+    for role, blocks in _turns(body):
+        messages += _turn(role, blocks, names)
     is_open = role == "assistant"
     if is_open and messages[-1].get("tool_calls"):
-        message = f"{places[-1]}: tool_use must be followed by a message with its tool_result"
-        raise ApiError(400, message, param=places[-1])
-    return Chat(with_current_reasoning(messages), places, is_open)
+        place = f"messages.{len(body.messages) - 1}"
+        raise ApiError(400, f"{place}: tool_use must be followed by a message with its tool_result", param=place)
+    return Chat(with_current_reasoning(messages), is_open)
 
 
 def tools_of(tools: Sequence[ToolParam]) -> list[JSON]:
@@ -98,17 +92,16 @@ def format_of(output: OutputFormat) -> JSON:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": output.schema_, "strict": True}}
 
 
-def _turns(body: CountTokensBody) -> Iterator[tuple[str, str, list[_PlacedBlock]]]:
-    """Yield (role, place, blocks) of each turn: consecutive messages of one role."""
+def _turns(body: CountTokensBody) -> Iterator[tuple[str, list[_PlacedBlock]]]:
+    """Yield (role, blocks) of each turn: consecutive messages of one role."""
     for role, run in groupby(enumerate(body.messages), key=lambda pair: pair[1].role):
-        messages = list(run)
         blocks: list[_PlacedBlock] = []
-        for index, message in messages:
+        for index, message in run:
             content = message.content
             several: Sequence[Any] = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
             where = f"messages.{index}.content"
             blocks += [_PlacedBlock(f"{where}.{number}", block) for number, block in enumerate(several)]
-        yield role, f"messages.{messages[0][0]}", blocks
+        yield role, blocks
 
 
 def _turn(role: str, blocks: Sequence[_PlacedBlock], names: dict[str, str]) -> list[JSON]:

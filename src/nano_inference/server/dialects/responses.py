@@ -14,7 +14,7 @@ what only the answer depends on: `parallel_tool_calls`, `tools.strict`, `tools.t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -45,14 +45,13 @@ from nano_inference.server.dialects.responses_chat import (
     functions_of,
     messages_of,
     response_format,
-    with_own_names,
 )
 from nano_inference.server.dialects.responses_stream import ResponsesReply, stream_error
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies
 from nano_inference.server.schema import Body, ChatBody, Sampling
-from nano_inference.server.translating import as_body, errors_reworded, refuse, rename_structures, unsupported_field
+from nano_inference.server.translating import as_body, refuse, rename_structures, renamed_errors, unsupported_field
 from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported, refuse_window
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -101,8 +100,6 @@ class TranslatedChat:
     body: ChatBody
     conversation: Conversation
     functions: Sequence[Function]
-    own_names: Callable[[str], str]
-    """Replaces a chat's field names in the text of an error by those of this API."""
 
 
 def translated_chat(body: ResponsesBody, replies: ClientReplies | None = None) -> TranslatedChat:
@@ -114,10 +111,9 @@ def translated_chat(body: ResponsesBody, replies: ClientReplies | None = None) -
     conversation = _conversation_of(body.previous_response_id, body.input, replies)
     functions = functions_of(body.tools or ())
     messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
-    own_names = partial(with_own_names, places=messages.places, tools=[one.place for one in functions])
-    with errors_reworded(own_names):
+    with renamed_errors(CHAT_NAMES):
         chat = as_body(_chat_of(body, messages.chat, functions), ChatBody)
-    return TranslatedChat(chat, conversation, functions, own_names)
+    return TranslatedChat(chat, conversation, functions)
 
 
 def responses_call(
@@ -172,7 +168,7 @@ def _conversation_of(
 
 
 def _chat_call(body: ResponsesBody, chat: TranslatedChat, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    with errors_reworded(chat.own_names):
+    with renamed_errors(CHAT_NAMES):
         call = chat_call(chat.body, model, config, salt)
     refuse_window(body.model_extra or {}, call.requests[0].params)
     return call

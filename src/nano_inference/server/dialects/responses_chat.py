@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,10 +36,6 @@ CHAT_NAMES: Mapping[str, str] = {
     "reasoning_effort": "reasoning.effort",
 }
 """Field of a chat completion -> its name in this API."""
-_CHAT_FIELD = re.compile(
-    rf"(?<![\w.])(?P<head>{'|'.join(CHAT_NAMES)}|tools|tool_choice)(?P<rest>(?:\.\w+|\[\d+\])*)(?!\w)"
-)
-"""A chat's field in an error, with its path: `messages[2].content`, `response_format.json_schema.schema`."""
 _ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning"})
 _TEXT_TYPES = frozenset({"input_text", "output_text", "text", "refusal"})
 _PREFIX = "nano1."
@@ -51,21 +46,19 @@ EARLIER = "previous_response_id"
 
 @dataclass(slots=True)
 class Messages:
-    """A chat's messages, and the item of `input` that each began with."""
+    """A chat's messages."""
 
     chat: list[JSON] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     """Reasoning of the assistant's next message."""
 
-    def add(self, place: str, **message: Any) -> None:
+    def add(self, **message: Any) -> None:
         if self.thoughts and message["role"] == "user":  # the answer was cut off in its reasoning
-            self.add(place, role="assistant", content="")
+            self.add(role="assistant", content="")
         if self.thoughts and message["role"] == "assistant":
             message["reasoning_content"] = "\n".join(self.thoughts)
         self.thoughts = []
         self.chat.append(message)
-        self.places.append(place)
 
 
 class Function(NamedTuple):
@@ -177,12 +170,12 @@ def messages_of(instructions: str | None, earlier: Sequence[InputItem], new: str
     """
     messages = Messages()
     if instructions is not None:
-        messages.add("instructions", role="system", content=instructions)
+        messages.add(role="system", content=instructions)
     calls: set[str] = set()
     for item in earlier:
         _add_item(messages, item, EARLIER, calls)
     if isinstance(new, str):
-        messages.add("input", role="user", content=new)
+        messages.add(role="user", content=new)
     for index, item in enumerate(() if isinstance(new, str) else new):
         _add_item(messages, item, f"input.{index}", calls)
     messages.chat = with_current_reasoning(messages.chat)
@@ -197,13 +190,13 @@ def _add_item(messages: Messages, item: InputItem, place: str, calls: set[str]) 
         raise unsupported_field(f"{place}.type", f"{place}.type: {kind[:64]!r} is not supported by this server{hint}")
     if kind == "message":
         role, content = _required(item, place, "role"), text_parts(_required(item, place, "content"), place, "content")
-        messages.add(place, role=role, content=content, **({} if item.parts is None else {"parts": item.parts}))
+        messages.add(role=role, content=content, **({} if item.parts is None else {"parts": item.parts}))
     elif kind == "function_call":
         name = joined_name(item.namespace, _required(item, place, "name"))
         function = {"name": name, "arguments": _required(item, place, "arguments")}
         call_id = _required(item, place, "call_id")
         calls.add(call_id)
-        _add_call(messages, {"id": call_id, "type": "function", "function": function}, place)
+        _add_call(messages, {"id": call_id, "type": "function", "function": function})
     elif kind == "function_call_output":
         _add_output(messages, item, place, calls)
     elif kind == "reasoning":
@@ -240,14 +233,14 @@ def _add_output(messages: Messages, item: InputItem, place: str, calls: set[str]
         message = f"{place}.call_id: no earlier function_call has this id; send earlier turns in input"
         raise ApiError(400, message, param=f"{place}.call_id")
     output = text_parts(_required(item, place, "output"), place, "output")
-    messages.add(place, role="tool", tool_call_id=call_id, content=output)
+    messages.add(role="tool", tool_call_id=call_id, content=output)
 
 
-def _add_call(messages: Messages, call: JSON, place: str) -> None:
+def _add_call(messages: Messages, call: JSON) -> None:
     """Add a call to the assistant's message before it, or to a new one."""
     last = messages.chat[-1] if messages.chat else {}
     if last.get("role") != "assistant":
-        messages.add(place, role="assistant", content="", tool_calls=[call])
+        messages.add(role="assistant", content="", tool_calls=[call])
         return
     messages.chat[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
     if messages.thoughts:
@@ -274,42 +267,3 @@ def text_parts(content: str | Sequence[TextPart], place: str, name: str) -> str 
         if part.words is None:
             raise ApiError(400, f"{where}.text: field required", param=f"{where}.text")
     return [{"type": "text", "text": part.words} for part in content]
-
-
-# ---- names in errors ------------------------------------------------------------------------------------------------
-
-
-def with_own_names(text: str, places: Sequence[str], tools: Sequence[str]) -> str:
-    """Return a chat's error text with this API's field names; `places` and `tools`: see `_own_name`."""
-
-    def own_name(found: re.Match[str]) -> str:
-        # "messages" is also an English word: it is a field if it has an index or begins the text.
-        is_field = found["head"] != "messages" or found["rest"] or not found.start()
-        return _own_name(found["head"], found["rest"], places, tools) if is_field else found.group()
-
-    return _CHAT_FIELD.sub(own_name, text)
-
-
-def _own_name(head: str, rest: str, places: Sequence[str], tools: Sequence[str]) -> str:
-    """Return this API's name of the chat field `head`; `rest`: the rest of its path, with dots and brackets.
-
-    `places`, `tools`: the fields of the body that the chat's messages and tools are from.
-    """
-    if head == "messages" and rest:
-        place, rest = _placed(rest, places, "input")
-        return f"{place}.{rest}" if rest and place.startswith("input.") else place
-    if head == "tools" and rest:
-        place, inner = _placed(rest.replace(".function", ""), tools, "")
-        if place:
-            return f"{place}.{inner}" if inner else place
-    if head == "response_format":
-        rest = rest.removeprefix(".json_schema")
-    elif head != "messages":
-        rest = rest.replace(".function", "")
-    return CHAT_NAMES.get(head, head) + rest
-
-
-def _placed(path: str, places: Sequence[str], default: str) -> tuple[str, str]:
-    """Return (place of the index that starts the path, the rest of the path)."""
-    number, _, rest = path.replace("[", ".").replace("]", "")[1:].partition(".")
-    return places[int(number)] if number.isdigit() and int(number) < len(places) else default, rest
