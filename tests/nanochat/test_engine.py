@@ -529,6 +529,24 @@ def test_columns_are_multinomials_bit_for_bit_in_any_order_of_rows(top_k: int | 
     assert sum(token >= 0 for row in found for token in row) == 21
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (50, None), (None, 0.5), (50, 0.5)])
+def test_columns_of_a_large_vocabulary_are_multinomials_with_their_logprobs(
+    top_k: int | None, top_p: float | None
+) -> None:
+    columns, rng = Columns(16, 3, 0.8, top_k, top_p, torch.device("cpu")), torch.Generator().manual_seed(3)
+    for place in range(4):
+        logits = 3 * torch.randn(16, 32768, generator=torch.Generator().manual_seed(place))
+        tokens, logprobs = columns.choose(logits, range(16), [place] * 16)
+        assert tokens.tolist() == sample_next_token(logits, rng, 0.8, top_k, top_p)[:, 0].tolist()
+        chances = (logits.double() / 0.8).softmax(-1)
+        ordered = chances.sort(descending=True).values
+        kept = torch.arange(32768) < (top_k or 32768)
+        mass = (ordered * kept).sum(-1, keepdim=True)
+        kept = kept & (ordered.cumsum(-1) - ordered < (top_p or 2.0) * mass)
+        own = chances.gather(1, tokens[:, None])[:, 0] / (ordered * kept).sum(-1)
+        assert (logprobs - own.log()).abs().max() < 1e-5
+
+
 def test_columns_keep_only_needed_numbers() -> None:
     columns = Columns(3, 0, 1.0, None, None, torch.device("cpu"))
     logits = torch.zeros(1, 9)
