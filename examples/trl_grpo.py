@@ -65,23 +65,12 @@ class Background:
 
 
 @contextmanager
-def served(model: str, weights: str, seed: int) -> Iterator[str]:
-    """Serve the model in another process; yield its URL."""
+def served(model: str, weights: str, seed: int, *options: str) -> Iterator[str]:
+    """Serve the model in another process, with these further options; yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "nano_inference",
-        "serve",
-        "--model",
-        model,
-        "--port",
-        str(port),
-        "--seed",
-        str(seed),
-    ]
+    command = [sys.executable, "-P", "-m", "nano_inference", "serve", "--model", model]
+    command += ["--port", str(port), "--seed", str(seed), *options]
     command += ["--enable-rl", "--weights-dir", weights, "--no-log-requests", "--num-threads", "1"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
