@@ -144,7 +144,7 @@ def take_chats(browser: Browser, url: str) -> None:
     settings = '{"sampling": {"max_tokens": 120}, "seed": 7}'
     page = opened(browser, url, settings=settings)
     ask(page, QUESTION)
-    ask(page, "Write a Python function that adds two numbers.", 2)
+    ask(page, "Write a Python function that returns the square of a number.", 2)
     take(page, "page-desktop")
     page.get_by_role("button", name="Tokens").last.click()
     page.locator(".tokens .token.p3, .tokens .token.p4").first.click()
