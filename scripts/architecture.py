@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "nano_inference"
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 BANDS = {
-    "Foundations": "frozen registry checks seeds samples types exclusive children files packages memory",
+    "Foundations": "errors frozen registry checks seeds samples types exclusive children files packages memory",
     "Kernels and sources": "kernels config hub chat_defaults wheels catalog logprobs",
     "Models and files": "models loader text kinds",
     "Core": "kv runner matching sequence scheduling admission drafts speculation appending core mailboxes driving",

@@ -25,7 +25,7 @@ HOMES = {
 }
 """Public name -> the module that declares it."""
 LEVELS = (
-    "frozen registry checks seeds",
+    "errors frozen registry checks seeds",
     "samples",
     "types memory exclusive children",
     "files packages",

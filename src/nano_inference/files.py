@@ -10,7 +10,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from nano_inference.types import BadRequest, ModelError
+from nano_inference.errors import BadRequest, ModelError
 
 MAX_PATH = 4095
 """Limit on the bytes of a path on Linux; a system with a lower limit raises an error when the path is used."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from nano_inference.types import ModelError
+from nano_inference.errors import ModelError
 
 PACKAGES: Mapping[str, str] = {
     "cyclopts": "cyclopts",

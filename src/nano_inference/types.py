@@ -21,6 +21,15 @@ from nano_inference.checks import (
     number,
     token_ids,
 )
+from nano_inference.errors import BadRequest as BadRequest
+from nano_inference.errors import CacheFull as CacheFull
+from nano_inference.errors import EngineBusy as EngineBusy
+from nano_inference.errors import EngineDead as EngineDead
+from nano_inference.errors import EnginePaused as EnginePaused
+from nano_inference.errors import MissingFile as MissingFile
+from nano_inference.errors import ModelError as ModelError
+from nano_inference.errors import UpdateBusy as UpdateBusy
+from nano_inference.errors import WeightError as WeightError
 from nano_inference.frozen import FrozenDict
 from nano_inference.samples import Delta as Delta
 from nano_inference.samples import FinishReason as FinishReason
@@ -45,42 +54,6 @@ UpdateState = Literal["idle", "staging", "staged", "failed"]
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 SMALLEST_TEMPERATURE = 2.0**-126
 """float32's smallest normal number; a temperature below it counts as 0."""
-
-
-class BadRequest(ValueError):
-    """The request is invalid; the message names the field. The only error that is the client's fault."""
-
-
-class EngineBusy(RuntimeError):
-    """The call was refused and changed nothing: another thread uses the engine, or it came from inside a step."""
-
-
-class EngineDead(RuntimeError):
-    """The engine was shut down or its thread failed, and accepts no more work; the cause is chained."""
-
-
-class EnginePaused(RuntimeError):
-    """The call would wait forever: the engine is paused, asleep or without weights."""
-
-
-class CacheFull(RuntimeError):
-    """More KV blocks were requested than are free; nothing was taken."""
-
-
-class ModelError(ValueError):
-    """A model's files are missing, damaged or of an unknown architecture. The one-line message names the file."""
-
-
-class MissingFile(ModelError, FileNotFoundError):
-    """A checkpoint, or a file of one, does not exist."""
-
-
-class WeightError(ValueError):
-    """New weights were rejected: a wrong name, shape or value, or a failed sender. The old weights stay installed."""
-
-
-class UpdateBusy(RuntimeError):
-    """A weight update is already in progress; only one is allowed at a time."""
 
 
 class Matcher(Protocol):

@@ -1,0 +1,39 @@
+"""The errors that callers may catch; `types` has them too. No imports."""
+
+from __future__ import annotations
+
+
+class BadRequest(ValueError):
+    """The request is invalid; the message names the field. The only error that is the client's fault."""
+
+
+class EngineBusy(RuntimeError):
+    """The call was refused and changed nothing: another thread uses the engine, or it came from inside a step."""
+
+
+class EngineDead(RuntimeError):
+    """The engine was shut down or its thread failed, and accepts no more work; the cause is chained."""
+
+
+class EnginePaused(RuntimeError):
+    """The call would wait forever: the engine is paused, asleep or without weights."""
+
+
+class CacheFull(RuntimeError):
+    """More KV blocks were requested than are free; nothing was taken."""
+
+
+class ModelError(ValueError):
+    """A model's files are missing, damaged or of an unknown architecture. The one-line message names the file."""
+
+
+class MissingFile(ModelError, FileNotFoundError):
+    """A checkpoint, or a file of one, does not exist."""
+
+
+class WeightError(ValueError):
+    """New weights were rejected: a wrong name, shape or value, or a failed sender. The old weights stay installed."""
+
+
+class UpdateBusy(RuntimeError):
+    """A weight update is already in progress; only one is allowed at a time."""
