@@ -334,7 +334,7 @@ def test_only_launchers_imports_the_cuda_kernels_and_in_a_function(trees: dict[s
 
 def test_the_environment_is_read_by_command_lines_and_by_assemble(trees: dict[str, ast.Module]) -> None:
     readers = {path for path, tree in trees.items() if reads_environment(tree)}
-    allowed = {"assemble.py", "__main__.py", "children.py"}
+    allowed = {"assemble.py", "rank.py", "__main__.py", "children.py"}
     allowed |= {"integrations/ray_serve.py", "packages.py"}  # for `serve run`, and Ray's own RAY_ADDRESS
     assert {path for path in readers if not path.startswith("cli/")} <= allowed
 

@@ -18,12 +18,10 @@ from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.drafts import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS, MakeDrafter
 from nano_inference.executors.cuda.launchers import Kernels, triton_kernels
-from nano_inference.executors.devices import available_memory, pick_device, pick_dtype, rank_device
+from nano_inference.executors.devices import available_memory, pick_device, pick_dtype, set_threads
 from nano_inference.executors.loading import LoadProgress
 from nano_inference.executors.opening import ROUNDINGS, load_cuda_model, load_kernel_model, load_model
 from nano_inference.executors.protocol import CacheSize, Executor
-from nano_inference.executors.torch.attention import pick
-from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.kernels.compile import (
     CannotCompile,
     Isa,
@@ -34,21 +32,13 @@ from nano_inference.kernels.compile import (
     find_compiler,
 )
 from nano_inference.kernels.library import Library
-from nano_inference.kinds import ModelKinds, installed_kinds
+from nano_inference.kinds import ModelKinds, installed_kinds, opened
 from nano_inference.kv import KVManager, make_kv
-from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loader.checkpoint import Checkpoint
 from nano_inference.loader.opened import generation_fields, sampling_defaults
-from nano_inference.models.config import ModelConfig, with_length
-from nano_inference.models.families import program_of
-from nano_inference.models.program import Program
+from nano_inference.models.config import ModelConfig
 from nano_inference.ngram_drafter import NgramDrafter
-from nano_inference.parallel.executor import ShardedExecutor
-from nano_inference.parallel.leader import Leader
-from nano_inference.parallel.links import Links, local_links
-from nano_inference.parallel.local import load_part
-from nano_inference.parallel.processes import Processes
-from nano_inference.parallel.shard import check_divisible
-from nano_inference.parallel.staged import Whole
+from nano_inference.parallel.opening import start_ranks
 from nano_inference.runner import BlockCopy, Row, RowResult, Runner
 from nano_inference.text.dialogue import Dialogue, load_dialogue
 from nano_inference.text.kinds import Tokenizer
@@ -162,7 +152,7 @@ def assemble(
         raise ValueError("deterministic: requires the CPU or the CUDA kernels (docs/batch-dependence.md)")
     check_cache_fits(config.kv_cache_bytes, device)
     kinds = installed_kinds() if kinds is None else kinds
-    checkpoint = opened(config, kinds)
+    checkpoint = opened(config, kinds, default_cache(os.environ))
     on_open(checkpoint)
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
     executor: Executor
@@ -179,16 +169,6 @@ def assemble(
             checkpoint, device, dtype, max_model_len, progress, attention=config.attention, families=kinds.families
         )
     return parts_with(executor, config, checkpoint, kinds)
-
-
-def opened(config: EngineConfig, kinds: ModelKinds) -> Checkpoint:
-    """Open the configured checkpoint; with `allow_long_context`, its longest sequence is at least `max_model_len`."""
-    checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
-    trained = checkpoint.config.max_positions
-    if not config.allow_long_context or config.max_model_len <= trained:
-        return checkpoint
-    _log.warning("max_model_len %d is more than the model was trained for, %d tokens", config.max_model_len, trained)
-    return checkpoint.with_positions(config.max_model_len)
 
 
 def parts_with(executor: Executor, config: EngineConfig, checkpoint: Checkpoint, kinds: ModelKinds) -> EngineParts:
@@ -233,62 +213,6 @@ def end_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
     file, all that llama.cpp stops at. vLLM's are the same, without config.json's if generation_config.json exists.
     """
     return frozenset(token for token in (*config.eos_token_ids, *tokenizer.eos_ids) if token < config.vocab_size)
-
-
-def set_threads(config: EngineConfig) -> None:
-    """Set torch's number of threads; ranks share the machine's by default."""
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    elif config.tensor_parallel > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tensor_parallel))
-
-
-def start_ranks(
-    checkpoint: Checkpoint, config: EngineConfig, kinds: ModelKinds, progress: LoadProgress | None
-) -> ShardedExecutor:
-    """Start the other ranks as processes, and load rank 0's part of the model.
-
-    Raises `ValueError` if the model cannot be divided, or naming a rank that failed.
-    """
-    size = config.tensor_parallel
-    model, program = divided_model(checkpoint, config, kinds)
-    device = rank_device(config.device, 0, size)
-    processes = Processes(config.to_dict(), size)
-    try:
-        processes.wait_until_ready()
-        links = local_links(processes.directory, 0, size, device)
-        own = load_rank(checkpoint, model, program, config, links, device, progress)
-        leader = Leader(links, processes.end, processes.kill, is_serving=True)
-    except BaseException:
-        processes.kill()
-        raise
-    return ShardedExecutor(own, Whole(program, size), leader, is_fed=True)
-
-
-def divided_model(checkpoint: Checkpoint, config: EngineConfig, kinds: ModelKinds) -> tuple[ModelConfig, Program]:
-    """Return a model's configuration and its whole program. Raises `ValueError` if it cannot be divided."""
-    model = with_length(checkpoint.config, min(config.max_model_len, checkpoint.config.max_positions))
-    program = program_of(model, kinds.families)
-    check_divisible(program, config.tensor_parallel)
-    return model, program
-
-
-def load_rank(
-    checkpoint: Checkpoint,
-    model: ModelConfig,
-    program: Program,
-    config: EngineConfig,
-    links: Links,
-    device: torch.device,
-    progress: LoadProgress | None = None,
-) -> TorchExecutor:
-    """Load this rank's part of a model; all ranks call it. Raises what `load_part` raises, after leaving the links."""
-    dtype, backend = pick_dtype(config.dtype, device), pick(config.attention, device)
-    try:
-        return load_part(model, program, checkpoint.sources, links, device, dtype, backend, progress)
-    except BaseException:
-        links.close()  # threads of a group that is left open can abort the process at its end
-        raise
 
 
 def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:

@@ -1,4 +1,4 @@
-"""The tables of model formats, model families and tokenizers, including those of installed packages.
+"""The tables of model formats, model families and tokenizers, with those of installed packages; `opened` uses them.
 
 Packages add rows by entry points (`nano_inference.formats`, `nano_inference.families`, `nano_inference.tokenizers`;
 see docs/adding-a-model.md). The tables are built anew by each call.
@@ -6,14 +6,20 @@ see docs/adding-a-model.md). The tables are built anew by each call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from nano_inference.loader.checkpoint import installed_formats
+from nano_inference.catalog import resolve
+from nano_inference.config import EngineConfig
+from nano_inference.loader.checkpoint import Checkpoint, installed_formats, open_checkpoint
 from nano_inference.loader.formats import ModelFormat
 from nano_inference.models.families import Family, installed_families
 from nano_inference.text.kinds import TokenizerKind
 from nano_inference.text.tokenizer import installed_tokenizers
+
+_log = logging.getLogger("nano_inference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +34,16 @@ class ModelKinds:
 def installed_kinds() -> ModelKinds:
     """Return the tables of this package and all installed packages. Raises `PluginError` for an unusable row."""
     return ModelKinds(formats=installed_formats(), families=installed_families(), tokenizers=installed_tokenizers())
+
+
+def opened(config: EngineConfig, kinds: ModelKinds, cache: Path) -> Checkpoint:
+    """Open the configured checkpoint, fetched into `cache` if absent.
+
+    With `allow_long_context`, its longest sequence is at least `max_model_len`.
+    """
+    checkpoint = open_checkpoint(resolve(config.model_path, cache), config.overrides, kinds.formats)
+    trained = checkpoint.config.max_positions
+    if not config.allow_long_context or config.max_model_len <= trained:
+        return checkpoint
+    _log.warning("max_model_len %d is more than the model was trained for, %d tokens", config.max_model_len, trained)
+    return checkpoint.with_positions(config.max_model_len)

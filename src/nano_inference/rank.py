@@ -10,12 +10,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from nano_inference.assemble import divided_model, load_rank, opened, set_threads
+from nano_inference.catalog import default_cache
 from nano_inference.config import EngineConfig
-from nano_inference.executors.devices import rank_device
-from nano_inference.kinds import installed_kinds
+from nano_inference.executors.devices import rank_device, set_threads
+from nano_inference.kinds import installed_kinds, opened
 from nano_inference.parallel.follower import Follower
 from nano_inference.parallel.links import local_links
+from nano_inference.parallel.opening import divided_model, load_rank
 from nano_inference.types import EngineDead
 
 _log = logging.getLogger("nano_inference")
@@ -44,7 +45,7 @@ def _opened(task: dict[str, Any], directory: Path, rank: int) -> Follower:
     set_threads(config)
     device = rank_device(config.device, rank, size)
     kinds = installed_kinds()
-    checkpoint = opened(config, kinds)
+    checkpoint = opened(config, kinds, default_cache(os.environ))
     model, program = divided_model(checkpoint, config, kinds)
     (directory / f"ready-{rank}").touch()
     links = local_links(directory, rank, size, device)

@@ -16,16 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nano_inference.assemble import divided_model, environment, load_rank, opened, parts_with
+from nano_inference.assemble import environment, parts_with
+from nano_inference.catalog import default_cache
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.devices import rank_device
-from nano_inference.kinds import installed_kinds
+from nano_inference.kinds import installed_kinds, opened
 from nano_inference.loader.sources import WeightSource
 from nano_inference.parallel.executor import ShardedExecutor
 from nano_inference.parallel.follower import Fill, Follower
 from nano_inference.parallel.leader import Leader
 from nano_inference.parallel.links import trainer_links
+from nano_inference.parallel.opening import divided_model, load_rank
 from nano_inference.parallel.staged import Whole
 from nano_inference.types import (
     BadRequest,
@@ -73,7 +75,7 @@ class SpmdEngine:
     def _join(self, config: EngineConfig, device: torch.device) -> None:
         """Join the other ranks and load this one's part."""
         kinds = installed_kinds()
-        checkpoint = opened(config, kinds)
+        checkpoint = opened(config, kinds, default_cache(environment()))
         model, program = divided_model(checkpoint, config, kinds)
         self._links = trainer_links(config.tensor_parallel, device)
         own = load_rank(checkpoint, model, program, config, self._links, device)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.assemble import divided_model, load_rank, locate, parts_with
+from nano_inference.assemble import locate, parts_with
 from nano_inference.executors.protocol import Executor
 from nano_inference.kinds import installed_kinds
 from nano_inference.loader.checkpoint import open_checkpoint
@@ -21,6 +21,7 @@ from nano_inference.parallel.executor import ShardedExecutor
 from nano_inference.parallel.follower import Follower
 from nano_inference.parallel.leader import Leader
 from nano_inference.parallel.links import WAIT, Links, local_links
+from nano_inference.parallel.opening import divided_model, load_rank
 from nano_inference.parallel.staged import Whole
 from nano_inference.types import EngineDead
 

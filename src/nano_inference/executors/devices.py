@@ -1,4 +1,4 @@
-"""Devices, their precisions, and how much of their memory a KV cache may take."""
+"""Devices and threads, their precisions, and how much of their memory a KV cache may take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nano_inference.config import Dtype
+from nano_inference.config import Dtype, EngineConfig
 
 _DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
@@ -62,6 +62,14 @@ def rank_device(name: str, local_rank: int, num_local: int) -> torch.device:
     if num_local > count:
         raise ValueError(f"tensor_parallel: {num_local} ranks need as many CUDA devices, torch sees {count}")
     return torch.device("cuda", local_rank)
+
+
+def set_threads(config: EngineConfig) -> None:
+    """Set torch's number of threads; ranks share the machine's by default."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif config.tensor_parallel > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tensor_parallel))
 
 
 def free_bytes(device: torch.device, share: float) -> int:
