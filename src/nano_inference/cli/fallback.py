@@ -9,7 +9,7 @@ from cyclopts import App, Argument, ArgumentCollection, Token
 from nano_inference.catalog import find_builtin
 
 ENV_PREFIX = "NANO_INFERENCE_"
-BUILT_IN = "built-in"  # source of a value that nobody set
+BUILT_IN = "built-in"  # source of a value that was not set
 DEFAULT = "default"  # alias of the default model in the catalog
 SERVED = "(the only one that the server has)"  # value of --model in a chat with a server, if not given
 

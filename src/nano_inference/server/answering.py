@@ -25,8 +25,7 @@ from nano_inference.text.tokenizer import Tokenizer
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-ToEvents = Callable[[Transcript, DecodedDelta], bytes]
-"""Returns the events that a client is sent for a delta."""
+ToEvents = Callable[[Transcript, DecodedDelta], bytes]  # returns the events that a client is sent for a delta
 
 _SMALL_REPLY = 4000
 """Tokens and alternatives of a reply that is serialized on the event loop; a larger one is serialized in a thread."""
@@ -40,10 +39,8 @@ _log = logging.getLogger("nano_inference.server")
 class Timing:
     """Time limits of an answer."""
 
-    deadline: float
-    """On the monotonic clock."""
-    keep_alive_s: float
-    """Seconds without an event after which a stream sends its form's `keep_alive`; 0: never."""
+    deadline: float  # on the monotonic clock
+    keep_alive_s: float  # seconds without an event after which a stream sends its form's `keep_alive`; 0: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

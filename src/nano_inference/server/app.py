@@ -50,8 +50,7 @@ from nano_inference.server.schema import Body
 from nano_inference.server.serving import CallResponse, OpenCalls, Serving
 from nano_inference.server.worker_pool import BodyWorkers
 
-_PROBE_SECONDS = 20.0
-"""Deadline of a probing route: SGLang's value for /health_generate."""
+_PROBE_SECONDS = 20.0  # deadline of a probing route: SGLang's value for /health_generate
 _REJECTIONS = {
     "queue_full": "max_num_queued_reqs",
     "too_many_tokens": "max_num_queued_tokens",
@@ -94,8 +93,7 @@ class App:
         self.compilers = Compilers()
         self.ignored = IgnoredFields(config.strict)
         self._open_calls = OpenCalls()
-        self._max_running = 0
-        """Limit of running samples."""
+        self._max_running = 0  # limit of running samples
         self._document: asyncio.Task[bytes] | None = None
         """Creates the OpenAPI document; started by the first request for it."""
         self._pages: dict[str, Page] = {}
@@ -103,8 +101,7 @@ class App:
         self._router = Router(self.routes, redirect_slashes=False)
         self.guard = Guard(self._route, policy, self._on_response, error_bodies(dialects))
         """Admits requests, and reports each response."""
-        self.asgi: ASGIApp = strip_root_path(config.root_path, self.guard)
-        """The ASGI application."""
+        self.asgi: ASGIApp = strip_root_path(config.root_path, self.guard)  # the ASGI application
 
     def serve(self, loaded: LoadedModel, max_running: int) -> None:
         """Start to accept requests for a loaded model that runs up to `max_running` samples at once."""

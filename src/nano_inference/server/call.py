@@ -31,8 +31,7 @@ from nano_inference.text.tool_events import CallEnd, Content, Event, Reasoning, 
 from nano_inference.types import Delta, StopReason, TrainingSample
 
 JSON = dict[str, Any]
-Kind = Literal["chat", "completion"]
-"""Input of the model: messages, or a text."""
+Kind = Literal["chat", "completion"]  # input of the model: messages, or a text
 
 
 class Reply(Protocol):
@@ -65,8 +64,7 @@ class Transcript:
     """The decoded output of one sample so far. Used only by the coroutine that answers the call."""
 
     prompt_index: int
-    index: int
-    """Index among all choices of the call."""
+    index: int  # index among all choices of the call
     detokenizer: Detokenizer
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -75,17 +73,13 @@ class Transcript:
     stop_reason: StopReason | None = None
     sample: TrainingSample | None = None
     parts: list[Part] = field(default_factory=list)
-    call_parser: CallsState | None = None
-    """State of the tool call parser; None if calls are not parsed."""
-    reasoning: ReasoningSplitter | None = None
-    """None if reasoning is part of the text."""
+    call_parser: CallsState | None = None  # state of the tool call parser; None if calls are not parsed
+    reasoning: ReasoningSplitter | None = None  # None if reasoning is part of the text
     events: list[Event] = field(default_factory=list)
-    num_calls: int = 0
-    """Complete tool calls."""
+    num_calls: int = 0  # complete tool calls
     mask: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    times: SampleTimes | None = None
-    """Times of the sample's events so far; None if unknown."""
+    times: SampleTimes | None = None  # times of the sample's events so far; None if unknown
 
     def add_delta(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> DecodedDelta:
         """Add a delta; return it decoded. `keep`: keep text and entries, for a reply that is not streamed."""
@@ -198,24 +192,18 @@ class Call:
     kind: Kind
     id: str
     model: str
-    fingerprint: str | None = None
-    """OpenAI's `system_fingerprint`: changes with the program and the model."""
+    fingerprint: str | None = None  # OpenAI's `system_fingerprint`: changes with the program and the model
     requests: tuple[PromptRequest, ...]
-    num_samples: int
-    """Samples per prompt."""
-    num_tokens: int
-    """Upper bound of its tokens, prompts and outputs."""
+    num_samples: int  # samples per prompt
+    num_tokens: int  # upper bound of its tokens, prompts and outputs
     shape: ReplyShape
     stream: bool = False
-    form: StreamForm = SERVER_SENT_EVENTS
-    """Form of a stream; its route's."""
+    form: StreamForm = SERVER_SENT_EVENTS  # form of a stream; its route's
     include_usage: bool = False
     continuous_usage: bool = False
     make_reply: MakeReply
-    names: frozenset[str] = frozenset()
-    """Ids by which a client may abort it."""
-    forbids_tokens: bool = False
-    """True if the client excludes tokens, possibly all of them."""
+    names: frozenset[str] = frozenset()  # ids by which a client may abort it
+    forbids_tokens: bool = False  # True if the client excludes tokens, possibly all of them
     reduced_max_tokens: int | None = None
     """Tokens of a sample that the context has room for, if fewer than `max_tokens`; else None."""
 

@@ -13,8 +13,7 @@ from nano_inference.text.bad_words import both
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.types import BadRequest, MatcherFactory
 
-MAX_STRUCTURES = 8
-"""Different structures in one call, over all prompts."""
+MAX_STRUCTURES = 8  # different structures in one call, over all prompts
 
 
 class Compilers:

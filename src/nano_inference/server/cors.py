@@ -18,8 +18,7 @@ PREFLIGHT = (
 """Headers of the reply to a preflight."""
 
 
-LOCALHOST = "localhost"
-"""In a list of origins: those of this machine, any port of a loopback name with http or https."""
+LOCALHOST = "localhost"  # in a list of origins: those of this machine, any port of a loopback name with http or https
 _LOOPBACK = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?")
 
 

@@ -26,14 +26,10 @@ class LogprobEntry(NamedTuple):
     """The log-probability of one token."""
 
     token: int
-    text: str
-    """Its part of the text; the parts of all tokens join to the text."""
-    logprob: float | None
-    """None for a prompt's first token."""
-    top: TopLogprobs | None
-    """Alternatives, most likely first; None for a prompt's first token."""
-    offset: int
-    """Start of its text, in characters."""
+    text: str  # its part of the text; the parts of all tokens join to the text
+    logprob: float | None  # None for a prompt's first token
+    top: TopLogprobs | None  # alternatives, most likely first; None for a prompt's first token
+    offset: int  # start of its text, in characters
 
 
 class DecodedDelta(NamedTuple):
@@ -46,10 +42,8 @@ class DecodedDelta(NamedTuple):
     stop_reason: StopReason | None
     parts: tuple[Part, ...] = ()
     """The text split into plain text, calculator calls and results; empty without a calculator."""
-    delta: Delta | None = None
-    """The engine's delta; None if the sample was ended at the deadline."""
-    events: tuple[Event, ...] = ()
-    """The text split into content and tool calls."""
+    delta: Delta | None = None  # the engine's delta; None if the sample was ended at the deadline
+    events: tuple[Event, ...] = ()  # the text split into content and tool calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +51,9 @@ class Detokenizer:
     """State of one sample's detokenization."""
 
     shown: StreamState
-    unstopped: StreamState
-    """The same without stop strings, for the text of single tokens."""
-    offset: int = 0
-    """Characters of the text so far."""
-    inside: PartKind = "text"
-    """Kind of the part that the text so far ends in, with a calculator."""
+    unstopped: StreamState  # the same without stop strings, for the text of single tokens
+    offset: int = 0  # characters of the text so far
+    inside: PartKind = "text"  # kind of the part that the text so far ends in, with a calculator
 
 
 def start_detokenizer(shape: ReplyShape, prompt_index: int) -> Detokenizer:

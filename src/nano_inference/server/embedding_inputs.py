@@ -55,8 +55,7 @@ def _text_of(value: Any) -> Any:
     return "".join(map(str, texts))
 
 
-Text = str
-"""May be empty for a model whose tokenizer adds tokens to it."""
+Text = str  # may be empty for a model whose tokenizer adds tokens to it
 Pieces = Annotated[list[TokenId | Text], Field(min_length=1, max_length=_MAX_PIECES, fail_fast=True)]
 """One input made of token ids and texts."""
 Inputs = Annotated[

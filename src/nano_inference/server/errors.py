@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-MAX_MESSAGE = 1500
-"""Characters of an error's message."""
+MAX_MESSAGE = 1500  # characters of an error's message
 
 _NO_HEADERS: Mapping[str, str] = {}
 _TYPES = {
@@ -36,8 +35,7 @@ _INTERNALS = re.compile(
 """Memory addresses and file paths, which clients must not learn."""
 
 
-ErrorBody = Callable[["ApiError"], Mapping[str, Any]]
-"""Returns the body of an error in a dialect."""
+ErrorBody = Callable[["ApiError"], Mapping[str, Any]]  # returns the body of an error in a dialect
 
 
 class ApiError(Exception):
@@ -56,13 +54,10 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.param = param
-        """The invalid field: `messages.2.content`."""
-        self.code = code
-        """A constant for programs: `model_not_found`, `context_length_exceeded`, `queue_full`."""
+        self.param = param  # the invalid field: `messages.2.content`
+        self.code = code  # a constant for programs: `model_not_found`, `context_length_exceeded`, `queue_full`
         self.headers = headers
-        self.extra = extra
-        """Further fields of the error object, for programs: `n_prompt_tokens`, `n_ctx`."""
+        self.extra = extra  # further fields of the error object, for programs: `n_prompt_tokens`, `n_ctx`
         self._make_body: ErrorBody | None = None
 
     def with_body(self, make_body: ErrorBody) -> ApiError:

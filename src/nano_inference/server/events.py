@@ -12,15 +12,13 @@ class StreamForm(NamedTuple):
     """How the values of a stream are separated."""
 
     media_type: str
-    keep_alive: bytes
-    """Sent after a silence, for proxies that close idle connections; empty: nothing is sent."""
+    keep_alive: bytes  # sent after a silence, for proxies that close idle connections; empty: nothing is sent
 
 
 SERVER_SENT_EVENTS = StreamForm("text/event-stream; charset=utf-8", b": keep-alive\n\n")
 JSON_LINES = StreamForm("application/x-ndjson", b"")  # clients parse every line, so that a silence has no place for one
 
-DONE = b"data: [DONE]\n\n"
-"""End of OpenAI's streams."""
+DONE = b"data: [DONE]\n\n"  # end of OpenAI's streams
 
 _ESCAPES = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
 """Characters that JSON may contain, but at which Python's `str.splitlines` ends a line, and so do clients that read

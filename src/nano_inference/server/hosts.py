@@ -7,8 +7,7 @@ import re
 
 from nano_inference.server.config import ServerConfig
 
-Host = tuple[str, int | None]
-"""A name or address in lower case, and the port if given."""
+Host = tuple[str, int | None]  # a name or address in lower case, and the port if given
 
 MAX_HOST = 255
 

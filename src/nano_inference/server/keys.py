@@ -14,11 +14,9 @@ from pathlib import Path
 from nano_inference.files import path_of
 from nano_inference.server.config import ServerConfig
 
-MIN_KEY = 8
-"""Minimum characters of a key."""
+MIN_KEY = 8  # minimum characters of a key
 
-MAX_KEY_FILE = 1 << 20
-"""Maximum bytes of a key file: a wrong path must not read a model into memory."""
+MAX_KEY_FILE = 1 << 20  # maximum bytes of a key file: a wrong path must not read a model into memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +25,7 @@ class KeyRing:
 
     digests: tuple[bytes, ...] = field(repr=False)
     secret: bytes = field(repr=False)
-    is_shared: bool = False
-    """True if clients with different keys share cached prefixes."""
+    is_shared: bool = False  # True if clients with different keys share cached prefixes
 
     @property
     def is_empty(self) -> bool:

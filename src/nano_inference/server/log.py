@@ -21,11 +21,9 @@ from starlette.types import Scope
 ACCESS_LOGGER = "nano_inference.access"
 QUIET_PATHS = ("/health", "/ready", "/ping", "/liveness", "/metrics", "/load")
 """Polled every few seconds; logged only if answering fails."""
-MAX_TEXT = 256
-"""Characters of a field that is not in `MAX_LENGTHS`."""
+MAX_TEXT = 256  # characters of a field that is not in `MAX_LENGTHS`
 MAX_MESSAGE = 8192
-MAX_EXCEPTION = 16384
-"""Characters of a traceback; the start is cut, as the error is at the end."""
+MAX_EXCEPTION = 16384  # characters of a traceback; the start is cut, as the error is at the end
 
 MAX_LENGTHS: Mapping[str, int] = {"level": 16, "request_id": 128, "method": 16, "finish_reason": 32}
 _DURATIONS = frozenset(("queue_ms", "ttft_ms", "total_ms", "decode_tps"))
@@ -35,14 +33,12 @@ _DURATIONS = frozenset(("queue_ms", "ttft_ms", "total_ms", "decode_tps"))
 class AccessRecord:
     """One finished HTTP request. Fields that are None are omitted from the line."""
 
-    ts: float
-    """End of the request, seconds since 1970."""
+    ts: float  # end of the request, seconds since 1970
     level: str = "info"
     request_id: str | None = None
     method: str | None = None
     path: str | None = None
-    status: int | None = None
-    """None if the client disconnected before the response started."""
+    status: int | None = None  # None if the client disconnected before the response started
     model: str | None = None
     n: int | None = None
     prompt_tokens: int | None = None
@@ -51,14 +47,12 @@ class AccessRecord:
     queue_ms: float | None = None
     ttft_ms: float | None = None
     total_ms: float | None = None
-    decode_tps: float | None = None
-    """Output tokens per second after the first token."""
+    decode_tps: float | None = None  # output tokens per second after the first token
     finish_reason: str | None = None
     client_abort: bool | None = None
     error_type: str | None = None
     error_code: str | None = None
-    error_param: str | None = None
-    """The invalid field."""
+    error_param: str | None = None  # the invalid field
 
 
 def record_of(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> AccessRecord:

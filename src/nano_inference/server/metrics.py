@@ -16,13 +16,11 @@ from prometheus_client.process_collector import ProcessCollector
 
 from nano_inference.types import StepStats
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Content type of `Metrics.render` and `not_loaded`."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # content type of `Metrics.render` and `not_loaded`
 END_REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "client_quota", "draining", "paused", "dead", "other")
 """Why a request was not admitted; the first two are vLLM's labels for a full queue and too many admitted tokens."""
-MAX_ROUTES = 40
-"""Routes with series of their own, which bounds the memory; further ones are counted as "other"."""
+MAX_ROUTES = 40  # routes with series of their own, which bounds the memory; further ones are counted as "other"
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 _NO_LABELS: Mapping[str, str] = {}
@@ -49,23 +47,19 @@ class SampleRecord:
     """One ended sample of a request. Times are seconds on the monotonic clock; None if the event did not happen."""
 
     prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens whose K/V was in the cache at first admission."""
+    cached_tokens: int  # prompt tokens whose K/V was in the cache at first admission
     output_tokens: int
     params_n: int
     params_max_tokens: int
-    finish_reason: str
-    """One of `END_REASONS`."""
+    finish_reason: str  # one of `END_REASONS`
     num_preemptions: int
     arrived: float
-    started: float | None
-    """When it first left the engine's queue."""
+    started: float | None  # when it first left the engine's queue
     first_token: float | None
     ended: float
     ends_request: bool = True
     """True for the last of its request's samples, with which the request's own series are updated."""
-    longest_output: int = 0
-    """Maximum output tokens of the request's other samples; used with `ends_request` only."""
+    longest_output: int = 0  # maximum output tokens of the request's other samples; used with `ends_request` only
 
     @property
     def was_computed(self) -> bool:

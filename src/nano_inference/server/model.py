@@ -18,8 +18,7 @@ from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import SamplingParams
 
-OWNER = "nano-inference"
-"""`owned_by` of the models in GET /v1/models."""
+OWNER = "nano-inference"  # `owned_by` of the models in GET /v1/models
 _PLAIN = SamplingParams()
 
 
@@ -27,32 +26,22 @@ _PLAIN = SamplingParams()
 class ServedModel:
     """What routes need to parse requests and make replies."""
 
-    names: tuple[str, ...]
-    """Names that requests may use; the first is the default."""
-    any_name: bool
-    """True if requests may use any other name as well."""
-    created: int
-    """Time of loading, seconds since 1970."""
+    names: tuple[str, ...]  # names that requests may use; the first is the default
+    any_name: bool  # True if requests may use any other name as well
+    created: int  # time of loading, seconds since 1970
     tokenizer: Tokenizer
-    dialogue: Dialogue | None
-    """Chat template and parts; None for a base model without a chat template."""
-    grammars: Grammars
-    """Compiler and cache of grammars for structured output."""
+    dialogue: Dialogue | None  # chat template and parts; None for a base model without a chat template
+    grammars: Grammars  # compiler and cache of grammars for structured output
     limits: Limits
     generation: Mapping[str, Any]
     """Default sampling fields of requests: those of the model's generation_config.json, or none."""
-    chat_defaults: ChatDefaults
-    """Default sampling fields of the chat page."""
-    max_positions: int
-    """Maximum context of the model's configuration, in tokens."""
-    file_name: str = ""
-    """Name of the model's file or directory, without the directories above it; empty if unknown."""
-    prefills: bool = False
-    """True if a last message of the assistant is continued unless a request decides it."""
+    chat_defaults: ChatDefaults  # default sampling fields of the chat page
+    max_positions: int  # maximum context of the model's configuration, in tokens
+    file_name: str = ""  # name of the model's file or directory, without the directories above it; empty if unknown
+    prefills: bool = False  # True if a last message of the assistant is continued unless a request decides it
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Facts shown by GET /info: architecture, precision, kernels."""
-    longest_token: int
-    """Bytes of the longest token; bounds a text's number of tokens from below."""
+    longest_token: int  # bytes of the longest token; bounds a text's number of tokens from below
 
     @property
     def name(self) -> str:

@@ -41,14 +41,10 @@ LATER: Mapping[str, tuple[str, str]] = {"formulas.js": ("vendor/temml.js", "form
 class Page:
     """A page, or a file that a page loads."""
 
-    body: bytes
-    """UTF-8."""
-    packed: bytes
-    """`body` compressed with gzip."""
-    policy: str
-    """Content-Security-Policy."""
-    tag: str
-    """ETag."""
+    body: bytes  # UTF-8
+    packed: bytes  # `body` compressed with gzip
+    policy: str  # Content-Security-Policy
+    tag: str  # ETag
     media_type: str = "text/html"
 
 

@@ -13,8 +13,7 @@ class PrefillProgress:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._reported: dict[int, int] = {}
-        """Index of a sample -> computed tokens of its prompt in its latest report."""
+        self._reported: dict[int, int] = {}  # index of a sample -> computed tokens of its prompt in its latest report
 
     def reports(self, transcript: Transcript, decoded: DecodedDelta) -> list[JSON]:
         """Return the values of `prompt_progress` that are due with a delta; none unless the call requests them.

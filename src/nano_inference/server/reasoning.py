@@ -18,8 +18,7 @@ from nano_inference.server.structured import Structure
 from nano_inference.text.reasoning import CLOSE_MARK, OPEN_MARK
 from nano_inference.text.tokenizer import Tokenizer
 
-_PROMPT_END = 16
-"""Tokens of a prompt that are searched for the mark that opens reasoning."""
+_PROMPT_END = 16  # tokens of a prompt that are searched for the mark that opens reasoning
 
 
 def with_reasoning(

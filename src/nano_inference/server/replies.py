@@ -39,8 +39,7 @@ class OpenAIReply(Reply):
         self._tokenizer = tokenizer
         self._created = created
         self._progress = PrefillProgress(call)
-        self._echoed: set[int] = set()
-        """Samples of a stream whose prompt was echoed with its log-probabilities."""
+        self._echoed: set[int] = set()  # samples of a stream whose prompt was echoed with its log-probabilities
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         call, make = self._call, self._chat_choice if self._is_chat else self._completion_choice

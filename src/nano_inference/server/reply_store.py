@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 
 from nano_inference.server.errors import ApiError
 
-_OVERHEAD = 512
-"""Bytes of a stored reply in addition to its two texts: objects, keys, links."""
+_OVERHEAD = 512  # bytes of a stored reply in addition to its two texts: objects, keys, links
 
-Owner = int | None
-"""Index of the API key that a reply belongs to; None on a server without keys."""
+Owner = int | None  # index of the API key that a reply belongs to; None on a server without keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +19,7 @@ class StoredReply:
 
     id: str
     reply: bytes
-    items: bytes
-    """The items of the whole conversation before the reply."""
+    items: bytes  # the items of the whole conversation before the reply
 
     @property
     def size(self) -> int:

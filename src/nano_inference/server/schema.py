@@ -34,16 +34,12 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Factor = Annotated[float, Field(ge=0.01, le=100)]
-CountOrOff = Annotated[int, Field(ge=-1, le=INT32)]
-"""-1: off, or no limit."""
+CountOrOff = Annotated[int, Field(ge=-1, le=INT32)]  # -1: off, or no limit
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
-SeedOrRandom = Annotated[int, Field(ge=-1, le=2**64 - 1)]
-"""-1: random."""
+SeedOrRandom = Annotated[int, Field(ge=-1, le=2**64 - 1)]  # -1: random
 Alternatives = Annotated[int, Field(ge=0, le=1_000_000)]
-AlternativesOrAll = Annotated[int, Field(ge=-1, le=1_000_000)]
-"""-1 is the whole vocabulary."""
-MAX_NAMED = 128
-"""vLLM's limit of `logprob_token_ids`."""
+AlternativesOrAll = Annotated[int, Field(ge=-1, le=1_000_000)]  # -1 is the whole vocabulary
+MAX_NAMED = 128  # vLLM's limit of `logprob_token_ids`
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
 Lineage = Annotated[str, Field(min_length=1, max_length=MAX_LINEAGE)]
@@ -156,8 +152,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
-    """Accepted and ignored."""
+    include_obfuscation: bool | None = None  # accepted and ignored
 
 
 class SamplingFields(Body):
@@ -184,8 +179,7 @@ class SamplingFields(Body):
     bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
     truncate_prompt_tokens: CountOrOff | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    """Where `truncate_prompt_tokens` removes tokens."""
+    truncation_side: Literal["left", "right"] | None = None  # where `truncate_prompt_tokens` removes tokens
     prompt_logprobs: AlternativesOrAll | None = None
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_NAMED)] | None = None
     """Report these tokens in place of the most probable ones."""
@@ -205,8 +199,7 @@ class Sampling(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    stop_regex: Stops | None = None
-    """SGLang's: expressions of which a match ends the answer, which keeps it."""
+    stop_regex: Stops | None = None  # SGLang's: expressions of which a match ends the answer, which keeps it
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -223,8 +216,7 @@ class Sampling(SamplingFields):
     grammar: str | None = None
     json_schema: str | dict[str, Any] | bool | None = None
     """Structured output as in OpenAI, vLLM, SGLang and llama.cpp; at most one of these and `structured_outputs`."""
-    calculator: bool | None = None
-    """Specific to this server: run the model's calculator calls during generation."""
+    calculator: bool | None = None  # specific to this server: run the model's calculator calls during generation
 
     user: str | None = None
     service_tier: str | None = None
@@ -240,10 +232,8 @@ class LlamaExtras(Body):
 
     n_predict: Annotated[int, Field(ge=-1, le=INT32)] | None = None
     """Has precedence over `max_tokens`; -1: up to the end of the context."""
-    timings_per_token: bool | None = None
-    """Return `timings`, in a stream with every chunk of the answer."""
-    return_progress: bool | None = None
-    """Report in a stream how much of the prompt is computed: `prompt_progress`."""
+    timings_per_token: bool | None = None  # return `timings`, in a stream with every chunk of the answer
+    return_progress: bool | None = None  # report in a stream how much of the prompt is computed: `prompt_progress`
 
 
 class CompletionBody(Sampling, LlamaExtras):
@@ -258,8 +248,7 @@ class CompletionBody(Sampling, LlamaExtras):
     echo: bool | None = None
     logprobs: AlternativesOrAll | None = None
     best_of: Count | None = None
-    lineage: Lineage | None = None
-    """See `ChatBody.lineage`; for a prompt that ends with the tokens of a completion."""
+    lineage: Lineage | None = None  # see `ChatBody.lineage`; for a prompt that ends with the tokens of a completion
 
 
 class TextPart(Body):
@@ -302,8 +291,7 @@ class RenderingFields(ToolFields):
 class TransferFields(Body):
     """vLLM's fields of disaggregated serving, of which only the tokens of the prompt are supported."""
 
-    prompt_token_ids: TokenIds | None = None
-    """Tokens of the prompt, used in place of the rendered messages."""
+    prompt_token_ids: TokenIds | None = None  # tokens of the prompt, used in place of the rendered messages
 
 
 class ChatBody(Sampling, LlamaExtras, RenderingFields):
@@ -311,17 +299,14 @@ class ChatBody(Sampling, LlamaExtras, RenderingFields):
 
     messages: Messages
     max_completion_tokens: Count | None = None
-    logprobs: bool | Literal[0, 1] | None = None
-    """PipelineRL sends 1."""
+    logprobs: bool | Literal[0, 1] | None = None  # PipelineRL sends 1
     top_logprobs: AlternativesOrAll | None = None
     echo: bool | None = None
     kv_transfer_params: TransferFields | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] | None = None
     """llama.cpp's: "none" leaves the model's reasoning in the content."""
-    separate_reasoning: bool | None = None
-    """SGLang's: False leaves the model's reasoning in the content."""
-    include_reasoning: bool | None = None
-    """vLLM's: False leaves the model's reasoning out of the reply."""
+    separate_reasoning: bool | None = None  # SGLang's: False leaves the model's reasoning in the content
+    include_reasoning: bool | None = None  # vLLM's: False leaves the model's reasoning out of the reply
     answer_token_ids: TokenIds | None = None
     """Specific to this server: ids that start the answer; the reply has the rest (with `echo`: all of it)."""
     sample_index: Count | None = None

@@ -17,8 +17,7 @@ from nano_inference.server.schema import FunctionSpec, NamedFunction, Tool, Tool
 from nano_inference.text.tool_events import CallArguments, CallStart, Content, Event, Reasoning
 from nano_inference.text.tool_format import ToolFormat, tool_format
 
-MAX_TOOLS_BYTES = 1 << 18
-"""Limit of the JSON of all functions."""
+MAX_TOOLS_BYTES = 1 << 18  # limit of the JSON of all functions
 
 _FUNCTION = re.compile(r"\btools(\.\d+)\.function\b")
 
@@ -29,17 +28,13 @@ Choice = Literal["none", "auto", "required"]
 class ToolUse:
     """The tools of a request, and how they may be called."""
 
-    functions: tuple[Mapping[str, Any], ...]
-    """In the form of the chat template."""
+    functions: tuple[Mapping[str, Any], ...]  # in the form of the chat template
     choice: Choice
-    name: str | None
-    """The function that must be called; then `choice` is "required"."""
+    name: str | None  # the function that must be called; then `choice` is "required"
     format: ToolFormat
-    parallel: bool
-    """True if a reply may have several calls; False with a named function."""
+    parallel: bool  # True if a reply may have several calls; False with a named function
     calculator: bool
-    strict: frozenset[str]
-    """Names of the functions whose arguments follow their schema in every call."""
+    strict: frozenset[str]  # names of the functions whose arguments follow their schema in every call
 
     @property
     def names(self) -> frozenset[str]:

@@ -95,8 +95,7 @@ class GenerateParams(SamplingFields):
     top_p: PositiveShare | None = 1.0
     top_k: CountOrOff | None = 0
     min_p: Share | None = 0.0
-    max_tokens: Count | None = 16
-    """None: up to the end of the context."""
+    max_tokens: Count | None = 16  # None: up to the end of the context
     min_tokens: Count | None = 0
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
@@ -123,8 +122,7 @@ class GenerateBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
-    return_token_ids: bool | None = None
-    """Include the prompt's ids in the reply."""
+    return_token_ids: bool | None = None  # include the prompt's ids in the reply
     token_offsets: list[Any] | None = None
     assistant_tokens_mask: list[Any] | None = None
 

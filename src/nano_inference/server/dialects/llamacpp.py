@@ -39,8 +39,7 @@ from nano_inference.server.translating import (
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
 
-_MOST_BIAS = 100.0
-"""The largest bias of OpenAI's API; its negative bans a token."""
+_MOST_BIAS = 100.0  # the largest bias of OpenAI's API; its negative bans a token
 _RANDOM_SEEDS = (None, -1, 2**32 - 1)
 
 _CLIENT_NAMES: Mapping[str, str] = {

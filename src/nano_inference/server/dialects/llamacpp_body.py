@@ -78,8 +78,7 @@ class LlamaBody(Body):
     top_p: PositiveShare | None = 0.95
     min_p: Share | None = 0.05
     repeat_penalty: Factor | None = 1.0
-    repeat_last_n: CountOrOff | None = None
-    """-1: all tokens; 0: no penalty. Other windows are not supported."""
+    repeat_last_n: CountOrOff | None = None  # -1: all tokens; 0: no penalty. Other windows are not supported.
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
     seed: SeedOrRandom | None = -1
@@ -93,8 +92,7 @@ class LlamaBody(Body):
     ) = None
     """[[id or text, bias], …] or {id or text: bias}; the bias false forbids the token."""
     n_probs: Alternatives | None = 0
-    grammar: str | None = None
-    """GBNF."""
+    grammar: str | None = None  # GBNF
     json_schema: dict[str, Any] | None = None
     cache_prompt: bool | None = True
     stream: bool | None = None

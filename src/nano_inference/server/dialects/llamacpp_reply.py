@@ -21,15 +21,11 @@ from nano_inference.text.tokenizer import Tokenizer
 class ReplyOptions:
     """What a reply contains in addition to the answer."""
 
-    settings: Callable[[Call], JSON]
-    """Returns `generation_settings`."""
+    settings: Callable[[Call], JSON]  # returns `generation_settings`
     tokens: bool
-    timings: bool
-    """Put timings into every event of a stream."""
-    probs: bool
-    """Return probabilities after truncation (`prob`), not log-probabilities."""
-    fields: tuple[str, ...]
-    """Paths of the fields to send; empty: all."""
+    timings: bool  # put timings into every event of a stream
+    probs: bool  # return probabilities after truncation (`prob`), not log-probabilities
+    fields: tuple[str, ...]  # paths of the fields to send; empty: all
 
 
 def stream_error(error: ApiError) -> bytes:

@@ -125,8 +125,7 @@ class Thinking(Body):
     """Whether the model reasons before it answers, for models whose chat template can switch it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Samples | None = None
-    """Ignored: `max_tokens` limits reasoning and answer together."""
+    budget_tokens: Samples | None = None  # ignored: `max_tokens` limits reasoning and answer together
     display: Literal["summarized", "omitted"] | None = None
     """"omitted" leaves the text of reasoning out; "summarized" is all of it, because nothing is summarized here."""
 
@@ -169,11 +168,9 @@ class CountTokensBody(Body):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
-    """The name of `output_config.format` in older clients."""
+    output_format: OutputFormat | None = None  # the name of `output_config.format` in older clients
     context_management: ContextManagement | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Extension: as in a chat completion."""
+    chat_template_kwargs: dict[str, Any] | None = None  # extension: as in a chat completion
 
     cache_control: dict[str, Any] | None = None
     """All prefixes are cached; here or in any block, it only decides how `usage` counts what is new in the cache."""
@@ -204,16 +201,13 @@ class MessagesBody(CountTokensBody):
     max_tokens: Samples
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    temperature: Temperature | None = None
-    """At most 1 in Anthropic's API."""
+    temperature: Temperature | None = None  # at most 1 in Anthropic's API
     top_p: PositiveShare | None = None
     top_k: Count | None = None
-    seed: Seed | None = None
-    """Extension."""
+    seed: Seed | None = None  # extension
     return_token_ids: bool | None = None
     """Extension: the ids of prompt and answer, the loss mask and the weight versions."""
-    cache_salt: Salt | None = None
-    """Extension."""
+    cache_salt: Salt | None = None  # extension
 
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

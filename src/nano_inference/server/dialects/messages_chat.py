@@ -36,21 +36,18 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "input_examples": (None, []),
 }
 """Unsupported field of a tool -> the values that are accepted because they have no effect."""
-_ERROR_PREFIX = "Error: "
-"""Begins the result of a failed tool call: a chat's message has no field for it."""
+_ERROR_PREFIX = "Error: "  # begins the result of a failed tool call: a chat's message has no field for it
 
 
 class Chat(NamedTuple):
     """The messages of a chat completion."""
 
     messages: list[JSON]
-    is_open: bool
-    """True if the last message is the assistant's, which the model then continues."""
+    is_open: bool  # True if the last message is the assistant's, which the model then continues
 
 
 class _PlacedBlock(NamedTuple):
-    place: str
-    """Its field in the body, for errors."""
+    place: str  # its field in the body, for errors
     block: Block
 
 

@@ -36,8 +36,7 @@ _ERROR_TYPES = {
 }
 
 
-Kind = Literal["thinking", "text", "tool_use"]
-"""Type of a content block."""
+Kind = Literal["thinking", "text", "tool_use"]  # type of a content block
 
 
 _PIECES = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}
@@ -48,12 +47,9 @@ class BlockState(NamedTuple):
     """State of a message's content blocks while they are streamed."""
 
     num_blocks: int = 0
-    open: Kind | None = None
-    """Type of the block that has started and not stopped."""
-    is_omitted: bool = False
-    """True if blocks of thinking have no text."""
-    has_called: bool = False
-    """True after the end of a tool call."""
+    open: Kind | None = None  # type of the block that has started and not stopped
+    is_omitted: bool = False  # True if blocks of thinking have no text
+    has_called: bool = False  # True after the end of a tool call
 
 
 class MessagesReply(Reply):

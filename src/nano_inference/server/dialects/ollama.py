@@ -56,8 +56,7 @@ _NAMES: Mapping[str, str] = {
     "json_schema": "format",
 }
 """Field of OpenAI's bodies -> Ollama's, where an error can name it: `options` are checked before."""
-_SMALLEST_SHARE = 1e-6
-"""The `top_p` that keeps only the most likely token, for Ollama's 0."""
+_SMALLEST_SHARE = 1e-6  # the `top_p` that keeps only the most likely token, for Ollama's 0
 
 
 def generate_call(body: OllamaGenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:

@@ -46,8 +46,7 @@ UNSUPPORTED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
 }
 """The same for `options`."""
 
-UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {"images": EMPTY}
-"""The same for the entries of `messages`."""
+UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {"images": EMPTY}  # the same for the entries of `messages`
 
 ModelName = Annotated[str, Field(max_length=512)]
 Think = bool | Literal["low", "medium", "high", "max"]
@@ -58,16 +57,12 @@ class OllamaOptions(Body):
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED_OPTIONS)
 
-    num_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None
-    """0 or less: up to the end of the context."""
+    num_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None  # 0 or less: up to the end of the context
     temperature: Temperature | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = None
-    """0 or less: off."""
-    top_p: Share | None = None
-    """0 is not refused, because Ollama's clients send it for the most likely token."""
+    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = None  # 0 or less: off
+    top_p: Share | None = None  # 0 is not refused, because Ollama's clients send it for the most likely token
     min_p: Share | None = None
-    seed: SeedOrRandom | None = None
-    """-1: random."""
+    seed: SeedOrRandom | None = None  # -1: random
     stop: Stops | None = None
     repeat_penalty: Factor | None = None
     """Covers the prompt and the answer; Ollama's covers the last `repeat_last_n` tokens."""
@@ -83,13 +78,10 @@ class OllamaTextBody(Body):
     neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
 
     model: ModelName | None = None
-    stream: bool | None = None
-    """A stream unless false."""
-    format: Literal["", "json"] | dict[str, Any] | None = None
-    """"json", or the JSON schema of the answer."""
+    stream: bool | None = None  # a stream unless false
+    format: Literal["", "json"] | dict[str, Any] | None = None  # "json", or the JSON schema of the answer
     options: OllamaOptions | None = None
-    think: Think | None = None
-    """True, false or an effort: for chat templates that have a variable for it."""
+    think: Think | None = None  # True, false or an effort: for chat templates that have a variable for it
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
 
@@ -97,11 +89,9 @@ class OllamaTextBody(Body):
 class OllamaGenerateBody(OllamaTextBody):
     """POST /api/generate."""
 
-    prompt: str | None = None
-    """Absent or empty: nothing is generated; clients load a model in this way."""
+    prompt: str | None = None  # absent or empty: nothing is generated; clients load a model in this way
     system: str | None = None
-    raw: bool | None = None
-    """True: the prompt is not a message, and the chat template is not used."""
+    raw: bool | None = None  # True: the prompt is not a message, and the chat template is not used
 
 
 class OllamaFunction(Body):
@@ -125,8 +115,7 @@ class OllamaMessage(Body):
     thinking: str | None = None
     """Reasoning of an earlier answer, for chat templates that have a place for it (`reasoning_content`)."""
     tool_calls: Annotated[list[OllamaToolCall], Field(max_length=128, fail_fast=True)] | None = None
-    tool_name: Annotated[str, Field(max_length=128)] | None = None
-    """The function whose result this message is."""
+    tool_name: Annotated[str, Field(max_length=128)] | None = None  # the function whose result this message is
 
 
 class OllamaChatBody(OllamaTextBody):
@@ -145,8 +134,7 @@ class OllamaEmbedBody(Body):
 
     model: ModelName | None = None
     input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-    truncate: bool | None = None
-    """False: a text longer than the context is refused, not cut at its end."""
+    truncate: bool | None = None  # False: a text longer than the context is refused, not cut at its end
     dimensions: Samples | None = None
 
 
@@ -161,5 +149,4 @@ class OllamaShowBody(Body):
     """POST /api/show."""
 
     model: ModelName | None = None
-    name: ModelName | None = None
-    """The older name of `model`."""
+    name: ModelName | None = None  # the older name of `model`

@@ -18,8 +18,7 @@ from nano_inference.server.refusals import api_errors
 from nano_inference.server.translating import as_body, refuse_foreign, renamed_errors
 from nano_inference.text.tokenizer import Tokenizer
 
-_SPARE_TOKENS = 64
-"""Tokens read beyond the limit, because a text that is cut inside a word has other tokens at its end."""
+_SPARE_TOKENS = 64  # tokens read beyond the limit, because a text that is cut inside a word has other tokens at its end
 
 
 def embed_call(body: OllamaEmbedBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:

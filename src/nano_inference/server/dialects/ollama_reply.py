@@ -55,8 +55,7 @@ class Pieces:
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._arguments: dict[int, list[str]] = {}
-        self._source = ""
-        """The text of the call that is not complete."""
+        self._source = ""  # the text of the call that is not complete
 
     def add(self, events: Iterable[Event], *, is_end: bool = True) -> JSON:
         """Return the fields of a message that these events add; a call is returned when it is complete."""

@@ -54,8 +54,7 @@ from nano_inference.server.schema import Body, ChatBody, Sampling
 from nano_inference.server.translating import as_body, refuse, rename_structures, renamed_errors, unsupported_field
 from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported, refuse_window
 
-LOGPROBS: Final = "message.output_text.logprobs"
-"""The value of `include` that adds log-probabilities."""
+LOGPROBS: Final = "message.output_text.logprobs"  # the value of `include` that adds log-probabilities
 _ENCRYPTED = "reasoning.encrypted_content"
 """The value of `include` that adds `encrypted_content` to reasoning items, which agents send back."""
 
@@ -84,8 +83,7 @@ _CHAT_ONLY = (*CHAT_NAMES, *(ChatBody.model_fields.keys() - ResponsesBody.model_
 class Conversation:
     """The items before the reply to a request."""
 
-    earlier: Sequence[JSON]
-    """Those of the stored reply that it continues, with its output."""
+    earlier: Sequence[JSON]  # those of the stored reply that it continues, with its output
     new: str | Sequence[InputItem]
 
     def inputs(self) -> Sequence[InputItem]:

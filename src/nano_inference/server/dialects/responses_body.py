@@ -31,8 +31,7 @@ class InputItem(Body):
     name: str | None = None
     arguments: str | None = None
     output: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    encrypted_content: str | None = None
-    """Of reasoning: its text as this server returned it."""
+    encrypted_content: str | None = None  # of reasoning: its text as this server returned it
 
 
 Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -59,8 +58,7 @@ class FlatTool(FunctionTool):
 
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """The functions of a namespace."""
-    external_web_access: bool | None = None
-    """Of `web_search`: False if it may not access the web."""
+    external_web_access: bool | None = None  # of `web_search`: False if it may not access the web
 
 
 class TextFormat(Body):

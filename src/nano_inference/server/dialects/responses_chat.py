@@ -38,10 +38,8 @@ CHAT_NAMES: Mapping[str, str] = {
 """Field of a chat completion -> its name in this API."""
 _ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning"})
 _TEXT_TYPES = frozenset({"input_text", "output_text", "text", "refusal"})
-_PREFIX = "nano1."
-"""Begins the `encrypted_content` of this package's servers."""
-EARLIER = "previous_response_id"
-"""The place, in errors, of items that the request did not send."""
+_PREFIX = "nano1."  # begins the `encrypted_content` of this package's servers
+EARLIER = "previous_response_id"  # the place, in errors, of items that the request did not send
 
 
 @dataclass(slots=True)
@@ -49,8 +47,7 @@ class Messages:
     """A chat's messages."""
 
     chat: list[JSON] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    """Reasoning of the assistant's next message."""
+    thoughts: list[str] = field(default_factory=list)  # reasoning of the assistant's next message
 
     def add(self, **message: Any) -> None:
         if self.thoughts and message["role"] == "user":  # the answer was cut off in its reasoning
@@ -64,8 +61,7 @@ class Messages:
 class Function(NamedTuple):
     """A function of a request."""
 
-    place: str
-    """Its field in the body: `tools.2`, `tools.4.tools.0`."""
+    place: str  # its field in the body: `tools.2`, `tools.4.tools.0`
     namespace: str | None
     tool: FunctionTool
 

@@ -23,8 +23,7 @@ from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
-_ENDS = {"length": "incomplete", "abort": "cancelled"}
-"""Finish reason -> status of the response, if not "completed"."""
+_ENDS = {"length": "incomplete", "abort": "cancelled"}  # finish reason -> status of the response, if not "completed"
 _RUNNING, _TEXT = "response.in_progress", "response.output_text.delta"
 _NONE: Mapping[str, tuple[str, str]] = {}
 
@@ -116,13 +115,10 @@ class ResponsesReply(Reply):
         self._call = call
         self._tokenizer = tokenizer
         self._created = created
-        self._items: list[JSON] = []
-        """Completed items."""
+        self._items: list[JSON] = []  # completed items
         self._open: _Message | _Function | _Reasoning | None = None
-        self._entries: list[LogprobEntry] = []
-        """Log-probabilities of tokens that may be reasoning."""
-        self._num_reasoned = 0
-        """Tokens of reasoning whose log-probabilities were left out."""
+        self._entries: list[LogprobEntry] = []  # log-probabilities of tokens that may be reasoning
+        self._num_reasoned = 0  # tokens of reasoning whose log-probabilities were left out
         self._num_events = 0
         self._prefill = PrefillProgress(call)
 

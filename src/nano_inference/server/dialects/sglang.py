@@ -111,8 +111,7 @@ NamedIds = Annotated[list[TokenId], Field(max_length=MAX_NAMED)]
 class CustomParams(Body):
     """Parameters of slime's SGLang."""
 
-    return_top_p_token_ids: bool | None = None
-    """Include `top_p_token_ids` and `top_p_token_offsets` in `meta_info`."""
+    return_top_p_token_ids: bool | None = None  # include `top_p_token_ids` and `top_p_token_offsets` in `meta_info`
 
 
 class SglangParams(Body):
@@ -120,8 +119,7 @@ class SglangParams(Body):
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED_PARAMS)
 
-    max_new_tokens: Count | None = 128
-    """None: up to the end of the context."""
+    max_new_tokens: Count | None = 128  # None: up to the end of the context
     min_new_tokens: Count | None = 0
     temperature: Temperature | None = 1.0
     top_p: PositiveShare | None = 1.0
@@ -135,8 +133,7 @@ class SglangParams(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIAS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    """Keep the stop string in the text."""
+    no_stop_trim: bool | None = None  # keep the stop string in the text
     n: Samples | None = 1
     sampling_seed: Seed | None = None
     logit_bias: Bias | None = None

@@ -26,14 +26,10 @@ class PromptOptions(NamedTuple):
 
     rid: str
     logprobs: bool
-    start: int
-    """First prompt token with a log-probability; -1: none."""
-    top: int
-    """Alternatives of each token."""
-    named: tuple[int, ...]
-    """Tokens reported at each position of the output, in addition to the alternatives."""
-    kept: bool
-    """Whether the tokens that could be sampled are included in slime's form."""
+    start: int  # first prompt token with a log-probability; -1: none
+    top: int  # alternatives of each token
+    named: tuple[int, ...]  # tokens reported at each position of the output, in addition to the alternatives
+    kept: bool  # whether the tokens that could be sampled are included in slime's form
 
 
 def next_event(num_tokens: int) -> int:
@@ -67,8 +63,7 @@ class SglangReply(Reply):
         self._sent = transcripts_of(call)
         """What a stream has sent; the transcripts passed to `delta_events` may be ahead by several deltas."""
         self._masks: list[list[SamplingMask]] = [[] for _ in self._sent]
-        self._next = [1] * call.total_samples
-        """Number of tokens of each sample at which its next event is sent."""
+        self._next = [1] * call.total_samples  # number of tokens of each sample at which its next event is sent
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
         answers = [self._answer(transcript, _masks(transcript)) for transcript in transcripts]

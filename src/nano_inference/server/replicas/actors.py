@@ -16,15 +16,13 @@ from nano_inference.packages import MissingPackage, ray_address
 from nano_inference.server.config import SettingError
 from nano_inference.server.replicas.child import ChildServer, ClusterLost, ReplicaFailed
 
-_MOST_CALLS = 8
-"""Calls of one actor at the same time: `ready`, `wait` and `stop`."""
+_MOST_CALLS = 8  # calls of one actor at the same time: `ready`, `wait` and `stop`
 
 
 _MARGIN_S = 5.0
 _WATCH_S, _ANSWER_S = 2.0, 20.0
 """Between two questions whether the cluster is alive, and how long it may take to answer."""
-_STORE_BYTES = 100 << 20
-"""Ray's object store on this machine, which replicas do not use."""
+_STORE_BYTES = 100 << 20  # Ray's object store on this machine, which replicas do not use
 
 
 class ReplicaActor:

@@ -20,8 +20,7 @@ class Member:
 
     url: str = ""
     state: State = "starting"
-    num_open: int = 0
-    """Requests that wait for its response or read it."""
+    num_open: int = 0  # requests that wait for its response or read it
 
 
 class Fleet:

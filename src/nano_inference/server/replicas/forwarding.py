@@ -28,8 +28,7 @@ from nano_inference.server.metrics import CONTENT_TYPE
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 10.0
 """Below the servers' `keep_alive_timeout`, so that no request is sent on a connection that is being closed."""
-MAX_TAIL = 1 << 20
-"""Bytes of an event that are held back until it is complete."""
+MAX_TAIL = 1 << 20  # bytes of an event that are held back until it is complete
 _HOP_BY_HOP = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"),

@@ -31,8 +31,7 @@ _log = logging.getLogger("nano_inference.server")
 class Front(Protocol):
     """An ASGI application that forwards requests to servers which it owns."""
 
-    is_draining: bool
-    """True: it refuses new requests."""
+    is_draining: bool  # True: it refuses new requests
 
     @property
     def num_open(self) -> int:

@@ -14,23 +14,17 @@ from typing import Any
 
 from nano_inference.server.headers import Headers, single
 
-SESSION_HEADER = b"x-session-id"
-"""Requests with the same value go to the same replica."""
-BYTES_PER_TOKEN = 4
-"""Estimate for text."""
-DEFAULT_OUTPUT = 256
-"""Output tokens assumed for a request that names no limit."""
+SESSION_HEADER = b"x-session-id"  # requests with the same value go to the same replica
+BYTES_PER_TOKEN = 4  # estimate for text
+DEFAULT_OUTPUT = 256  # output tokens assumed for a request that names no limit
 MAX_COST = 1 << 24
-MAX_SESSION = 256
-"""Characters of a session's name that are compared."""
+MAX_SESSION = 256  # characters of a session's name that are compared
 
 _PROMPTS = ("prompt_token_ids", "token_ids", "input_ids", "prompt", "text", "input", "messages")
 """Fields with the prompt in the dialects' bodies; the first one found counts."""
-_BEFORE = ("system", "instructions", "tools")
-"""Fields that a chat template renders before the messages."""
+_BEFORE = ("system", "instructions", "tools")  # fields that a chat template renders before the messages
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict")
-_NESTED = ("sampling_params", "stop_conditions")
-"""Objects in which dialects keep their parameters."""
+_NESTED = ("sampling_params", "stop_conditions")  # objects in which dialects keep their parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +36,7 @@ class Placement:
     session: str | None = None
 
 
-ANYWHERE = Placement(())
-"""A request without a prompt."""
+ANYWHERE = Placement(())  # a request without a prompt
 
 
 def placement_of(headers: Headers, body: bytes) -> Placement:

@@ -31,8 +31,7 @@ from nano_inference.server.replicas.forwarding import (
 from nano_inference.server.replicas.metrics import merge
 from nano_inference.server.replicas.placement import ANYWHERE, Placement, placement_of
 
-_LARGE_BODY = 64 << 10
-"""Bodies of more bytes are parsed in a thread."""
+_LARGE_BODY = 64 << 10  # bodies of more bytes are parsed in a thread
 _SUMMED = ("server_load", "running", "waiting")
 _log = logging.getLogger("nano_inference.server")
 

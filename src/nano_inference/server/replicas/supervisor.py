@@ -13,12 +13,9 @@ import httpx2
 from nano_inference.server.replicas.child import ReplicaFailed
 from nano_inference.server.replicas.fleet import Fleet
 
-POLL_S = 1.0
-"""Between two health checks of a replica."""
-HEALTH_TIMEOUT_S = 10.0
-"""A busy machine answers late; a stopped process refuses the connection at once."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Before a replica that failed is started again; doubled each time."""
+POLL_S = 1.0  # between two health checks of a replica
+HEALTH_TIMEOUT_S = 10.0  # a busy machine answers late; a stopped process refuses the connection at once
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a replica that failed is started again; doubled each time
 _STOP_S = 10.0
 _log = logging.getLogger("nano_inference.server")
 
@@ -26,8 +23,7 @@ _log = logging.getLogger("nano_inference.server")
 class Replica(Protocol):
     """A running server."""
 
-    pid: int
-    """Its process id on its machine, once it is ready."""
+    pid: int  # its process id on its machine, once it is ready
 
     async def ready(self) -> str:
         """Return its URL when it accepts requests. Raises `ReplicaFailed`."""
@@ -58,8 +54,7 @@ class Supervisor:
         self._watch = watch
         self._fleet, self._start, self._drain_timeout = fleet, start, drain_timeout
         self._replicas: dict[int, Replica] = {}
-        self._expected: set[int] = set()
-        """Replicas whose end is not a failure: they are being restarted."""
+        self._expected: set[int] = set()  # replicas whose end is not a failure: they are being restarted
         self._tasks: list[asyncio.Task[None]] = []
         self._restarting: asyncio.Task[None] | None = None
 

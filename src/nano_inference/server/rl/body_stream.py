@@ -14,8 +14,7 @@ from starlette.types import Receive
 from nano_inference.server.rl.threads import call_in_loop
 from nano_inference.types import ModelError, WeightError
 
-_MAX_BUFFERED = 8 << 20
-"""Bytes that wait for the gathering thread; the client is slowed down beyond them."""
+_MAX_BUFFERED = 8 << 20  # bytes that wait for the gathering thread; the client is slowed down beyond them
 _ORIGIN = Path("body")
 
 
@@ -29,8 +28,7 @@ class BodyStream:
         self._changed = threading.Condition()
         self._chunks: deque[bytes] = deque()
         self._num_buffered = 0
-        self._end: str | None = None
-        """Why no more bytes come: "" after the whole body."""
+        self._end: str | None = None  # why no more bytes come: "" after the whole body
 
     async def receive_all(self, receive: Receive) -> None:
         """Pass the body's bytes on until its end, or until the client disconnects."""

@@ -46,8 +46,7 @@ B = TypeVar("B", bound=Body)
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 NO_WEIGHTS = "the weights were discarded: requests wait until an update has installed all of them"
 _log = logging.getLogger("nano_inference.server")
-_FILE_SYSTEM_TIMEOUT_S = 10.0
-"""Limit for resolving a path, which may be on a network file system."""
+_FILE_SYSTEM_TIMEOUT_S = 10.0  # limit for resolving a path, which may be on a network file system
 _CLIENT_ERRORS = (WeightError, ModelError, BadRequest, UpdateBusy, EnginePaused, EngineDead, OSError)
 """Failures of a command that are not defects of the server."""
 

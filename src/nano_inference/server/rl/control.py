@@ -16,8 +16,7 @@ from nano_inference.types import PauseMode
 
 MEMORY = frozenset({"weights", "kv_cache"})
 """The parts whose memory sleep releases; the engine releases both or neither."""
-SCHEDULING = "scheduling"
-"""vLLM's name of the part that sleep level 0 stops."""
+SCHEDULING = "scheduling"  # vLLM's name of the part that sleep level 0 stops
 
 
 class Control:
@@ -26,8 +25,7 @@ class Control:
     def __init__(self, link: EngineLink, engine: Callable[[], DrivenEngine]) -> None:
         self._link = link
         self._engine = engine
-        self._num_pausing = 0
-        """Clients that wait until the engine is paused."""
+        self._num_pausing = 0  # clients that wait until the engine is paused
         self.asleep: frozenset[str] = frozenset()
         """Sleeping parts. Changed on the engine thread, together with the engine."""
         self._num_overrides = 0

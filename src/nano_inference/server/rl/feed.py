@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from nano_inference.server.rl.threads import call_in_loop
 from nano_inference.types import WeightError
 
-Source = Iterator[tuple[str, Any]]
-"""Yields (name, tensor or file range)."""
+Source = Iterator[tuple[str, Any]]  # yields (name, tensor or file range)
 
 
 class _Part(NamedTuple):

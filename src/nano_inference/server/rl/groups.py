@@ -15,11 +15,9 @@ from nano_inference.server.rl.threads import in_thread
 from nano_inference.types import WeightError
 
 MAX_GROUPS = 8
-Packed = int | Literal[False] | None
-"""Size in bytes of packed broadcasts; False for one broadcast per tensor."""
+Packed = int | Literal[False] | None  # size in bytes of packed broadcasts; False for one broadcast per tensor
 _SHOWN_FAULTS = 5
-_GRACE_S = 5.0
-"""Time for a group to report its own timeout."""
+_GRACE_S = 5.0  # time for a group to report its own timeout
 _log = logging.getLogger("nano_inference.server")
 
 
@@ -27,10 +25,8 @@ _log = logging.getLogger("nano_inference.server")
 class _Joined:
     """A group that was joined."""
 
-    group: Any
-    """`PlainGroup` or `StatelessGroup`, whose modules are imported late: they import torch."""
-    bucket_bytes: int | None
-    """Size of packed broadcasts."""
+    group: Any  # `PlainGroup` or `StatelessGroup`, whose modules are imported late: they import torch
+    bucket_bytes: int | None  # size of packed broadcasts
     is_vllm: bool
 
     def close(self) -> None:
@@ -61,8 +57,7 @@ class Groups:
         self._weight_shapes = weight_shapes
         self._nccl_device, self._nccl_library = nccl_device, nccl_library
         self._groups: dict[str, _Joined] = {}
-        self._joining: dict[str, asyncio.Task[None]] = {}
-        """Rendezvous in progress; cancelling the task abandons it."""
+        self._joining: dict[str, asyncio.Task[None]] = {}  # rendezvous in progress; cancelling the task abandons it
 
     async def join(
         self,

@@ -16,8 +16,7 @@ from nano_inference.server.rl.context import Command, RLContext
 from nano_inference.server.rl.schema import InitBroadcasterBody, InitInfo, ReceiveUpdateBody
 from nano_inference.types import WeightInfo, WeightLabel
 
-BROADCASTER = "prime-rl"
-"""Name of the group that /init_broadcaster joins."""
+BROADCASTER = "prime-rl"  # name of the group that /init_broadcaster joins
 
 
 async def _init_broadcaster(context: RLContext, request: Request) -> JSON:

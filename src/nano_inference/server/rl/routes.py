@@ -31,11 +31,9 @@ REFUSED_COMMANDS = frozenset(
     }
 )
 """Commands that trainers send and this server does not support."""
-QUESTIONS = frozenset(QUERIES)
-"""GET paths, which change nothing; an ordinary key is enough."""
+QUESTIONS = frozenset(QUERIES)  # GET paths, which change nothing; an ordinary key is enough
 
-ADMIN_PATHS = frozenset({*VLLM_COMMANDS, *SGLANG_COMMANDS}) | REFUSED_COMMANDS
-"""All paths that need an admin key."""
+ADMIN_PATHS = frozenset({*VLLM_COMMANDS, *SGLANG_COMMANDS}) | REFUSED_COMMANDS  # all paths that need an admin key
 STREAM_PATHS = frozenset({"/update_weights_from_body"})
 """Commands whose body is bytes, and whose fields are in the query."""
 _ALSO_GET = frozenset({"/flush_cache", "/weights_checker"})

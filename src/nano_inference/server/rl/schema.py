@@ -14,8 +14,7 @@ from pydantic import BeforeValidator, Field
 from nano_inference.server.schema import Body
 
 MAX_TENSORS = 100_000
-GROUP = "weight_update_group"
-"""SGLang's default name of a group."""
+GROUP = "weight_update_group"  # SGLang's default name of a group
 
 
 def _number(value: Any) -> Any:
@@ -33,8 +32,7 @@ Shape = Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=
 Shapes = Annotated[list[Shape], Field(max_length=MAX_TENSORS, fail_fast=True)]
 GroupName = Annotated[str, Field(min_length=1, max_length=128)]
 Address = Annotated[str, Field(min_length=1, max_length=255)]
-Port = Annotated[int, Field(ge=1, le=65535), BeforeValidator(_number)]
-"""A number, or its digits: AReaL sends text."""
+Port = Annotated[int, Field(ge=1, le=65535), BeforeValidator(_number)]  # a number, or its digits: AReaL sends text
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -56,8 +54,7 @@ class PauseBody(Body):
 
     mode: Literal["abort", "wait", "keep"] | None = None
     clear_cache: bool | None = None
-    wait_for_inflight_requests: bool | None = None
-    """vLLM's older form of mode=wait."""
+    wait_for_inflight_requests: bool | None = None  # vLLM's older form of mode=wait
 
 
 class AbortBody(Body):
@@ -71,8 +68,7 @@ class ResetBody(Body):
 
     reset_running_requests: bool | None = None
     reset_external: bool | None = None
-    reset_connector: bool | None = None
-    """Both are ignored: there is no external cache."""
+    reset_connector: bool | None = None  # both are ignored: there is no external cache
 
 
 class SleepBody(Body):
@@ -95,11 +91,9 @@ class InitInfo(Body):
     master_port: Port
     rank_offset: Count
     world_size: Count
-    packed: bool | None = None
-    """The trainer broadcasts several tensors as one array of bytes."""
+    packed: bool | None = None  # the trainer broadcasts several tensors as one array of bytes
     packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=2**36)] | None = None
-    packed_num_buffers: Count | None = None
-    """Ignored: it concerns the sender."""
+    packed_num_buffers: Count | None = None  # ignored: it concerns the sender
     group_name: GroupName | None = None
     backend: Literal["gloo", "nccl"] | None = None
 
@@ -124,11 +118,9 @@ class UpdateInfo(Body):
     names: Names | None = None
     dtype_names: Dtypes | None = None
     shapes: Shapes | None = None
-    packed: bool | None = None
-    """The trainer broadcasts several tensors as one array of bytes."""
+    packed: bool | None = None  # the trainer broadcasts several tensors as one array of bytes
     packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=2**36)] | None = None
-    packed_num_buffers: Count | None = None
-    """Ignored: it concerns the sender."""
+    packed_num_buffers: Count | None = None  # ignored: it concerns the sender
     group_name: GroupName | None = None
     weight_dir: Path | None = None
     path: Path | None = None
@@ -141,17 +133,14 @@ class UpdateWeightsBody(Body):
     update_info: UpdateInfo | None = None
     weight_dir: Path | None = None
     weight_version: Label | None = None
-    version: Label | None = None
-    """Another name of `weight_version`."""
+    version: Label | None = None  # another name of `weight_version`
     checksum: Checksum | None = None
     hold: bool | None = None
     """An extension: gather the weights of a directory, and install them at /commit_weight_update."""
     on_running: Literal["keep", "recompute", "abort", "wait"] | None = None
     """An extension: what the update does to started requests, with `hold`."""
-    partial: bool | None = None
-    """An extension: weights that the directory lacks keep their values, with `hold`."""
-    allow_nonfinite: bool | None = None
-    """An extension: accept NaN and infinity, with `hold`."""
+    partial: bool | None = None  # an extension: weights that the directory lacks keep their values, with `hold`
+    allow_nonfinite: bool | None = None  # an extension: accept NaN and infinity, with `hold`
 
 
 class FromBodyQuery(Body):
@@ -159,8 +148,7 @@ class FromBodyQuery(Body):
 
     weight_version: Label | None = None
     checksum: Checksum | None = None
-    partial: bool | None = None
-    """Weights that the body lacks keep their values."""
+    partial: bool | None = None  # weights that the body lacks keep their values
     abort_all_requests: bool | None = None
 
 
@@ -182,8 +170,7 @@ class CheckBody(Body):
     """POST /weight_checker."""
 
     action: Annotated[str, Field(max_length=64)]
-    checksum: Annotated[str, Field(max_length=256)] | None = None
-    """Expected checksum, for the action `compare`."""
+    checksum: Annotated[str, Field(max_length=256)] | None = None  # expected checksum, for the action `compare`
 
 
 class InitBroadcasterBody(Body):
@@ -193,8 +180,7 @@ class InitBroadcasterBody(Body):
     port: Port
     rank_offset: Count
     inference_world_size: Annotated[int, Field(ge=1, le=2**31 - 2)]
-    timeout: Count | None = None
-    """Ignored: the server has its own limit."""
+    timeout: Count | None = None  # ignored: the server has its own limit
     quantize_in_weight_transfer: bool | None = None
     session_id: Annotated[str, Field(max_length=256)] | None = None
     backend: Literal["gloo", "nccl"] | None = None
@@ -214,8 +200,7 @@ class ReceiveUpdateBody(Body):
     version: Label
     parameters_info: Annotated[list[ParameterInfo], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
     kind: Literal["weight_update_request"] | None = None
-    timestamp: float | None = None
-    """Ignored."""
+    timestamp: float | None = None  # ignored
     group_name: GroupName = GROUP
 
 
@@ -233,22 +218,19 @@ class AbortRequestBody(Body):
 
     rid: Name | Annotated[list[Name], Field(max_length=MAX_TENSORS)] | Literal[""] | None = None
     abort_all: bool | None = None
-    abort_message: str | None = None
-    """Ignored."""
+    abort_message: str | None = None  # ignored
 
 
 class ContinueBody(Body):
     """POST /continue_generation."""
 
-    torch_empty_cache: bool | None = None
-    """Ignored: torch's cache is kept."""
+    torch_empty_cache: bool | None = None  # ignored: torch's cache is kept
 
 
 class FlushBody(Body):
     """POST /flush_cache."""
 
-    timeout: float | Annotated[str, Field(max_length=32)] | None = None
-    """Ignored: the flush does not wait."""
+    timeout: float | Annotated[str, Field(max_length=32)] | None = None  # ignored: the flush does not wait
 
 
 class FromDiskBody(Body):
@@ -258,19 +240,15 @@ class FromDiskBody(Body):
     load_format: Annotated[str, Field(max_length=64)] | None = None
     weight_version: Label | None = None
     checksum: Checksum | None = None
-    flush_cache: bool | None = None
-    """Ignored: cached prefixes are never reused with other weights."""
+    flush_cache: bool | None = None  # ignored: cached prefixes are never reused with other weights
     abort_all_requests: bool | None = None
     is_async: bool | None = None
     """Ignored: requests always continue during the update, and the reply is sent at its end."""
     torch_empty_cache: bool | None = None
-    recapture_cuda_graph: bool | None = None
-    """Both are ignored."""
+    recapture_cuda_graph: bool | None = None  # both are ignored
     manifest: None = None
-    keep_pause: bool | None = None
-    """Ignored: an update never ends a pause."""
-    token_step: int | None = None
-    """Ignored."""
+    keep_pause: bool | None = None  # ignored: an update never ends a pause
+    token_step: int | None = None  # ignored
 
 
 class InitGroupBody(Body):
@@ -295,8 +273,7 @@ class FromGroupBody(Body):
     weight_version: Label | None = None
     checksum: Checksum | None = None
     flush_cache: bool | None = None
-    torch_empty_cache: bool | None = None
-    """Both are ignored, as in `FromDiskBody`."""
+    torch_empty_cache: bool | None = None  # both are ignored, as in `FromDiskBody`
     abort_all_requests: bool | None = None
 
 

@@ -12,8 +12,7 @@ from starlette.types import Receive
 
 from nano_inference.server.guard import ClientGone
 
-JOINING = "weight-joining"
-"""Name of the threads that wait for a trainer."""
+JOINING = "weight-joining"  # name of the threads that wait for a trainer
 T = TypeVar("T")
 
 

@@ -31,8 +31,7 @@ HOW_TO_END = (
 )
 """Advice in errors about an open update."""
 HOW_TO_COMMIT = "install it with /commit_weight_update, or abort it with /abort_weight_update"
-_POLL_S = 1.0
-"""Interval at which the engine thread is woken after the timeout of an update."""
+_POLL_S = 1.0  # interval at which the engine thread is woken after the timeout of an update
 _log = logging.getLogger("nano_inference.server")
 
 
@@ -49,8 +48,7 @@ class _Attempt:
     """State of the latest update. Accessed on the engine thread."""
 
     is_aborted: bool = False
-    is_held: bool = False
-    """Whether the engine waits for `commit` once the weights are gathered."""
+    is_held: bool = False  # whether the engine waits for `commit` once the weights are gathered
 
 
 class Updates:
@@ -64,10 +62,8 @@ class Updates:
         self._engine = engine
         self._timeout = timeout
         self._redact = redact
-        self._latest: _Attempt | None = None
-        """Accessed on the engine thread."""
-        self.receiving: list[str] = []
-        """Groups with tensors still to be received."""
+        self._latest: _Attempt | None = None  # accessed on the engine thread
+        self.receiving: list[str] = []  # groups with tensors still to be received
         self._open: _OpenUpdate | None = None
         self._failure = ""
         """Why the latest update in parts failed; cleared when its trainer finishes it or another update starts."""

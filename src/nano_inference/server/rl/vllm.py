@@ -39,8 +39,7 @@ from nano_inference.server.rl.schema import (
 from nano_inference.types import WeightLabel
 from nano_inference.weights.updates import UpdateRules
 
-_BUCKET_BYTES = 1 << 30
-"""vLLM's default size of packed broadcasts."""
+_BUCKET_BYTES = 1 << 30  # vLLM's default size of packed broadcasts
 
 
 async def _pause(context: RLContext, request: Request) -> JSON:

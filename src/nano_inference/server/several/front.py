@@ -48,12 +48,10 @@ from nano_inference.server.several.models import HostedModel, ModelEntry, Models
 
 LOAD_PATH, UNLOAD_PATH = "/models/load", "/models/unload"
 OK, NOT_FOUND = 200, 404
-_LARGE_BODY = 64 << 10
-"""Bodies of more bytes are parsed in a thread."""
+_LARGE_BODY = 64 << 10  # bodies of more bytes are parsed in a thread
 _DESCRIBE_TIMEOUT_S = 10.0
 _SUMMED = ("server_load", "running", "waiting")
-_MODEL_NAMES = ("model", "name")
-"""Fields with a model's name; Ollama's clients still send the second one."""
+_MODEL_NAMES = ("model", "name")  # fields with a model's name; Ollama's clients still send the second one
 
 
 class ModelsFront:

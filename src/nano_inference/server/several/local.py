@@ -11,8 +11,7 @@ import psutil
 
 from nano_inference.server.replicas.child import ChildServer
 
-_THREADS = 3
-"""One waits for the process's end; the others start, measure and stop it."""
+_THREADS = 3  # one waits for the process's end; the others start, measure and stop it
 _T = TypeVar("_T")
 
 

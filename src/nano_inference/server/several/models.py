@@ -19,10 +19,8 @@ State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
 """After a failed load, requests get its error for this long, doubled for each further failure; then it is tried again:
 making room may unload models that work."""
-NOTICE_S = 1.0
-"""A process that has ended is noticed within this time."""
-MEASURE_S = 2.0
-"""Between two measurements of the loaded models' memory."""
+NOTICE_S = 1.0  # a process that has ended is noticed within this time
+MEASURE_S = 2.0  # between two measurements of the loaded models' memory
 STOP_S = 10.0
 _log = logging.getLogger("nano_inference.server")
 
@@ -51,12 +49,9 @@ class ModelServer(Protocol):
 class ModelEntry:
     """One model that can be loaded."""
 
-    names: tuple[str, ...]
-    """Names that requests may use; replies use the name in the request."""
-    file_bytes: int
-    """Bytes of its files: the estimate of its memory until it was loaded once."""
-    setup: Mapping[str, Any]
-    """See `replicas.process.main`."""
+    names: tuple[str, ...]  # names that requests may use; replies use the name in the request
+    file_bytes: int  # bytes of its files: the estimate of its memory until it was loaded once
+    setup: Mapping[str, Any]  # see `replicas.process.main`
 
     @property
     def name(self) -> str:
@@ -69,8 +64,7 @@ class MemoryLimits:
     """What loaded models may use together."""
 
     num_bytes: int
-    max_loaded: int | None = None
-    """Most models loaded at the same time; None: as many as `num_bytes` allows."""
+    max_loaded: int | None = None  # most models loaded at the same time; None: as many as `num_bytes` allows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,20 +72,15 @@ class HostedModel:
     """The state of one model. Accessed only on the event loop."""
 
     entry: ModelEntry
-    num_bytes: int
-    """Memory that it used last, or the size of its files."""
+    num_bytes: int  # memory that it used last, or the size of its files
     state: State = "unloaded"
     url: str = ""
-    num_open: int = 0
-    """Requests that it answers."""
-    num_waiting: int = 0
-    """Requests that wait until it is loaded."""
+    num_open: int = 0  # requests that it answers
+    num_waiting: int = 0  # requests that wait until it is loaded
     last_used: float = 0.0
-    error: str = ""
-    """Why it is "failed"."""
+    error: str = ""  # why it is "failed"
     failed_at: float = 0.0
-    num_failures: int = 0
-    """Failed loads since the last one that succeeded."""
+    num_failures: int = 0  # failed loads since the last one that succeeded
     server: ModelServer | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

@@ -21,8 +21,7 @@ from nano_inference.server.several.local import LocalServer
 from nano_inference.server.several.models import MemoryLimits, ModelEntry, Models
 from nano_inference.server.wiring import guard_policy, installed_dialects
 
-_SHARE = 0.8
-"""Part of the memory that is free at the start: the default of `models_memory`."""
+_SHARE = 0.8  # part of the memory that is free at the start: the default of `models_memory`
 
 
 def model_setup(engine: EngineConfig, config: ServerConfig, *, names: tuple[str, ...], cache: str) -> dict[str, Any]:
