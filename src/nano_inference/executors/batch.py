@@ -114,8 +114,7 @@ def pooled(rows: Rows) -> dict[int, range]:
 class Scored(NamedTuple):
     """The prompt tokens whose log-probabilities one row reports."""
 
-    indices: range
-    """Tokens of the step that precede the targets."""
+    indices: range  # tokens of the step that precede the targets
     targets: tuple[int, ...]
 
 
@@ -136,10 +135,8 @@ def scored(rows: Rows) -> dict[int, Scored]:
 class Wanted(NamedTuple):
     """The outputs that a step's rows need; all fields but `kept` hold indices among the K kept tokens."""
 
-    kept: list[int]
-    """Indices among the T tokens, ascending."""
-    places: list[int]
-    """The token that each draw follows, in the order of `drawn`."""
+    kept: list[int]  # indices among the T tokens, ascending
+    places: list[int]  # the token that each draw follows, in the order of `drawn`
     scored: dict[int, Scored]
     pooled: dict[int, range]
 

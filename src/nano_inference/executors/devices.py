@@ -14,8 +14,7 @@ _DTYPES: dict[Dtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_CPU_SHARE = 4
-"""The default KV cache on a CPU is at most one part in 4 of the available memory."""
+_CPU_SHARE = 4  # the default KV cache on a CPU is at most one part in 4 of the available memory
 _CPU_LIMIT = 4 << 30
 
 

@@ -11,8 +11,7 @@ from nano_inference.executors.protocol import Executor
 from nano_inference.loader.sources import HARMLESS_SUFFIX, WeightSource, check_names
 from nano_inference.models.program import Program
 
-LoadProgress = Callable[[int, int], None]
-"""Callback receiving (bytes_done, bytes_total), counted as float32."""
+LoadProgress = Callable[[int, int], None]  # callback receiving (bytes_done, bytes_total), counted as float32
 
 
 def known_sources(program: Program, sources: Mapping[str, WeightSource]) -> dict[str, WeightSource]:

@@ -28,8 +28,7 @@ from nano_inference.models.families import Family, program_of
 
 ROUNDINGS: Mapping[Dtype, Rounding] = {"auto": "own", "float32": "own", "bfloat16": "bfloat16", "int8": "int8"}
 """How the kernels store weights; "own" keeps the file's values exactly, in as few bytes as they need."""
-CUDA_LOOKAHEAD = 16
-"""Default of `EngineConfig.lookahead` with the CUDA kernels."""
+CUDA_LOOKAHEAD = 16  # default of `EngineConfig.lookahead` with the CUDA kernels
 
 _log = logging.getLogger("nano_inference")
 

@@ -28,11 +28,9 @@ class CacheSize:
     """Size of a KV cache; `Executor.block_bytes` returns the memory of one block."""
 
     num_blocks: int
-    block_size: int
-    """Tokens per block."""
+    block_size: int  # tokens per block
     dtype: KvDtype = "auto"
-    eager: bool = False
-    """Commit all memory pages at once, if the executor can; otherwise as blocks are used."""
+    eager: bool = False  # commit all memory pages at once, if the executor can; otherwise as blocks are used
 
 
 class Staged(Protocol):
@@ -63,8 +61,7 @@ class Executor(Protocol):
     config: ModelConfig
     program: Program
     device: torch.device
-    lookahead: int
-    """Default of `EngineConfig.lookahead`."""
+    lookahead: int  # default of `EngineConfig.lookahead`
     steps_share_processors: bool
     """Whether steps run on the processors that gather new weights, so that both must take turns."""
 

@@ -14,8 +14,7 @@ from nano_inference.loader.sources import TensorSource, WeightSource
 Pace = Callable[[int], None]
 """Called with the bytes of the next piece; blocks until it may be processed. Raises if the update was cancelled."""
 
-SMALL_PIECE = 32768
-"""Elements processed at a time while steps run: torch uses a single thread for so few."""
+SMALL_PIECE = 32768  # elements processed at a time while steps run: torch uses a single thread for so few
 
 
 class NotFinite(Exception):

@@ -21,8 +21,7 @@ from nano_inference.models.program import Program
 from nano_inference.runner import Row, RowResult
 from nano_inference.types import TopLogprobs
 
-SCORE_ELEMENTS = 1 << 24
-"""Largest number of logits in memory while a prompt is scored, instead of all [T, V]."""
+SCORE_ELEMENTS = 1 << 24  # largest number of logits in memory while a prompt is scored, instead of all [T, V]
 
 Sampler = Callable[[Tensor, Sequence[Row]], Sequence[RowResult]]
 """Draws one token per row from float32 logits [B, V], which it may overwrite; `sampling.draw` is the reference."""
@@ -201,8 +200,7 @@ def score_rows(
 class _Targets(NamedTuple):
     """Scored tokens of several rows, concatenated, with the options of their rows."""
 
-    indices: list[int]
-    """Indices among the K hidden states that precede them."""
+    indices: list[int]  # indices among the K hidden states that precede them
     tokens: list[int]
     temperatures: list[float]
     num_tops: list[int]

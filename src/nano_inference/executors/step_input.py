@@ -14,11 +14,9 @@ from torch import Tensor
 class Span(NamedTuple):
     """One row of a step."""
 
-    offset: int
-    """Index of its first token among the T tokens."""
+    offset: int  # index of its first token among the T tokens
     num_tokens: int
-    start: int
-    """Position of its first token in the sequence."""
+    start: int  # position of its first token in the sequence
     blocks: tuple[int, ...]
 
     @property
@@ -32,10 +30,7 @@ class ForwardInput:
     """A step as tensors and spans."""
 
     token_T: Tensor
-    prev_T: Tensor
-    """The token before each token, -1 at the start of a sequence."""
+    prev_T: Tensor  # the token before each token, -1 at the start of a sequence
     position_T: Tensor
-    slot_T: Tensor
-    """The cache slot of each token's K/V."""
-    spans: tuple[Span, ...]
-    """Rows of one token first, by sequence length, then rows of several tokens (prefill chunks)."""
+    slot_T: Tensor  # the cache slot of each token's K/V
+    spans: tuple[Span, ...]  # rows of one token first, by sequence length, then rows of several tokens (prefill chunks)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from nano_inference.runner import Row
 
-_TOP_P_WIDTH = 1024
-"""Best tokens selected first for top-p; if their probability is too small, the whole row is sorted."""
+_TOP_P_WIDTH = 1024  # best tokens selected first for top-p; if their probability is too small, the whole row is sorted
 
 
 class Truncation(NamedTuple):

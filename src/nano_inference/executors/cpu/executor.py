@@ -46,8 +46,7 @@ class CpuModel:
     full_body: NativeProgram | None
     """`body` without windows, for generated tokens of programs with `has_full_decode`; None for other programs."""
     final: NativeProgram
-    logits: NativeProgram
-    """Final norm and head."""
+    logits: NativeProgram  # final norm and head
 
 
 class CpuExecutor:

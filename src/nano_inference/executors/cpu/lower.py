@@ -60,8 +60,7 @@ class Lowering:
 
     program: Program
     part: tuple[Op, ...]
-    live: list[frozenset[str]]
-    """`live_after` of the part."""
+    live: list[frozenset[str]]  # `live_after` of the part
     weights: CpuWeights
     lowerings: Lowerings
     places: dict[str, Place] = field(default_factory=dict)

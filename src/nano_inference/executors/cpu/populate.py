@@ -8,8 +8,7 @@ from contextlib import suppress
 
 PIECE_BYTES = 4 << 20
 
-Populate = Callable[[int, int], None]
-"""Faults in the bytes [start, stop). Failures are ignored: they only cost time."""
+Populate = Callable[[int, int], None]  # faults in the bytes [start, stop). Failures are ignored: they only cost time.
 
 
 class Populator:

@@ -17,10 +17,8 @@ from nano_inference.kernels.native import Cache
 from nano_inference.memory import lazy_zeros
 from nano_inference.runner import BlockCopy
 
-AHEAD_BYTES = 96 << 20
-"""Bytes of keys, and of values, whose pages are faulted in before they are needed."""
-_SLACK = 64
-"""Values after the last block, because the kernels load whole vectors."""
+AHEAD_BYTES = 96 << 20  # bytes of keys, and of values, whose pages are faulted in before they are needed
+_SLACK = 64  # values after the last block, because the kernels load whole vectors
 
 
 class KernelStore:

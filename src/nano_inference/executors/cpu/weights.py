@@ -22,11 +22,9 @@ from nano_inference.loader.sources import TensorSource, WeightSource
 from nano_inference.memory import Slabs
 from nano_inference.models.ops import WeightSpec
 
-_LARGE_PIECE = 1 << 18
-"""Elements packed at a time when no steps run: they fit the second-level cache."""
+_LARGE_PIECE = 1 << 18  # elements packed at a time when no steps run: they fit the second-level cache
 
-Rounding = Literal["own", "bfloat16", "int8"]
-"""Storage precision of weights: "own" keeps that of the source."""
+Rounding = Literal["own", "bfloat16", "int8"]  # storage precision of weights: "own" keeps that of the source
 Model = TypeVar("Model")
 
 

@@ -21,10 +21,8 @@ from nano_inference.executors.cuda.records import (
 )
 from nano_inference.executors.cuda.sample_records import Scratch
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Supported precisions of activations, weights and caches."""
-MOST_COLUMNS = 1 << 14
-"""Largest width of a norm."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # supported precisions of activations, weights and caches
+MOST_COLUMNS = 1 << 14  # largest width of a norm
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:

@@ -28,14 +28,10 @@ class StepKey(NamedTuple):
     """What determines the launches of a step."""
 
     num_rows: int
-    num_splits: int
-    """Splits of the longest row that the step can attend to."""
-    has_cut: bool
-    """A row truncates."""
-    has_tops: bool
-    """A row wants its most probable tokens."""
-    has_groups: bool
-    """Rows share prefixes."""
+    num_splits: int  # splits of the longest row that the step can attend to
+    has_cut: bool  # a row truncates
+    has_tops: bool  # a row wants its most probable tokens
+    has_groups: bool  # rows share prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +40,7 @@ class StepModel:
 
     machine: Machine
     body: Lowered
-    head: Lowered
-    """Reads the result of the body."""
+    head: Lowered  # reads the result of the body
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +51,7 @@ class StepTensors:
     previous_R: Tensor
     position_R: Tensor
     length_R: Tensor
-    start_R: Tensor
-    """0, 1, 2, … R."""
+    start_R: Tensor  # 0, 1, 2, … R
     shared_R: Tensor
     row_QX: Tensor
     shared_Q: Tensor
@@ -93,8 +87,7 @@ class DecodeStep:
     partials: PartialMemory
     tensors: StepTensors
     store: KVStore
-    has_full_decode: bool = False
-    """Windows of the program restrict prompt tokens only."""
+    has_full_decode: bool = False  # Windows of the program restrict prompt tokens only
     reads_prefixes_once: bool = True
     """Use groups of rows that share a prefix; their tiles are larger, so that bits might depend on the group."""
 

@@ -15,16 +15,14 @@ import numpy.typing as npt
 from nano_inference.executors.cuda.records import SPLIT
 from nano_inference.runner import Row
 
-Placed = Sequence[tuple[int, Row]]
-"""Pairs of slot and row."""
+Placed = Sequence[tuple[int, Row]]  # pairs of slot and row
 
 
 class Prefix(NamedTuple):
     """Slots whose rows have the same first positions."""
 
     slots: tuple[int, ...]
-    num_shared: int
-    """Positions, a multiple of `SPLIT`."""
+    num_shared: int  # positions, a multiple of `SPLIT`
 
 
 def shared_prefixes(placed: Placed, block_size: int) -> list[Prefix]:

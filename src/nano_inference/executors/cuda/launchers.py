@@ -180,8 +180,7 @@ class Kernels:
     operate: OperationKernels
     multiply: ProductKernels
     sample: SamplingKernels
-    has_fixed_heads: bool = True
-    """Attention supports `records.RATIOS` and `records.HEAD_DIMS` only."""
+    has_fixed_heads: bool = True  # attention supports `records.RATIOS` and `records.HEAD_DIMS` only
 
 
 def triton_kernels() -> Kernels:

@@ -28,17 +28,12 @@ from nano_inference.models.rope import RotaryTable
 class Limits:
     """The largest steps."""
 
-    max_len: int
-    """Positions of a sequence."""
-    max_rows: int = 256
-    """Rows of a window, and draws at a time."""
-    max_tokens: int = 2048
-    """Tokens of a pass."""
-    lookahead: int = 16
-    """Tokens of a window."""
+    max_len: int  # positions of a sequence
+    max_rows: int = 256  # rows of a window, and draws at a time
+    max_tokens: int = 2048  # tokens of a pass
+    lookahead: int = 16  # tokens of a window
     is_deterministic: bool = False
-    reads_prefixes_once: bool = True
-    """Read the keys that decode rows share once; never in deterministic windows."""
+    reads_prefixes_once: bool = True  # read the keys that decode rows share once; never in deterministic windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +41,9 @@ class Parts:
     """The parts of a program as launches on one set of registers."""
 
     body: Lowered
-    head: Lowered
-    """Final norm and head, of the result of the body."""
-    final: Lowered
-    """The final norm of `given`."""
-    logits: Lowered
-    """Final norm and head of `given`."""
+    head: Lowered  # final norm and head, of the result of the body
+    final: Lowered  # the final norm of `given`
+    logits: Lowered  # final norm and head of `given`
     given: Columns
 
 

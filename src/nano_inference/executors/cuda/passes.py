@@ -29,13 +29,10 @@ class AttendPart:
     first_token: int
     num_tokens: int
     first_row: int
-    rows: Rows
-    """Token indices relative to `first_token`."""
+    rows: Rows  # token indices relative to `first_token`
     max_queries: int
-    position_T: Tensor
-    """Of all tokens of the pass."""
-    partials: Partials | None
-    """None: one pass over all keys (`attend_chunks`)."""
+    position_T: Tensor  # of all tokens of the pass
+    partials: Partials | None  # None: one pass over all keys (`attend_chunks`)
     groups: Groups | None = None
 
     def attend(
@@ -59,17 +56,13 @@ class Pass:
     """Inputs of one forward pass; int32 tensors."""
 
     token_T: Tensor
-    previous_T: Tensor
-    """-1: none."""
-    position_T: Tensor
-    """-1: the token is not computed."""
-    row_T: Tensor
-    """Row of the block table of each token."""
+    previous_T: Tensor  # -1: none
+    position_T: Tensor  # -1: the token is not computed
+    row_T: Tensor  # row of the block table of each token
     table_RB: Tensor
     store: KVStore
     parts: tuple[AttendPart, ...]
-    has_windows: bool = True
-    """False: every token attends to all earlier keys."""
+    has_windows: bool = True  # False: every token attends to all earlier keys
 
     def cache(self, layer: int) -> Cache:
         """Return a layer's cache with the block tables."""

@@ -12,22 +12,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-SPLIT = 256
-"""Positions per split; a multiple of every tile."""
+SPLIT = 256  # positions per split; a multiple of every tile
 RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 NO_WINDOW = 1 << 30
-GROUP_ROWS = 32
-"""Rows of a group's tile: rows of the step times query heads per kv head."""
-MOST_ROWS = 16
-"""Most tokens of `multiply`."""
-TILE_OUT, TILE_IN = 32, 128
-"""Outputs and inputs of a tile of `multiply`."""
-_PROGRAMS = 264
-"""Programs to aim at: two for each of a Hopper GPU's 132 multiprocessors."""
+GROUP_ROWS = 32  # rows of a group's tile: rows of the step times query heads per kv head
+MOST_ROWS = 16  # most tokens of `multiply`
+TILE_OUT, TILE_IN = 32, 128  # outputs and inputs of a tile of `multiply`
+_PROGRAMS = 264  # programs to aim at: two for each of a Hopper GPU's 132 multiprocessors
 _FEWEST_IN = 256
-MOST_TILES = _PROGRAMS
-"""Most tiles of outputs of a product with several ranges: with more, one range is enough."""
+MOST_TILES = _PROGRAMS  # most tiles of outputs of a product with several ranges: with more, one range is enough
 
 
 class Cache(NamedTuple):
@@ -35,29 +29,23 @@ class Cache(NamedTuple):
 
     k_SJD: Tensor
     v_SJD: Tensor
-    table_RB: Tensor
-    """int32; only entries of blocks that a row reads need to be valid."""
+    table_RB: Tensor  # int32; only entries of blocks that a row reads need to be valid
     block_size: int
 
 
 class Rows(NamedTuple):
     """The rows of a step; int32 tensors."""
 
-    start_R: Tensor
-    """Index of each row's first token, [R + 1]; the last entry is T."""
-    length_R: Tensor
-    """Keys of each row, those of the step included; 0 makes a row do nothing."""
-    shared_R: Tensor
-    """Positions that `attend_groups` computes, a multiple of `SPLIT`; 0 for rows in no group."""
+    start_R: Tensor  # index of each row's first token, [R + 1]; the last entry is T
+    length_R: Tensor  # keys of each row, those of the step included; 0 makes a row do nothing
+    shared_R: Tensor  # positions that `attend_groups` computes, a multiple of `SPLIT`; 0 for rows in no group
 
 
 class Groups(NamedTuple):
     """Decode rows that share a prefix, in tiles of `group_rows(ratio)` rows; int32 tensors."""
 
-    row_QX: Tensor
-    """Row indices, -1 for unused places; the first of a tile is used."""
-    shared_Q: Tensor
-    """`Rows.shared_R` of the tile's rows, whose block tables are the same up to there."""
+    row_QX: Tensor  # row indices, -1 for unused places; the first of a tile is used
+    shared_Q: Tensor  # `Rows.shared_R` of the tile's rows, whose block tables are the same up to there
 
 
 class Partials(NamedTuple):
@@ -72,8 +60,7 @@ class RangeMemory(NamedTuple):
 
     part_ZTN: Tensor
     """float32, contiguous: at least num_ranges(N, K) · T · N values, whatever they are, if there are several ranges."""
-    done_I: Tensor
-    """int32, `MOST_TILES` values: zeros before and after each product."""
+    done_I: Tensor  # int32, `MOST_TILES` values: zeros before and after each product
 
 
 def range_memory(num_values: int, device: torch.device) -> RangeMemory:
@@ -104,8 +91,7 @@ class HeadNorms:
     order: NormOrder = "none"
     eps: float = 0.0
     offset: float = 0.0
-    q_D: Tensor | None = None
-    """Weights of queries and keys: both or neither."""
+    q_D: Tensor | None = None  # weights of queries and keys: both or neither
     k_D: Tensor | None = None
 
 

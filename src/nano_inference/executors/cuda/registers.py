@@ -43,15 +43,11 @@ class Lowered:
     """One part of a program as launches."""
 
     launches: tuple[Launch, ...]
-    keep_after: int
-    """How many launches precede `Keep`; all of them if there is none."""
-    kept: tuple[int, ...]
-    """Registers that are read after `Keep`."""
+    keep_after: int  # how many launches precede `Keep`; all of them if there is none
+    kept: tuple[int, ...]  # registers that are read after `Keep`
     result: Columns
-    softcap: float | None
-    """Soft cap of the result that no launch applies, because it follows `Widen`."""
-    registers: tuple[int, ...]
-    """All registers that the launches write."""
+    softcap: float | None  # soft cap of the result that no launch applies, because it follows `Widen`
+    registers: tuple[int, ...]  # all registers that the launches write
 
 
 class Registers:
@@ -90,12 +86,9 @@ class Machine:
     registers: Registers
     weights: TorchWeights
     ropes: Ropes
-    one_1: Tensor
-    """The number 1, float32 [1]."""
-    ranges: RangeMemory
-    """Scratch memory of `multiply`."""
-    is_deterministic: bool = False
-    """Compute every matrix product in tiles of `MOST_ROWS` rows, whatever their number."""
+    one_1: Tensor  # the number 1, float32 [1]
+    ranges: RangeMemory  # scratch memory of `multiply`
+    is_deterministic: bool = False  # compute every matrix product in tiles of `MOST_ROWS` rows, whatever their number
 
 
 @dataclass(slots=True)
@@ -114,14 +107,11 @@ class Lowering:
 
     machine: Machine
     part: Sequence[Op]
-    num_rows: int
-    """Most rows of a pass."""
+    num_rows: int  # most rows of a pass
     live: list[frozenset[str]]
     places: dict[str, Columns]
-    owned: list[int]
-    """Registers that this part may use."""
-    free: list[int]
-    """Those of them that hold no live buffer."""
+    owned: list[int]  # registers that this part may use
+    free: list[int]  # those of them that hold no live buffer
     heads: Heads | None = None
     launches: list[Launch] = field(default_factory=list)
     keep_after: int | None = None

@@ -23,20 +23,16 @@ from nano_inference.runner import Row
 from nano_inference.types import TokenLogprob, TopLogprobs
 
 Words = npt.NDArray[np.int32]
-MOST_STOPS = 16
-"""Stop tokens of a slot; a sample with more ends at the others when its window is read."""
-MOST_TOPS = 32
-"""Most probable tokens that a window can report."""
-_PUSHED = 1 << 16
-"""Most words of one copy to the device."""
+MOST_STOPS = 16  # stop tokens of a slot; a sample with more ends at the others when its window is read
+MOST_TOPS = 32  # most probable tokens that a window can report
+_PUSHED = 1 << 16  # most words of one copy to the device
 _WIDE = ("top_p", "min_p", "seed")
 _FLOATS = ("temperature", "repetition", "presence", "frequency")
 _GIVEN = (
     *("temperature", "top_k", "report", "repetition", "presence", "frequency", "count_row", "bias_row", "mask_row"),
     *("sample", "num_tops", "min_tokens", "max_tokens"),
 )
-_CHANGED = ("token", "previous", "position", "num_new", "state")
-"""Fields that the device changes, too."""
+_CHANGED = ("token", "previous", "position", "num_new", "state")  # fields that the device changes, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +40,7 @@ class Window:
     """What a window returned for every slot."""
 
     num_new: Words
-    ring_token: Words
-    """[S, K]"""
+    ring_token: Words  # [S, K]
     ring_logprob: npt.NDArray[np.float32]
 
 
@@ -58,8 +53,7 @@ class SlotMemory:
         self._places = _places(sizes)
         num_words = sum(int(np.prod(shape)) for shape in sizes.values())
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._known: Words = np.zeros(num_words, np.int32)
-        """The device's words as the host knows them."""
+        self._known: Words = np.zeros(num_words, np.int32)  # the device's words as the host knows them
         self._wanted: Words = np.zeros(num_words, np.int32)
         self._first_changed = self._places["token"].start
         self._first_ring = self._places["ring_token"].start

@@ -31,8 +31,7 @@ from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.types import TopLogprobs
 
 _FINE, _MEDIUM = 16, 128
-_NOT_COUNTED = (0, -1)
-"""`_Held.counted` of a row without history."""
+_NOT_COUNTED = (0, -1)  # `_Held.counted` of a row without history
 _WARM_LENGTHS = (256, 512, 1024, 2048)
 
 
@@ -64,8 +63,7 @@ class _Held:
     """The row that a slot holds, as the device knows it."""
 
     row: Row
-    counted: tuple[int, int]
-    """Length of the history that is counted on the device, and its last token."""
+    counted: tuple[int, int]  # length of the history that is counted on the device, and its last token
 
 
 class Windows:
@@ -77,8 +75,7 @@ class Windows:
         device = slots.slot_S.device
         self._slot_of: dict[int, int] = {}
         self._held: list[_Held | None] = [None] * slots.num_slots
-        self._groups: object = None
-        """The shared prefixes that the device knows."""
+        self._groups: object = None  # the shared prefixes that the device knows
         self._tops_K2SN = torch.zeros(
             (slots.ring_size, 2, slots.num_slots, MOST_TOPS), dtype=torch.int32, device=device
         )

@@ -30,10 +30,8 @@ class Step:
     """State of one run of a part."""
 
     values: list[Tensor | None]
-    context: StepContext | None
-    """None for parts that read neither tokens nor the cache."""
-    kept_K: Tensor | None
-    """Rows selected by `Keep`; None selects all."""
+    context: StepContext | None  # None for parts that read neither tokens nor the cache
+    kept_K: Tensor | None  # rows selected by `Keep`; None selects all
 
     @property
     def tokens(self) -> StepContext:
@@ -67,8 +65,7 @@ class Scope:
 
     weights: TorchWeights
     places: dict[str, Columns] = field(default_factory=dict)
-    widths: list[int] = field(default_factory=list)
-    """Width of every value."""
+    widths: list[int] = field(default_factory=list)  # width of every value
 
     def place(self, names: Sequence[str], widths: Sequence[int]) -> int:
         """Add a value with buffers in adjacent columns; return its number."""

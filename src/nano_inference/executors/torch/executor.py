@@ -39,8 +39,7 @@ class TorchModel:
     weights: TorchWeights
     body: CompiledPart
     final: CompiledPart
-    logits: CompiledPart
-    """Final norm and head."""
+    logits: CompiledPart  # final norm and head
 
 
 def bound(program: Program, operations: Operations, weights: TorchWeights) -> TorchModel:

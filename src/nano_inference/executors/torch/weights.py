@@ -16,8 +16,7 @@ from nano_inference.memory import huge_empty
 from nano_inference.models.ops import Linear, WeightSpec
 from nano_inference.models.program import Program
 
-Layout = Mapping[str, tuple[WeightSpec, ...]]
-"""The weights of every stack, in order; the key is the name of the first."""
+Layout = Mapping[str, tuple[WeightSpec, ...]]  # the weights of every stack, in order; the key is the name of the first
 
 
 def layout_of(program: Program) -> Layout:
@@ -36,8 +35,7 @@ class TorchWeights:
 
     layout: Layout
     stacks: Mapping[str, Tensor]
-    tensors: Mapping[str, Tensor] = field(init=False)
-    """A view of each weight, by name."""
+    tensors: Mapping[str, Tensor] = field(init=False)  # a view of each weight, by name
 
     def __post_init__(self) -> None:
         named: dict[str, Tensor] = {}

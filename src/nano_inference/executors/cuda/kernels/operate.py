@@ -17,8 +17,7 @@ from nano_inference.executors.cuda.kernels.variant import Variant, padded
 from nano_inference.executors.cuda.records import NORM_ORDERS, Cache, HeadNorms, NormOrder
 from nano_inference.models.ops import Activation, TableRows
 
-COLUMNS, HEADS = 1024, 16
-"""Columns, and heads of a token, per program."""
+COLUMNS, HEADS = 1024, 16  # columns, and heads of a token, per program
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
 TABLE_ROWS: tuple[TableRows, ...] = ("token", "previous", "pair")
 

@@ -27,8 +27,7 @@ class _Queries(NamedTuple):
 
     q_RLHD: Tensor
     table_RB: Tensor
-    position_RL: Tensor
-    """-1: no query."""
+    position_RL: Tensor  # -1: no query
 
 
 def attend_splits(

@@ -19,8 +19,7 @@ class AttentionSpec(NamedTuple):
     """One layer's attention parameters."""
 
     scale: float
-    window: int | None = None
-    """Number of latest keys that a query attends to, its own included; None: all."""
+    window: int | None = None  # number of latest keys that a query attends to, its own included; None: all
     softcap: float | None = None
 
 
@@ -43,7 +42,6 @@ class StepContext:
     step: ForwardInput
     store: KVStore
     backend: Backend
-    plans: Mapping[int | None, Any]
-    """The backend's plan for each window size of the model."""
+    plans: Mapping[int | None, Any]  # the backend's plan for each window size of the model
     ropes: tuple[tuple[Tensor, Tensor], ...]
     """For each rotary embedding of the model: cos and signed sin of the step's positions, [T, 1, rotary size]."""

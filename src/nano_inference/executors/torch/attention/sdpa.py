@@ -24,16 +24,14 @@ from nano_inference.executors.torch.store import KVStore
 _GROUP_ROWS = 16
 _GROUP_SLACK = 1.25
 """Largest ratio between the longest and the shortest row of a group; a difference of one block is always allowed."""
-SCORE_ELEMENTS = 1 << 24
-"""Largest number of soft-capped scores in memory at a time."""
+SCORE_ELEMENTS = 1 << 24  # largest number of soft-capped scores in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Decode rows that are gathered together."""
 
-    tokens: slice
-    """Their range among the step's tokens."""
+    tokens: slice  # their range among the step's tokens
     block_GM: Tensor
     hidden_G11S: Tensor | None
     """Additive mask: 0 for visible keys, -inf for others; None if every row sees every gathered key."""
@@ -45,10 +43,8 @@ class Chunk:
 
     span: Span
     block_M: Tensor
-    skip: int
-    """Number of gathered keys before the first visible one."""
-    mask_QS: Tensor | None
-    """None if the chunk starts its sequence and fits the window: plain causal attention."""
+    skip: int  # number of gathered keys before the first visible one
+    mask_QS: Tensor | None  # None if the chunk starts its sequence and fits the window: plain causal attention
 
 
 @dataclass(frozen=True, slots=True)
