@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from nano_inference.text.kinds import Tokenizer
 from nano_inference.types import BadRequest, Matcher, StopReason
 
-MAX_TOKENS = 1024
-"""Limit on the tokens of all words of one request."""
+MAX_TOKENS = 1024  # limit on the tokens of all words of one request
 
 
 def bad_words_matcher(tokenizer: Tokenizer, words: Sequence[str], vocab_size: int) -> Callable[[], Matcher]:

@@ -27,8 +27,7 @@ from nano_inference.types import BadRequest, ModelError
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Variable names that `extra` must not contain."""
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning, in Transformers' order."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, in Transformers' order
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -36,14 +35,11 @@ _NOTHING: Mapping[str, Any] = {}
 class ChatTemplate:
     """A compiled chat template; safe to share between threads."""
 
-    source: str
-    """The text of the model's file, unchanged."""
-    where: str
-    """The template's file, for error messages."""
+    source: str  # the text of the model's file, unchanged
+    where: str  # the template's file, for error messages
     named: Mapping[str, str]
     """Variables of every rendering: those of `bos_token`, `eos_token`, … that the tokenizer has."""
-    tool_source: str | None
-    """The template named "tool_use", which replaces `source` when a request has tools."""
+    tool_source: str | None  # the template named "tool_use", which replaces `source` when a request has tools
     programs: Mapping[str, Program] = field(repr=False, compare=False)
     """The compiled templates, "default" and perhaps "tool_use"."""
 

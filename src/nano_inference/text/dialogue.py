@@ -53,8 +53,7 @@ class TemplateDialogue:
     tool: Tool | None = None
     variables: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """The template's variables where a rendering names no other value."""
-    has_dates: bool = False
-    """Whether the variables include today's date (`template_dates`)."""
+    has_dates: bool = False  # whether the variables include today's date (`template_dates`)
 
     @property
     def tool_template(self) -> str | None:

@@ -44,8 +44,7 @@ class FastTokenizer:
     """Implements `kinds.Tokenizer`, which documents the shared members. Immutable, so safe to share between threads."""
 
     core: tokenizers.Tokenizer
-    literal: tokenizers.Tokenizer
-    """A copy of `core` that encodes the texts of special tokens as plain text."""
+    literal: tokenizers.Tokenizer  # a copy of `core` that encodes the texts of special tokens as plain text
     spelling: Spelling
     vocab_size: int
     bos_id: int | None

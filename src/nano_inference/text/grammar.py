@@ -22,10 +22,8 @@ from nano_inference.types import BadRequest, Matcher, StopReason
 
 __all__ = ["ENDED", "Grammar", "GrammarMatcher", "Grammars"]
 
-MAX_CACHED = 64
-"""Number of compiled grammars kept in the LRU cache."""
-ENDED = "grammar"
-"""The stop reason of a sample of a model without end tokens."""
+MAX_CACHED = 64  # number of compiled grammars kept in the LRU cache
+ENDED = "grammar"  # the stop reason of a sample of a model without end tokens
 STACK_BYTES = 256 << 20
 """Stack size of the thread that compiles: the compiler recurses along references between rules, and a stack overflow
 would end the process. 64 KiB of references need a tenth of this."""
@@ -40,8 +38,7 @@ _COMPILE_FUEL = 300_000
 _MAX_STATES = 50_000
 _MAX_SYMBOLS = 100_000
 _NICENESS = 15
-_FORCED_CHARS = 256
-"""Limit on the characters of a forced text that are tokenized; only the first token is used."""
+_FORCED_CHARS = 256  # limit on the characters of a forced text that are tokenized; only the first token is used
 
 
 class Grammars:
@@ -49,8 +46,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        """Size of the model's vocabulary; ids beyond the tokenizer's are never allowed."""
+        self._vocab_size = vocab_size  # size of the model's vocabulary; ids beyond the tokenizer's are never allowed
         self._eos_ids = frozenset(eos_ids)
         self._vocabulary: _Vocabulary | None = None
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
@@ -126,10 +122,8 @@ class _Vocabulary:
     """A model's vocabulary in the library's form."""
 
     tokenizer: Any  # an LLTokenizer; the library is imported on demand
-    num_bytes: int
-    """Size of a mask in bytes."""
-    text_bits: int
-    """Bits of the ids that stand for text."""
+    num_bytes: int  # size of a mask in bytes
+    text_bits: int  # bits of the ids that stand for text
     eos_ids: frozenset[int]
     eos_bits: int
 
@@ -158,10 +152,8 @@ class _Compiled:
 
     vocabulary: _Vocabulary
     inner: Any  # an LLMatcher, which is only copied
-    mask: bytes
-    """The mask of the first token."""
-    allowed_bits: int
-    """Bits of the ids that may ever be allowed: text, and the special tokens that the grammar names."""
+    mask: bytes  # the mask of the first token
+    allowed_bits: int  # bits of the ids that may ever be allowed: text, and the special tokens that the grammar names
 
 
 class _Words:

@@ -30,16 +30,13 @@ MAX_BYTES: Mapping[Kind, int] = {
     "calls": 131072,
 }
 """Limits on a grammar's UTF-8 bytes; compile time is at worst quadratic in a regex and linear in a schema."""
-MAX_PATTERN = MAX_BYTES["regex"]
-"""Limit on the characters of a `pattern` in a schema."""
+MAX_PATTERN = MAX_BYTES["regex"]  # limit on the characters of a `pattern` in a schema
 MAX_CHOICES = 10_000
-MAX_NESTING = 64
-"""Limit on the levels of objects and arrays in a schema, of brackets in other grammars."""
+MAX_NESTING = 64  # limit on the levels of objects and arrays in a schema, of brackets in other grammars
 MAX_MULTIPLE = 1000
 """Limit on the least common multiple of all `multipleOf` in a schema, without decimal points: the automaton has that
 many states, and an `allOf` of two builds their product."""
-MAX_REASON = 300
-"""Limit on the characters of the library's message in an error."""
+MAX_REASON = 300  # limit on the characters of the library's message in an error
 WHITESPACE = r" |\n[ \t]{0,24}"
 """Whitespace allowed between JSON tokens, at most once; where it is unlimited, small models write it without end."""
 
@@ -62,8 +59,7 @@ class Grammar:
 
     kind: Kind
     text: str
-    special: frozenset[int] = frozenset()
-    """The special tokens that are markers of calls."""
+    special: frozenset[int] = frozenset()  # the special tokens that are markers of calls
 
 
 def check_grammar(grammar: Grammar) -> None:

@@ -11,8 +11,7 @@ KNOWN_FORMATS: Final = frozenset(
 """The values of `format` that llguidance enforces; by the standard, any other is an annotation."""
 SCHEMA_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value maps names to schemas."""
-VALUES: Final = ("const", "enum", "default", "examples")
-"""Keywords whose value contains no schema."""
+VALUES: Final = ("const", "enum", "default", "examples")  # keywords whose value contains no schema
 _NOTES = frozenset({"$schema", "$comment", "$id", "title", "description"})
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 from nano_inference.types import TokenProgram
 
-TOKENIZERS_GROUP = "nano_inference.tokenizers"
-"""The entry-point group by which a package adds a kind of tokenizer."""
+TOKENIZERS_GROUP = "nano_inference.tokenizers"  # the entry-point group by which a package adds a kind of tokenizer
 
-Message = Mapping[str, Any]
-"""A message of a conversation: "role", "content" and further fields for the template."""
+Message = Mapping[str, Any]  # a message of a conversation: "role", "content" and further fields for the template
 
 
 class TokenizerSource(NamedTuple):
@@ -81,17 +79,13 @@ class Tool(TokenProgram, Protocol):
 class Rendering:
     """Options for rendering messages to a prompt."""
 
-    add_generation_prompt: bool = True
-    """End with the header of the assistant's turn."""
-    continue_final: bool = False
-    """End after the last message's content, so that the model continues it."""
+    add_generation_prompt: bool = True  # end with the header of the assistant's turn
+    continue_final: bool = False  # end after the last message's content, so that the model continues it
     tools: Sequence[Mapping[str, Any]] | None = None
-    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Further template variables."""
+    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # further template variables
 
 
-ANSWER = Rendering()
-"""The default: prompt the model for an answer."""
+ANSWER = Rendering()  # the default: prompt the model for an answer
 
 
 class Dialogue(Protocol):
@@ -122,12 +116,9 @@ class Dialogue(Protocol):
 class TokenizerKind:
     """A kind of tokenizer directory: a row of the table that `tokenizer.installed_tokenizers` returns."""
 
-    title: str
-    """The file's name in error messages: "tokenizer.json"."""
-    description: str
-    """The tokenizer's kind in the output of `models info`."""
-    reads: Callable[[Path], bool]
-    """Returns True for a directory that contains this kind's files."""
+    title: str  # the file's name in error messages: "tokenizer.json"
+    description: str  # the tokenizer's kind in the output of `models info`
+    reads: Callable[[Path], bool]  # returns True for a directory that contains this kind's files
     load: Callable[[Path], Tokenizer]
     """Loads the tokenizer of such a directory. Raises `ModelError` naming the unusable file."""
     find: Callable[[Path], TokenizerSource | None] = lambda path: None

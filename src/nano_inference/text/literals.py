@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
 
-_MAX_DEPTH = 32
-"""Limit on nested groups; `re` compiles some hundreds."""
+_MAX_DEPTH = 32  # limit on nested groups; `re` compiles some hundreds
 
 
 @lru_cache(maxsize=8)

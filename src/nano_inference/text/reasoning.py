@@ -27,8 +27,7 @@ class ReasoningSplitter:
         self._mark: str | None = CLOSE_MARK if starts_inside else OPEN_MARK
         """The expected mark; None once all that follows is content."""
         self._held = ""
-        self._num_given = 0
-        """Characters of the prefix in `_held`."""
+        self._num_given = 0  # characters of the prefix in `_held`
         self._drops_space = starts_inside
         self._num_tokens = 0
         self._tail = prefix.encode()[1 - len(_CLOSE_BYTES) :]

@@ -17,10 +17,8 @@ from nano_inference.types import BadRequest
 MAX_STATES = 250
 """Limit on the states of one expression, and on the members of its classes, each of which counts as a state: a
 character of the text costs at most a few steps for each."""
-_MAX_KNOWN = 4096
-"""Limit on the transitions that a search remembers."""
-MAX_DEPTH = 32
-"""Limit on nested groups."""
+_MAX_KNOWN = 4096  # limit on the transitions that a search remembers
+MAX_DEPTH = 32  # limit on nested groups
 
 CharTest = Callable[[str], bool]
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}

@@ -9,8 +9,7 @@ from nano_inference.text.kinds import Tokenizer
 from nano_inference.text.regex import MAX_STATES, Regex, Search, compile_regex
 from nano_inference.types import BadRequest, Matcher, StopReason
 
-FIELD = "stop_regex"
-"""The request's field, which begins the messages of errors."""
+FIELD = "stop_regex"  # the request's field, which begins the messages of errors
 
 
 def stop_regex_matcher(

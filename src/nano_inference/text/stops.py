@@ -31,10 +31,8 @@ class StopStrings:
         self, tokenizer: Tokenizer, stops: tuple[str, ...], hidden: frozenset[int], drop_space: bool = False
     ) -> None:
         self._tokenizer = tokenizer
-        self._hidden = hidden
-        """Tokens that are not part of the text; each is searched for stop strings by itself."""
-        self._drop_space = drop_space
-        """True if the next byte of text is to be dropped when it is a space."""
+        self._hidden = hidden  # tokens that are not part of the text; each is searched for stop strings by itself
+        self._drop_space = drop_space  # True if the next byte of text is to be dropped when it is a space
         self._stops = tuple((stop.encode("utf-8", "surrogatepass"), stop) for stop in stops)
         self._keep = max((len(data) for data, _ in self._stops), default=1) - 1
         self._tail = b""

@@ -15,14 +15,11 @@ class StreamState:
     """State of one stream of text."""
 
     stops: tuple[str, ...] = ()
-    pending: bytes = b""
-    """The bytes of an incomplete character, at most three."""
-    held: str = ""
-    """The longest suffix of the text so far that is a prefix of a stop string."""
+    pending: bytes = b""  # the bytes of an incomplete character, at most three
+    held: str = ""  # the longest suffix of the text so far that is a prefix of a stop string
     drop_space: bool = False
     """True if a space as the next character is to be dropped: SentencePiece adds one before the first word."""
-    stopped: str | None = None
-    """The stop string that was found; no text follows it."""
+    stopped: str | None = None  # the stop string that was found; no text follows it
 
 
 def start(*, stops: tuple[str, ...] = (), drop_space: bool = False) -> StreamState:

@@ -27,8 +27,7 @@ class Program(NamedTuple):
     """Renders JSON data, in any thread. Raises `TemplateRefusal` for an error of the template, and `TemplateLimit`."""
     reads: frozenset[str]
     """Names of attributes and texts in expressions: a field of a message that is not here is not read."""
-    seeks: tuple[str, ...]
-    """Texts that the template compares with others, or passes to methods and filters."""
+    seeks: tuple[str, ...]  # texts that the template compares with others, or passes to methods and filters
 
 
 def plain(value: object, name: str, depth: int = 64) -> Any:

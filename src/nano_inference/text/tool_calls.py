@@ -27,8 +27,7 @@ MAX_SPACES: Final = 256
 _BRACE: Final = "{"
 _HEADER = re.compile(r"([\w.-]*)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])? *")
 _HEADER_MARKS = ("[CALL_ID]", "[ARGS]")
-_MAX_HEADER = 128
-"""Limit on the characters between Mistral's marker and a call's arguments."""
+_MAX_HEADER = 128  # limit on the characters between Mistral's marker and a call's arguments
 _ARGUMENTS = ("arguments", "parameters")
 _HARMLESS = frozenset({"name", "id", "type", "index", *_ARGUMENTS})
 """Keys allowed before "name" in a call without a marker; any other key shows that the reply is other JSON."""
@@ -41,19 +40,13 @@ Phase = Literal["open", "text", "json", "header", "other", "tail", "prose"]
 class _Call(NamedTuple):
     """The call that is being parsed."""
 
-    key: str = ""
-    """The key of the current or expected value."""
-    word: Parts = ()
-    """The parsed part of the current string, a key or a value, with its quotes."""
+    key: str = ""  # the key of the current or expected value
+    word: Parts = ()  # the parsed part of the current string, a key or a value, with its quotes
     name: str | None = None
-    arguments: Parts = ()
-    """The arguments so far, before `CallStart` is emitted."""
-    stage: Literal["none", "open", "complete"] = "none"
-    """State of the arguments."""
-    is_started: bool = False
-    """True once `CallStart` was emitted."""
-    is_named: bool = False
-    """True if the name came before the JSON, which is the arguments alone."""
+    arguments: Parts = ()  # the arguments so far, before `CallStart` is emitted
+    stage: Literal["none", "open", "complete"] = "none"  # state of the arguments
+    is_started: bool = False  # True once `CallStart` was emitted
+    is_named: bool = False  # True if the name came before the JSON, which is the arguments alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,34 +54,22 @@ class CallsState:
     """State of parsing one reply."""
 
     format: ToolFormat
-    names: frozenset[str]
-    """The known functions; a call of any other is content."""
+    names: frozenset[str]  # the known functions; a call of any other is content
     phase: Phase
     """open: the start of a reply that may be a call; text; json: inside calls; header: a call's name before its
     arguments; other: JSON that is no call; tail: after a call; prose: text that no call can follow."""
-    is_free: bool = True
-    """True if calls without a marker may follow text."""
-    index: int = 0
-    """Index of the next call."""
-    is_after_call: bool = False
-    """True if a call is the last that was emitted."""
-    has_content: bool = False
-    """True after content that is not whitespace."""
-    gap: str = ""
-    """The whitespace between the content and the call that followed it."""
-    spaces: str = ""
-    """Withheld whitespace, dropped if a call follows."""
-    partial: str = ""
-    """The matched prefix of a marker."""
-    held: Parts = ()
-    """Withheld text, which becomes content if it turns out not to be a call."""
-    num_held: int = 0
-    """Characters in `held`."""
+    is_free: bool = True  # True if calls without a marker may follow text
+    index: int = 0  # index of the next call
+    is_after_call: bool = False  # True if a call is the last that was emitted
+    has_content: bool = False  # True after content that is not whitespace
+    gap: str = ""  # the whitespace between the content and the call that followed it
+    spaces: str = ""  # withheld whitespace, dropped if a call follows
+    partial: str = ""  # the matched prefix of a marker
+    held: Parts = ()  # withheld text, which becomes content if it turns out not to be a call
+    num_held: int = 0  # characters in `held`
     json: JsonState = JsonState()
-    base: int = 0
-    """Number of brackets around a call: 1 in a list, else 0."""
-    has_call: bool = False
-    """True if a call was parsed since the marker."""
+    base: int = 0  # number of brackets around a call: 1 in a list, else 0
+    has_call: bool = False  # True if a call was parsed since the marker
     call: _Call | None = None
 
 

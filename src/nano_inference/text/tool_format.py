@@ -22,28 +22,23 @@ class ToolFormat:
     name: str
     begin: str
     """The marker before a call. The text given to `tool_calls` must contain it even if it is a special token."""
-    end: str = ""
-    """The marker after a call; empty for none."""
+    end: str = ""  # the marker after a call; empty for none
     arguments: str = "arguments"
     """The key of the arguments in written calls; the parser accepts "arguments" and "parameters"."""
-    is_list: bool = False
-    """True if one list after one marker contains all calls."""
+    is_list: bool = False  # True if one list after one marker contains all calls
     is_whole: bool = False
     """True if calls are the whole reply, separated by semicolons, with at most one marker, at the start."""
 
 
 HERMES = ToolFormat(name="hermes", begin="<tool_call>", end="</tool_call>")
 """Hermes 2 Pro, Qwen 2.5 and 3, SmolLM3; SmolLM2 writes a list between the markers, which is also parsed."""
-LLAMA = ToolFormat(name="llama", begin="<|python_tag|>", arguments="parameters", is_whole=True)
-"""Llama 3.1 to 3.3."""
+LLAMA = ToolFormat(name="llama", begin="<|python_tag|>", arguments="parameters", is_whole=True)  # Llama 3.1 to 3.3
 MISTRAL = ToolFormat(name="mistral", begin="[TOOL_CALLS]", is_list=True)
 """Mistral's models up to tokenizer version 3; later ones do not write a list."""
 
-FIREFUNCTION = ToolFormat(name="firefunction", begin="functools", is_list=True)
-"""Fireworks' Firefunction 2."""
+FIREFUNCTION = ToolFormat(name="firefunction", begin="functools", is_list=True)  # Fireworks' Firefunction 2
 
-MAX_FORCED_CALLS = 4
-"""Limit on the calls of a reply that must be calls, because small models do not stop by themselves."""
+MAX_FORCED_CALLS = 4  # limit on the calls of a reply that must be calls, because small models do not stop by themselves
 
 _PARAMETERS = re.compile(r"""["']parameters\\?["']\s*:[\s'"{}+~-]*[\w.]*\.arguments""")
 """A template's expression that writes a call's arguments as "parameters", which elsewhere is a function's schema."""

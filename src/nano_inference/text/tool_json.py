@@ -10,8 +10,7 @@ import re
 from typing import Final, NamedTuple
 
 MAX_DEPTH: Final = 64
-MAX_SCALAR: Final = 64
-"""Limit on the characters of a number."""
+MAX_SCALAR: Final = 64  # limit on the characters of a number
 SPACE: Final = " \t\r\n"
 
 _SPACES = re.compile(r"[ \t\r\n]+")
@@ -25,8 +24,7 @@ _SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 class JsonState(NamedTuple):
     """State of parsing one value."""
 
-    nest: str = ""
-    """The open brackets."""
+    nest: str = ""  # the open brackets
     due: str = "value"
     """The expected element: value, item (or ]), key, first (key or }), colon, next (comma or bracket), done."""
     token: str = ""

@@ -16,8 +16,7 @@ from nano_inference.text.chat import Message, check_messages
 from nano_inference.text.tool_format import HERMES, Tool, speaks_of_tools
 from nano_inference.types import BadRequest
 
-MAX_CALLS = 1024
-"""Limit on the calls in one message."""
+MAX_CALLS = 1024  # limit on the calls in one message
 
 _RESPONSE = ("<tool_response>\n", "\n</tool_response>")
 _WANTS_NONE = re.compile(r"""content['"]?\]?\s+is\s+none""")
