@@ -22,8 +22,7 @@ _SHOWN = 80
 class Fields:
     """Values of one file. The getters raise `ModelError`; `default` replaces an absent or null value."""
 
-    origin: str
-    """The file, for messages."""
+    origin: str  # the file, for messages
     values: Mapping[str, Any]
 
     def get(self, name: str) -> Any:

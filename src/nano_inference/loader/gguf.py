@@ -23,8 +23,7 @@ from nano_inference.loader.sources import WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.types import ModelError
 
-PIECE_VALUES = 2**20
-"""Most values that are dequantised at a time, but at least a row or a head."""
+PIECE_VALUES = 2**20  # most values that are dequantised at a time, but at least a row or a head
 
 PLAIN: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -59,10 +58,8 @@ class PackedTensor:
 
     path: Path
     tensor: GgufTensor
-    head_rows: int = 0
-    """Rows per head, if their permutation must be undone; otherwise 0."""
-    shift: float = 0.0
-    """Added to every value."""
+    head_rows: int = 0  # rows per head, if their permutation must be undone; otherwise 0
+    shift: float = 0.0  # added to every value
     column_range: tuple[int, int] | None = None
     """The columns [start, stop) of the tensor that this source reads; None: all."""
     piece_values: int = PIECE_VALUES

@@ -29,20 +29,14 @@ _LARGEST_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
 class _Rules:
     """Properties of an architecture that its files do not state."""
 
-    name: str
-    """Hugging Face's name of the architecture."""
+    name: str  # Hugging Face's name of the architecture
     family: str = "dense"
     qk_norm: bool = False
-    permuted: bool = False
-    """True if the rows of q and k are stored in the order of ggml's rotation."""
-    window_period: int = 0
-    """n: all layers but every nth have the sliding window. 1: all layers. 0: none."""
-    window: int | None = None
-    """Default of `attention.sliding_window`."""
-    local_theta: float | None = None
-    """Default rotary base of the windowed layers, whose frequencies are never scaled."""
-    unrotated_period: int = 0
-    """n: every nth layer has no rotary embedding. 0: all layers have one."""
+    permuted: bool = False  # True if the rows of q and k are stored in the order of ggml's rotation
+    window_period: int = 0  # n: all layers but every nth have the sliding window. 1: all layers. 0: none.
+    window: int | None = None  # default of `attention.sliding_window`
+    local_theta: float | None = None  # default rotary base of the windowed layers, whose frequencies are never scaled
+    unrotated_period: int = 0  # n: every nth layer has no rotary embedding. 0: all layers have one.
 
 
 RULES: Mapping[str, _Rules] = {

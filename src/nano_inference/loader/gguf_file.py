@@ -23,13 +23,11 @@ from nano_inference.types import ModelError
 
 MAX_HEADER_BYTES = 64 * 2**20
 MAX_TENSORS = 100_000
-MAX_KEYS = 2**16
-"""Metadata keys; real files have a few dozen."""
+MAX_KEYS = 2**16  # metadata keys; real files have a few dozen
 MAX_ITEMS = 2**22
 """Items of all arrays; each takes up to 60 bytes in memory. A vocabulary of 262,144 needs less than a million."""
 
-MAX_FILE_BYTES = 2**44
-"""16 TiB: a header that requires a larger file is damaged; otherwise the download is incomplete."""
+MAX_FILE_BYTES = 2**44  # 16 TiB: a header that requires a larger file is damaged; otherwise the download is incomplete
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -51,15 +49,11 @@ class GgufTensor:
     """Location and type of one tensor."""
 
     name: str
-    shape: tuple[int, ...]
-    """In torch's order; the file has the reverse."""
-    type_name: str
-    """ggml's name: F32, Q4_1, …"""
-    offset: int
-    """Byte offset in the file."""
+    shape: tuple[int, ...]  # in torch's order; the file has the reverse
+    type_name: str  # ggml's name: F32, Q4_1, …
+    offset: int  # byte offset in the file
     num_bytes: int
-    row_bytes: int
-    """Bytes of one row (the last dimension)."""
+    row_bytes: int  # bytes of one row (the last dimension)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +61,9 @@ class GgufFile:
     """The header of a GGUF file. Invalid UTF-8 is replaced by U+FFFD."""
 
     path: Path
-    metadata: Mapping[str, Any]
-    """Numbers, booleans, strings, and tuples of them."""
-    tensors: Mapping[str, GgufTensor]
-    """In the order of the file's table."""
-    data_offset: int
-    """Byte offset of the tensor data."""
+    metadata: Mapping[str, Any]  # numbers, booleans, strings, and tuples of them
+    tensors: Mapping[str, GgufTensor]  # in the order of the file's table
+    data_offset: int  # byte offset of the tensor data
 
 
 class _Cursor:

@@ -30,24 +30,19 @@ class _Rules:
     windows: Literal["none", "all", "upper", "unrotated", "pattern"] = "none"
     """Layers with a sliding window if there is no `layer_types`: none; all; those from `max_window_layers` on; those
     without rotary embedding; all but every nth."""
-    window_period: int | None = 2
-    """None: the field `sliding_window_pattern`, by default 6."""
+    window_period: int | None = 2  # None: the field `sliding_window_pattern`, by default 6
     window: int | None = None
     theta: float = 10000.0
-    kv_heads: int | None = None
-    """None: the number of heads."""
-    head_dim: int | None = None
-    """None: hidden_size / heads."""
+    kv_heads: int | None = None  # None: the number of heads
+    head_dim: int | None = None  # None: hidden_size / heads
     max_positions: int = 32768
     tied: bool = False
     bos: int | None = None
     eos: int | None = None
     bias: Literal["none", "qkv", "field"] = "field"
-    mlp_bias: bool = False
-    """True if the `mlp_bias` field is read."""
+    mlp_bias: bool = False  # True if the `mlp_bias` field is read
     qk_norm: bool = False
-    softcaps: tuple[tuple[str, float | None], ...] = ()
-    """Fields of soft caps with their defaults."""
+    softcaps: tuple[tuple[str, float | None], ...] = ()  # fields of soft caps with their defaults
 
 
 _GEMMA_2 = _Rules(

@@ -10,8 +10,7 @@ class Constant(NamedTuple):
     """An inferred value."""
 
     value: object
-    reason: str
-    """Why it was chosen, in a few words."""
+    reason: str  # why it was chosen, in a few words
 
 
 class Inferred(Protocol):

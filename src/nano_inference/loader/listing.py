@@ -10,8 +10,7 @@ from nano_inference.types import ModelError
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickle files, which can run code: no model is loaded from them."""
 
-_NO_WEIGHTS = re.compile(r"(meta|optim|token).*")
-"""Pickles in a model's directory that are not its weights."""
+_NO_WEIGHTS = re.compile(r"(meta|optim|token).*")  # pickles in a model's directory that are not its weights
 
 
 def file_names(directory: Path) -> list[str]:

@@ -17,8 +17,7 @@ from nano_inference.models.parts import HEAD
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.types import ModelError, SamplingParams
 
-_SPARE = 1 << 23
-"""Values (32 MB): mismatches of small models are reported by weight name, when they are loaded."""
+_SPARE = 1 << 23  # values (32 MB): mismatches of small models are reported by weight name, when they are loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +30,10 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     tokenizer: TokenizerSource
-    dtype: str
-    """Most frequent precision of the weights: "float32", "bfloat16", "Q4_1", …"""
-    sources: Mapping[str, WeightSource]
-    """Every weight by its name in the checkpoint, in file order."""
-    generation: Mapping[str, Any]
-    """Contents of `generation_config.json`; empty if there is none."""
-    inferred: Inferred | None = None
-    """Values that the files do not contain; None for formats with complete files."""
+    dtype: str  # most frequent precision of the weights: "float32", "bfloat16", "Q4_1", …
+    sources: Mapping[str, WeightSource]  # every weight by its name in the checkpoint, in file order
+    generation: Mapping[str, Any]  # contents of `generation_config.json`; empty if there is none
+    inferred: Inferred | None = None  # values that the files do not contain; None for formats with complete files
 
     def __post_init__(self) -> None:
         held = sum(math.prod(source.shape) for source in self.sources.values())

@@ -13,14 +13,10 @@ from typing import Any
 
 from nano_inference.loader.fields import shown
 
-MAX_BYTES = 32 << 20
-"""Most bytes of a pickle."""
-MAX_VALUES = 1 << 21
-"""Most values that a pickle may push; a shared tensor takes about 45."""
-MAX_MARKS = 16
-"""Most batches inside each other."""
-_MAX_LONG = 8
-"""Most bytes of an integer."""
+MAX_BYTES = 32 << 20  # most bytes of a pickle
+MAX_VALUES = 1 << 21  # most values that a pickle may push; a shared tensor takes about 45
+MAX_MARKS = 16  # most batches inside each other
+_MAX_LONG = 8  # most bytes of an integer
 _MAX_LINE = 256
 
 
@@ -48,8 +44,7 @@ class Instance:
     """An instance that unpickling would make, without calling `__init__`."""
 
     cls: Named
-    state: Any = None
-    """What `__setstate__` or the instance's dict would get."""
+    state: Any = None  # what `__setstate__` or the instance's dict would get
 
 
 def read_data(data: bytes, names: frozenset[str]) -> Any:
@@ -83,8 +78,7 @@ class _Machine:
 
     data: bytes
     names: frozenset[str]
-    at: int = 2
-    """Next byte, after the protocol."""
+    at: int = 2  # next byte, after the protocol
     stack: list[Any] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)

@@ -35,10 +35,8 @@ class FileRange:
     path: Path
     offset: int
     shape: tuple[int, ...]
-    dtype: str
-    """A key of `DTYPES`."""
-    stride: int | None = None
-    """Bytes from one row to the next in the file; None if rows are adjacent."""
+    dtype: str  # a key of `DTYPES`
+    stride: int | None = None  # bytes from one row to the next in the file; None if rows are adjacent
 
     @property
     def row_bytes(self) -> int:

@@ -19,17 +19,14 @@ from nano_inference.files import open_buffered
 from nano_inference.loader.fields import shown
 from nano_inference.types import MissingFile, ModelError
 
-PREFIX = re.compile(r"(_orig_mod\.|module\.)+")
-"""What torch.compile and DistributedDataParallel put before every name."""
+PREFIX = re.compile(r"(_orig_mod\.|module\.)+")  # what torch.compile and DistributedDataParallel put before every name
 _ZIP = b"PK\x03\x04"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COUNTS = (torch.int64, torch.int32)
 """Counters in the buffers of mixture-of-experts checkpoints, which `rules` refuses by name."""
 _PLAIN = re.compile(r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)")
-_MAX_PICKLE = 4 << 20
-"""Most bytes: a tensor takes about a hundred, and a model of a hundred layers has a thousand."""
-_MOST_SHARED = 4
-"""Most bytes of all tensors as a multiple of the file's; tensors may share a storage (tied weights)."""
+_MAX_PICKLE = 4 << 20  # most bytes: a tensor takes about a hundred, and a model of a hundred layers has a thousand
+_MOST_SHARED = 4  # most bytes of all tensors as a multiple of the file's; tensors may share a storage (tied weights)
 
 
 def read_pt(path: Path, *, is_mapped: bool = True) -> dict[str, Tensor]:

@@ -17,10 +17,8 @@ class RoundingError:
     """Sums over all weights that were read so far."""
 
     dtype: torch.dtype
-    squares: float = 0.0
-    """Of the weights."""
-    errors: float = 0.0
-    """Squares of the differences."""
+    squares: float = 0.0  # of the weights
+    errors: float = 0.0  # squares of the differences
 
     @property
     def relative(self) -> float:

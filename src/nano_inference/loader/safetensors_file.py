@@ -20,8 +20,7 @@ from nano_inference.types import ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 16_000_000
-"""The format allows 100 MB; a hundred thousand tensors take 12 MB."""
+MAX_HEADER_BYTES = 16_000_000  # the format allows 100 MB; a hundred thousand tensors take 12 MB
 MAX_TENSORS = 100_000
 
 _KNOWN: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
