@@ -14,8 +14,7 @@ from nano_inference.models.config import ModelConfig
 
 _SPANS = 8
 _SPAN_BYTES = 4096
-MOST_BYTES = _SPANS * _SPAN_BYTES
-"""Most bytes that are read of one tensor; a smaller tensor is read whole."""
+MOST_BYTES = _SPANS * _SPAN_BYTES  # most bytes that are read of one tensor; a smaller tensor is read whole
 
 
 def fingerprint(config: ModelConfig, sources: Mapping[str, WeightSource]) -> str:

@@ -37,15 +37,11 @@ class _Model:
 
     executor: Executor
     rows: RowCoder = field(default_factory=RowCoder)
-    staged: Staged | None = None
-    """The update that is being received."""
-    fault: str = ""
-    """Why this rank refuses it."""
-    finished: Any = None
-    """The argument of `commit`."""
+    staged: Staged | None = None  # the update that is being received
+    fault: str = ""  # why this rank refuses it
+    finished: Any = None  # the argument of `commit`
     gate: StepGate | None = None
-    is_same: bool = True
-    """Whether all tensors that were compared since the last question are equal."""
+    is_same: bool = True  # whether all tensors that were compared since the last question are equal
 
 
 class Follower:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nano_inference.types import EngineDead
 
-_FIRST_BYTES = 2048
-"""Bytes of the broadcast with which a message starts; a longer message needs a second one."""
+_FIRST_BYTES = 2048  # bytes of the broadcast with which a message starts; a longer message needs a second one
 _HEADER = 8
 _TEXT_BYTES = 1024
 
@@ -44,10 +43,8 @@ class Group:
         self._is_registered = is_registered
         self.rank, self.size = rank, size
         self._group, self._timeout, self._idle = group, timeout, idle or timeout
-        self.bytes_sent = 0
-        """Bytes of all messages that rank 0 has broadcast."""
-        self.tensor_bytes = 0
-        """Bytes of all tensors that this rank has contributed to `add` and `gather`."""
+        self.bytes_sent = 0  # bytes of all messages that rank 0 has broadcast
+        self.tensor_bytes = 0  # bytes of all tensors that this rank has contributed to `add` and `gather`
 
     def add(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, with the same bits on each. May overwrite `x`."""

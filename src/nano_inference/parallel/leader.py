@@ -13,10 +13,8 @@ from nano_inference.parallel.messages import pack
 from nano_inference.parallel.staged import WeightFeed
 from nano_inference.types import EngineDead
 
-_PULSE_S = 1.0
-"""Without a command for so long, rank 0 asks the other ranks for a sign of life."""
-_STOP_S = 5.0
-"""Longest wait of `close` for the end of a question, and of a message of an update."""
+_PULSE_S = 1.0  # without a command for so long, rank 0 asks the other ranks for a sign of life
+_STOP_S = 5.0  # longest wait of `close` for the end of a question, and of a message of an update
 Result = TypeVar("Result")
 
 
@@ -31,8 +29,7 @@ class Leader:
         `is_serving`: the other ranks execute commands at any time, so that lost ones are found while no step runs.
         """
         self.links = links
-        self.failure: EngineDead | None = None
-        """Why no command can be executed any more; None while all ranks work."""
+        self.failure: EngineDead | None = None  # why no command can be executed any more; None while all ranks work
         self._on_close, self._on_failure = on_close, on_failure
         self._lock = threading.RLock()
         self._calls = _Uninterrupted()

@@ -13,24 +13,19 @@ import torch.distributed as dist
 from nano_inference.parallel.group import Group
 from nano_inference.types import EngineDead
 
-JOIN_S = 60.0
-"""Longest wait for the other ranks when the groups are formed."""
+JOIN_S = 60.0  # longest wait for the other ranks when the groups are formed
 WAIT = timedelta(seconds=600)
 """Longest wait of an operation for another rank that is alive; the loss of a process is seen at once."""
-_IDLE = timedelta(days=365)
-"""Longest wait of a rank for the next update. Lost ranks are found by the commands."""
+_IDLE = timedelta(days=365)  # longest wait of a rank for the next update. Lost ranks are found by the commands.
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
     """One rank's groups. A group is used by one thread at a time."""
 
-    commands: Group
-    """Commands of rank 0, in main memory."""
-    weights: Group
-    """Weight updates, in main memory, beside running steps."""
-    data: Group
-    """Tensors of a step, on the executor's device."""
+    commands: Group  # commands of rank 0, in main memory
+    weights: Group  # weight updates, in main memory, beside running steps
+    data: Group  # tensors of a step, on the executor's device
 
     @property
     def rank(self) -> int:

@@ -11,10 +11,8 @@ from typing import Any
 from nano_inference.runner import Row
 from nano_inference.types import SamplingParams
 
-_GROWING = frozenset({"blocks", "history"})
-"""Fields that usually extend their earlier value: only the new end is sent."""
-_KEPT_ROWS = 1024
-"""Rows that both sides remember beside those of the latest step."""
+_GROWING = frozenset({"blocks", "history"})  # fields that usually extend their earlier value: only the new end is sent
+_KEPT_ROWS = 1024  # rows that both sides remember beside those of the latest step
 
 
 def pack(command: str, arguments: Mapping[str, Any]) -> bytes:

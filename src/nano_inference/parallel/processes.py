@@ -13,8 +13,7 @@ from typing import Any
 from nano_inference.children import PYTHON, Process, has_ended, start_rank
 
 _POLL_S = 0.02
-_END_S = 5.0
-"""Longest wait for a process that was asked to end; it is killed afterwards."""
+_END_S = 5.0  # longest wait for a process that was asked to end; it is killed afterwards
 
 
 class Processes:
@@ -22,8 +21,7 @@ class Processes:
 
     def __init__(self, config: Mapping[str, Any], size: int) -> None:
         """Start them; `config` is that of the engine, as `EngineConfig.to_dict` returns it."""
-        self.directory = Path(tempfile.mkdtemp(prefix="nano-inference-"))
-        """Only this user can read it."""
+        self.directory = Path(tempfile.mkdtemp(prefix="nano-inference-"))  # only this user can read it
         self._children: list[Process] = []
         for rank in range(1, size):
             child = start_rank([*PYTHON, "-m", "nano_inference.rank"], cwd=Path("/"))

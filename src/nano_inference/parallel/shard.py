@@ -30,8 +30,7 @@ from nano_inference.models.program import Program
 
 _UNITS = (512, 64, 8)
 """Preferred alignments of a vocabulary's parts: the sampler adds probabilities in blocks of 512 ids."""
-_MOST_UNEVEN = 1.05
-"""A preferred alignment may make the largest part this much larger than an even one."""
+_MOST_UNEVEN = 1.05  # a preferred alignment may make the largest part this much larger than an even one
 _MOST_RANKS = 64
 
 
@@ -50,8 +49,7 @@ class VocabularyPart:
 
     start: int
     stop: int
-    total: int
-    """Size of the vocabulary."""
+    total: int  # size of the vocabulary
 
     @property
     def size(self) -> int:
@@ -64,10 +62,8 @@ class Shard:
 
     rank: int
     size: int
-    program: Program
-    """With the shapes of this rank's weights; its logits are those of `vocabulary`."""
-    cuts: Mapping[str, Cut]
-    """By weight; a weight without a cut is whole."""
+    program: Program  # with the shapes of this rank's weights; its logits are those of `vocabulary`
+    cuts: Mapping[str, Cut]  # by weight; a weight without a cut is whole
     vocabulary: VocabularyPart
 
 
@@ -163,8 +159,7 @@ class _Division:
     def divided(self, part: Sequence[Op], results: Mapping[str, range]) -> tuple[Op, ...]:
         """Return this rank's operations; `results` are the columns of the part's divided results."""
         wanted = self._wanted(part, results)
-        own: dict[str, range] = {}
-        """The columns that this rank has of each divided buffer."""
+        own: dict[str, range] = {}  # the columns that this rank has of each divided buffer
         done: list[Op] = []
         for op, demand in zip(part, wanted, strict=True):
             if isinstance(op, Embed):

@@ -24,8 +24,7 @@ from nano_inference.runner import Row
 from nano_inference.types import TopLogprobs
 
 _BLOCK = 512
-_DIGITS = ((21, 11), (10, 11), (0, 10))
-"""(shift, bits) of the digits by which `_threshold` compares 32-bit values."""
+_DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the digits by which `_threshold` compares 32-bit values
 
 
 class ShardedVocabulary:
