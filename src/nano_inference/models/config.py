@@ -24,24 +24,20 @@ class RopeConfig:
 
     theta: float = 10000.0
     kind: Literal["default", "linear", "llama3", "yarn", "dynamic", "factors"] = "default"
-    rotary_dim: int
-    """Number of a head's dimensions that are rotated."""
+    rotary_dim: int  # number of a head's dimensions that are rotated
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
-    attention_factor: float | None = None
-    """yarn: scale of cos and sin; None computes it from the factor."""
+    attention_factor: float | None = None  # yarn: scale of cos and sin; None computes it from the factor
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True
-    """yarn: round the correction range to whole dimensions."""
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
     mscale: float | None = None
     mscale_all_dim: float | None = None
     max_positions: int = 8192
     factors: tuple[float, ...] = ()
-    reverse: bool = False
-    """Rotate by minus the angle (nanochat)."""
+    reverse: bool = False  # rotate by minus the angle (nanochat)
     table_dtype: RopeDtype = "float32"
     """Precision to which cos and sin are rounded after float32 computation (bfloat16: nanochat G0 to G2e)."""
 
@@ -57,20 +53,16 @@ class RopeConfig:
 class LayerConfig:
     """One layer's attention settings."""
 
-    window: int | None = None
-    """Number of latest keys that a query attends to, its own included; None: all."""
-    rope: int | None = 0
-    """Index into `ModelConfig.ropes`; None: no rotary embedding (SmolLM3)."""
+    window: int | None = None  # number of latest keys that a query attends to, its own included; None: all
+    rope: int | None = 0  # index into `ModelConfig.ropes`; None: no rotary embedding (SmolLM3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer. Raises `ValueError` if sizes are invalid or inconsistent."""
 
-    architecture: str
-    """The checkpoint's name for it, for messages."""
-    family: str
-    """Key in the table of families (`models.families`)."""
+    architecture: str  # the checkpoint's name for it, for messages
+    family: str  # key in the table of families (`models.families`)
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -86,15 +78,11 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMSNorm of each head's query and key before the rotation (Qwen3, Gemma 3)."""
-    attention_scale: float | None = None
-    """Factor of q·k; None: 1/sqrt(head_dim)."""
-    attention_softcap: float | None = None
-    """cap·tanh(score/cap) (Gemma 2)."""
+    qk_norm: bool = False  # RMSNorm of each head's query and key before the rotation (Qwen3, Gemma 3)
+    attention_scale: float | None = None  # factor of q·k; None: 1/sqrt(head_dim)
+    attention_softcap: float | None = None  # cap·tanh(score/cap) (Gemma 2)
     logits_softcap: float | None = None
-    embedding_scale: float | None = None
-    """Factor of the token embeddings (Gemma: sqrt(hidden_size))."""
+    embedding_scale: float | None = None  # factor of the token embeddings (Gemma: sqrt(hidden_size))
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     terms: object = None

@@ -12,8 +12,7 @@ from nano_inference.models.program import Program
 from nano_inference.registry import table
 from nano_inference.types import ModelError
 
-FAMILIES_GROUP = "nano_inference.families"
-"""Entry point group for families of other packages."""
+FAMILIES_GROUP = "nano_inference.families"  # entry point group for families of other packages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

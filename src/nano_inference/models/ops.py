@@ -26,8 +26,7 @@ class WeightSpec:
     shape: tuple[int, ...]
     kind: WeightKind = "matrix"
     """A matrix may be packed or quantised; a vector is stored in P; numbers are always float32."""
-    tied: tuple[str, ...] = ()
-    """Alternative names of the same values."""
+    tied: tuple[str, ...] = ()  # alternative names of the same values
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,7 @@ class BaseOp:
 
     READS: ClassVar[tuple[str, ...]] = ("x",)
     """Fields that hold the buffers read: each a name, a tuple of names, or None."""
-    WRITES: ClassVar[tuple[str, ...]] = ("out",)
-    """Fields that hold the buffers bound."""
+    WRITES: ClassVar[tuple[str, ...]] = ("out",)  # fields that hold the buffers bound
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -75,8 +73,7 @@ class TablePart:
     """Which rows of a table one rank has."""
 
     first_row: int
-    num_rows: int
-    """Rows of the whole table."""
+    num_rows: int  # rows of the whole table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,24 +16,19 @@ class LayerCache:
 
     num_kv_heads: int
     head_dim: int
-    window: int | None
-    """Number of latest tokens that any query reads; None: all."""
+    window: int | None  # number of latest tokens that any query reads; None: all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """A decoder in three parts. Raises `ValueError` naming a buffer that is read before it is written."""
 
-    body: tuple[Op, ...]
-    """Tokens to buffer x: the residual after the last layer, of the kept rows."""
-    final: tuple[Op, ...]
-    """Buffer x to buffer h: the final norm."""
-    head: tuple[Op, ...]
-    """Buffer h to buffer logits: float32 [rows, vocab_size]."""
+    body: tuple[Op, ...]  # tokens to buffer x: the residual after the last layer, of the kept rows
+    final: tuple[Op, ...]  # buffer x to buffer h: the final norm
+    head: tuple[Op, ...]  # buffer h to buffer logits: float32 [rows, vocab_size]
     vocab_size: int
     hidden_size: int
-    ropes: tuple[RopeConfig, ...]
-    """Indexed by `Rotate.rope`."""
+    ropes: tuple[RopeConfig, ...]  # indexed by `Rotate.rope`
     has_full_decode: bool = False
     """Windows restrict prompt tokens only; generated tokens attend to all keys (nanochat, decode_window=full)."""
 
