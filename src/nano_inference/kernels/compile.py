@@ -23,8 +23,7 @@ from nano_inference.files import digest_of, move_into, open_regular, untrusted_p
 
 Isa = Literal["avx512", "avx2", "generic"]
 
-ISAS: tuple[Isa, ...] = ("avx512", "avx2", "generic")
-"""Fastest first; every machine supports the last."""
+ISAS: tuple[Isa, ...] = ("avx512", "avx2", "generic")  # fastest first; every machine supports the last
 
 _TIMEOUT_S = 300
 _log = logging.getLogger("nano_inference")

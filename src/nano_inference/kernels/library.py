@@ -11,11 +11,9 @@ import weakref
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from pathlib import Path
 
-F32, BF16, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, INT8 = range(9)
-"""Weight formats (c/formats.h)."""
+F32, BF16, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, INT8 = range(9)  # weight formats (c/formats.h)
 
-_SPIN_NS = 500_000
-"""How long an idle thread polls for work before it sleeps: longer than the time between two steps."""
+_SPIN_NS = 500_000  # how long an idle thread polls for work before it sleeps: longer than the time between two steps
 
 
 class MatrixStruct(ctypes.Structure):

@@ -30,10 +30,8 @@ class Matrix:
     format: int
     num_out: int
     num_in: int
-    packed: Tensor
-    """uint8, aligned to 64 bytes; c/formats.h documents the layout."""
-    rounds: bool = False
-    """True if activations are rounded to eight bits before the product."""
+    packed: Tensor  # uint8, aligned to 64 bytes; c/formats.h documents the layout
+    rounds: bool = False  # True if activations are rounded to eight bits before the product
     by_rows: bool = False
     """True if the rows are stored as they are, not in panels: a table of which only single rows are read."""
 
@@ -150,8 +148,7 @@ class Scan(NamedTuple):
     """Result of `scan`."""
 
     is_finite: bool
-    fits_bfloat16: bool
-    """True if all values are exact in bfloat16; always True for narrower dtypes."""
+    fits_bfloat16: bool  # True if all values are exact in bfloat16; always True for narrower dtypes
 
 
 def scan(library: Library, values: Tensor) -> Scan:

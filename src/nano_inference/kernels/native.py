@@ -36,8 +36,7 @@ _ADD, _NORM_FIRST, _NORM_LAST = 1, 2, 4
 _ROWS = ("token", "previous", "pair")
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
 _LINE_FLOATS = 16
-MAX_SPLIT_TOKENS = 64
-"""Steps with more tokens occupy all threads without splitting the keys of a row."""
+MAX_SPLIT_TOKENS = 64  # steps with more tokens occupy all threads without splitting the keys of a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +44,12 @@ class Layout:
     """A step's tokens, row after row, as int32 arrays."""
 
     token_T: array[int]
-    previous_T: array[int]
-    """-1 if there is no previous token."""
+    previous_T: array[int]  # -1 if there is no previous token
     num_tokens_S: array[int]
     start_S: array[int]
-    table_begin_S: array[int]
-    """Start of each row's block table in `tables`."""
+    table_begin_S: array[int]  # start of each row's block table in `tables`
     tables: array[int]
-    keep_K: array[int]
-    """Indices of the tokens that `Keep` selects, ascending."""
+    keep_K: array[int]  # indices of the tokens that `Keep` selects, ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +62,7 @@ class Cache:
     k: Tensor
     v: Tensor
     block_size: int
-    block_values: int
-    """L · J · D · Z."""
+    block_values: int  # l · J · D · Z
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,20 +290,16 @@ REPORTS = ("raw", "tempered", "processed")
 class Special:
     """What one row wants beyond a temperature and its token's log-probability; `draw` writes the results."""
 
-    report: str
-    """One of `REPORTS`."""
+    report: str  # one of `REPORTS`
     top_k: int
     top_p: float
     min_p: float
     repetition: float
     presence: float
     frequency: float
-    times: Mapping[int, int]
-    """Tokens so far, and how often each is in the output."""
-    bias: Mapping[int, float]
-    """-inf excludes a token."""
-    mask: bytes | None
-    """A bit for each allowed id."""
+    times: Mapping[int, int]  # tokens so far, and how often each is in the output
+    bias: Mapping[int, float]  # -inf excludes a token
+    mask: bytes | None  # a bit for each allowed id
     named: Sequence[int]
     num_tops: int
     wants_raw: bool
@@ -316,8 +307,7 @@ class Special:
     named_logprobs: Sequence[float] = ()
     tops: Sequence[tuple[int, float]] = ()
     raw_logprob: float = 0.0
-    kept: Sequence[int] = ()
-    """Ids that can be sampled, if `wants_kept`."""
+    kept: Sequence[int] = ()  # ids that can be sampled, if `wants_kept`
 
 
 def draw(

@@ -54,8 +54,7 @@ class Heads:
     """Normalise and rotate queries and keys of `x` (queries, keys, values), then write K/V to the cache."""
 
     x: str
-    layer: int
-    """-1 does not write the cache."""
+    layer: int  # -1 does not write the cache
     rope: int | None
     norm: Literal["none", "before", "after"] = "none"
     q_weight: Tensor | None = None
@@ -132,8 +131,7 @@ class Keep:
     Another `Keep` may follow directly, for further buffers. `Embed` and `Smear` cannot follow.
     """
 
-    buffers: tuple[str, ...]
-    """All buffers that later operations read."""
+    buffers: tuple[str, ...]  # all buffers that later operations read
 
 
 SmallOp = Activate | Mix | Softcap | GateValues | Smear | Keep
@@ -147,8 +145,7 @@ class Program:
     """Operations in order, with the sizes of their buffers and heads."""
 
     ops: tuple[Op, ...]
-    widths: dict[str, int]
-    """Floats per row of each buffer."""
+    widths: dict[str, int]  # floats per row of each buffer
     num_heads: int = 1
     num_kv_heads: int = 1
     head_dim: int = 1
