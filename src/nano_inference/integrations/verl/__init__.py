@@ -7,5 +7,4 @@ every process, so they are imported when they are used. verl and Ray are importe
 
 from __future__ import annotations
 
-NAME = "nano_inference"
-"""Of the backend, in `rollout.name`, `rollout.engine_kwargs` and the names of actors."""
+NAME = "nano_inference"  # of the backend, in `rollout.name`, `rollout.engine_kwargs` and the names of actors

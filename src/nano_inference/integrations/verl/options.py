@@ -12,8 +12,7 @@ from nano_inference.integrations.verl import NAME
 from nano_inference.types import BadRequest, SamplingParams
 
 RolloutMode = Literal["hybrid", "colocated", "standalone"]
-_LONGEST = 1 << 20
-"""`max_model_len` without a limit of the configuration; the engine clamps it to the model's."""
+_LONGEST = 1 << 20  # `max_model_len` without a limit of the configuration; the engine clamps it to the model's
 _LOGPROBS_MODES = {None: "processed", "processed_logprobs": "processed", "raw_logprobs": "raw"}
 _TEXT_FIELDS = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
 """Parameters of text, which is not returned."""
@@ -25,16 +24,13 @@ class RolloutOptions:
     """What an engine server needs of verl's configuration."""
 
     engine: EngineConfig
-    mode: RolloutMode
-    """Hybrid and colocated servers share their devices with the trainer, so that they sleep."""
+    mode: RolloutMode  # hybrid and colocated servers share their devices with the trainer, so that they sleep
     prompt_length: int = 512
     response_length: int = 512
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
-    seed: int | None = None
-    """Set by `full_determinism`."""
-    frees_memory: bool = True
-    """verl's `free_cache_engine`: sleep frees memory."""
+    seed: int | None = None  # set by `full_determinism`
+    frees_memory: bool = True  # verl's `free_cache_engine`: sleep frees memory
     served_name: str = ""
 
 

@@ -15,15 +15,13 @@ from nano_inference.server.rl.feed import Feed
 from nano_inference.types import SamplingParams, TrainingSample, WeightError
 from nano_inference.weights.updates import WeightUpdate
 
-TAGS = frozenset({"weights", "kv_cache"})
-"""The parts whose memory verl asks to resume."""
+TAGS = frozenset({"weights", "kv_cache"})  # the parts whose memory verl asks to resume
 
 
 class ServerState(NamedTuple):
     """State of a server's engine."""
 
-    version: int
-    """Number of updates that were installed."""
+    version: int  # number of updates that were installed
     is_asleep: bool
     is_paused: bool
 
@@ -39,14 +37,12 @@ class RolloutServer:
         self._face: HttpFace | None = None
         self._opened: LoadedModel | None = None
         self._host = ""
-        self._steps: int | None = None
-        """The trainer's step of the installed weights."""
+        self._steps: int | None = None  # the trainer's step of the installed weights
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._rejects = False
         """Whether requests that arrive while generation is stopped are returned as aborted, instead of waiting."""
-        self._running: dict[int, str] = {}
-        """Requests in the engine."""
+        self._running: dict[int, str] = {}  # requests in the engine
         self._num_requests = 0
         self._feed: Feed | None = None
         self._update: asyncio.Task[int] | None = None
