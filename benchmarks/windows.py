@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,7 +22,6 @@ from torch import Tensor
 from nano_inference import SamplingParams
 from nano_inference.executors.cuda.decode import DecodeStep, StepKey
 from nano_inference.executors.cuda.executor import CudaExecutor
-from nano_inference.executors.cuda.launchers import plain_kernels
 from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.cuda.windows import Windows
 from nano_inference.executors.loading import load_weights
@@ -29,6 +30,10 @@ from nano_inference.loader.sources import TensorSource
 from nano_inference.models import dense
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.runner import Row
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.cuda.plain import plain_kernels
 
 BLOCK, PROMPT_TOKENS, WARM_UP, WINDOWS = 16, 32, 4, 40
 

@@ -120,7 +120,6 @@ LOGS = {
     ("logprobs.py", "log_"),
     ("executors/cuda/kernels/sampler.py", "log"),  # in float64; tests/cuda compares it with float64 at 512k logits
     ("executors/cuda/kernels/select.py", "log"),  # of min_p
-    ("executors/cuda/plain/sample.py", "log"),  # in float64, as in the kernels
 }
 """Who takes the logarithm of a tensor."""
 

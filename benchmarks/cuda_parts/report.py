@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.cuda_parts.models import Bench
-from nano_inference.executors.cuda.launchers import plain_kernels, triton_kernels
+from nano_inference.executors.cuda.launchers import triton_kernels
+from tests.cuda.plain import plain_kernels
 
 Figure = dict[str, Any]
 CEILINGS = {"GB/s": ("bytes", 1e9), "TFLOP/s": ("flops", 1e12)}

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from nano_inference import EngineConfig, SamplingParams, TrainingSample
-from nano_inference.executors.cuda.launchers import Kernels, plain_kernels
+from nano_inference.executors.cuda.launchers import Kernels
 from tests.cuda.case import Case
 from tests.cuda.engines import open_cuda
+from tests.cuda.plain import plain_kernels
 
 _SMALL: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
 _MODELS: dict[str, dict[str, Any]] = {

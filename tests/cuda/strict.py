@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig
 from nano_inference.executors.cuda.decode import EagerStepper, StepKey
-from nano_inference.executors.cuda.launchers import Kernels, plain_kernels
+from nano_inference.executors.cuda.launchers import Kernels
 from tests.cuda.engines import open_cuda
+from tests.cuda.plain import plain_kernels
 
 VIEWS = frozenset({"view", "narrow", "slice", "transpose", "t", "as_strided", "alias", "detach", "select", "expand"})
 _PRODUCTS = ("mm", "addmm")

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from nano_inference import InferenceEngine
-from nano_inference.executors.cuda.launchers import Kernels, plain_kernels
+from nano_inference.executors.cuda.launchers import Kernels
 from tests.cuda.engines import open_cuda
 from tests.cuda.family_checks import HALF_BOUNDS, float32_gap, half_gap
 from tests.cuda.models import config_of
+from tests.cuda.plain import plain_kernels
 
 
 def open_ours(path: Path, *, dtype: str = "float32", kernels: Kernels | None = None) -> InferenceEngine:

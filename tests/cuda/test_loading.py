@@ -15,7 +15,6 @@ import torch
 from nano_inference import EngineConfig
 from nano_inference.assemble import pick_cuda_kernels
 from nano_inference.executors.cuda.executor import CudaExecutor
-from nano_inference.executors.cuda.launchers import plain_kernels
 from nano_inference.executors.cuda.measure import largest_steps
 from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.opening import load_cuda_model
@@ -24,6 +23,7 @@ from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.loader.rounding import measured_sources
 from tests.cuda.engines import CPU, executor_of
 from tests.cuda.models import config_of
+from tests.cuda.plain import plain_kernels
 from tests.executors.random_programs import Writer
 from tests.loader import tiny_models
 from tests.models.families import make_model

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.launchers import plain_kernels, triton_kernels
-from nano_inference.executors.cuda.plain.uniform import uniform_of
+from nano_inference.executors.cuda.launchers import triton_kernels
 from tests.cuda.all_cases import all_cases
 from tests.cuda.guards import call_guarded, guarded, launchers_of
+from tests.cuda.plain import plain_kernels
+from tests.cuda.plain.uniform import uniform_of
 from tests.cuda.sampler_cases import uniform_arguments, uniforms_differ
 
 CPU = torch.device("cpu")

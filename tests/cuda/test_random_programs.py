@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from nano_inference.executors.cuda.executor import CudaExecutor
-from nano_inference.executors.cuda.launchers import plain_kernels
 from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.loading import load_weights
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loader.sources import TensorSource
+from tests.cuda.plain import plain_kernels
 from tests.effort import some
 from tests.executors.random_programs import MAX_LEN, Writer, random_steps, random_weights
 from tests.executors.test_random_programs import BLOCK_SIZES, relative_difference

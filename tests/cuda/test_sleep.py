@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.cuda_parts.models import TINY, config_of
 from nano_inference.executors.cuda.executor import CudaExecutor
-from nano_inference.executors.cuda.launchers import plain_kernels
 from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.loading import load_weights
 from nano_inference.executors.protocol import CacheSize, Executor
@@ -19,6 +18,7 @@ from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loader.sources import TensorSource
 from nano_inference.models import dense
 from tests.cuda.fake_cuda import CUDA, Transfers
+from tests.cuda.plain import plain_kernels
 
 CONFIG = config_of(TINY)
 PROGRAM = dense.program(CONFIG)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import SamplingParams, WeightError
-from nano_inference.executors.cuda.launchers import plain_kernels
 from tests.cuda.engines import open_cuda
 from tests.cuda.models import NAMES, config_of, write_model
+from tests.cuda.plain import plain_kernels
 from tests.cuda.strict import VIEWS, Strictly
 
 PARAMS = (

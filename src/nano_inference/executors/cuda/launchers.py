@@ -190,10 +190,3 @@ def triton_kernels() -> Kernels:
     from nano_inference.executors.cuda.kernels import attend, multiply, operate, sample
 
     return Kernels(attend, operate, multiply, sample)
-
-
-def plain_kernels() -> Kernels:
-    """Return the implementation in plain torch, for any device."""
-    from nano_inference.executors.cuda.plain import attend, multiply, operate, sample
-
-    return Kernels(attend, operate, multiply, sample, has_fixed_heads=False)

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.executors.cuda.checks import check_logits
-from nano_inference.executors.cuda.plain.select import cut, divisor_of, is_kept, model_logits, tops
-from nano_inference.executors.cuda.plain.uniform import uniform_of
 from nano_inference.executors.cuda.sample_records import (
     CHUNK,
     FULL,
@@ -24,6 +22,8 @@ from nano_inference.executors.cuda.sample_records import (
     Tables,
 )
 from nano_inference.logprobs import floor_logprobs
+from tests.cuda.plain.select import cut, divisor_of, is_kept, model_logits, tops
+from tests.cuda.plain.uniform import uniform_of
 
 __all__ = ["adjust", "advance", "cut", "draw", "load", "tops"]
 
