@@ -50,7 +50,7 @@ class Connection(h11.Connection):
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return h11's next event."""
-        num_bytes = len(self.trailing_data[0])
+        num_bytes = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0  # a copy
         event = super().next_event()
         if not isinstance(event, h11.Request):
             return event
