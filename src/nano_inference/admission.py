@@ -58,7 +58,7 @@ class Admission:
     def admit_all(self, requests: Seq[EngineRequest], version: int, prefixes: Seq[str] = ()) -> list[list[Sequence]]:
         """Return the sequences of every request, all or none; `take` uses their ids. Raises `BadRequest`.
 
-        `version` is that of the weights; `prefixes` holds one text for each request, put in front of its error message.
+        `version` is that of the weights; `prefixes` holds the field of each request for its error message.
         """
         admitted: list[list[Sequence]] = []
         next_sequence = self._next_sequence
@@ -66,8 +66,10 @@ class Admission:
             try:
                 admitted.append(self._admit(request, self._next_request + index, next_sequence, version))
             except ValueError as error:  # a `BadRequest`, or from the request's matcher or program
+                field = error.field if isinstance(error, BadRequest) else ""
                 cause = None if isinstance(error, BadRequest) else error
-                raise BadRequest(f"{prefixes[index] if prefixes else ''}{error}") from cause
+                begin = f"{prefixes[index]}: " if prefixes else ""
+                raise BadRequest(prefixes[index] if prefixes else field, f"{begin}{error}") from cause
             next_sequence += len(admitted[-1])
         return admitted
 
@@ -81,7 +83,7 @@ class Admission:
         request, max_new_tokens = checked(request, self.limits, self._stop_matcher)
         newest = -1 if request.partial is None else max(request.partial.token_versions, default=-1)
         if newest > version:
-            raise BadRequest(f"partial: has tokens of weight version {newest}, this engine's is {version}")
+            raise BadRequest("partial", f"has tokens of weight version {newest}, this engine's is {version}")
         return start_sequences(
             request,
             request_id=request_id,
@@ -113,24 +115,21 @@ def checked(
     the limit.
     """
     if not isinstance(request, EngineRequest):
-        raise BadRequest(f"request must be an EngineRequest, got {type(request).__name__}")
+        raise BadRequest("request", f"must be an EngineRequest, got {type(request).__name__}")
     params = request.params
     if not isinstance(params, SamplingParams):
-        raise BadRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        raise BadRequest("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
     make_matcher = request.make_matcher
     if params.stop and make_matcher is not None:
-        raise BadRequest("stop: give stop strings or a matcher, not both")
+        raise BadRequest("stop", "give stop strings or a matcher, not both")
     if params.stop and stop_matcher is not None:
         make_matcher = stop_matcher(tuple(params.stop))
-    try:
-        ids = check_fields(request, limits)
-        max_new = room_for(len(ids), params, limits)
-        if request.partial is not None:
-            check_partial(request, ids, max_new, limits)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
+    ids = check_fields(request, limits)
+    max_new = room_for(len(ids), params, limits)
+    if request.partial is not None:
+        check_partial(request, ids, max_new, limits)
     if params.stop and make_matcher is None:
-        raise BadRequest("stop: this engine was made without a tokenizer; use stop_token_ids or pass a matcher")
+        raise BadRequest("stop", "this engine was made without a tokenizer; use stop_token_ids or pass a matcher")
     salt = f"{request.salt}\n{len(ids) - request.beginning.num_tokens}" if limits.caches_by_prompt else request.salt
     return replace(request, prompt=ids, salt=salt, make_matcher=make_matcher), max_new
 
@@ -138,16 +137,16 @@ def checked(
 def check_fields(request: EngineRequest, limits: Limits) -> tuple[int, ...]:
     """Return the prompt's ids. Raises `ValueError` naming the first field that is invalid for this model."""
     if not isinstance(request.salt, str):
-        raise ValueError(f"salt must be a string, got {request.salt!r}")
+        raise BadRequest("salt", f"must be a string, got {request.salt!r}")
     ids = check_prompt(request.prompt, limits)
     check_int("num_samples", request.num_samples, 1)
     check_int("score_start", request.score_start, 0)
     if not isinstance(request.beginning, Beginning):
-        raise ValueError(f"beginning must be a Beginning, got {type(request.beginning).__name__}")
+        raise BadRequest("beginning", f"must be a Beginning, got {type(request.beginning).__name__}")
     check_int("beginning.num_tokens", request.beginning.num_tokens, 0, len(ids))
     check_int("beginning.sample_index", request.beginning.sample_index, 0)
     if request.params.pooling is not None and request.num_samples != 1:
-        raise ValueError(f"num_samples must be 1 with pooling, got {request.num_samples}")
+        raise BadRequest("num_samples", f"must be 1 with pooling, got {request.num_samples}")
     check_tokens(request.params, limits)
     return ids
 
@@ -159,22 +158,22 @@ def check_partial(request: EngineRequest, prompt: tuple[int, ...], max_new: int,
     """
     partial, params = request.partial, request.params
     if not isinstance(partial, TrainingSample):
-        raise ValueError(f"partial must be a TrainingSample, got {type(partial).__name__}")
+        raise BadRequest("partial", f"must be a TrainingSample, got {type(partial).__name__}")
     if request.num_samples != 1:
-        raise ValueError(f"num_samples must be 1 with partial, got {request.num_samples}")
+        raise BadRequest("num_samples", f"must be 1 with partial, got {request.num_samples}")
     if partial.prompt_tokens != prompt:
-        raise ValueError("partial: its prompt_tokens differ from the prompt")
+        raise BadRequest("partial", "its prompt_tokens differ from the prompt")
     for name in ("completion_tokens", "mask"):
         token_ids(f"partial: {name}", getattr(partial, name))
     size = limits.vocab_size
     if max(partial.completion_tokens, default=0) >= size or max(partial.mask, default=0) > 1:
-        raise ValueError(f"partial: holds a token outside the vocabulary of {size}, or a mask that is not 0 or 1")
+        raise BadRequest("partial", f"holds a token outside the vocabulary of {size}, or a mask that is not 0 or 1")
     if not all(math.isfinite(logprob) for logprob in partial.logprobs):
-        raise ValueError("partial: its logprobs are not all finite")
+        raise BadRequest("partial", "its logprobs are not all finite")
     if partial.finish_reason == "stop":
-        raise ValueError("partial: ended with a stop and cannot be resumed")
+        raise BadRequest("partial", "ended with a stop and cannot be resumed")
     if len(partial.completion_tokens) >= max_new:
-        raise ValueError(f"partial: has {len(partial.completion_tokens)} tokens already, max_tokens is {max_new}")
+        raise BadRequest("partial", f"has {len(partial.completion_tokens)} tokens already, max_tokens is {max_new}")
     wanted = {
         "raw_logprobs": params.raw_logprobs,
         "sampling_masks": params.sampling_mask,
@@ -182,12 +181,13 @@ def check_partial(request: EngineRequest, prompt: tuple[int, ...], max_new: int,
     }
     for name, is_wanted in wanted.items():
         if is_wanted and getattr(partial, name) is None:
-            raise ValueError(f"partial: has no {name}, which the parameters request")
+            raise BadRequest("partial", f"has no {name}, which the parameters request")
     if partial.lineage not in (None, limits.lineage) and partial.completion_tokens:
-        raise ValueError(
-            f"partial: its lineage is {partial.lineage!r}, this engine's is {limits.lineage!r}, and their weight "
+        raise BadRequest(
+            "partial",
+            f"its lineage is {partial.lineage!r}, this engine's is {limits.lineage!r}, and their weight "
             "versions are unrelated; resume it on its own engine, or give all engines of a pool the same "
-            "EngineConfig.lineage"
+            "EngineConfig.lineage",
         )
 
 
@@ -195,11 +195,12 @@ def check_prompt(prompt: Seq[int], limits: Limits) -> tuple[int, ...]:
     """Return the prompt as a tuple. Raises `ValueError` if it is empty or has an id outside the vocabulary."""
     ids = token_ids("prompt", prompt)
     if not ids:
-        raise ValueError("prompt must hold at least one token")
+        raise BadRequest("prompt", "must hold at least one token")
     if max(ids) >= limits.vocab_size:
         position = next(i for i, token in enumerate(ids) if token >= limits.vocab_size)
-        raise ValueError(
-            f"prompt: token id {ids[position]} at position {position} is outside the vocabulary of {limits.vocab_size}"
+        raise BadRequest(
+            "prompt",
+            f"token id {ids[position]} at position {position} is outside the vocabulary of {limits.vocab_size}",
         )
     return ids
 
@@ -212,15 +213,15 @@ def check_tokens(params: SamplingParams, limits: Limits) -> None:
     for name, ids in named.items():
         for token in ids:
             if token >= limits.vocab_size:
-                raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
+                raise BadRequest(name, f"token id {token} is outside the vocabulary of {limits.vocab_size}")
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None:
             check_int(name, count, 0, limits.vocab_size)
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else limits.eos_token_ids)
     if params.min_tokens and allowed and set(allowed) <= stops:
-        raise ValueError(
-            "min_tokens: every one of allowed_token_ids is a stop token or an end token of the model, "
-            "so no token could be sampled"
+        raise BadRequest(
+            "min_tokens",
+            "every one of allowed_token_ids is a stop token or an end token of the model, so no token could be sampled",
         )
 
 
@@ -229,17 +230,19 @@ def room_for(num_prompt: int, params: SamplingParams, limits: Limits) -> int:
     wanted = params.max_tokens
     shortest = num_prompt + (0 if wanted == 0 else 1)
     if shortest > limits.max_model_len:
-        raise ValueError(
+        raise BadRequest(
+            "prompt",
             f"prompt has {num_prompt} tokens; max_model_len is {limits.max_model_len}"
-            + ("" if wanted == 0 else ", the answer included")
+            + ("" if wanted == 0 else ", the answer included"),
         )
     num_slots = limits.num_blocks * limits.block_size
     room = min(limits.max_model_len, num_slots) - num_prompt
     max_new = room if wanted is None else min(wanted, limits.max_model_len - num_prompt)
     if num_prompt + max_new > num_slots or (wanted is None and room < 1):
-        raise ValueError(
+        raise BadRequest(
+            "prompt",
             f"prompt of {num_prompt} tokens and max_tokens of {wanted} need more than the whole KV cache, "
-            f"which holds {num_slots} tokens; lower max_tokens or raise kv_cache_bytes"
+            f"which holds {num_slots} tokens; lower max_tokens or raise kv_cache_bytes",
         )
     return max_new
 
@@ -247,7 +250,7 @@ def room_for(num_prompt: int, params: SamplingParams, limits: Limits) -> int:
 def texts_of(token_ids: Seq[int] | Seq[Seq[int]]) -> tuple[Seq[Seq[int]], bool]:
     """Return a list of texts, and whether a single text was given. Raises `BadRequest`."""
     if not isinstance(token_ids, list | tuple) or not token_ids:
-        raise BadRequest("token_ids must be a list of token ids, or a list of such lists, and not empty")
+        raise BadRequest("token_ids", "must be a list of token ids, or a list of such lists, and not empty")
     single = isinstance(token_ids[0], int)
     texts: Seq[Seq[int]] = [token_ids] if single else token_ids
     return texts, single
@@ -257,10 +260,10 @@ def score_starts(start: int | Seq[int], count: int) -> Seq[int]:
     """Return one start position for each text. Raises `BadRequest`."""
     starts = [start] * count if isinstance(start, int) else start
     if not isinstance(starts, list | tuple) or len(starts) != count:
-        raise BadRequest(f"start must be an integer, or one for each of {count} texts, got {start!r}")
+        raise BadRequest("start", f"must be an integer, or one for each of {count} texts, got {start!r}")
     for one in starts:
         if isinstance(one, bool) or not isinstance(one, int) or one < 0:
-            raise BadRequest(f"start must be an integer >= 0, got {one!r}")
+            raise BadRequest("start", f"must be an integer >= 0, got {one!r}")
     return starts
 
 
@@ -272,13 +275,13 @@ def requests_for(
 ) -> list[EngineRequest]:
     """Return a request for each prompt, with the one `SamplingParams` or its own. Raises `BadRequest`."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, list | tuple):
-        raise BadRequest(f"prompts must be a list of lists of token ids, got {type(prompts).__name__}")
+        raise BadRequest("prompts", f"must be a list of lists of token ids, got {type(prompts).__name__}")
     if prompts and isinstance(prompts[0], int):
-        raise BadRequest("prompts must be a list of lists of token ids, got one list of ids; wrap it in a list")
+        raise BadRequest("prompts", "must be a list of lists of token ids, got one list of ids; wrap it in a list")
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         sampling_params = [sampling_params or SamplingParams()] * len(prompts)
     if len(sampling_params) != len(prompts):
-        raise BadRequest(f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts")
+        raise BadRequest("sampling_params", f"{len(sampling_params)} given for {len(prompts)} prompts")
     return [
         EngineRequest(prompt=prompt, params=params, num_samples=num_samples, program=program)
         for prompt, params in zip(prompts, sampling_params, strict=True)

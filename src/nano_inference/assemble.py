@@ -248,14 +248,14 @@ def _with_cache(executor: Executor, config: EngineConfig, num_blocks: int, *, ea
 def copied_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | None) -> EngineParts:
     """Return the parts of a second engine with a copy of the installed weights; see `InferenceEngine.copy`."""
     if parts.executor is None:
-        raise BadRequest("this engine has no model that can be copied")
+        raise BadRequest("", "this engine has no model that can be copied")
     block_bytes = parts.executor.block_bytes(config.block_size, config.kv_cache_dtype)
     fewest = -(-parts.max_model_len // config.block_size)
     num_blocks = max(parts.kv.num_blocks // _COPY_SHARE, min(fewest, parts.kv.num_blocks))
     if kv_cache_bytes is not None:
         num_blocks = kv_cache_bytes // block_bytes
     if num_blocks < 1:
-        raise BadRequest(f"kv_cache_bytes: {kv_cache_bytes} bytes do not hold one block of {block_bytes} bytes")
+        raise BadRequest("kv_cache_bytes", f"{kv_cache_bytes} bytes do not hold one block of {block_bytes} bytes")
     copy = _with_cache(parts.executor.copy(), config, num_blocks)
     return replace(parts, runner=copy.runner, executor=copy.executor, kv=copy.kv, weights=copy.weights)
 

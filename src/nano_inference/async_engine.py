@@ -186,7 +186,7 @@ class AsyncEngine(Generic[Engine]):
         """Queue requests, all or none; yield (index of the request, delta) until all have ended."""
         for request in requests:
             if type(request.num_samples) is not int or request.num_samples < 1:
-                raise BadRequest(f"num_samples must be an integer >= 1, got {request.num_samples!r}")
+                raise BadRequest("num_samples", f"must be an integer >= 1, got {request.num_samples!r}")
         inbox = Inbox()
         num_open = sum(request.num_samples for request in requests)
         with self.submit(requests, inbox):

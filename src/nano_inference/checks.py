@@ -11,48 +11,56 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from nano_inference.errors import BadRequest
+
 Check = Callable[[str, Any], object]
-"""Raises `ValueError`, naming its first argument, if the second is invalid."""
+"""Raises `BadRequest`, naming its first argument, if the second is invalid."""
 SEEDS = (-(2**63), 2**64 - 1)
 """Lowest and highest seed."""
 Record = TypeVar("Record")
 _MOST_ITEMS = 8
 
 
+def _invalid(name: str, text: str) -> BadRequest:
+    """Return the error of a field, or of an item in it: "stop_token_ids: a token id"."""
+    field, _, item = name.partition(": ")
+    return BadRequest(field, f"{item} {text}" if item else text)
+
+
 def check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raise `ValueError` naming `name` unless `value` is a finite number in [low, high] (or (low, high])."""
+    """Raise `BadRequest` naming `name` unless `value` is a finite number in [low, high] (or (low, high])."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError(f"{name} must be a number, got {value!r}")
+        raise _invalid(name, f"must be a number, got {value!r}")
     if not (low < value if open_low else low <= value) or not value <= high or math.isinf(value):
         bracket = "(" if open_low else "["
-        raise ValueError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}")
+        raise _invalid(name, f"must be in {bracket}{low:g}, {high:g}], got {value!r}")
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise `ValueError` naming `name` unless `value` is an integer of at least `low` (and at most `high`)."""
+    """Raise `BadRequest` naming `name` unless `value` is an integer of at least `low` (and at most `high`)."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
+        raise _invalid(name, f"must be an integer, got {value!r}")
     if value < low or (high is not None and value > high):
         limit = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be {limit}, got {value}")
+        raise _invalid(name, f"must be {limit}, got {value}")
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise `ValueError` naming `name` unless `value` is True or False."""
+    """Raise `BadRequest` naming `name` unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
+        raise _invalid(name, f"must be true or false, got {value!r}")
 
 
 def check_text(name: str, value: object) -> None:
-    """Raise `ValueError` naming `name` unless `value` is a non-empty string."""
+    """Raise `BadRequest` naming `name` unless `value` is a non-empty string."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a non-empty string, got {value!r}")
+        raise _invalid(name, f"must be a non-empty string, got {value!r}")
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Raise `ValueError` naming `name` unless `value` is one of the choices."""
+    """Raise `BadRequest` naming `name` unless `value` is one of the choices."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        raise _invalid(name, f"must be one of {', '.join(choices)}, got {value!r}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -76,9 +84,9 @@ def brief_repr(record: Any) -> str:
 
 
 def check_label(name: str, value: object) -> None:
-    """Raise `ValueError` naming `name` unless `value` is an integer or a string."""
+    """Raise `BadRequest` naming `name` unless `value` is an integer or a string."""
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"{name} must be an integer or a string, got {value!r}")
+        raise _invalid(name, f"must be an integer or a string, got {value!r}")
 
 
 def integer(low: int, high: int | None = None) -> Check:
@@ -97,7 +105,7 @@ def checked(default: Any, check: Check) -> Any:
 
 
 def check_fields(record: Any) -> None:
-    """Raise `ValueError` naming the first invalid field of a dataclass; None is valid where the annotation has it.
+    """Raise `BadRequest` naming the first invalid field of a dataclass; None is valid where the annotation has it.
 
     Fields have the check that they were made with (`checked`), or that of their annotation: `bool` or `Literal`.
     """
@@ -124,9 +132,9 @@ def _checks_of(cls: type[Any]) -> tuple[tuple[str, Check, bool], ...]:
 
 
 def token_ids(name: str, values: object) -> tuple[int, ...]:
-    """Return `values` as a tuple of token ids. Raises `ValueError` naming `name` and the first invalid id."""
+    """Return `values` as a tuple of token ids. Raises `BadRequest` naming `name` and the first invalid id."""
     if isinstance(values, str | bytes) or not isinstance(values, Collection):
-        raise ValueError(f"{name} must be a collection of token ids, got {type(values).__name__}")
+        raise BadRequest(name, f"must be a collection of token ids, got {type(values).__name__}")
     ids = tuple(values)
     for value in ids:
         if type(value) is not int or value < 0:
@@ -146,18 +154,18 @@ def unit_vector(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def from_known(cls: type[Record], data: Mapping[str, Any]) -> Record:
-    """Build the dataclass `cls` from a JSON object. Raises `ValueError` naming an unknown field."""
+    """Build the dataclass `cls` from a JSON object. Raises `BadRequest` naming an unknown field."""
     known = {f.name for f in fields(cast(Any, cls)) if f.init}
     for name in data:
         if name not in known:
-            raise ValueError(f"{cls.__name__} has no field {name!r}; known: {', '.join(sorted(known))}")
+            raise BadRequest("", f"{cls.__name__} has no field {name!r}; known: {', '.join(sorted(known))}")
     return cls(**data)
 
 
 def checked_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     """Return a logit bias with integer ids and finite values; JSON's string keys are converted."""
     if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {type(bias).__name__}")
+        raise BadRequest("logit_bias", f"must map token ids to numbers, got {type(bias).__name__}")
     out: dict[int, float] = {}
     for key, value in bias.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
@@ -171,7 +179,7 @@ def checked_stops(stop: object) -> tuple[str, ...]:
     """Return stop strings as a tuple of non-empty strings."""
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple) or not all(isinstance(s, str) for s in stops):
-        raise ValueError(f"stop must be a string or a list of strings, got {stop!r}")
+        raise BadRequest("stop", f"must be a string or a list of strings, got {stop!r}")
     if "" in stops:
-        raise ValueError("stop must not hold an empty string")
+        raise BadRequest("stop", "must not hold an empty string")
     return tuple(stops)

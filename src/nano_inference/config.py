@@ -47,13 +47,13 @@ def helped(default: Any, text: str, check: Check | None = None) -> Any:
 def check_overrides(name: str, values: object) -> None:
     """Raise `ValueError` naming `name` unless `values` is a collection of texts."""
     if isinstance(values, str) or not isinstance(values, Iterable) or not all(isinstance(v, str) for v in values):
-        raise ValueError(f"{name} must be a list of name=value texts, got {values!r}")
+        raise BadRequest(name, f"must be a list of name=value texts, got {values!r}")
 
 
 def check_lineage(name: str, value: object) -> None:
     """Raise `ValueError` naming `name` unless `value` is a string of 1 to `MAX_LINEAGE` characters."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_LINEAGE:
-        raise ValueError(f"{name} must be a string of 1 to {MAX_LINEAGE} characters, got {value!r}")
+        raise BadRequest(name, f"must be a string of 1 to {MAX_LINEAGE} characters, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +141,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.attention != "auto" and self.kernels not in ("auto", "off"):
-            raise ValueError(
-                f"attention: {self.attention} uses torch and cannot be combined with kernels={self.kernels}"
+            raise BadRequest(
+                "attention", f"{self.attention} uses torch and cannot be combined with kernels={self.kernels}"
             )
         if self.tensor_parallel > 1:
             self._check_parallel()
@@ -151,10 +151,10 @@ class EngineConfig:
     def _check_parallel(self) -> None:
         """Raise `ValueError` naming a field that requires kernels, which compute undivided models only."""
         if self.kernels not in ("auto", "off"):
-            raise ValueError(f"tensor_parallel: cannot be combined with kernels={self.kernels}: ranks use torch")
+            raise BadRequest("tensor_parallel", f"cannot be combined with kernels={self.kernels}: ranks use torch")
         if self.dtype == "int8" or self.deterministic or self.kv_cache_dtype != "auto":
             name = "dtype=int8" if self.dtype == "int8" else "deterministic" if self.deterministic else "kv_cache_dtype"
-            raise ValueError(f"tensor_parallel: cannot be combined with {name}, which needs kernels: ranks use torch")
+            raise BadRequest("tensor_parallel", f"cannot be combined with {name}, which needs kernels: ranks use torch")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -169,7 +169,7 @@ class EngineConfig:
 def config_of(config: EngineConfig | str | Path) -> EngineConfig:
     """Return a configuration; a text or path is its `model_path`. Raises `BadRequest`."""
     if not isinstance(config, EngineConfig | str | Path):
-        raise BadRequest(f"config must be an EngineConfig or a model's path, got {type(config).__name__}")
+        raise BadRequest("config", f"must be an EngineConfig or a model's path, got {type(config).__name__}")
     return config if isinstance(config, EngineConfig) else EngineConfig(str(config))
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,59 +14,51 @@ from nano_inference.types import EngineBusy
 class Driving:
     """Owns the right to call an engine: `with driving:` takes it, or raises `EngineBusy` at once.
 
-    While the main thread has it, SIGINT waits: its handler runs where a call opens a `window`, or at the call's end. So
+    While the main thread has it, SIGINT waits: its handler runs where a call opens a window, or at the call's end. So
     Ctrl-C never leaves a change of the engine half done.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holder: int | None = None
-        """The thread that has the right."""
-        self._outer: list[tuple[bool, bool]] = []
-        """For each call of the holder, one inside the other: the two values below before it."""
-        self._admits_sigint = False
-        self._admits_calls = False
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
-        """SIGINT's own handler while ours replaces it."""
-        self._waiting: tuple[int, FrameType | None] | None = None
-        """The arguments of a SIGINT that waits."""
+        self._holder: int | None = None  # the thread that has the right
+        self._depth = 0  # its calls that are inside one another
+        self._windows: list[tuple[int, bool]] = []  # the depth of each window, and whether it admits calls
+        self._is_spent = False  # whether SIGINT's handler has raised in the last window
+        self._handler: Callable[[int, FrameType | None], Any] | None = None  # SIGINT's own while ours replaces it
+        self._waiting: tuple[int, FrameType | None] | None = None  # the arguments of a SIGINT that waits
+        self.window = _Window(self, admits_calls=False)  # `with` it around a model's step, or a wait
+        self.callers_window = _Window(self, admits_calls=True)  # around a caller's code, which may call the engine
 
     def __enter__(self) -> None:
         if self._holder != threading.get_ident():
             self._take()
-        elif not self._admits_calls:
+        elif not (self._is_in_window and self._windows[-1][1]):
             raise EngineBusy(
                 "the engine was called from inside one of its own steps, by a token program, a matcher or a signal "
                 "handler; call it between two steps"
             )
-        self._outer.append((self._admits_sigint, self._admits_calls))
-        self._admits_sigint = self._admits_calls = False
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._admits_sigint, self._admits_calls = self._outer.pop()
-        if self._outer:
+        while self._is_in_window:  # an interrupt kept it from being closed
+            self._windows.pop()
+        self._depth -= 1
+        self._is_spent = False
+        if self._depth:
             self._let_sigint_in()
             return
         self._holder = None
         self._lock.release()
         self._restore_sigint()
 
-    @contextmanager
-    def window(self, *, calls: bool = False) -> Iterator[None]:
-        """Let SIGINT in, and with `calls` also calls of this thread: around a model's step, a wait, a caller's code."""
-        before = self._admits_sigint, self._admits_calls
-        try:
-            self._admits_calls = calls
-            self._admits_sigint = True
-            self._let_sigint_in()
-            yield
-        finally:
-            self._admits_sigint, self._admits_calls = before
-
     @property
     def is_nested(self) -> bool:
         """Whether the running call is inside another one."""
-        return len(self._outer) > 1
+        return self._depth > 1
+
+    @property
+    def _is_in_window(self) -> bool:
+        return bool(self._windows) and self._windows[-1][0] == self._depth
 
     def _take(self) -> None:
         """Take the lock, after SIGINT waits: a lock taken by a call that an interrupt ended would stay locked."""
@@ -83,15 +74,15 @@ class Driving:
         self._holder = threading.get_ident()
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
-        if not self._admits_sigint or self._handler is None:
+        if self._is_spent or not self._is_in_window or self._handler is None:
             self._waiting = number, frame
             return
-        self._admits_sigint = False  # a second one must not interrupt what the first one makes necessary
+        self._is_spent = True  # a second one must not interrupt what the first one makes necessary
         self._handler(number, frame)
-        self._admits_sigint = True  # the handler has not raised
+        self._is_spent = False  # it has not raised
 
     def _let_sigint_in(self) -> None:
-        if self._admits_sigint and self._waiting is not None:
+        if self._waiting is not None and self._is_in_window:
             waiting, self._waiting = self._waiting, None
             self._on_sigint(*waiting)
 
@@ -99,9 +90,24 @@ class Driving:
         """Give SIGINT its handler back, and call it if one waits."""
         if self._handler is None or threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGINT) == self._on_sigint:
-            signal.signal(signal.SIGINT, self._handler)
+        signal.signal(signal.SIGINT, self._handler)
         handler, self._handler = self._handler, None
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             handler(*waiting)
+
+
+class _Window:
+    """A part of a call in which SIGINT's handler may run; whatever it raises ends the part."""
+
+    def __init__(self, driving: Driving, *, admits_calls: bool) -> None:
+        self._driving = driving
+        self._admits_calls = admits_calls
+
+    def __enter__(self) -> None:
+        self._driving._is_spent = False
+        self._driving._windows.append((self._driving._depth, self._admits_calls))
+        self._driving._let_sigint_in()
+
+    def __exit__(self, *_: object) -> None:
+        self._driving._windows.pop()

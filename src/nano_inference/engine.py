@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial as bound
 from pathlib import Path
@@ -154,7 +153,7 @@ class InferenceEngine:
         open_ones = [i for i, s in enumerate(samples) if s.finish_reason == "abort" and s.stop_reason is None]
         requests = [replace(requests[i], partial=samples[i]) for i in open_ones]
         with self._driving:
-            found = self._run_all(requests, progress, [f"samples[{i}]: " for i in open_ones])
+            found = self._run_all(requests, progress, [f"samples[{i}]" for i in open_ones])
         completed = dict(zip(open_ones, found, strict=True))
         return [completed.get(i, sample) for i, sample in enumerate(samples)]
 
@@ -175,7 +174,7 @@ class InferenceEngine:
         Raises `BadRequest` if the request was not added with `claim`, or was collected.
         """
         if not self._mail.is_claimed(request_id):
-            raise BadRequest(f"request_id: {request_id} was not added with claim, or was collected")
+            raise BadRequest("request_id", f"{request_id} was not added with claim, or was collected")
         return self._mail.stream(request_id, bound(self._next_delta, request_id), self._end_streams)
 
     def add_request(
@@ -257,7 +256,7 @@ class InferenceEngine:
         texts, single = texts_of(token_ids)
         check_bool("normalize", normalize)
         if pooling is None:
-            raise BadRequest("pooling must be one of mean, last, got None")
+            raise BadRequest("pooling", "must be one of mean, last, got None")
         params = SamplingParams(max_tokens=0, pooling=pooling)
         samples = self._read_all([EngineRequest(prompt=ids, params=params) for ids in texts])
         found = [sample.embedding or () for sample in samples]
@@ -284,7 +283,7 @@ class InferenceEngine:
         """
         with self._driving:
             try:
-                with self._driving.window(calls=True):
+                with self._driving.callers_window:
                     return work()
             finally:
                 if not self._driving.is_nested:
@@ -301,7 +300,7 @@ class InferenceEngine:
         with self._driving:
             if self._core.has_work() or not self._mail.has_finished:
                 self._tick()
-            with self._driving.window():  # Ctrl-C waits no longer: after the next line it would lose samples
+            with self._driving.window:  # Ctrl-C waits no longer: after the next line it would lose samples
                 pass
             return self._mail.take_finished()
 
@@ -326,42 +325,38 @@ class InferenceEngine:
         return result.after(ended)
 
     def _step(self, *, admit_new: bool) -> StepResult:
-        """Plan a step, run it, commit it, deliver its deltas. Only the run can be interrupted, and is then repeated."""
+        """Plan a step, run it, commit it, deliver its deltas. Only the run can be interrupted, and is then repeated.
+
+        An exception that leaves queues and cache half changed ends the engine: it is a bug, never Ctrl-C.
+        """
         weights, runner = self.parts.weights, self.parts.runner
         if weights is not None:
             weights.begin_step()  # an update that is gathered takes turns with steps
+        is_changing = True
         try:
-            with self._changing():
-                step = self._core.plan(admit_new=admit_new, is_urgent=weights is not None and weights.takes_turns)
+            step = self._core.plan(admit_new=admit_new, is_urgent=weights is not None and weights.takes_turns)
+            is_changing = False
             try:
-                with self._driving.window():
+                with self._driving.window:
                     results = runner.run(step.rows, step.copies, step.fresh) if step.rows else {}
             except MemoryError as error:
-                with self._changing():
-                    result = self._core.free_memory(step, error)
+                is_changing = True
+                result = self._core.free_memory(step, error)
             except BaseException:
                 runner.recover()
                 self._core.preempt(step)
                 raise
             else:
-                with self._changing():
-                    result = self._core.commit(step, results)
+                is_changing = True
+                result = self._core.commit(step, results)
             self._mail.deliver(result.deltas)
             return result
+        except BaseException as error:
+            self._end = self._end or (error if is_changing else None)
+            raise
         finally:
             if weights is not None:
                 weights.end_step()
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """End the engine if an exception leaves queues, cache or weights half changed: it is a bug, never Ctrl-C."""
-        try:
-            yield
-        except WeightError:  # the weights are unchanged
-            raise
-        except BaseException as error:
-            self._end = error
-            raise
 
     def _drain(self) -> None:
         """Run started requests to their end and start no others, also while paused."""
@@ -393,7 +388,7 @@ class InferenceEngine:
             self._require_running()
             result = self._tick()
             if progress is not None:
-                with self._driving.window(calls=True):
+                with self._driving.callers_window:
                     progress(result)
             if self._mail.num_ended > num_ended:  # most steps end no request, and there may be many ids
                 ended = self._mail.ended_among(ids)
@@ -434,7 +429,7 @@ class InferenceEngine:
         `BadRequest` for an unknown mode, `EnginePaused` if started requests cannot end because the engine is asleep.
         """
         if mode not in PAUSE_MODES:
-            raise BadRequest(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+            raise BadRequest("mode", f"must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
         check_bool("clear_cache", clear_cache)
         check_bool("blocking", blocking)
         with self._driving:
@@ -556,7 +551,7 @@ class InferenceEngine:
             weights = self._updatable_weights
             weights.require_idle()
             try:
-                with self._driving.window():
+                with self._driving.window:
                     weights.stage(update)
                 self._failed_update = None
                 return weights.version + 1 if update.hold else self._finish_update(None)
@@ -574,7 +569,7 @@ class InferenceEngine:
 
     def _finish_update(self, timeout: float | None) -> int:
         weights = self._updatable_weights
-        with self._driving.window():
+        with self._driving.window:
             state = weights.wait(timeout)
         if state == "staging":
             raise TimeoutError(f"the update is still being gathered after {timeout} seconds")
@@ -602,12 +597,14 @@ class InferenceEngine:
             return []
         on_running = weights.on_running
         try:
-            with self._changing():
-                weights.maybe_finish_sync()
+            weights.maybe_finish_sync()
         except WeightError as error:
             _log.error("a weight update was rejected, version %d stays installed: %s", self._core.version, error)
             self._failed_update = error
             return []
+        except BaseException as error:  # the weights may be half changed
+            self._end = self._end or error
+            raise
         ended = self._core.install(weights.version, weights.label, on_running)
         self._mail.deliver(ended)
         return ended
@@ -618,7 +615,7 @@ class InferenceEngine:
         with self._driving:
             weights = self._updatable_weights
             if not weights.release() and self._failed_update is None:
-                raise BadRequest("no weight update is in progress that could be committed")
+                raise BadRequest("", "no weight update is in progress that could be committed")
             return self._finish_update(None) if blocking else weights.version + 1
 
     def cancel_update(self) -> bool:
@@ -637,13 +634,13 @@ class InferenceEngine:
             if not are_next:
                 weights.label = self._core.labels[self._core.version] = label
             elif not weights.label_next(label):
-                raise BadRequest("no weight update is in progress that could be labelled")
+                raise BadRequest("", "no weight update is in progress that could be labelled")
 
     def expect_checksum(self, checksum: str) -> None:
         """Set the expected `weights_checksum` of the update in progress. Raises `BadRequest` if there is none."""
         with self._driving:
             if not self._updatable_weights.expect_next(checksum):
-                raise BadRequest("no weight update is in progress that could be checked")
+                raise BadRequest("", "no weight update is in progress that could be checked")
 
     def get_weight_version(self) -> int:
         """Return the number of weight installations since the start."""
@@ -689,7 +686,7 @@ class InferenceEngine:
             if self._group is not None:
                 self._group.close()
             backend = backend or ("nccl" if self.parts.is_on_cuda else "gloo")
-            with self._driving.window():
+            with self._driving.window:
                 group = WeightGroup(address, port, rank=rank, world_size=world_size, backend=backend, timeout=timeout)
             self._group = group
             return group
@@ -748,7 +745,7 @@ class InferenceEngine:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `BadRequest` if the engine was made without one."""
         if self.parts.load_tokenizer is None:
-            raise BadRequest("tokenizer: this engine was made without one")
+            raise BadRequest("tokenizer", "this engine was made without one")
         return self.parts.load_tokenizer()
 
     @property
@@ -771,7 +768,7 @@ class InferenceEngine:
         """The owner of the weights. Raises `BadRequest` if the engine has none that can be updated."""
         self._require_alive()
         if self.parts.weights is None:
-            raise BadRequest("this engine has no weights that can be updated")
+            raise BadRequest("", "this engine has no weights that can be updated")
         return self.parts.weights
 
     def _require_alive(self) -> None:

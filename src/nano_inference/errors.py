@@ -4,7 +4,21 @@ from __future__ import annotations
 
 
 class BadRequest(ValueError):
-    """The request is invalid; the message names the field. The only error that is the client's fault."""
+    """A value that a caller gave is invalid. The only error that is the client's fault."""
+
+    def __init__(self, field: str, text: str) -> None:
+        """`field` is the argument or field, with its place in it (`messages[2].content`); "" if it is no single one.
+
+        The message is "field: text", "field must …" for a text that begins with "must", and the text alone if it begins
+        with the field.
+        """
+        self.field = field
+        self.text = text
+        begin = "" if not field or text.startswith(field) else f"{field} " if text.startswith("must ") else f"{field}: "
+        super().__init__(begin + text)
+
+    def __reduce__(self) -> tuple[type[BadRequest], tuple[str, str]]:
+        return type(self), (self.field, self.text)
 
 
 class EngineBusy(RuntimeError):

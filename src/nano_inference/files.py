@@ -85,16 +85,16 @@ def path_of(text: str | Path, name: str) -> Path:
     """
     size = _num_bytes(str(text))
     if "\0" in str(text):
-        raise BadRequest(f"{name}: a path cannot contain a zero byte")
+        raise BadRequest(name, "a path cannot contain a zero byte")
     if size > MAX_PATH:
-        raise BadRequest(f"{name}: a path of {size} bytes is too long (limit {MAX_PATH})")
+        raise BadRequest(name, f"a path of {size} bytes is too long (limit {MAX_PATH})")
     longest = max((_num_bytes(part) for part in Path(text).parts), default=0)
     if longest > MAX_NAME:
-        raise BadRequest(f"{name}: a path has a part of {longest} bytes (limit {MAX_NAME})")
+        raise BadRequest(name, f"a path has a part of {longest} bytes (limit {MAX_NAME})")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise BadRequest(f"{name}: {text}: {error}") from None
+        raise BadRequest(name, f"{text}: {error}") from None
 
 
 def status_of(path: Path) -> os.stat_result | None:

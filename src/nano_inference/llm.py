@@ -153,7 +153,7 @@ class LLM:
 def _ids(prompt: Any) -> list[int]:
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if not isinstance(ids, list | tuple):
-        raise BadRequest(f"prompts: a prompt is a text, token ids or a dict with one of both, got {prompt!r:.80}")
+        raise BadRequest("prompts", f"a prompt is a text, token ids or a dict with one of both, got {prompt!r:.80}")
     return list(ids)
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from nano_inference.checks import brief_repr, check_int, check_label, from_known
+from nano_inference.errors import BadRequest
 from nano_inference.frozen import FrozenDict
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -129,9 +130,9 @@ class TrainingSample:
         for name in _ALIGNED:
             values = getattr(self, name)
             if values is not None and len(values) != size:
-                raise ValueError(f"{name} must hold one entry for each of {size} completion tokens, got {len(values)}")
+                raise BadRequest(name, f"must hold one entry for each of {size} completion tokens, got {len(values)}")
         if self.lineage is not None and not isinstance(self.lineage, str):
-            raise ValueError(f"lineage must be a string or None, got {self.lineage!r}")
+            raise BadRequest("lineage", f"must be a string or None, got {self.lineage!r}")
         given = self.version_labels
         labels = {version: given[version] for version in sorted(set(self.token_versions)) if version in given}
         for version, label in labels.items():
@@ -159,7 +160,9 @@ class TrainingSample:
         plain = dict(data)
         if "weight_versions" in plain:
             if "token_versions" in plain:
-                raise ValueError("weight_versions and token_versions are alternatives; give one of them")
+                raise BadRequest(
+                    "weight_versions", "weight_versions and token_versions are alternatives; give one of them"
+                )
             spans = read_spans(plain.pop("weight_versions"), len(plain.get("completion_tokens", ())))
             plain["token_versions"] = [span.version for span in spans for _ in range(span.start, span.end)]
             plain["version_labels"] = {span.version: span.label for span in spans if span.label is not None}
@@ -182,7 +185,7 @@ def read_spans(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> list[Vers
     end = 0
     for data in spans:
         if not isinstance(data, Mapping) or set(data) not in _SPAN_KEYS:
-            raise ValueError(f"weight_versions: a span has version, start, end and perhaps a label, got {data!r}")
+            raise BadRequest("weight_versions", f"a span has version, start, end and perhaps a label, got {data!r}")
         span = VersionSpan(data["version"], data["start"], data["end"], data.get("label"))
         check_int("weight_versions: a version", span.version, 0)
         check_int("weight_versions: a start", span.start, end, end)
@@ -190,7 +193,7 @@ def read_spans(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> list[Vers
         found.append(span)
         end = span.end
     if end != num_tokens:
-        raise ValueError(f"weight_versions must cover {num_tokens} tokens, got {end}")
+        raise BadRequest("weight_versions", f"must cover {num_tokens} tokens, got {end}")
     return found
 
 

@@ -217,7 +217,7 @@ def start_sequences(
 def _resume(seq: Sequence, partial: TrainingSample) -> None:
     """Advance a new sequence to the end of an unfinished sample: tokens, columns, matcher and program."""
     if seq.logprobs_mode != partial.logprobs_mode:
-        raise BadRequest(f"partial: its logprobs are {partial.logprobs_mode}, {seq.logprobs_mode} is requested")
+        raise BadRequest("partial", f"its logprobs are {partial.logprobs_mode}, {seq.logprobs_mode} is requested")
     seq.sample_index = partial.sample_index
     seq.num_preemptions = partial.num_preemptions
     seq.tokens += partial.completion_tokens
@@ -237,7 +237,7 @@ def _resume(seq: Sequence, partial: TrainingSample) -> None:
                 advance_matcher(seq.matcher, token)
             seq.token_mask = mask_of(seq.matcher)
         except ValueError as error:
-            raise BadRequest(f"partial: {error}") from error
+            raise BadRequest("partial", f"{error}") from error
     if seq.request.program is not None:
         seq.program_state = _replay_program(seq.request.program, partial, without_choice)
 
@@ -252,12 +252,12 @@ def _replay_program(program: TokenProgram, partial: TrainingSample, without_choi
     for place, (token, is_sampled) in enumerate(zip(partial.completion_tokens, partial.mask, strict=True)):
         is_received = bool(is_sampled) or (not due and place in without_choice)
         if is_received == bool(due) or (due and due.pop(0) != token):
-            raise BadRequest("partial: its tokens are not those that the program forces")
+            raise BadRequest("partial", "its tokens are not those that the program forces")
         if is_received:
             state, forced = step_program(program, state, token, None)
             due = list(forced)
     if due:
-        raise BadRequest("partial: ends inside tokens that the program forces")
+        raise BadRequest("partial", "ends inside tokens that the program forces")
     return state
 
 

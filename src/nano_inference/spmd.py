@@ -43,7 +43,7 @@ from nano_inference.types import (
 from nano_inference.weights.directory import weights_in
 from nano_inference.weights.staging import as_source, pairs
 
-_ERRORS = (BadRequest, EnginePaused, UpdateBusy, WeightError, ValueError, TimeoutError)
+_ERRORS = (EnginePaused, UpdateBusy, WeightError, ValueError, TimeoutError)
 """Exceptions of rank 0 that the other ranks raise as the same class; others become `RuntimeError`."""
 Result = TypeVar("Result")
 
@@ -219,6 +219,8 @@ class SpmdEngine:
         error, value = reply
         if error is not None:
             name, text = error
+            if name == BadRequest.__name__:
+                raise BadRequest("", text)
             raise next((one for one in _ERRORS if one.__name__ == name), RuntimeError)(text)
         return value
 

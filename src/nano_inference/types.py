@@ -138,7 +138,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+            raise BadRequest("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         self._check_pooling()
         put = object.__setattr__
         put(self, "temperature", self.temperature if self.temperature >= SMALLEST_TEMPERATURE else 0.0)
@@ -146,23 +146,23 @@ class SamplingParams:
         put(self, "stop_token_ids", frozenset(token_ids("stop_token_ids", self.stop_token_ids)))
         put(self, "logprob_token_ids", token_ids("logprob_token_ids", self.logprob_token_ids))
         if self.logprob_token_ids and self.logprobs is None:
-            raise ValueError("logprob_token_ids needs logprobs, which may be 0")
+            raise BadRequest("logprob_token_ids", "logprob_token_ids needs logprobs, which may be 0")
         put(self, "logit_bias", FrozenDict(checked_bias(self.logit_bias)))
         put(self, "stop", checked_stops(self.stop))
         if self.allowed_token_ids is not None:
             allowed = frozenset(token_ids("allowed_token_ids", self.allowed_token_ids))
             if not allowed:
-                raise ValueError("allowed_token_ids must not be empty; leave it out to allow every token")
+                raise BadRequest("allowed_token_ids", "must not be empty; leave it out to allow every token")
             put(self, "allowed_token_ids", allowed)
 
     def _check_pooling(self) -> None:
         if self.pooling is None:
             return
         if self.max_tokens != 0:
-            raise ValueError(f"max_tokens must be 0 with pooling, got {self.max_tokens}")
+            raise BadRequest("max_tokens", f"must be 0 with pooling, got {self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                raise ValueError(f"{name} must be left out with pooling, got {getattr(self, name)}")
+                raise BadRequest(name, f"must be left out with pooling, got {getattr(self, name)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SamplingParams.from_dict, (self.to_dict(),)

@@ -70,7 +70,7 @@ def run(argv: list[str]) -> object:
     try:
         command, bound, unparsed = app.parse_args(plain)
     except (ValueError, CycloptsError) as error:
-        raise BadRequest(error_text(_reworded(error), names_of(parsed))) from error
+        raise BadRequest("", error_text(_reworded(error), names_of(parsed))) from error
     if not parsed.wants_print:
         typed = {"typed": Typed(parsed.given, names_of(parsed))} if "typed" in unparsed else {}
         try:
@@ -78,7 +78,7 @@ def run(argv: list[str]) -> object:
         except ModelError:
             raise  # names fields of the model's files, not options
         except ValueError as error:
-            raise BadRequest(error_text(error, names_of(parsed))) from error
+            raise BadRequest("", error_text(error, names_of(parsed))) from error
     bound.apply_defaults()
     print(parsed.as_toml(bound.arguments))
     return 0
@@ -87,13 +87,13 @@ def run(argv: list[str]) -> object:
 def _reworded(error: Exception) -> Exception:
     """Return an error of cyclopts that speaks of tokens and Python's types in this program's words."""
     if isinstance(error, UnusedCliTokensError):
-        return BadRequest(f"unexpected argument: {shlex.join(error.unused_tokens or ())}; --help lists the options")
+        return BadRequest("", f"unexpected argument: {shlex.join(error.unused_tokens or ())}; --help lists the options")
     if error.__class__ is MissingArgumentError and error.argument is not None:
         name = error.argument.name if error.argument.field_info.is_keyword else error.argument.names[0]
-        return BadRequest(f"{name} needs a value")
+        return BadRequest("", f"{name} needs a value")
     if isinstance(error, CoercionError) and error.argument is not None and error.token is not None:
         name, kind = error.token.keyword or error.argument.name, _KINDS.get(error.target_type)
-        return error if kind is None or error.msg else BadRequest(f"{name} must be {kind}, got {error.token.value!r}")
+        return error if kind is None or error.msg else BadRequest(name, f"must be {kind}, got {error.token.value!r}")
     return error
 
 

@@ -55,11 +55,11 @@ WORKLOADS: tuple[Measure, ...] = (decode1, prefill, rollout)
 def run(names: Sequence[str], repeat: int, config: EngineConfig, common: Common) -> int:
     """Measure workloads and print a table; the last line of stdout is JSON."""
     if repeat < 1:
-        raise BadRequest(f"--repeat must be >= 1, got {repeat}")
+        raise BadRequest("--repeat", f"must be >= 1, got {repeat}")
     known = {one.__name__: one for one in WORKLOADS}
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        raise BadRequest(f"--workload must be one of {', '.join(known)}, got {unknown!r}")
+        raise BadRequest("--workload", f"must be one of {', '.join(known)}, got {unknown!r}")
     rows = []
     with (
         open_session(config, common) as session,

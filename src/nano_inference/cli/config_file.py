@@ -70,7 +70,7 @@ class ConfigFile:
         line = line_of(self.text, table, key)
         where = f"{self.path}: line {line}" if line else str(self.path)
         inside = f" in [{'.'.join(table)}]" if table else ""
-        return BadRequest(f"{where}: {key}{inside} {problem}")
+        return BadRequest(where, f"{key}{inside} {problem}")
 
 
 def default_file(environ: Mapping[str, str]) -> Path:
@@ -113,19 +113,19 @@ def read_file(path: Path) -> ConfigFile:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would block
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) and str(path) != os.devnull:
-                raise BadRequest(f"{path}: is not a file")
+                raise BadRequest(str(path), "is not a file")
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise BadRequest(f"{path}: cannot be read: {error.strerror}") from None
+        raise BadRequest(str(path), f"cannot be read: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
-        raise BadRequest(f"{path}: is larger than {MAX_BYTES} bytes")
+        raise BadRequest(str(path), f"is larger than {MAX_BYTES} bytes")
     try:
         text = raw.decode("utf-8-sig")
         return ConfigFile(path=path, text=text, data=tomllib.loads(text), status=status)
     except UnicodeDecodeError as error:
-        raise BadRequest(f"{path}: is not UTF-8 (byte {error.start})") from None
+        raise BadRequest(str(path), f"is not UTF-8 (byte {error.start})") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise BadRequest(f"{path}: is not TOML: {error}") from None
+        raise BadRequest(str(path), f"is not TOML: {error}") from None
 
 
 def check_table(file: ConfigFile, known: Mapping[Table, list[Argument]], table: Table = ()) -> None:

@@ -36,7 +36,7 @@ def run(
 ) -> int:
     """Generate for all prompts and print; return the exit code."""
     if options.num_samples < 1:
-        raise BadRequest(f"--n must be >= 1, got {options.num_samples}")
+        raise BadRequest("--n", f"must be >= 1, got {options.num_samples}")
     with open_session(config, common, typed) as session:
         encoded = [encode(session, prompt, system=options.system, raw=options.raw) for prompt in prompts]
         if options.as_json:

@@ -51,8 +51,9 @@ def require_chat(dialogue: Dialogue | None, name: str) -> None:
     if dialogue is None:
         model = "" if name == DEFAULT else f" --model {shlex.quote(name)}"
         raise BadRequest(
+            "",
             f"{name} is a base model: it has no chat template and only continues texts; "
-            f"nano-inference generate{model} 'Once upon a time' does that"
+            f"nano-inference generate{model} 'Once upon a time' does that",
         )
 
 
@@ -88,7 +89,7 @@ class LocalBackend:
 
     def switch(self, model: str) -> Mapping[str, Any]:
         """Raise `BadRequest`: one model is loaded."""
-        raise BadRequest("/model NAME chooses among the models of a server: start the chat with --server")
+        raise BadRequest("", "/model NAME chooses among the models of a server: start the chat with --server")
 
     def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
         """Answer; the oldest turns are dropped if the context is too short."""

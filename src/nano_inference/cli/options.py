@@ -82,7 +82,7 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         if self.server is not None and not self.server.strip():
-            raise BadRequest("--server must be a URL, got nothing")
+            raise BadRequest("--server", "must be a URL, got nothing")
 
 
 EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]

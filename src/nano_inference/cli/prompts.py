@@ -19,17 +19,17 @@ _KEYS = ("prompt", "messages", "token_ids")
 def read_prompts(argument: str | None, file: str | None) -> list[Prompt]:
     """Return the prompts of a command: its argument, the lines of a file, or piped stdin as one prompt."""
     if argument is not None and _LIKE_OPTION.fullmatch(argument):
-        raise BadRequest(f"unknown option {argument} (pipe in a prompt that looks like an option)")
+        raise BadRequest("", f"unknown option {argument} (pipe in a prompt that looks like an option)")
     if argument is not None and file is not None:
-        raise BadRequest("give a prompt or --file, not both")
+        raise BadRequest("", "give a prompt or --file, not both")
     if file is not None:
         prompts = parse_lines(read_text(file), file)
         if not prompts:
-            raise BadRequest(f"{file}: contains no prompts")
+            raise BadRequest(file, "contains no prompts")
         return prompts
     if argument in (None, "-"):
         if argument is None and sys.stdin.isatty():
-            raise BadRequest("no prompt: give one, or --file, or pipe a text in")
+            raise BadRequest("", "no prompt: give one, or --file, or pipe a text in")
         return [sys.stdin.read()]
     return [str(argument)]
 
@@ -41,7 +41,7 @@ def read_text(name: str) -> str:
     try:
         return path_of(name, "--file").read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise BadRequest(f"{name}: is not UTF-8: {error}") from None
+        raise BadRequest(name, f"is not UTF-8: {error}") from None
 
 
 def parse_lines(text: str, where: str) -> list[Prompt]:
@@ -58,15 +58,15 @@ def parse_object(line: str, where: str) -> Prompt:
     try:
         data = json.loads(line)
     except ValueError as error:
-        raise BadRequest(f"{where}: a line that begins with {{ must be JSON: {error}") from None
+        raise BadRequest(where, f"a line that begins with {{ must be JSON: {error}") from None
     if len(data) != 1 or not set(data) <= set(_KEYS):
         raise BadRequest(
-            f"{where}: must have exactly one of {', '.join(_KEYS)}, has {', '.join(map(str, data)) or 'none'}"
+            where, f"{where}: must have exactly one of {', '.join(_KEYS)}, has {', '.join(map(str, data)) or 'none'}"
         )
     ((key, value),) = data.items()
     if key == "token_ids":
         return token_ids(f"{where}: token_ids", value)
     if not isinstance(value, str if key == "prompt" else list):
-        raise BadRequest(f"{where}: {key} must be a {'string' if key == 'prompt' else 'list'}")
+        raise BadRequest(where, f"{key} must be a {'string' if key == 'prompt' else 'list'}")
     prompt: str | list[Any] = value
     return prompt

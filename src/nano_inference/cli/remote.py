@@ -67,7 +67,7 @@ def open_server(address: Address, wanted: str | None) -> RemoteBackend:
     own = [card for card in cards if not card.get("parent")]  # cards with a parent are aliases
     if wanted is None:
         if len(own) != 1 and not (own and all(map(_is_ours, own))):  # the first one of this package's server
-            raise BadRequest(f"--model must name one of the server's models: {', '.join(names) or 'it lists none'}")
+            raise BadRequest("--model", f"must name one of the server's models: {', '.join(names) or 'it lists none'}")
         wanted = str(own[0].get("id", ""))
     card: Mapping[str, Any] = next((card for card in cards if card.get("id") == wanted), {})
     if _mapping(card.get("status")).get("value", "loaded") != "loaded":
@@ -142,7 +142,7 @@ class RemoteBackend:
     def switch(self, model: str) -> Mapping[str, Any]:
         """Use another model of the server, which may have to load it; return its default sampling fields."""
         if self.accepted and model not in self.accepted:
-            raise BadRequest(f"/model must be followed by one of the server's models: {', '.join(self.choices)}")
+            raise BadRequest("/model", f"must be followed by one of the server's models: {', '.join(self.choices)}")
         other = open_server(self.address, model)
         self.model, self.defaults, self.context = other.model, other.defaults, other.context
         self.is_ours, self.calculator = other.is_ours, other.calculator
@@ -211,7 +211,7 @@ class RemoteBackend:
         """Return the request body, with the sampling fields that the user set and the chat defaults."""
         params, named = question.sampling
         if wrong := sorted(named.intersection(_NOT_SENT)):
-            raise BadRequest(f"{wrong[0]} is not available in a chat with a server")
+            raise BadRequest("", f"{wrong[0]} is not available in a chat with a server")
         system: list[Message] = [] if question.system is None else [{"role": "system", "content": question.system}]
         body: dict[str, Any] = {"model": self.model, "messages": [*system, *turns], "stream": True}
         body["stream_options"] = {"include_usage": True}

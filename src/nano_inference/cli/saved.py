@@ -40,7 +40,7 @@ def save(path: Path, conversation: Conversation, model: str, *, overwrite: bool)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise BadRequest(f"{path}: already exists; /save! overwrites it") from None
+        raise BadRequest(str(path), "already exists; /save! overwrites it") from None
     except (OSError, ValueError) as error:
         raise _file_error(path, error) from None
 
@@ -50,16 +50,16 @@ def load(path: Path, conversation: Conversation) -> Conversation:
     data = _read(path)
     try:
         if unknown := set(data) - set(_FIELDS):
-            raise BadRequest(f"has no field {min(unknown)!r}; known: {', '.join(_FIELDS)}")
+            raise BadRequest("", f"has no field {min(unknown)!r}; known: {', '.join(_FIELDS)}")
         if data.get("format", _FORMAT) != _FORMAT:
-            raise BadRequest(f"format must be {_FORMAT!r}, got {data['format']!r}")
+            raise BadRequest("format", f"must be {_FORMAT!r}, got {data['format']!r}")
         system = data.get("system")
         if system is not None and not isinstance(system, str):
-            raise BadRequest("system must be a string or null")
+            raise BadRequest("system", "must be a string or null")
         turns = _messages(data.get("messages"))
         sampling = _sampling(data.get("sampling", {}), conversation.first_sampling)
     except ValueError as error:
-        raise BadRequest(f"{path}: {error}") from None
+        raise BadRequest(str(path), f"{error}") from None
     return replace(conversation, system=system, turns=turns, sampling=sampling, last=None)
 
 
@@ -70,28 +70,28 @@ def _read(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise _file_error(path, error) from None
     if len(text) > _MAX_BYTES:
-        raise BadRequest(f"{path}: has more than {_MAX_BYTES >> 20} MiB")
+        raise BadRequest(str(path), f"has more than {_MAX_BYTES >> 20} MiB")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        raise BadRequest(f"{path}: is not JSON") from None
+        raise BadRequest(str(path), "is not JSON") from None
     if not isinstance(data, dict):
-        raise BadRequest(f"{path}: must be a JSON object with messages, got {type(data).__name__}")
+        raise BadRequest(str(path), f"{path}: must be a JSON object with messages, got {type(data).__name__}")
     return data
 
 
 def _messages(given: object) -> tuple[Message, ...]:
     """Check and return turns, alternately the user's and the assistant's."""
     if not isinstance(given, list):
-        raise BadRequest("messages must be a list")
+        raise BadRequest("messages", "must be a list")
     for i, message in enumerate(given):
         where, wanted = f"messages[{i}]", _ROLES[i % 2]
         if not isinstance(message, dict) or message.get("role") != wanted:
-            raise BadRequest(f"{where}.role must be {wanted!r}: user and assistant take turns")
+            raise BadRequest(f"{where}.role", f"must be {wanted!r}: user and assistant take turns")
         if not _is_content(message.get("content")):
-            raise BadRequest(f"{where}.content must be a string, or parts with type and text")
+            raise BadRequest(f"{where}.content", "must be a string, or parts with type and text")
     if len(given) % 2:
-        raise BadRequest(f"messages must end with an answer, got {len(given)}")
+        raise BadRequest("messages", f"must end with an answer, got {len(given)}")
     return tuple({"role": message["role"], "content": message["content"]} for message in given)
 
 
@@ -107,12 +107,12 @@ def _is_content(content: object) -> bool:
 def _sampling(given: object, first: Sampling) -> Sampling:
     """Return the command line's sampling, overridden by that of a file."""
     if not isinstance(given, dict):
-        raise BadRequest("sampling must be an object")
+        raise BadRequest("sampling", "must be an object")
     if unknown := sorted(set(given) - set(sampling_fields())):
-        raise BadRequest(f"sampling has no field {unknown[0]!r}")
+        raise BadRequest("", f"sampling has no field {unknown[0]!r}")
     params = SamplingParams(**{**first.params.to_dict(), **given})
     return Sampling(params, first.named | frozenset(given))
 
 
 def _file_error(path: Path, error: Exception) -> BadRequest:
-    return BadRequest(f"{path}: {getattr(error, 'strerror', None) or error}")
+    return BadRequest(str(path), f"{getattr(error, 'strerror', None) or error}")

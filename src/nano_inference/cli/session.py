@@ -134,7 +134,7 @@ def encode(session: Session, prompt: Prompt, *, system: str | None = None, raw: 
         return session.tokenizer.encode(prompt)
     if session.dialogue is None or raw:
         raise BadRequest(
-            "messages need a chat template" + (", which --raw disables" if raw else "; the model has none")
+            "", "messages need a chat template" + (", which --raw disables" if raw else "; the model has none")
         )
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     turns: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

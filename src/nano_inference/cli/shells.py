@@ -36,7 +36,7 @@ def choose_shell(requested: Shell | None) -> Shell:
     except ShellDetectionError:
         found = None
     if found not in ("bash", "zsh", "fish"):
-        raise BadRequest("the shell cannot be detected; give --shell bash, --shell zsh or --shell fish")
+        raise BadRequest("", "the shell cannot be detected; give --shell bash, --shell zsh or --shell fish")
     return found
 
 

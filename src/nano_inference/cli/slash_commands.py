@@ -43,7 +43,7 @@ def run_command(chat: Chat, conversation: Conversation, line: str) -> Conversati
     word, _, rest = line.partition(" ")
     command = _TABLE.get(_ALIASES.get(word, word))
     if command is None:
-        raise BadRequest(f"{one_line(word, 60)}: no such command{did_you_mean(word, _TABLE)}; /help lists them")
+        raise BadRequest(f"{one_line(word, 60)}", f"no such command{did_you_mean(word, _TABLE)}; /help lists them")
     return command.run(chat, conversation, rest.strip())
 
 
@@ -80,7 +80,7 @@ def _set(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     name = name.replace("-", "_")
     if name not in sampling_fields():
         close = did_you_mean(name, sampling_fields())
-        raise BadRequest(f"/set: no field {one_line(name, 60)!r}{close}; known: {', '.join(sampling_fields())}")
+        raise BadRequest("/set", f"no field {one_line(name, 60)!r}{close}; known: {', '.join(sampling_fields())}")
     if text.strip() == "default":
         first = conversation.first_sampling
         value, named = getattr(first.params, name), {name} & first.named
@@ -98,7 +98,7 @@ def _with(conversation: Conversation, name: str, value: Any, named: frozenset[st
     try:
         params = replace(sampling.params, **{name: value})
     except ValueError as error:
-        raise BadRequest(one_line(str(error))) from None
+        raise BadRequest(name, one_line(str(error))) from None
     conversation = replace(conversation, sampling=Sampling(params, sampling.named - {name} | named))
     note(_setting(conversation, name))
     return conversation
@@ -158,7 +158,7 @@ def _load(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
 
 def _path(command: str, text: str) -> Path:
     if not text:
-        raise BadRequest(f"{command} needs a file name")
+        raise BadRequest("", f"{command} needs a file name")
     return path_of(text, command)
 
 
@@ -169,13 +169,13 @@ def _tokens(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
         return conversation
     tokens = () if conversation.last is None else conversation.last.tokens
     if not tokens:
-        raise BadRequest("/tokens: the last answer has no probabilities; type /tokens on, then /regen")
+        raise BadRequest("/tokens", "the last answer has no probabilities; type /tokens on, then /regen")
     if rest == "last":
         show_tokens(tokens)
         return conversation
     number = _integer("/tokens", rest)
     if not 1 <= number <= len(tokens):
-        raise BadRequest(f"/tokens must be on, off, last or a number in [1, {len(tokens)}], got {number}")
+        raise BadRequest("/tokens", f"must be on, off, last or a number in [1, {len(tokens)}], got {number}")
     note(table(tokens, number))
     return conversation
 
@@ -191,7 +191,7 @@ def _seed(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
 
 def _regen(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     if len(conversation.turns) < 2:
-        raise BadRequest("/regen: there is no answer yet")
+        raise BadRequest("/regen", "there is no answer yet")
     sampling = conversation.sampling
     if rest:
         drawn = _with(conversation, "seed", _integer("/regen", rest), frozenset({"seed"}))
@@ -203,7 +203,7 @@ def _integer(command: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise BadRequest(f"{command} must be followed by a whole number, got {one_line(text, 60)!r}") from None
+        raise BadRequest(command, f"must be followed by a whole number, got {one_line(text, 60)!r}") from None
 
 
 def _field_names(text: str) -> list[str]:

@@ -14,7 +14,7 @@ from nano_inference.types import BadRequest
 def show_ids(text: str | None, add_special: bool, as_json: bool, model: str, common: Common) -> int:
     """Print the ids of a text, or of stdin if it is None; `as_json` adds the text of each token."""
     if text is None and sys.stdin.isatty():
-        raise BadRequest("no text: give one, or pipe it in")
+        raise BadRequest("", "no text: give one, or pipe it in")
     tokenizer = _open(model, common)
     ids = tokenizer.encode(sys.stdin.read() if text is None else text, add_special=add_special)
     if as_json:
@@ -30,7 +30,7 @@ def show_text(ids: tuple[int, ...], as_json: bool, model: str, common: Common) -
     tokenizer = _open(model, common)
     for token in ids:
         if not 0 <= token < tokenizer.vocab_size:
-            raise BadRequest(f"--decode: token id {token} is not in [0, {tokenizer.vocab_size - 1}]")
+            raise BadRequest("--decode", f"token id {token} is not in [0, {tokenizer.vocab_size - 1}]")
     text = tokenizer.decode(ids, skip_special=False)
     print(json.dumps({"token_ids": ids, "text": text}) if as_json else text)
     return 0

@@ -84,15 +84,15 @@ def read_address(text: str, key: str | None) -> Address:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
     except ValueError as error:
-        raise BadRequest(f"--server {one_line(text)}: {error}") from None
+        raise BadRequest("", f"--server {one_line(text)}: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadRequest(f"--server must be a URL such as http://127.0.0.1:8000, got {one_line(text)!r}")
+        raise BadRequest("--server", f"must be a URL such as http://127.0.0.1:8000, got {one_line(text)!r}")
     if parts.username is not None or parts.query or parts.fragment:
-        raise BadRequest("--server must be a URL without a user, a query and a fragment; --api-key takes the key")
+        raise BadRequest("--server", "must be a URL without a user, a query and a fragment; --api-key takes the key")
     if not text.isascii() or not text.isprintable() or " " in text:
-        raise BadRequest(f"--server must be ASCII without blanks, got {one_line(text)!r}")
+        raise BadRequest("--server", f"must be ASCII without blanks, got {one_line(text)!r}")
     if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
-        raise BadRequest("--api-key must be ASCII without blanks")
+        raise BadRequest("--api-key", "must be ASCII without blanks")
     path = parts.path.rstrip("/")
     base = path if path.endswith("/v1") else f"{path}/v1"
     return Address(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80), base, key)

@@ -53,7 +53,7 @@ def open_checkpoint(
     if given and (found is None or not found.takes_overrides):
         titles = " or ".join(one.title for one in formats.values() if one.takes_overrides)
         only = f"{path} is not {titles}; other formats" if titles else "the installed formats"
-        raise BadRequest(f"overrides: {only} have no constants to override")
+        raise BadRequest("overrides", f"{only} have no constants to override")
     if found is None:
         raise ModelError(_why_none(path))
     return _with_head(found.open(path, given))

@@ -64,9 +64,9 @@ class NanochatOptions:
     def __post_init__(self) -> None:
         named = [self.source, self.model_tag, self.step, self.device_type or None]
         if not self.nanochat and any(value is not None for value in named):
-            raise BadRequest("--source, --model-tag, --step and --device-type require --nanochat")
+            raise BadRequest("", "--source, --model-tag, --step and --device-type require --nanochat")
         if self.device_type == "mps":
-            raise BadRequest("--device-type mps: Apple GPUs are not supported; use cpu")
+            raise BadRequest("", "--device-type mps: Apple GPUs are not supported; use cpu")
 
 
 NanochatFlags = Annotated[NanochatOptions, flags(Group(HEADING), short=_SHORT)]
@@ -103,7 +103,7 @@ def chat(
 
     requested = requested_sampling(sampling, typed.fields)
     if chat_options.server is not None:
-        raise BadRequest("--server and --nanochat exclude each other")
+        raise BadRequest("", "--server and --nanochat exclude each other")
     from nano_inference.cli import local
 
     options = Options(system, prompt, has_bare_words=True, plain=chat_options.plain)

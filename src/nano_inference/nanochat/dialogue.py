@@ -41,17 +41,17 @@ class NanochatDialogue:
         Messages must alternate unless `any_order`, which prompts for an answer and has no other options.
         """
         if rendering.tools or rendering.extra:
-            raise BadRequest("nanochat's layout has no tools and no chat template variables")
+            raise BadRequest("", "nanochat's layout has no tools and no chat template variables")
         if len(messages) > 1 and messages[0].get("role") == "system":
             messages = with_one_system_message(messages) or messages
         if self.any_order:
             return render_turns(self.tokenizer, messages)
         if rendering.add_generation_prompt:
             if rendering.continue_final:
-                raise BadRequest("continue_final_message and add_generation_prompt exclude each other")
+                raise BadRequest("", "continue_final_message and add_generation_prompt exclude each other")
             return render_for_completion(self.tokenizer, [*messages, _NO_TEXT], None)
         if rendering.continue_final and messages[-1].get("role") != "assistant":
-            raise BadRequest("continue_final_message requires a last message of the assistant")
+            raise BadRequest("", "continue_final_message requires a last message of the assistant")
         ids, _ = render_conversation(self.tokenizer, messages, None)
         return ids[:-1] if rendering.continue_final else ids
 

@@ -34,7 +34,7 @@ def open_path(path: Path, overrides: Iterable[str] = ()) -> Checkpoint:
     if config.text("model_type", "").startswith(OWN_TYPE):
         return open_own(path, config, by_hand)
     if by_hand:
-        raise BadRequest(f"overrides: {path} is not {_TITLE}; only its constants can be overridden")
+        raise BadRequest("overrides", f"{path} is not {_TITLE}; only its constants can be overridden")
     generation_path = path / "generation_config.json"
     return open_hf_nanochat(path, config, read_json(generation_path) if is_present(generation_path) else None)
 

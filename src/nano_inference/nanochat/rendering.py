@@ -83,7 +83,7 @@ def render_for_completion(tokenizer: Tokenizer, conversation: Conversation, max_
     messages = _messages(conversation)
     if not messages or messages[-1]["role"] != "assistant":
         where = f"messages[{len(messages) - 1}].role" if messages else "the role of the last message"
-        raise OutOfTurn(f"{where} must be assistant: that message is replaced by the completion")
+        raise OutOfTurn(where, "must be assistant: that message is replaced by the completion")
     ids, _ = render_conversation(tokenizer, messages[:-1], max_tokens)
     return [*ids, _special(special_tokens(tokenizer), ASSISTANT_START)]
 
@@ -99,9 +99,9 @@ def render_turns(tokenizer: Tokenizer, messages: Iterable[Message]) -> list[int]
     for index, message in enumerate(messages):
         content, role = message.get("content"), message.get("role")
         if role not in ("user", "assistant"):
-            raise BadRequest(f"messages[{index}].role must be user or assistant, got {role!r:.80}")
+            raise BadRequest(f"messages[{index}].role", f"must be user or assistant, got {role!r:.80}")
         if not isinstance(content, str):
-            raise BadRequest(f"messages[{index}].content must be a string, not {type(content).__name__}")
+            raise BadRequest(f"messages[{index}].content", f"must be a string, not {type(content).__name__}")
         if content:
             text = tokenizer.encode(content, add_special=False, parse_special=False)
             ids += [_special(special, f"<|{role}_start|>"), *text, _special(special, f"<|{role}_end|>")]
@@ -147,7 +147,7 @@ def tool_calls(message: Message) -> list[tuple[str, str | None]]:
 
 def _special(special: Mapping[str, int], text: str) -> int:
     if text not in special:
-        raise BadRequest(f"the tokenizer has no special token {text}: it does not belong to a nanochat chat model")
+        raise BadRequest("", f"the tokenizer has no special token {text}: it does not belong to a nanochat chat model")
     return special[text]
 
 
@@ -155,10 +155,12 @@ def _messages(conversation: Conversation) -> list[Message]:
     """Return the messages of a conversation. Raises `BadRequest` unless each is an object with a role."""
     messages = conversation.get("messages") if isinstance(conversation, Mapping) else conversation
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-        raise BadRequest(f'a conversation must be a list or have one as "messages", not {type(messages).__name__}')
+        raise BadRequest(
+            "messages", f'a conversation must be a list or have one as "messages", not {type(messages).__name__}'
+        )
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise BadRequest(f"messages[{index}] must be an object with a role")
+            raise BadRequest(f"messages[{index}]", "must be an object with a role")
     return list(messages)
 
 
@@ -166,17 +168,17 @@ def _pieces(messages: list[Message]) -> Iterator[_Piece]:
     """Yield the texts and special tokens of messages; a leading system message is merged into the next one."""
     first = 1 if messages and messages[0]["role"] == "system" else 0
     if len(messages) == first:
-        raise OutOfTurn(f"messages[{first}] is missing: a user message is required")
+        raise OutOfTurn(f"messages[{first}]", f"messages[{first}] is missing: a user message is required")
     for index, message in enumerate(messages[first:], first):
         content = message.get("content")
         role = "assistant" if (index - first) % 2 else "user"
         if message["role"] != role:
-            raise OutOfTurn(f"messages[{index}].role must be {role}, got {message['role'][:80]!r}")
+            raise OutOfTurn(f"messages[{index}].role", f"must be {role}, got {message['role'][:80]!r}")
         if role == "assistant":
             yield from _assistant(content, f"messages[{index}].content")
             continue
         if not isinstance(content, str):
-            raise OutOfTurn(f"messages[{index}].content must be a string, not {type(content).__name__}")
+            raise OutOfTurn(f"messages[{index}].content", f"must be a string, not {type(content).__name__}")
         system = _system(messages[0]) if first and index == first else ""
         yield from (_Piece(USER_START, True, 0), _Piece(system + content, False, 0), _Piece(USER_END, True, 0))
 
@@ -184,7 +186,7 @@ def _pieces(messages: list[Message]) -> Iterator[_Piece]:
 def _system(message: Message) -> str:
     content = message.get("content")
     if not isinstance(content, str):
-        raise BadRequest(f"messages[0].content must be a string, not {type(content).__name__}")
+        raise BadRequest("messages[0].content", f"must be a string, not {type(content).__name__}")
     return content + "\n\n"
 
 
@@ -196,13 +198,13 @@ def _assistant(content: object, where: str) -> Iterator[_Piece]:
         for index, part in enumerate(content):
             yield from _part(part, f"{where}[{index}]")
     else:
-        raise BadRequest(f"{where} must be a string or a list of parts, not {type(content).__name__}")
+        raise BadRequest(where, f"must be a string or a list of parts, not {type(content).__name__}")
     yield _Piece(ASSISTANT_END, True, 1)
 
 
 def _part(part: object, where: str) -> Iterator[_Piece]:
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-        raise BadRequest(f"{where} must be an object with a type and a text")
+        raise BadRequest(where, "must be an object with a type and a text")
     match part.get("type"):
         case "text":
             yield _Piece(part["text"], False, 1)
@@ -211,4 +213,4 @@ def _part(part: object, where: str) -> Iterator[_Piece]:
         case "python_output":
             yield from (_Piece(OUTPUT_START, True, 0), _Piece(part["text"], False, 0), _Piece(OUTPUT_END, True, 0))
         case kind:
-            raise BadRequest(f"{where}.type must be text, python or python_output, got {kind!r:.80}")
+            raise BadRequest(f"{where}.type", f"must be text, python or python_output, got {kind!r:.80}")

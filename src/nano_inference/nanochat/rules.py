@@ -258,7 +258,7 @@ def parse_overrides(texts: Iterable[str] | Mapping[str, object]) -> dict[str, st
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or name not in known:
-            raise BadRequest(f"overrides: {shown(text)} must be name=value, with a name of {', '.join(known)}")
+            raise BadRequest("overrides", f"{shown(text)} must be name=value, with a name of {', '.join(known)}")
         found[name] = value
     return found
 
@@ -355,19 +355,19 @@ def override_values(overrides: Mapping[str, str]) -> dict[str, Any]:
 
 def _override_pattern(name: str, text: str) -> str:
     if set(text.upper()) - {"S", "L"}:
-        raise BadRequest(f"overrides: {name} must be made of S and L, got {shown(text)}")
+        raise BadRequest("overrides", f"{name} must be made of S and L, got {shown(text)}")
     return text.upper()
 
 
 def _override_choice(choices: Sequence[str], name: str, text: str) -> str:
     if text not in choices:
-        raise BadRequest(f"overrides: {name} must be one of {', '.join(choices)}, got {shown(text)}")
+        raise BadRequest("overrides", f"{name} must be one of {', '.join(choices)}, got {shown(text)}")
     return text
 
 
 def _override_int(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9 and int(text) > 0):
-        raise BadRequest(f"overrides: {name} must be an integer of 1 to 999999999, got {shown(text)}")
+        raise BadRequest("overrides", f"{name} must be an integer of 1 to 999999999, got {shown(text)}")
     return int(text)
 
 
@@ -377,5 +377,5 @@ def _override_number(name: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < 1e12:
-        raise BadRequest(f"overrides: {name} must be a number above 0, got {shown(text)}")
+        raise BadRequest("overrides", f"{name} must be a number above 0, got {shown(text)}")
     return value

@@ -86,14 +86,14 @@ def check_supported(request: EngineRequest) -> None:
     }
     for name, is_given in given.items():
         if is_given:
-            raise BadRequest(f"{name}: workers at URLs do not support it; use engines in this process or Ray actors")
+            raise BadRequest(name, "workers at URLs do not support it; use engines in this process or Ray actors")
     params = request.params
     if params.prompt_logprobs is not None and params.temperature != 1 and params.max_tokens == 0:
-        raise BadRequest(f"temperature: workers at URLs score at temperature 1, got {params.temperature:g}")
+        raise BadRequest("temperature", f"workers at URLs score at temperature 1, got {params.temperature:g}")
     if params.logprob_token_ids and params.logprobs:
-        raise BadRequest("logprobs: workers at URLs report logprob_token_ids or the most probable tokens, not both")
+        raise BadRequest("logprobs", "workers at URLs report logprob_token_ids or the most probable tokens, not both")
     if params.logprobs_mode is not None and params.max_tokens != 0:
-        raise BadRequest("logprobs_mode: servers set it for all requests (--logprobs-mode)")
+        raise BadRequest("logprobs_mode", "servers set it for all requests (--logprobs-mode)")
 
 
 def samples_of(reply: JSON, request: EngineRequest, version: int) -> list[TrainingSample]:

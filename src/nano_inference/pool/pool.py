@@ -103,7 +103,7 @@ class RolloutPool:
         """
         requests = requests_for(prompts, sampling_params, num_samples_per_prompt, program)
         if sessions is not None and len(sessions) != len(requests):
-            raise BadRequest(f"sessions: {len(sessions)} given for {len(requests)} prompts")
+            raise BadRequest("sessions", f"{len(sessions)} given for {len(requests)} prompts")
         return [sample for samples in self._run_all(requests, sessions) for sample in samples]
 
     def stream(
@@ -137,7 +137,7 @@ class RolloutPool:
         texts, single = texts_of(token_ids)
         check_bool("normalize", normalize)
         if pooling is None:
-            raise BadRequest("pooling must be one of mean, last, got None")
+            raise BadRequest("pooling", "must be one of mean, last, got None")
         params = SamplingParams(max_tokens=0, pooling=pooling)
         samples = self._read_all([EngineRequest(prompt=ids, params=params) for ids in texts])
         found = [sample.embedding or () for sample in samples]
@@ -161,7 +161,7 @@ class RolloutPool:
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> None:
         """Pause all workers, as `InferenceEngine.pause` does; requests wait for `resume` on another thread."""
         if mode not in PAUSE_MODES:
-            raise BadRequest(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+            raise BadRequest("mode", f"must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
         check_bool("clear_cache", clear_cache)
         self._run(self._members.pause(mode, clear_cache=clear_cache))
 
@@ -356,11 +356,8 @@ async def _next(deltas: AsyncGenerator[Delta]) -> Delta | None:
 
 def _check_shape(request: EngineRequest) -> None:
     """Check what routing needs of a request whose limits only the workers know. Raises `BadRequest`."""
-    try:
-        token_ids("prompt", request.prompt)
-        check_int("num_samples", request.num_samples, 1)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
+    token_ids("prompt", request.prompt)
+    check_int("num_samples", request.num_samples, 1)
 
 
 def _unused_stops(texts: tuple[str, ...]) -> MatcherFactory:

@@ -179,11 +179,11 @@ class UrlFleet:
     def __init__(self, urls: Sequence[str], *, api_key: str | None = None, retry_s: float = 5.0) -> None:
         """Raises `BadRequest` naming an address that is invalid or given twice, `ValueError` for `retry_s`."""
         if isinstance(urls, str) or not urls:
-            raise BadRequest("urls must be a list of at least one address, such as http://host:8000")
+            raise BadRequest("urls", "must be a list of at least one address, such as http://host:8000")
         found = [read_url(one) for one in urls]
         for one in found:
             if found.count(one) > 1:
-                raise BadRequest(f"urls: {one} is given twice")
+                raise BadRequest("urls", f"{one} is given twice")
         check_number("retry_s", retry_s, 0, 86400, open_low=True)
         self.size = len(found)
         self.retry_s = retry_s

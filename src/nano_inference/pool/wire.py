@@ -25,7 +25,7 @@ class Refused(BadRequest):
     """The server replied with an error status."""
 
     def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
+        super().__init__("", text)
         self.status = status
 
 
@@ -138,9 +138,9 @@ def read_url(text: str) -> str:
     except ValueError:
         is_valid = False
     if not is_valid or parts.query or parts.fragment:
-        raise BadRequest(f"urls: {text!r} is not the address of a server, such as http://host:8000")
+        raise BadRequest("urls", f"{text!r} is not the address of a server, such as http://host:8000")
     if parts.username is not None or parts.password is not None:
-        raise BadRequest(f"urls: give the key of {parts.hostname} as api_key, not in its address")
+        raise BadRequest("urls", f"give the key of {parts.hostname} as api_key, not in its address")
     return url
 
 

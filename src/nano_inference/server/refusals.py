@@ -11,7 +11,6 @@ from nano_inference.server.schema import ChatBody, CompletionBody
 from nano_inference.text.templates import TemplateLimit
 from nano_inference.types import BadRequest, ModelError
 
-_FIELD = re.compile(r"(?P<name>[a-z_]+)(?:\[\d+\])?(?:\.[a-z_]+)*(?=[ :]|$)")
 _FIELDS = frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_fields)
 
 
@@ -28,11 +27,10 @@ def api_errors(param: str | None = None) -> Iterator[None]:
 
 
 def to_api_error(error: ValueError, param: str | None = None) -> ApiError:
-    """Return the 400 for an error: its message, and the field that the message starts with, else `param`."""
+    """Return the 400 for an error: its message, and its field if a body has it, else `param`."""
     if isinstance(error, TemplateLimit):
         return ApiError(400, f"messages: {error.reason}", param="messages")
     if isinstance(error, ModelError):  # its message names a file of the server
         return ApiError(400, "the model's chat template cannot render these messages", param="messages")
-    found = _FIELD.match(str(error))
-    is_field = found is not None and found["name"] in _FIELDS
-    return ApiError(400, str(error), param=found.group() if found is not None and is_field else param)
+    field = error.field if isinstance(error, BadRequest) else ""
+    return ApiError(400, str(error), param=field if re.split(r"[.\[]", field)[0] in _FIELDS else param)

@@ -22,9 +22,9 @@ def bad_words_matcher(tokenizer: Tokenizer, words: Sequence[str], vocab_size: in
         for text in (word.lstrip(" "), f" {word.lstrip(' ')}")
     }
     if () in spellings:
-        raise BadRequest("bad_words: a word has no tokens")
+        raise BadRequest("bad_words", "a word has no tokens")
     if sum(map(len, spellings)) > MAX_TOKENS:
-        raise BadRequest(f"bad_words: the words have more than {MAX_TOKENS} tokens")
+        raise BadRequest("bad_words", f"the words have more than {MAX_TOKENS} tokens")
     return lambda: BadWords(frozenset(spellings), vocab_size)
 
 

@@ -122,7 +122,7 @@ def render(template: ChatTemplate, messages: Sequence[Message], rendering: Rende
         return _render_open(template, messages, rendering)
     taken = sorted(RESERVED & set(rendering.extra))
     if taken:
-        raise BadRequest(f"chat template variable {taken[0]!r} is reserved")
+        raise BadRequest("", f"chat template variable {taken[0]!r} is reserved")
     joined = with_one_system_message(messages)
     if joined is None:
         return _run(template, messages, rendering)
@@ -240,14 +240,14 @@ def _render_open(template: ChatTemplate, messages: Sequence[Message], rendering:
     """Render with a mark at the end of the last message, and cut the text at the mark."""
     last = messages[-1]
     if rendering.add_generation_prompt:
-        raise BadRequest("continue_final_message and add_generation_prompt exclude each other")
+        raise BadRequest("", "continue_final_message and add_generation_prompt exclude each other")
     if not isinstance(last.get("content"), str):
-        raise BadRequest("continue_final_message needs a last message whose content is a text")
+        raise BadRequest("", "continue_final_message needs a last message whose content is a text")
     mark = _unused_character([messages, rendering.tools, rendering.extra, template.source])
     marked = [*messages[:-1], {**last, "content": last["content"] + mark}]
     text = render(template, marked, replace(rendering, continue_final=False))
     if mark not in text:
-        raise BadRequest("continue_final_message: the chat template changes the last message's content")
+        raise BadRequest("continue_final_message", "the chat template changes the last message's content")
     return text[: text.rindex(mark)].replace(mark, "")  # a template may write a message twice
 
 
@@ -259,15 +259,15 @@ def _functions_text(tools: Sequence[Mapping[str, Any]] | None) -> str:
 def check_messages(messages: object) -> None:
     """Raise `BadRequest` naming the index unless each message has a role and a string content (or tool calls)."""
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
-        raise BadRequest("messages must be a non-empty list")
+        raise BadRequest("messages", "must be a non-empty list")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise BadRequest(f"messages[{index}] must be an object, not {type(message).__name__}")
+            raise BadRequest(f"messages[{index}]", f"must be an object, not {type(message).__name__}")
         if not isinstance(message.get("role"), str) or not message["role"]:
-            raise BadRequest(f"messages[{index}].role must be a non-empty string")
+            raise BadRequest(f"messages[{index}].role", "must be a non-empty string")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise BadRequest(f"messages[{index}].content must be a string, not {type(content).__name__}")
+            raise BadRequest(f"messages[{index}].content", f"must be a string, not {type(content).__name__}")
 
 
 def _templates_of(directory: Path) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def _unused_character(values: Any) -> str:
     used = set().union(*map(set, _strings(values)))
     free = next((chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used), None)
     if free is None:
-        raise BadRequest("the messages use every private-use character of Unicode")
+        raise BadRequest("", "the messages use every private-use character of Unicode")
     return free
 
 
@@ -336,7 +336,7 @@ def _encode_marked(tokenizer: Tokenizer, text: str, special: re.Pattern[str], ma
     """
     unmarked = text.replace(mark, "x")
     if _encode_pieces(tokenizer, unmarked, special) != tokenizer.encode(unmarked, add_special=False):
-        raise BadRequest("a message contains a special token, which this model's tokenizer cannot encode as text")
+        raise BadRequest("", "a message contains a special token, which this model's tokenizer cannot encode as text")
     return _encode_pieces(tokenizer, text, special, mark)
 
 

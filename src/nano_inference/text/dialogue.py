@@ -177,5 +177,5 @@ def mark_of(tool: Tool, tokens: Sequence[int], index: int, is_cut: bool) -> str 
 def require(dialogue: Dialogue | None) -> Dialogue:
     """Return the dialogue; raise `BadRequest` if it is None."""
     if dialogue is None:
-        raise BadRequest("the model has no chat template; `generate --raw` continues a text")
+        raise BadRequest("", "the model has no chat template; `generate --raw` continues a text")
     return dialogue

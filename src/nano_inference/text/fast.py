@@ -82,7 +82,7 @@ class FastTokenizer:
         if piece is None and 0 <= token < self.vocab_size:
             piece = self.core.id_to_token(token)
         if piece is None:
-            raise BadRequest(f"token id {token} is not in the vocabulary of {self.vocab_size}")
+            raise BadRequest("", f"token id {token} is not in the vocabulary of {self.vocab_size}")
         return piece
 
     def token_bytes(self, token: int) -> bytes:
@@ -119,7 +119,7 @@ def no_panic(what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if _is_panic(error):
-            raise BadRequest(f"{what} that the tokenizer's pattern cannot cut") from None
+            raise BadRequest("", f"{what} that the tokenizer's pattern cannot cut") from None
         raise
 
 
@@ -153,7 +153,7 @@ def check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadRequest(f"the text is not valid Unicode: a lone surrogate at character {error.start}") from None
+        raise BadRequest("", f"the text is not valid Unicode: a lone surrogate at character {error.start}") from None
 
 
 def fast_tokenizer(

@@ -217,7 +217,7 @@ def _check_installed(kind: str) -> None:
         import llguidance  # noqa: F401
     except ImportError:
         message = "needs the extra 'grammar': pip install 'nano-inference[grammar]'"
-        raise BadRequest(f"{kind}: structured output {message}") from None
+        raise BadRequest(kind, f"structured output {message}") from None
 
 
 def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> _Compiled:
@@ -236,12 +236,12 @@ def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> _Compiled:
     )
     inner = LLMatcher(vocabulary.tokenizer, for_library(grammar), log_level=0, limits=limits)
     if inner.is_error():
-        raise BadRequest(f"{grammar.kind}: {reason_of(inner.get_error())}")
+        raise BadRequest(grammar.kind, f"{reason_of(inner.get_error())}")
     allowed_bits = vocabulary.text_bits | _bits(grammar.special, 8 * vocabulary.num_bytes)
     try:
         mask = _mask(vocabulary, inner, allowed_bits)
     except ValueError as error:
-        raise BadRequest(f"{grammar.kind}: {str(error).removeprefix('grammar: ')}") from None
+        raise BadRequest(grammar.kind, f"{str(error).removeprefix('grammar: ')}") from None
     return _Compiled(vocabulary, inner, mask, allowed_bits)
 
 

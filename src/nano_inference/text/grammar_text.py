@@ -70,7 +70,7 @@ def check_grammar(grammar: Grammar) -> None:
     elif grammar.kind == "choice":
         _choices_of(grammar)
     elif grammar.kind not in ("json_object", "calls") and _depth(grammar.text) > MAX_NESTING:
-        raise BadRequest(f"{grammar.kind}: nested more than {MAX_NESTING} levels deep")
+        raise BadRequest(grammar.kind, f"nested more than {MAX_NESTING} levels deep")
     if grammar.kind == "lark":
         _check_lark(grammar.text)
     if grammar.kind in ("lark", "calls"):
@@ -101,7 +101,7 @@ def for_library(grammar: Grammar) -> str:
     except BadRequest:
         raise
     except Exception as error:  # the converters raise ValueError, IndexError and plain Exception
-        raise BadRequest(f"{grammar.kind}: {reason_of(str(error))}") from None
+        raise BadRequest(grammar.kind, f"{reason_of(str(error))}") from None
     return text
 
 
@@ -122,19 +122,19 @@ def _check_size(grammar: Grammar) -> None:
     try:
         size = len(grammar.text.encode())
     except UnicodeEncodeError:
-        raise BadRequest(f"{grammar.kind}: contains half of a surrogate pair, which UTF-8 cannot encode") from None
+        raise BadRequest(grammar.kind, "contains half of a surrogate pair, which UTF-8 cannot encode") from None
     limit = MAX_BYTES[grammar.kind]
     if size > limit:
-        raise BadRequest(f"{grammar.kind}: {size} bytes are more than {limit}")
+        raise BadRequest(grammar.kind, f"{size} bytes are more than {limit}")
 
 
 def _parsed(grammar: Grammar) -> Any:
     try:
         value = json.loads(grammar.text, parse_constant=_no_constant)
     except RecursionError:
-        raise BadRequest(f"{grammar.kind}: nested more than {MAX_NESTING} levels deep") from None
+        raise BadRequest(grammar.kind, f"nested more than {MAX_NESTING} levels deep") from None
     except ValueError as error:
-        raise BadRequest(f"{grammar.kind}: is not valid JSON: {error}") from None
+        raise BadRequest(grammar.kind, f"is not valid JSON: {error}") from None
     return value
 
 
@@ -146,16 +146,16 @@ def _schema_of(grammar: Grammar) -> dict[str, Any]:
     """Return a schema as an object. Deep nesting is safe: Python's parser raises `RecursionError` in time."""
     schema = _parsed(grammar)
     if not isinstance(schema, dict):
-        raise BadRequest("json_schema: must be an object")
+        raise BadRequest("json_schema", "json_schema: must be an object")
     return schema
 
 
 def _choices_of(grammar: Grammar) -> list[str]:
     choices = _parsed(grammar)
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
-        raise BadRequest("choice: must be a list of strings, at least one")
+        raise BadRequest("choice", "choice: must be a list of strings, at least one")
     if len(choices) > MAX_CHOICES:
-        raise BadRequest(f"choice: {len(choices)} alternatives are more than {MAX_CHOICES}")
+        raise BadRequest("choice", f"{len(choices)} alternatives are more than {MAX_CHOICES}")
     return choices
 
 
@@ -164,16 +164,16 @@ def _check_schema(schema: dict[str, Any]) -> None:
     multiple = 1
     for level, holder in _containers(schema):
         if level > MAX_NESTING:
-            raise BadRequest(f"json_schema: nested more than {MAX_NESTING} levels deep")
+            raise BadRequest("json_schema", f"nested more than {MAX_NESTING} levels deep")
         if not isinstance(holder, dict):
             continue
         if any(map(looks_around, _patterns(holder))) and holder.get("format") not in KNOWN_FORMATS:
-            raise BadRequest("json_schema: pattern: look-around, (?= and the like, is not supported")
+            raise BadRequest("json_schema", "pattern: look-around, (?= and the like, is not supported")
         if any(len(pattern) > MAX_PATTERN or _depth(pattern) > MAX_NESTING for pattern in _patterns(holder)):
-            raise BadRequest(f"json_schema: a pattern is over {MAX_PATTERN} characters or {MAX_NESTING} levels deep")
+            raise BadRequest("json_schema", f"a pattern is over {MAX_PATTERN} characters or {MAX_NESTING} levels deep")
         multiple = math.lcm(multiple, _digits(holder.get("multipleOf")))
         if multiple > MAX_MULTIPLE:
-            raise BadRequest(f"json_schema: the multipleOf have a common multiple above {MAX_MULTIPLE}")
+            raise BadRequest("json_schema", f"the multipleOf have a common multiple above {MAX_MULTIPLE}")
 
 
 def _patterns(holder: dict[str, Any]) -> Iterator[str]:
@@ -234,10 +234,10 @@ def _literal(text: str) -> str:
 
 def _check_lark(text: str) -> None:
     if text.lstrip().startswith("{"):  # the library's JSON form, which could set any option
-        raise BadRequest("lark: a grammar begins with a rule or a directive, not with {")
+        raise BadRequest("lark", "a grammar begins with a rule or a directive, not with {")
     named = next((found[1] for found in _SPECIAL_NAME.finditer(text) if found[1]), None)
     if named is not None:
-        raise BadRequest(f"lark: {named[:60]}: special tokens cannot be written by a grammar")
+        raise BadRequest("lark", f"{named[:60]}: special tokens cannot be written by a grammar")
 
 
 def _inline_schemas(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
@@ -267,7 +267,7 @@ def _lark_of(text: str) -> str:
     try:
         return gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, text))
     except RecursionError:
-        raise BadRequest(f"gbnf: nested more than {MAX_NESTING} levels deep") from None
+        raise BadRequest("gbnf", f"nested more than {MAX_NESTING} levels deep") from None
 
 
 def _unescaped(found: re.Match[str]) -> str:

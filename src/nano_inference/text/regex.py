@@ -61,7 +61,7 @@ def compile_regex(pattern: str) -> Regex:
     for end in piece.ends:
         end.next.append(accepting)
     if any(state is accepting for state in closure([piece.start])):
-        raise BadRequest("it matches the empty text")
+        raise BadRequest("", "it matches the empty text")
     return Regex(piece.start, accepting, parser.num_states)
 
 
@@ -114,7 +114,7 @@ class _Parser:
         self.num_states = 0
 
     def refused(self, what: str) -> BadRequest:
-        return BadRequest(f"{what} at position {self.at} of {self._pattern[:64]!r}")
+        return BadRequest("", f"{what} at position {self.at} of {self._pattern[:64]!r}")
 
     def alternatives(self, depth: int) -> _Piece:
         """Parse alternatives up to the end or a closing parenthesis."""
@@ -298,7 +298,7 @@ class _Parser:
     def _count(self, states: int) -> None:
         self.num_states += states
         if self.num_states > MAX_STATES:
-            raise BadRequest(f"it has more than {MAX_STATES} states")
+            raise BadRequest("", f"it has more than {MAX_STATES} states")
 
     def _reading(self, test: CharTest) -> _Piece:
         state = self._state(test)

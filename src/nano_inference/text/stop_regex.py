@@ -23,9 +23,9 @@ def stop_regex_matcher(
     try:
         compiled = [(pattern, compile_regex(pattern)) for pattern in patterns]
     except BadRequest as error:
-        raise BadRequest(f"{FIELD}: {error}") from None
+        raise BadRequest(FIELD, f"{error}") from None
     if sum(regex.num_states for _, regex in compiled) > MAX_STATES:
-        raise BadRequest(f"{FIELD}: the expressions have more than {MAX_STATES} states")
+        raise BadRequest(FIELD, f"the expressions have more than {MAX_STATES} states")
     hidden = tokenizer.special_ids if skip_special else frozenset()
     return lambda: StopRegex(tokenizer, compiled, hidden)
 

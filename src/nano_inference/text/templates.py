@@ -38,7 +38,7 @@ def plain(value: object, name: str, depth: int = 64) -> Any:
     if value is None or type(value) in (str, bool, int, float):
         return value
     if depth == 0:
-        raise BadRequest(f"{name} is nested too deep")
+        raise BadRequest("", f"{name} is nested too deep")
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {str.__str__(key): plain(item, name, depth - 1) for key, item in value.items()}
     if isinstance(value, str):
@@ -49,4 +49,4 @@ def plain(value: object, name: str, depth: int = 64) -> Any:
         return float.__float__(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [plain(item, name, depth - 1) for item in value]
-    raise BadRequest(f"{name} must hold JSON values only, not {type(value).__name__}")
+    raise BadRequest(name, f"must hold JSON values only, not {type(value).__name__}")

@@ -61,7 +61,7 @@ class TiktokenTokenizer:
         try:
             data: bytes = self.core.decode_single_token_bytes(token)
         except (KeyError, OverflowError):
-            raise BadRequest(f"token id {token} is not in the vocabulary of {self.vocab_size}") from None
+            raise BadRequest("", f"token id {token} is not in the vocabulary of {self.vocab_size}") from None
         return data
 
     def token_text(self, token: int) -> str:

@@ -98,7 +98,7 @@ def calls_grammar(
     """
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if not chosen:
-        raise BadRequest("tools: there is no function to call" if name is None else f"tools has no {name!r}")
+        raise BadRequest("tools", "there is no function to call" if name is None else f"tools has no {name!r}")
     begin, end = _terminal(fmt.begin, special), _terminal(fmt.end, special) if fmt.end else ""
     start, more = "start" if answer is None else "calls", f"{{0,{MAX_FORCED_CALLS - 1}}}"
     if fmt.is_whole:

@@ -91,7 +91,7 @@ def _plain_message(index: int, message: Message, keeps_none: bool) -> Message:
     if not calls:
         return plain
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes) or len(calls) > MAX_CALLS:
-        raise BadRequest(f"{where} must be a list of at most {MAX_CALLS} calls")
+        raise BadRequest(where, f"must be a list of at most {MAX_CALLS} calls")
     if plain.get("content") is None and not keeps_none:
         plain["content"] = ""
     return {**plain, "tool_calls": [_plain_call(f"{where}.{number}", call) for number, call in enumerate(calls)]}
@@ -100,17 +100,17 @@ def _plain_message(index: int, message: Message, keeps_none: bool) -> Message:
 def _plain_call(where: str, call: object) -> dict[str, Any]:
     """Return a call with its arguments as an object. Raises `BadRequest` naming the malformed field."""
     if not isinstance(call, Mapping):
-        raise BadRequest(f"{where} must be an object")
+        raise BadRequest(where, "must be an object")
     if call.get("type", "function") != "function":
-        raise BadRequest(f"{where}.type must be 'function'")
+        raise BadRequest(f"{where}.type", "must be 'function'")
     function = call.get("function")
     if not isinstance(function, Mapping):
-        raise BadRequest(f"{where}.function must be an object")
+        raise BadRequest(f"{where}.function", "must be an object")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRequest(f"{where}.function.name must be a non-empty string")
+        raise BadRequest(f"{where}.function.name", "must be a non-empty string")
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, str | Mapping):
-        raise BadRequest(f"{where}.function.arguments must be a string of JSON")
+        raise BadRequest(f"{where}.function.arguments", "must be a string of JSON")
     return {**call, "type": "function", "function": {**function, "arguments": _object(arguments)}}
 
 

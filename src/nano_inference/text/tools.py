@@ -36,7 +36,7 @@ def resume_program(program: TokenProgram, tokens: Sequence[int]) -> tuple[Resume
         state, forced = program.step(state, tokens[at])
         given = tuple(tokens[at + 1 : at + 1 + len(forced)])
         if given != tuple(forced[: len(given)]):
-            raise BadRequest("answer_token_ids: other tokens stand where the calculator forces its result")
+            raise BadRequest("answer_token_ids", "other tokens stand where the calculator forces its result")
         missing, at = tuple(forced[len(given) :]), at + 1 + len(forced)
     return ResumedProgram(program, state), missing
 

@@ -25,7 +25,7 @@ class UpdateRules:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.checksum is not None and not isinstance(self.checksum, str):
-            raise ValueError(f"checksum must be a string, got {self.checksum!r}")
+            raise BadRequest("checksum", f"must be a string, got {self.checksum!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +42,7 @@ class WeightUpdate:
 
     def __post_init__(self) -> None:
         check_weight_label(self.label)
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
+        check_fields(self)
 
 
 def update_of(
@@ -62,12 +59,9 @@ def update_of(
     hold: bool = False,
 ) -> WeightUpdate:
     """Return the record of `InferenceEngine.update_weights`'s arguments. Raises `BadRequest`."""
-    try:
-        check_bool("blocking", blocking)
-        check_bool("hold", hold)
-        rules = UpdateRules(partial=partial, allow_nonfinite=allow_nonfinite, checksum=checksum)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
+    check_bool("blocking", blocking)
+    check_bool("hold", hold)
+    rules = UpdateRules(partial=partial, allow_nonfinite=allow_nonfinite, checksum=checksum)
     return WeightUpdate(
         weights=weights,
         rules=rules,
@@ -82,7 +76,4 @@ def update_of(
 def check_weight_label(label: WeightLabel | None) -> None:
     """Raise `BadRequest` unless the label is an integer, a string or None."""
     if label is not None:
-        try:
-            check_label("version", label)
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
+        check_label("version", label)

@@ -104,7 +104,7 @@ def sampling_params(
     rest = options.prompt_length + options.response_length - num_prompt
     room = max_model_len - num_prompt
     if room < 1:
-        raise BadRequest(f"prompt_ids: {num_prompt} tokens leave no room in the context of {max_model_len} tokens")
+        raise BadRequest("prompt_ids", f"{num_prompt} tokens leave no room in the context of {max_model_len} tokens")
     wanted = limits[0] if limits and limits[0] is not None else min(options.response_length, rest)
     fields["max_tokens"] = max(1, min(wanted, room))
     fields["top_k"] = max(0, fields.get("top_k") or 0)  # verl turns it off by -1
@@ -113,7 +113,7 @@ def sampling_params(
     if options.seed is not None and fields.get("seed") is None:
         fields["seed"] = seed_of(options.seed, request_id)
     if fields.pop("n", 1) != 1:
-        raise BadRequest("n: verl sends a request for each sample")
+        raise BadRequest("n", "verl sends a request for each sample")
     return SamplingParams.from_dict(fields), wants_logprobs
 
 
@@ -127,4 +127,4 @@ def refuse_media(given: Mapping[str, Any]) -> None:
     """Raise `BadRequest` for images, videos or audio."""
     for name in _MEDIA:
         if given.get(name):
-            raise BadRequest(f"{name}: this engine generates from text only")
+            raise BadRequest(name, "this engine generates from text only")
