@@ -222,6 +222,7 @@ def take_terminal(browser: Browser) -> None:
     take(page, "terminal")
     page.close()
     child.sendeof()
+    child.expect(pexpect.EOF)
     child.close()
 
 
