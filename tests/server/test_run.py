@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import stat
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -105,11 +106,13 @@ def test_port_is_open_before_model_is_loaded(tiny_directory: Path) -> None:
         return [(reply.status_code, reply.json()["status"]) for reply in (before, after)]
 
     async def main() -> None:
+        sys.setswitchinterval(5e-3)
         listens, ready = asyncio.Event(), asyncio.Event()
         with bind(CONFIG) as listening:
             hooks: Any = {"on_listening": listens.set, "on_ready": lambda _: ready.set()}
             serving = asyncio.create_task(serve(CONFIG, listening, slowly, max_running=4, **hooks))
             await listens.wait()
+            assert sys.getswitchinterval() < 1e-3, "busy threads give way to the event loop ten times as often"
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             assert await look(url, ready) == [(503, "loading"), (200, "ok")]
             signal.raise_signal(signal.SIGTERM)

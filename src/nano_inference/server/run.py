@@ -12,6 +12,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -31,6 +32,9 @@ SEND_BUFFER = 128 << 10
 """Bytes of unread replies that the kernel buffers per connection; Linux doubles it, and defaults to up to 4 MB."""
 _POLL_S = 0.05
 _CLOSING_S = 1.0
+_SWITCH_S = 5e-4
+"""Seconds after which a thread of Python gives way to another: a tenth of the default, so that the event loop answers
+while several threads render templates."""
 _log = logging.getLogger("nano_inference.server")
 
 
@@ -112,6 +116,7 @@ async def serve(
     `max_running`: limit of concurrently running samples. `on_listening` is called when connections are accepted and
     signal handlers installed, `on_ready` when the model is loaded. Raises what `open_model` raises.
     """
+    sys.setswitchinterval(_SWITCH_S)
     link = EngineLink(step_timeout=config.step_timeout)
     keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
     policy = guard_policy(config, keys)
