@@ -11,8 +11,7 @@ from types import EllipsisType
 from typing import Any
 
 from benchmarks.nanochat_calculator.expressions import attacks, expressions
-from nano_inference.nanochat.calculator import MAX_DEPTH, MAX_EXPRESSION, MAX_RESULT, calculate
-from nano_inference.nanochat.calculator_methods import MAX_TEXT
+from nano_inference.nanochat.calculator import MAX_DEPTH, MAX_EXPRESSION, MAX_RESULT, MAX_TEXT, calculate
 
 ANSWERS = Path(__file__).parent / "answers.json"
 BLOCK = 250
