@@ -15,8 +15,7 @@ import torch
 
 from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
-from nano_inference.executors.cpu.populate import Populator
-from nano_inference.executors.cpu.store import KernelStore
+from nano_inference.executors.cpu.store import KernelStore, Populator
 from nano_inference.kernels.library import Library
 from nano_inference.runner import BlockCopy
 

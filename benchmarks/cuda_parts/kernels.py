@@ -17,7 +17,6 @@ from torch import Tensor
 from benchmarks.cuda_parts.models import Bench, Shape
 from benchmarks.cuda_parts.report import Sink
 from benchmarks.cuda_parts.timing import seconds_of
-from nano_inference.executors.cuda.groups import Prefix, group_tables
 from nano_inference.executors.cuda.passes import PartialMemory
 from nano_inference.executors.cuda.records import (
     SPLIT,
@@ -32,6 +31,7 @@ from nano_inference.executors.cuda.records import (
 from nano_inference.executors.cuda.sample_records import new_scratch
 from nano_inference.executors.cuda.slots import MOST_TOPS, SlotMemory
 from nano_inference.executors.cuda.vocabulary import VocabularyTables
+from nano_inference.executors.cuda.windows import Prefix, group_tables
 from nano_inference.executors.torch.attention.context import AttentionSpec
 
 BLOCK = 16

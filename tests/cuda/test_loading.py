@@ -14,8 +14,7 @@ import torch
 
 from nano_inference import EngineConfig
 from nano_inference.assemble import pick_cuda_kernels
-from nano_inference.executors.cuda.executor import CudaExecutor
-from nano_inference.executors.cuda.measure import largest_steps
+from nano_inference.executors.cuda.executor import CudaExecutor, largest_steps
 from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.opening import load_cuda_model
 from nano_inference.executors.protocol import CacheSize

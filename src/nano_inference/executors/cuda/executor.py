@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,12 +19,10 @@ from nano_inference.config import KvDtype
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.cuda.decode import CapturedStepper, EagerStepper, StepKey, Stepper
 from nano_inference.executors.cuda.launchers import Kernels
-from nano_inference.executors.cuda.measure import largest_steps, usual_passes
 from nano_inference.executors.cuda.memory import Limits, StepMemory, check_program
 from nano_inference.executors.cuda.passes import Pass, PassRow, TokenRow, build_pass
 from nano_inference.executors.cuda.registers import Lowered
 from nano_inference.executors.cuda.shrink import run_in_parts
-from nano_inference.executors.cuda.weights import install, stage_weights
 from nano_inference.executors.cuda.windows import Windows, fits_window
 from nano_inference.executors.devices import free_bytes, release_unused
 from nano_inference.executors.protocol import CacheSize
@@ -33,10 +32,11 @@ from nano_inference.executors.step import InferenceMode, Result, run_step
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.executors.torch.executor import new_store
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, layout_of
+from nano_inference.executors.torch.weights import Layout, TorchStaged, TorchWeights, layout_of
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
-from nano_inference.runner import BlockCopy, RowResult
+from nano_inference.runner import BlockCopy, Row, RowResult
+from nano_inference.types import SamplingParams
 
 StepperFactory = Callable[[Callable[[StepKey], None], torch.device], Stepper]
 
@@ -322,3 +322,76 @@ def rows_of(inputs: ForwardInput) -> list[TokenRow]:
         TokenRow(tuple(tokens[one.offset : one.offset + one.num_tokens]), previous[one.offset], one.start, one.blocks)
         for one in inputs.spans
     ]
+
+
+def stage_weights(
+    layout: Layout,
+    live: TorchWeights | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    pace: Pace | None,
+    *,
+    check_finite: bool,
+) -> TorchStaged:
+    """Start filling new weights: on the device if there are none, else in main memory (pinned for CUDA)."""
+    where = device if live is None else torch.device("cpu")
+    is_pinned = live is not None and device.type == "cuda"
+    return TorchStaged(
+        *(layout, live, lambda weights: weights, {}, where, dtype, pace), check_finite=check_finite, is_pinned=is_pinned
+    )
+
+
+def install(live: TorchWeights, staged: TorchWeights) -> None:
+    """Copy the stacks of `staged` that are not `live`'s own over them; waits for the device. Can be repeated."""
+    for name, stack in staged.stacks.items():
+        if stack is not live.stacks[name]:
+            live.stacks[name].copy_(stack, non_blocking=True)
+    device = next(iter(live.stacks.values())).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the staged memory may be reused
+
+
+_PLAIN = SamplingParams(temperature=1.0, logprobs=1)
+_CUT = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, raw_logprobs=True)
+"""Without and with truncation; both want top tokens, which have kernels of their own."""
+
+
+def largest_steps(limits: Limits, block_size: int) -> Iterator[Rows]:
+    """Yield a pass with the most tokens and draws, and a window with the most rows; their blocks are the first ones."""
+    num_tokens = min(limits.max_tokens // limits.max_rows, limits.max_len - 1)
+    num_blocks = -(-(num_tokens + 1) // block_size)
+
+    def row(index: int, size: int, start: int) -> Row:
+        return _row(index, size, start, range(index * num_blocks, (index + 1) * num_blocks), _CUT)
+
+    yield tuple(row(index, num_tokens, 0) for index in range(limits.max_rows))
+    yield tuple(row(index, 1, num_tokens) for index in range(limits.max_rows))
+
+
+def usual_passes(limits: Limits, store: KVStore) -> Iterator[Rows]:
+    """Yield passes that together launch every kernel of a pass, in each form that Triton compiles.
+
+    Decode rows and a prompt: 3 and 16 tokens, because Triton distinguishes multiples of 16; and as many as can be,
+    because `Variant.launch` distinguishes many programs. Each with and without truncation. All rows share blocks.
+    """
+    most = min(limits.max_tokens, limits.max_len, store.num_blocks * store.block_size)
+    many = min(limits.max_rows, most - 1) - 1
+    for (size, num_tokens), params in product(((1, 2), (1, 15), (many, most - many)), (_PLAIN, _CUT)):
+        blocks = range(-(-num_tokens // store.block_size))
+        decode = (_row(index, 1, 1, blocks, params) for index in range(size))
+        yield (*decode, _row(size, num_tokens, 0, blocks, params))
+
+
+def _row(index: int, size: int, start: int, blocks: range, params: SamplingParams) -> Row:
+    return Row(
+        id=index,
+        tokens=(0,) * size,
+        prev_token=-1 if not start else 0,
+        start=start,
+        blocks=tuple(blocks),
+        num_sampled=1,
+        params=params,
+        logprobs_mode="processed",
+        seed=0,
+        sample_index=0,
+    )
