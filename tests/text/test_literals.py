@@ -9,7 +9,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.text.literals import literal_pattern
+from nano_inference.text.chat import literal_pattern
 
 WORDS = st.frozensets(st.text("ab<|", min_size=1, max_size=6), min_size=1, max_size=12)
 GUARD_S = 120
@@ -37,7 +37,7 @@ def test_texts_that_are_prefixes_of_each_other() -> None:
 
 def test_search_time_does_not_grow_with_the_number_of_texts() -> None:
     code = """
-from nano_inference.text.literals import literal_pattern
+from nano_inference.text.chat import literal_pattern
 pattern = literal_pattern(frozenset(f"<unused{number}>" for number in range(6000)) | {"[multimodal]"})
 assert pattern.search("<" * 20_000_000) is None
 """

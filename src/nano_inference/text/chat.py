@@ -9,6 +9,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +19,6 @@ from nano_inference.files import is_present, read_file
 from nano_inference.text.hf import MAX_FILE, read_json
 from nano_inference.text.kinds import ANSWER, Rendering, Tokenizer, TokenizerSource
 from nano_inference.text.kinds import Message as Message
-from nano_inference.text.literals import literal_pattern
 from nano_inference.text.named_templates import TEMPLATES
 from nano_inference.text.reasoning import CLOSE_MARK, OPEN_MARK
 from nano_inference.text.templates import Program, TemplateRefusal, plain
@@ -353,3 +354,41 @@ def _encode_pieces(tokenizer: Tokenizer, text: str, special: re.Pattern[str], ma
 def _encode_literal(tokenizer: Tokenizer, text: str, mark: str) -> list[int]:
     plain = text.replace(mark, "") if mark else text
     return tokenizer.encode(plain, add_special=False, parse_special=False) if plain else []
+
+
+_MAX_DEPTH = 32  # limit on nested groups; `re` compiles some hundreds
+
+
+@lru_cache(maxsize=8)
+def literal_pattern(texts: frozenset[str]) -> re.Pattern[str] | None:
+    """Return a pattern that finds the leftmost, longest of the texts, ignoring empty ones; None without texts."""
+    found = sorted(texts - {""})
+    return re.compile(_trie(found, 0, 0)) if found else None
+
+
+def _trie(texts: Sequence[str], start: int, depth: int) -> str:
+    """Return a pattern for the suffixes from `start` of sorted texts with the same first `start` characters."""
+    if depth == _MAX_DEPTH:
+        return _flat(text[start:] for text in texts)
+    branches = []
+    for _, group in groupby((text for text in texts if len(text) > start), key=lambda text: text[start]):
+        same = list(group)
+        end = _common_length(same[0], same[-1])
+        branches.append(re.escape(same[0][start:end]) + _rest(same, end, depth))
+    body = "|".join(branches)
+    is_optional = len(texts[0]) == start
+    return f"(?:{body})?" if is_optional and body else f"(?:{body})"
+
+
+def _rest(texts: Sequence[str], start: int, depth: int) -> str:
+    return "" if len(texts[-1]) == start else _trie(texts, start, depth + 1)
+
+
+def _common_length(first: str, last: str) -> int:
+    """Return the length of the common prefix of two texts, and so of all that sort between them."""
+    pairs = zip(first, last, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
+
+
+def _flat(ends: Iterable[str]) -> str:
+    return f"(?:{'|'.join(re.escape(end) for end in sorted(ends, key=len, reverse=True))})"

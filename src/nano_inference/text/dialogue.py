@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,6 @@ from nano_inference.text.kinds import ANSWER as ANSWER
 from nano_inference.text.kinds import Dialogue as Dialogue
 from nano_inference.text.kinds import Message, Tokenizer, TokenizerKind, TokenizerSource, Tool
 from nano_inference.text.kinds import Rendering as Rendering
-from nano_inference.text.template_dates import dates
 from nano_inference.text.tokenizer import installed_tokenizers
 from nano_inference.types import BadRequest, TrainingSample
 
@@ -179,3 +179,9 @@ def require(dialogue: Dialogue | None) -> Dialogue:
     if dialogue is None:
         raise BadRequest("", "the model has no chat template; `generate --raw` continues a text")
     return dialogue
+
+
+def dates() -> Mapping[str, str]:
+    """Return `date_string`, such as 05 Jan 2026, and `datetime`, such as Jan 05 2026, in local time."""
+    now = datetime.now()
+    return {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
