@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.assemble import kernels_here
 from nano_inference.catalog import WHEELS, ModelEntry, default_cache
-from nano_inference.cli import estimate, machine, main
+from nano_inference.cli import doctor, estimate, main
 from nano_inference.config import Dtype
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.nanochat.builtin import CALCULATOR
@@ -129,24 +129,24 @@ def test_doctor_page_and_json(tmp_path: Path, capsys: Capture, monkeypatch: pyte
 
 
 def test_cgroup_limits(tmp_path: Path) -> None:
-    assert machine.limits(tmp_path) == {"cgroup_processors": None, "cgroup_memory_bytes": None}
+    assert doctor.limits(tmp_path) == {"cgroup_processors": None, "cgroup_memory_bytes": None}
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text("4294967296\n")
-    assert machine.limits(tmp_path) == {"cgroup_processors": 1.5, "cgroup_memory_bytes": 4 << 30}
+    assert doctor.limits(tmp_path) == {"cgroup_processors": 1.5, "cgroup_memory_bytes": 4 << 30}
     for name in ("cpu.max", "memory.max"):
         (tmp_path / name).write_text("max 100000\n" if name == "cpu.max" else "max\n")
-    assert machine.limits(tmp_path) == {"cgroup_processors": None, "cgroup_memory_bytes": None}
+    assert doctor.limits(tmp_path) == {"cgroup_processors": None, "cgroup_memory_bytes": None}
     old = tmp_path / "old"
     (old / "cpu").mkdir(parents=True)
     (old / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
     (old / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert machine.limits(old)["cgroup_processors"] is None
+    assert doctor.limits(old)["cgroup_processors"] is None
     (old / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
-    assert machine.limits(old)["cgroup_processors"] == 0.5
+    assert doctor.limits(old)["cgroup_processors"] == 0.5
 
 
 def test_free_disk_of_missing_directory(tmp_path: Path) -> None:
-    assert machine.free_disk(tmp_path / "a" / "b") is not None
+    assert doctor.free_disk(tmp_path / "a" / "b") is not None
 
 
 # ---- the command

@@ -77,7 +77,7 @@ def test_server_runs_with_closed_streams(directory: Path) -> None:
 def test_closed_descriptors_are_not_reused(redirection: str) -> None:
     text = (
         "import os, sys\n"
-        "from nano_inference.cli.streams import prepare\n"
+        "from nano_inference.cli.app import prepare\n"
         "prepare()\n"
         "opened = os.open(os.devnull, os.O_RDONLY)\n"
         "print('hello', file=sys.stderr); print('hello'); sys.stdin.read()\n"
@@ -87,7 +87,7 @@ def test_closed_descriptors_are_not_reused(redirection: str) -> None:
 
 
 def test_stderr_drops_failed_writes_and_stdout_does_not() -> None:
-    prepared = "import sys; from nano_inference.cli.streams import prepare; prepare();"
+    prepared = "import sys; from nano_inference.cli.app import prepare; prepare();"
     lost = python(f"{prepared} print('x' * 100_000, file=sys.stderr, flush=True); print('whole')", "2>/dev/full")
     assert (lost.returncode, lost.stdout) == (0, "whole\n")
     kept = python(f"{prepared} print('caf\\u00e9 \\udcff', file=sys.stderr)", "")
