@@ -210,7 +210,7 @@ def running(
         keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
         table = installed_dialects() if dialects is None else dialects
         app = make_app(config, guard_policy(config, keys), link, table)
-        listener = Listener(uvicorn_config(app.asgi, config, takes_sockets=True))
+        listener = Listener(uvicorn_config(app.asgi, config))
         serving = asyncio.create_task(listener.serve(sockets=[listening]))
         loaded = await link.start(lambda: make(directory, config, **options))
         app.serve(loaded, options.get("max_batch_size", 256))

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from importlib.util import find_spec
 from typing import Any, cast
 
 import h11
@@ -91,8 +90,6 @@ class LimitedProtocol(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.conn = Connection(h11.SERVER, MAX_HEAD_BYTES)
         self.limits = limits
-        self.is_upgraded = False
-        """True if another protocol has the connection."""
         self.read_timer: asyncio.TimerHandle | None = None
         self.write_timer: asyncio.TimerHandle | None = None
 
@@ -143,14 +140,8 @@ class LimitedProtocol(H11Protocol):
         if self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED) or self.transport.is_closing():
             return
         super().data_received(data)
-        if not self.is_upgraded and not self.transport.is_closing():
+        if not self.transport.is_closing():
             self._watch_reading()
-
-    def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """Give the connection to the WebSocket protocol."""
-        self.is_upgraded = True
-        self._stop_reading_timer()
-        super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
         """Continue with the next request."""
@@ -221,19 +212,8 @@ def client_address(peer: tuple[str, int] | None, trusted: Sequence[Network]) -> 
     return None if address is None or is_trusted(address, trusted) else prefix_of(address)
 
 
-def _socket_protocol(config: ServerConfig) -> type[asyncio.Protocol]:
-    from nano_inference.server.socket_protocol import LimitedSocket  # imports wsproto
-
-    return cast(type[asyncio.Protocol], partial(LimitedSocket, config.write_timeout))
-
-
-def uvicorn_config(
-    app: ASGIApp, config: ServerConfig, policy: GuardPolicy | None = None, *, takes_sockets: bool = False
-) -> uvicorn.Config:
-    """Return the uvicorn configuration of this application; without a policy, no per-client limits apply.
-
-    `takes_sockets`: the application answers WebSockets; without the package wsproto, handshakes are plain GET requests.
-    """
+def uvicorn_config(app: ASGIApp, config: ServerConfig, policy: GuardPolicy | None = None) -> uvicorn.Config:
+    """Return the uvicorn configuration of this application; without a policy, no per-client limits apply."""
     limits = ConnectionLimits(
         max_connections=config.max_connections,
         max_per_address=quota(policy.client_share if policy else 1.0, config.max_connections, 0),
@@ -247,9 +227,7 @@ def uvicorn_config(
         port=config.port,
         # uvicorn only calls it.
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, limits)),
-        ws=_socket_protocol(config) if takes_sockets and find_spec("wsproto") is not None else "none",
-        ws_max_size=config.max_body_bytes,
-        ws_per_message_deflate=False,  # a small message could become a large one
+        ws="none",  # handshakes are plain GET requests
         lifespan="off",
         access_log=False,
         log_config=None,

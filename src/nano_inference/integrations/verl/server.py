@@ -341,7 +341,7 @@ class HttpFace:
         self._app.serve(opened, self._engine.max_batch_size)
         listening = bind(config)
         self.port = listening.getsockname()[1]
-        self._listener = Listener(uvicorn_config(self._app.asgi, config, policy, takes_sockets=True))
+        self._listener = Listener(uvicorn_config(self._app.asgi, config, policy))
         self._serving = asyncio.get_running_loop().create_task(self._listener.serve(sockets=[listening]))
         while not (self._listener.started or self._serving.done()):
             await asyncio.sleep(_POLL_S)
