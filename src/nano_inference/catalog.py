@@ -47,12 +47,10 @@ class BuiltinModel:
 
     name: str
     directory: Path
-    sampling: Mapping[str, float]
-    """This model's defaults for sampling fields, in chats and for `generate`."""
+    sampling: Mapping[str, float]  # this model's defaults for sampling fields, in chats and for `generate`
 
 
-MODELS_GROUP = "nano_inference.models"
-"""The entry-point group by which a package adds a model that is part of it."""
+MODELS_GROUP = "nano_inference.models"  # the entry-point group by which a package adds a model that is part of it
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.tiktoken", "tokenizer.model")
 _FURTHER_TEMPLATES = ("additional_chat_templates/default.jinja", "additional_chat_templates/tool_use.jinja")
@@ -78,8 +76,7 @@ class HubName(NamedTuple):
 class ModelEntry(NamedTuple):
     """A model in a cache or in an installed package."""
 
-    name: str
-    """The name for `resolve`."""
+    name: str  # the name for `resolve`
     path: Path
     bytes: int
     source: Literal["package", "wheel", "hub"]
@@ -90,8 +87,7 @@ class FileEntry(NamedTuple):
 
     name: str
     bytes: int
-    sha256: str | None
-    """The checksum that was verified; None if the source has none."""
+    sha256: str | None  # the checksum that was verified; None if the source has none
 
 
 def default_cache(environ: Mapping[str, str], *, platform: str = sys.platform) -> Path:

@@ -16,10 +16,8 @@ ChatSource = Literal["the model's generation_config.json", "measured for this mo
 MODELS_OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling fields whose default may come from the model's `generation_config.json`, as in vLLM."""
 CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
-CHAT_MAX_TOKENS = 1024
-"""Default limit on an answer's tokens, unless the catalog has another."""
-CHAT_FIELDS = (*MODELS_OWN, "max_tokens")
-"""Sampling fields with a default for chats."""
+CHAT_MAX_TOKENS = 1024  # default limit on an answer's tokens, unless the catalog has another
+CHAT_FIELDS = (*MODELS_OWN, "max_tokens")  # sampling fields with a default for chats
 _TRUNCATION = ("top_p", "top_k", "min_p")
 _SHAPING = ("temperature", *_TRUNCATION)
 _NEUTRAL = SamplingParams()
@@ -28,10 +26,8 @@ _NEUTRAL = SamplingParams()
 class ChatDefaults(NamedTuple):
     """The defaults of a chat's sampling fields."""
 
-    sampling: Mapping[str, Any]
-    """A value for each of `CHAT_FIELDS`."""
-    source: ChatSource
-    """The source of temperature, top-p, top-k and min-p."""
+    sampling: Mapping[str, Any]  # a value for each of `CHAT_FIELDS`
+    source: ChatSource  # the source of temperature, top-p, top-k and min-p
 
 
 def chat_defaults(generation: Mapping[str, Any], catalog: Mapping[str, Any]) -> ChatDefaults:

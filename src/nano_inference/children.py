@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-PYTHON: tuple[str, ...] = (sys.executable, "-I")
-"""The first arguments of a Python child's command."""
+PYTHON: tuple[str, ...] = (sys.executable, "-I")  # the first arguments of a Python child's command
 _SEARCH_PATHS = (
     *("PATH", "LD_LIBRARY_PATH", "LD_RUN_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "PYTHONPATH"),
     *("CPATH", "C_INCLUDE_PATH", "OBJC_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH"),

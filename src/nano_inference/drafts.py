@@ -40,8 +40,7 @@ class Drafter(Protocol):
         """Return the tokens of the sample's last draft."""
 
 
-MakeDrafter = Callable[[int], Drafter]
-"""Makes a drafter that proposes at most so many tokens at a time."""
+MakeDrafter = Callable[[int], Drafter]  # makes a drafter that proposes at most so many tokens at a time
 
 
 class Offer(NamedTuple):

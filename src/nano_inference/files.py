@@ -14,8 +14,7 @@ from nano_inference.errors import BadRequest, ModelError
 
 MAX_PATH = 4095
 """Limit on the bytes of a path on Linux; a system with a lower limit raises an error when the path is used."""
-MAX_NAME = 255
-"""Limit on the bytes of a file's name."""
+MAX_NAME = 255  # limit on the bytes of a file's name
 _MAX_LINKS = 40
 _KINDS = (
     (stat.S_ISDIR, "a directory"),

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from nano_inference.types import TokenLogprob, TopLogprobs
 
-COLDEST = 1e-30
-"""Minimum temperature: any below leaves only the best token, and 1e-50 is 0 in float32."""
+COLDEST = 1e-30  # minimum temperature: any below leaves only the best token, and 1e-50 is 0 in float32
 _IMPOSSIBLE = -9999.0
 """Replaces -inf for unmodified logits: JSON has no infinity, and it would break a trainer's sums. As in SkyRL."""
 _BLOCK = 512
@@ -29,8 +28,7 @@ _CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 17, 1 << 24
 class Normaliser(NamedTuple):
     """Parameters that convert logits to log-probabilities of softmax(logits / temperature); float64 [B, 1] each."""
 
-    best: Tensor
-    """The largest logit."""
+    best: Tensor  # the largest logit
     temperature: Tensor
     log_mass: Tensor
     """log of the sum of e^((logit - best) / temperature); NaN if the logits contain NaN, +inf or nothing above -inf."""

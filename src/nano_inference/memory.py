@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 _LINE = 64
-_MAPPED_FROM = 4 << 20
-"""Minimum bytes of a separate mapping: smaller ones gain little from huge pages."""
+_MAPPED_FROM = 4 << 20  # minimum bytes of a separate mapping: smaller ones gain little from huge pages
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

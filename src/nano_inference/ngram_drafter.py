@@ -13,16 +13,11 @@ from typing import NamedTuple
 
 from nano_inference.drafts import Draft
 
-SHORTEST = 2
-"""Tokens that must match before an occurrence counts."""
-LONGEST = 8
-"""Most tokens compared: a longer match predicts little better."""
-CANDIDATES = 8
-"""Occurrences examined, the most recent first: bounds the work, not the correctness."""
-FIRST_CHANCE = 0.6
-"""Acceptance that is assumed for a sample before its first draft was verified."""
-RATE = 0.125
-"""Weight of each new outcome in the running estimate of acceptance."""
+SHORTEST = 2  # tokens that must match before an occurrence counts
+LONGEST = 8  # most tokens compared: a longer match predicts little better
+CANDIDATES = 8  # occurrences examined, the most recent first: bounds the work, not the correctness
+FIRST_CHANCE = 0.6  # acceptance that is assumed for a sample before its first draft was verified
+RATE = 0.125  # weight of each new outcome in the running estimate of acceptance
 
 
 class Occurrence(NamedTuple):
@@ -42,12 +37,10 @@ class TextIndex:
 
     def __init__(self) -> None:
         self._texts: list[Sequence[int]] = []
-        self._last: dict[int, int] = {}
-        """Key of two tokens -> entry of their last occurrence in the arrays."""
+        self._last: dict[int, int] = {}  # key of two tokens -> entry of their last occurrence in the arrays
         self._text_of = array("i")
         self._end_of = array("i")
-        self._previous = array("i")
-        """Entry of the previous occurrence of the same two tokens; -1 if there is none."""
+        self._previous = array("i")  # entry of the previous occurrence of the same two tokens; -1 if there is none
 
     def add_text(self, tokens: Sequence[int]) -> int:
         """Register a text without indexing it; return its number."""
@@ -131,8 +124,7 @@ class _Sample:
     text: int
     num_indexed: int = 0
     draft: tuple[int, ...] = ()
-    drafted_at: int = 0
-    """Length of the sample when `draft` was made."""
+    drafted_at: int = 0  # length of the sample when `draft` was made
     chance: float = FIRST_CHANCE
     is_disabled: bool = False
 

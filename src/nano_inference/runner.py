@@ -12,12 +12,9 @@ class Row(NamedTuple):
     """One sequence's part in a forward pass."""
 
     id: int
-    tokens: tuple[int, ...]
-    """The tokens to compute; the last `num_drafts` are draft tokens."""
-    prev_token: int
-    """The token before them; -1 at the start of a sequence."""
-    start: int
-    """Position of the first token."""
+    tokens: tuple[int, ...]  # the tokens to compute; the last `num_drafts` are draft tokens
+    prev_token: int  # the token before them; -1 at the start of a sequence
+    start: int  # position of the first token
     blocks: tuple[int, ...]
     num_sampled: int
     """Most tokens to sample after the last one, each computed from those before; 0 samples none. With draft tokens it
@@ -27,25 +24,18 @@ class Row(NamedTuple):
     seed: int
     sample_index: int
     request_id: int = 0
-    banned: tuple[int, ...] = ()
-    """Tokens that cannot be sampled in this step (stop tokens before min_tokens)."""
-    mask: bytes | None = None
-    """The matcher's mask, see `Matcher.mask`."""
-    history: tuple[int, ...] = ()
-    """Prompt and output, if a penalty needs them."""
-    num_prompt: int = 0
-    """How many tokens of `history` are prompt, without `Beginning.num_tokens`."""
+    banned: tuple[int, ...] = ()  # tokens that cannot be sampled in this step (stop tokens before min_tokens)
+    mask: bytes | None = None  # the matcher's mask, see `Matcher.mask`
+    history: tuple[int, ...] = ()  # prompt and output, if a penalty needs them
+    num_prompt: int = 0  # how many tokens of `history` are prompt, without `Beginning.num_tokens`
     score_from: int | None = None
     """Report the log-probabilities of known tokens from this position on that this row computes."""
-    score_end: int = 0
-    """The position after the last token to score."""
-    next_token: int = -1
-    """The known token after the last one, scored at the end of a prompt chunk; -1 if there is none."""
+    score_end: int = 0  # the position after the last token to score
+    next_token: int = -1  # the known token after the last one, scored at the end of a prompt chunk; -1 if there is none
     pool_from: int | None = None
     """Report the sum of the last hidden states from this position on that this row computes."""
     num_drafts: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    """Tokens after which the sample ends: none needs to be sampled behind them."""
+    stop_ids: frozenset[int] = frozenset()  # tokens after which the sample ends: none needs to be sampled behind them
 
 
 class BlockCopy(NamedTuple):
@@ -59,10 +49,8 @@ class BlockCopy(NamedTuple):
 class DrawExtras(NamedTuple):
     """Optional results for a sampled token."""
 
-    raw_logprob: float | None = None
-    """Log-probability under the unmodified logits; None unless requested."""
-    sampling_mask: SamplingMask = None
-    """Ids that could be sampled; None unless requested, and if all could be."""
+    raw_logprob: float | None = None  # log-probability under the unmodified logits; None unless requested
+    sampling_mask: SamplingMask = None  # ids that could be sampled; None unless requested, and if all could be
 
 
 class RowResult(NamedTuple):
@@ -72,15 +60,11 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    extras: tuple[DrawExtras, ...] = ()
-    """One for each token; may be empty if the request needs none."""
-    scores: tuple[float, ...] = ()
-    """Log-probabilities of known tokens from position max(score_from, start + 1) on."""
+    extras: tuple[DrawExtras, ...] = ()  # one for each token; may be empty if the request needs none
+    scores: tuple[float, ...] = ()  # log-probabilities of known tokens from position max(score_from, start + 1) on
     score_tops: tuple[TopLogprobs, ...] = ()
-    score_ranks: tuple[int, ...] = ()
-    """One for each of `scores`; may be empty."""
-    pooled: tuple[float, ...] = ()
-    """Sum of the hidden states [E] from `pool_from` on, float32, after the final norm."""
+    score_ranks: tuple[int, ...] = ()  # one for each of `scores`; may be empty
+    pooled: tuple[float, ...] = ()  # sum of the hidden states [E] from `pool_from` on, float32, after the final norm
 
 
 class Runner(Protocol):

@@ -30,12 +30,9 @@ from typing import NamedTuple
 from nano_inference.config import SchedulerConfig
 from nano_inference.drafts import Offer, choose_drafts
 
-OVERTAKERS = 256
-"""Most younger sequences that start while an older one waits for blocks or for budget."""
-LOOKAHEAD = 32
-"""Most queued sequences read in one step after the first one that cannot be computed whole."""
-STREAM_LOOKAHEAD = 4
-"""Most tokens of a row in one step while a client reads tokens as they come."""
+OVERTAKERS = 256  # most younger sequences that start while an older one waits for blocks or for budget
+LOOKAHEAD = 32  # most queued sequences read in one step after the first one that cannot be computed whole
+STREAM_LOOKAHEAD = 4  # most tokens of a row in one step while a client reads tokens as they come
 
 
 class SeqView(NamedTuple):
@@ -43,39 +40,27 @@ class SeqView(NamedTuple):
 
     id: int
     num_tokens: int
-    num_computed: int
-    """Tokens whose K/V exists; for a waiting sequence, tokens whose K/V is cached."""
-    num_blocks: int
-    """Blocks held; for a waiting sequence, whole blocks that are cached."""
-    num_private: int = 0
-    """Held blocks that no other sequence holds."""
-    idle_hit: int = 0
-    """Cached blocks that are in the free list."""
+    num_computed: int  # tokens whose K/V exists; for a waiting sequence, tokens whose K/V is cached
+    num_blocks: int  # blocks held; for a waiting sequence, whole blocks that are cached
+    num_private: int = 0  # held blocks that no other sequence holds
+    idle_hit: int = 0  # cached blocks that are in the free list
     next_key: object = None
     """Identifies the block computed next: two sequences with equal keys would compute the same K/V."""
-    max_new: int = 1
-    """Most tokens it may still add."""
-    max_ahead: int = 1 << 30
-    """Most tokens to sample in one step, see `Sequence.max_ahead`."""
-    is_streamed: bool = False
-    """A client reads its tokens as they come."""
+    max_new: int = 1  # most tokens it may still add
+    max_ahead: int = 1 << 30  # most tokens to sample in one step, see `Sequence.max_ahead`
+    is_streamed: bool = False  # a client reads its tokens as they come
     num_drafts: int = 0
-    draft_chance: float = 0.0
-    """Probability that a draft token is accepted if those before it are."""
+    draft_chance: float = 0.0  # probability that a draft token is accepted if those before it are
 
 
 class Work(NamedTuple):
     """One sequence's part in a step."""
 
     id: int
-    num_tokens: int
-    """Tokens to compute, from `num_computed` on."""
-    num_blocks: int
-    """Fresh blocks to take."""
-    num_sampled: int
-    """Most tokens to sample; 0 if tokens are left to compute after this step."""
-    num_drafts: int = 0
-    """Draft tokens to compute after those; one more token is sampled at each."""
+    num_tokens: int  # tokens to compute, from `num_computed` on
+    num_blocks: int  # fresh blocks to take
+    num_sampled: int  # most tokens to sample; 0 if tokens are left to compute after this step
+    num_drafts: int = 0  # draft tokens to compute after those; one more token is sampled at each
 
 
 def share(config: SchedulerConfig) -> int:
@@ -101,10 +86,8 @@ def seats(config: SchedulerConfig) -> int:
 class StepPlan(NamedTuple):
     """What one step computes."""
 
-    work: tuple[Work, ...]
-    """Every scheduled sequence, oldest first."""
-    preempted: tuple[int, ...]
-    """Ids whose blocks are taken away, youngest first."""
+    work: tuple[Work, ...]  # every scheduled sequence, oldest first
+    preempted: tuple[int, ...]  # ids whose blocks are taken away, youngest first
 
 
 class _Plan:

@@ -39,8 +39,7 @@ class WheelModel:
     aliases: tuple[str, ...]
     requirement: str
     wheel_sha256: str
-    member: str
-    """The model's path inside the wheel."""
+    member: str  # the model's path inside the wheel
     file_sha256: str
     file_bytes: int
     chat: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))

@@ -12,8 +12,7 @@ class PagedKVCache(KVManager):
     """Owns `num_blocks` blocks of `block_size` tokens."""
 
     def _forget_all(self) -> None:
-        self._block_of: dict[int, int] = {}
-        """Chain hash -> the published block."""
+        self._block_of: dict[int, int] = {}  # chain hash -> the published block
         self._hash_of: dict[int, int] = {}
         """Block -> its chain hash; also for private duplicates, so that their children can be found."""
 

@@ -13,17 +13,14 @@ from typing import NamedTuple
 from nano_inference.checks import check_int
 from nano_inference.types import CacheFull
 
-Salt = tuple[int, str]
-"""Weight version and cache namespace: prefixes are shared only between equal salts."""
+Salt = tuple[int, str]  # weight version and cache namespace: prefixes are shared only between equal salts
 
 
 class Hit(NamedTuple):
     """Cached K/V that a prompt can reuse."""
 
-    blocks: tuple[int, ...] = ()
-    """Whole blocks, to be shared."""
-    num_idle: int = 0
-    """How many of them are idle, and would leave the free list."""
+    blocks: tuple[int, ...] = ()  # whole blocks, to be shared
+    num_idle: int = 0  # how many of them are idle, and would leave the free list
     partial_block: int = -1
     """A block whose first `partial_tokens` slots continue the prefix, to be copied and never shared; -1 is none."""
     partial_tokens: int = 0

@@ -19,8 +19,7 @@ from itertools import islice
 
 from nano_inference.kv.pool import Hit, KVManager, Salt
 
-_PARTIAL_CANDIDATES = 8
-"""Most nodes compared, newest first, for a partial match: bounds the work, not the correctness."""
+_PARTIAL_CANDIDATES = 8  # most nodes compared, newest first, for a partial match: bounds the work, not the correctness
 Label = tuple[int, ...]
 
 
@@ -29,17 +28,14 @@ class RadixKVCache(KVManager):
 
     def _forget_all(self) -> None:
         self._roots: dict[Salt, int] = {}
-        self._salt_of: dict[int, Salt] = {}
-        """Root -> its salt."""
+        self._salt_of: dict[int, Salt] = {}  # root -> its salt
         self._last_root = 0
         self._label_of: dict[int, Label] = {}
         self._parent_of: dict[int, int] = {}
-        self._full: dict[tuple[int, Label], int] = {}
-        """(parent, label) -> full child."""
+        self._full: dict[tuple[int, Label], int] = {}  # (parent, label) -> full child
         self._by_first: dict[tuple[int, int], dict[int, None]] = {}
         """(parent, first token of the label) -> children, newest last."""
-        self._num_children: dict[int, int] = {}
-        """Parent -> number of its children, if it has any."""
+        self._num_children: dict[int, int] = {}  # parent -> number of its children, if it has any
 
     def peek(self, tokens: Sequence[int], salt: Salt) -> Hit:
         """Return the whole blocks that these tokens can share, and the block of which they can copy a part."""
