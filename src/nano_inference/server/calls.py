@@ -16,15 +16,16 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import (
     Prompt,
+    api_errors,
     chat_prompt,
     check_known,
     completion_prompts,
     fit_to_context,
     require_dialogue,
+    to_api_error,
     with_prefill,
 )
 from nano_inference.server.reasoning import with_reasoning
-from nano_inference.server.refusals import api_errors, to_api_error
 from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.schema import ChatBody, CompletionBody, LlamaExtras, Sampling
 from nano_inference.server.shape import ReplyShape

@@ -23,8 +23,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import kept_tokens, too_long
-from nano_inference.server.refusals import api_errors
+from nano_inference.server.prompts import api_errors, kept_tokens, too_long
 from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Samples, TokenId, TokenIds
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest

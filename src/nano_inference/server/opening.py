@@ -23,7 +23,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
-from nano_inference.server.template_variables import default_variables
+from nano_inference.server.prompts import default_variables
 from nano_inference.text.chat import given_template
 from nano_inference.text.dialogue import Dialogue, TemplateDialogue, load_dialogue
 from nano_inference.text.grammar import Grammars

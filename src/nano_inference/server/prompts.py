@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.refusals import api_errors
 from nano_inference.server.schema import ChatBody, CompletionBody, Message, RenderingFields, Sampling, TextPart
-from nano_inference.server.template_variables import check_variables
 from nano_inference.server.tools import ToolUse
+from nano_inference.text.chat import RESERVED
 from nano_inference.text.dialogue import Dialogue, Rendering
+from nano_inference.text.templates import TemplateLimit
 from nano_inference.text.tool_format import speaks_of_tools
 from nano_inference.text.tool_prompt import with_tools
+from nano_inference.types import BadRequest, ModelError
 
 _Rendered = TypeVar("_Rendered", bound=RenderingFields)
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
@@ -269,3 +274,60 @@ def too_long(num_tokens: int, shown: str, field: str, model: ServedModel, *, ans
         code="context_length_exceeded",
         extra={"n_prompt_tokens": num_tokens, "n_ctx": context},
     )
+
+
+_FIELDS = frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_fields)
+
+
+@contextmanager
+def api_errors(param: str | None = None) -> Iterator[None]:
+    """Raise `BadRequest` and `ModelError` of the block as `ApiError`; `param` is the field if the error names none.
+
+    Any other `ValueError` is a fault of the server and passes unchanged.
+    """
+    try:
+        yield
+    except (BadRequest, ModelError) as error:
+        raise to_api_error(error, param) from None
+
+
+def to_api_error(error: ValueError, param: str | None = None) -> ApiError:
+    """Return the 400 for an error: its message, and its field if a body has it, else `param`."""
+    if isinstance(error, TemplateLimit):
+        return ApiError(400, f"messages: {error.reason}", param="messages")
+    if isinstance(error, ModelError):  # its message names a file of the server
+        return ApiError(400, "the model's chat template cannot render these messages", param="messages")
+    field = error.field if isinstance(error, BadRequest) else ""
+    return ApiError(400, str(error), param=field if re.split(r"[.\[]", field)[0] in _FIELDS else param)
+
+
+_MAX_BYTES = 4096
+_RESERVED = frozenset(
+    {"tokenize", "return_dict", "return_tensors", "conversation", "chat_template", "padding", "truncation"}
+    | {"max_length", "continue_final_message", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+    | RESERVED
+)
+"""Names that template variables must not have: arguments of Transformers' `apply_chat_template`, built-in variables."""
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Raise `ValueError` that begins with `chat_template_kwargs` for variables too large, nested or reserved."""
+    if len(json.dumps(variables)) > _MAX_BYTES:
+        raise ValueError(f"chat_template_kwargs must be at most {_MAX_BYTES} bytes")
+    for name, value in variables.items():
+        where = f"chat_template_kwargs.{name[:64]}"
+        if name in _RESERVED:
+            raise ValueError(f"{where} is reserved")
+        items = value if isinstance(value, list) else [value]
+        if any(isinstance(item, dict | list) for item in items):
+            raise ValueError(f"{where} must be a number, a string, a boolean or a list of those")
+
+
+def default_variables(config: ServerConfig) -> Mapping[str, Any]:
+    """Return the operator's variables. Raises `ModelError` as `check_variables` raises `ValueError`."""
+    variables: Mapping[str, Any] = json.loads(config.chat_template_kwargs or "{}")
+    try:
+        check_variables(variables)
+    except ValueError as error:
+        raise ModelError(str(error).replace("chat_template_kwargs", "--chat-template-kwargs", 1)) from None
+    return variables

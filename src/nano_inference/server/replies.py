@@ -18,9 +18,8 @@ from nano_inference.server.detokenizer import (
     visible_bytes,
 )
 from nano_inference.server.events import DONE, events
-from nano_inference.server.prefill_progress import PrefillProgress
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.timings import metrics_of, timings_of
+from nano_inference.server.timings import PrefillProgress, metrics_of, timings_of
 from nano_inference.server.tools import call_deltas, message_content, reasoning_fields
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer

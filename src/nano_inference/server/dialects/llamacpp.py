@@ -26,8 +26,7 @@ from nano_inference.server.dialects.llamacpp_body import (
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body, stream_error
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import check_text_length
-from nano_inference.server.refusals import api_errors
+from nano_inference.server.prompts import api_errors, check_text_length
 from nano_inference.server.translating import (
     given_fields,
     refuse_foreign,

@@ -11,9 +11,8 @@ from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_bytes_of, token_text
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
-from nano_inference.server.prefill_progress import PrefillProgress
 from nano_inference.server.replies import version_facts
-from nano_inference.server.timings import timings_of
+from nano_inference.server.timings import PrefillProgress, timings_of
 from nano_inference.text.tokenizer import Tokenizer
 
 

@@ -36,7 +36,7 @@ from nano_inference.server.embedding import EmbeddingBody, embedding_call, embed
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import JSON_LINES
 from nano_inference.server.model import ServedModel
-from nano_inference.server.refusals import api_errors
+from nano_inference.server.prompts import api_errors
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.translating import (

@@ -16,9 +16,8 @@ from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialects.responses_chat import encoded
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
-from nano_inference.server.prefill_progress import PrefillProgress
 from nano_inference.server.replies import joined, sample_facts, token_logprobs
-from nano_inference.server.timings import timings_of
+from nano_inference.server.timings import PrefillProgress, timings_of
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning

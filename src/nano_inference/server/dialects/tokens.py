@@ -12,8 +12,7 @@ from nano_inference.server.detokenizer import token_text
 from nano_inference.server.dialect import Converting, Describing, Dialect, Occupancy
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import read_messages, require_dialogue, with_prefill
-from nano_inference.server.refusals import api_errors, to_api_error
+from nano_inference.server.prompts import api_errors, read_messages, require_dialogue, to_api_error, with_prefill
 from nano_inference.server.schema import ApplyTemplateBody, CountBody, DetokenizeBody, RenderingFields, TokenizeBody
 from nano_inference.server.tools import requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
