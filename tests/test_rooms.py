@@ -102,7 +102,7 @@ TORCH_FREE = (
     *("loader/hf_config.py", "loader/gguf_file.py", "loader/gguf_config.py", "loader/ggml.py"),
     "loader/fields.py",
     *("loader/inferred.py", "nanochat/rules.py", "nanochat/configs.py", "nanochat/files.py"),
-    *("nanochat/names.py", "nanochat/rendering.py", "nanochat/tokenizer_file.py", "nanochat/pickled.py"),
+    *("nanochat/names.py", "nanochat/rendering.py", "nanochat/pickled.py"),
     *("nanochat/convert.py", "nanochat/calculator.py", "nanochat/tool.py", "nanochat/dialogue.py", "nanochat/kinds.py"),
     *("nanochat/terms.py", "nanochat/program.py", "nanochat/builtin.py", "nanochat/cli.py"),
 )

@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.cli import main
-from nano_inference.cli.sizes import size_of
+from nano_inference.cli.config_file import size_of
 from nano_inference.executors.devices import available_memory
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.keys import KeyRing, load_keys

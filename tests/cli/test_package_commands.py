@@ -21,7 +21,7 @@ from nano_inference.cli.command import Command
 def fill(app, commands, arguments):
     for argument in arguments:
         if argument.field_info.name == "name" and not argument.tokens:
-            from nano_inference.cli.fallback import fill as set_option
+            from nano_inference.cli.arguments import fill as set_option
             set_option(argument, "you", "greeting")
 
 

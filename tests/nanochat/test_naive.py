@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nano_inference.nanochat import GPT, Engine
-from nano_inference.nanochat.naive import sample_over_vocabulary
+from nano_inference.nanochat.gpt import sample_over_vocabulary
 from tests.nanochat.talkative import CharacterTokenizer, Foreign, talkative
 from tests.nanochat.tiny import model_config, state_dict
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import nano_inference
 from nano_inference.cli.app import build_app
-from nano_inference.cli.arguments import walk_commands
-from nano_inference.cli.fallback import ENV_PREFIX
+from nano_inference.cli.arguments import ENV_PREFIX, walk_commands
 
 HOME = Path(nano_inference.__file__).parent
 _TABLE = re.compile(r"\btable\((\w+_GROUP), [^()]*, (\w+)\)")

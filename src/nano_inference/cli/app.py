@@ -14,12 +14,11 @@ from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Pa
 from cyclopts.config import Env
 
 import nano_inference
+from nano_inference.cli.arguments import ENV_PREFIX, fill_defaults
 from nano_inference.cli.command import Command, installed_commands
-from nano_inference.cli.config_file import apply_files
-from nano_inference.cli.fallback import ENV_PREFIX, fill_defaults
+from nano_inference.cli.config_file import apply_files, apply_sizes
 from nano_inference.cli.help_page import page
 from nano_inference.cli.parsed import ParsedCommand
-from nano_inference.cli.sizes import apply_sizes
 from nano_inference.cli.spelling import Typed, error_text, names_of
 from nano_inference.packages import needed
 from nano_inference.types import BadRequest, ModelError

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from nano_inference.cli.completing import cached_names, known_names, removable_names
-from nano_inference.cli.fallback import DEFAULT
+from nano_inference.cli.arguments import DEFAULT
 from nano_inference.cli.options import (
     CHAT,
     COMMON,
@@ -25,6 +24,9 @@ from nano_inference.cli.options import (
     ServerFlags,
     SettingsFlags,
     TypedFields,
+    cached_names,
+    known_names,
+    removable_names,
 )
 
 CachedName = Annotated[str, Parameter(completer=cached_names, help="a model, as for --model")]

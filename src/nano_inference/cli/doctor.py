@@ -16,8 +16,8 @@ import nano_inference
 from nano_inference.assemble import kernels_here
 from nano_inference.catalog import WHEELS, list_models
 from nano_inference.cli import estimate
+from nano_inference.cli.arguments import ENV_PREFIX
 from nano_inference.cli.config_file import default_file
-from nano_inference.cli.fallback import ENV_PREFIX
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of

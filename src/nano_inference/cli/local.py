@@ -11,6 +11,7 @@ from typing import Any
 from nano_inference.catalog import find_builtin, find_wheel
 from nano_inference.cli import chat
 from nano_inference.cli.answer import Answer, cut_by, stream_answer
+from nano_inference.cli.arguments import DEFAULT
 from nano_inference.cli.conversation import (
     NUM_ALTERNATIVES,
     Piece,
@@ -21,7 +22,6 @@ from nano_inference.cli.conversation import (
     Write,
     fit_turns,
 )
-from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from nano_inference.chat_defaults import CHAT_FIELDS, CHAT_MAX_TOKENS
 from nano_inference.cli import chat
+from nano_inference.cli.arguments import SERVED
 from nano_inference.cli.conversation import (
     DROPPED,
     NUM_ALTERNATIVES,
@@ -28,7 +29,6 @@ from nano_inference.cli.conversation import (
     print_defaults,
     with_defaults,
 )
-from nano_inference.cli.fallback import SERVED
 from nano_inference.cli.options import ChatOptions, Common
 from nano_inference.cli.printable import one_line
 from nano_inference.cli.terminal import Interrupts, note

@@ -14,9 +14,9 @@ from cyclopts import App, ArgumentCollection, Group, Parameter
 
 from nano_inference.catalog import find_builtin
 from nano_inference.cli import commands
+from nano_inference.cli.arguments import BUILT_IN, drop_inherited, fill, is_on
 from nano_inference.cli.command import Command
 from nano_inference.cli.commands import CachedName, PromptFlag, SystemFlag
-from nano_inference.cli.fallback import BUILT_IN, drop_inherited, fill, is_on
 from nano_inference.cli.options import (
     CHAT,
     COMMON,

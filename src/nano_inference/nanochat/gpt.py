@@ -32,11 +32,11 @@ from nano_inference.loader.opened import Checkpoint
 from nano_inference.loader.sources import TensorSource, check_names, load_into
 from nano_inference.models.config import LayerConfig, ModelConfig
 from nano_inference.nanochat.cache import KVCache
+from nano_inference.nanochat.columns import candidates
 from nano_inference.nanochat.configs import model_config_of
 from nano_inference.nanochat.costs import Costs, costs_of
 from nano_inference.nanochat.format import FORMAT
 from nano_inference.nanochat.kinds import FAMILY
-from nano_inference.nanochat.naive import sample_over_vocabulary
 from nano_inference.nanochat.opening import named_sources, open_tensors
 from nano_inference.nanochat.program import program
 from nano_inference.nanochat.terms import NanochatTerms, terms_of
@@ -402,3 +402,23 @@ def _attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, start: int, windo
         enable_gqa=q_BTHD.size(2) != k_BSKD.size(2),
     )
     return out_BHTD.transpose(1, 2)
+
+
+def sample_over_vocabulary(
+    logits_BV: Tensor,
+    rng: torch.Generator | None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Tensor:
+    """Sample one token per row from logits [B, V]; return [B, 1] int64. A temperature of 0 or below is argmax.
+
+    `top_k` of 0 or below is no filter. Raises `RuntimeError` for an infinite temperature with `top_k`, as upstream.
+    """
+    if top_k is not None and top_k > 0:
+        kth_B1 = logits_BV.topk(min(top_k, logits_BV.size(-1)), dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, -torch.inf)
+    if not temperature > 0:
+        return logits_BV.argmax(dim=-1, keepdim=True)
+    p_BV, _ = candidates(logits_BV, temperature, None, top_p)
+    return torch.multinomial(p_BV, num_samples=1, generator=rng)
