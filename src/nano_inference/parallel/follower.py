@@ -19,8 +19,7 @@ from nano_inference.parallel.group import Group
 from nano_inference.parallel.links import Links
 from nano_inference.parallel.messages import RowCoder, unpack
 from nano_inference.parallel.shard import Shard, shard
-from nano_inference.parallel.sources import part_of
-from nano_inference.parallel.staged import source_of
+from nano_inference.parallel.staged import part_of, source_of
 from nano_inference.runner import BlockCopy
 from nano_inference.types import EngineDead
 from nano_inference.weights.gate import StepGate, share_of

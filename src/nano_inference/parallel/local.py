@@ -25,7 +25,7 @@ from nano_inference.models.program import Program
 from nano_inference.parallel.group import Group
 from nano_inference.parallel.links import Links
 from nano_inference.parallel.shard import shard
-from nano_inference.parallel.sources import parts_of
+from nano_inference.parallel.staged import parts_of
 from nano_inference.parallel.vocabulary import ShardedVocabulary
 
 Result = TypeVar("Result")
