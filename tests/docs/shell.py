@@ -343,12 +343,6 @@ RULES: Sequence[Rule] = (
         run=print_config,
     ),
     Rule(
-        name="doctor with a benchmark",
-        reason="it measures for a minute: its options are read",
-        fits=lambda command: command.begins("nano-inference", "doctor") and command.has("--bench"),
-        run=print_config,
-    ),
-    Rule(
         name="completion for this shell",
         reason="which shell that is, it reads off the parent process, which is no shell here",
         fits=lambda command: command.begins("nano-inference", "completion") and not command.has("--shell"),
