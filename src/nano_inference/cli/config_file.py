@@ -227,7 +227,7 @@ def _plain(option: Argument, token: Token) -> Token:
     if size is None:
         where = token.keyword if token.source == "env" else option.name
         file = f" ({token.source})" if token.source.startswith("file ") else ""
-        raise BadRequest(f"{where} must be bytes, or a size such as 512MiB or 2GB, got {token.value[:40]!r}{file}")
+        raise BadRequest(where or "", f"must be bytes, or a size such as 512MiB or 2GB, got {token.value[:40]!r}{file}")
     return token.evolve(value=str(size))
 
 

@@ -75,14 +75,14 @@ def _run(template: jinja2.Template, where: str, data: Mapping[str, Any]) -> str:
             if room < 0:
                 raise TemplateLimit(where, "the chat template writes too much text for these messages")
     except _Raised as error:
-        raise TemplateRefusal("messages", f"the chat template refuses these messages: {error.message}") from None
+        raise TemplateRefusal("", f"the chat template refuses these messages: {error.message}") from None
     except TemplateLimit:
         raise
     except (RecursionError, MemoryError) as error:
         text = "nests its calls too deep" if isinstance(error, RecursionError) else "takes too much memory"
         raise TemplateLimit(where, f"the chat template {text} to render these messages") from None
     except Exception as error:  # any error of the template's expressions
-        raise TemplateRefusal("messages", f"the chat template cannot render these messages: {error}") from None
+        raise TemplateRefusal("", f"the chat template cannot render these messages: {error}") from None
     return "".join(parts)
 
 
