@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from nano_inference.loader.pt_file import read_pt
+from nano_inference.loading.pt_file import read_pt
 from nano_inference.nanochat.calculator import calculate, evaluate
 from nano_inference.nanochat.pickled import read_encoding
 from nano_inference.types import ModelError

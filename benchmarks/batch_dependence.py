@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.catalog import default_cache, resolve
+from nano_inference.core.step import Row
 from nano_inference.executors.batch import build
 from nano_inference.executors.forward import model_forward
+from nano_inference.executors.logprobs import normalise
 from nano_inference.executors.opening import load_model
 from nano_inference.executors.sampling import invert_cdf
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.executors.torch.ops import linear
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.logprobs import normalise
-from nano_inference.runner import Row
+from nano_inference.loading.catalog import default_cache, resolve
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.types import SamplingParams
 
 BATCHES = (1, 2, 3, 4, 8, 15, 16, 17, 32, 48, 49, 64, 96, 128)

@@ -38,7 +38,7 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
     # Forget the peak so far; the kernel's name for that is 5 (proc_pid_clear_refs(5)).
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
-    from nano_inference.loader.checkpoint import open_checkpoint
+    from nano_inference.loading.checkpoint import open_checkpoint
 
     start = time.perf_counter()
     checkpoint = open_checkpoint(model)

@@ -2,7 +2,7 @@
 
     python benchmarks/routing.py [--replicas 16,256,1024] [--requests 20] [--seed 0] [--router ROUTER] [--work WORK]
 
-Compares the pool's router (`pool/routing.py`) with random choice and round robin on four kinds of work: groups of 8
+Compares the pool's router (`rl/pool/routing.py`) with random choice and round robin on four kinds of work: groups of 8
 equal prompts (GRPO), sessions of six turns that each extend the last, prompts after one of a few system prompts, and
 prompts with nothing in common. `--requests` is their number for each replica.
 
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from nano_inference.pool.routing import PrefixRouter
+from nano_inference.rl.pool.routing import PrefixRouter
 
 BLOCK, CACHED_BLOCKS, NEW_TOKENS, BUSY = 16, 2000, 200, 0.7
 VOCAB = 100_000

@@ -29,11 +29,11 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.assemble import EngineParts
+from nano_inference.build import EngineParts
 from nano_inference.config import CacheType
+from nano_inference.core.cache import KVManager, make_kv
+from nano_inference.core.step import BlockCopy, Row, RowResult
 from nano_inference.executors.cpu.executor import CpuExecutor
-from nano_inference.kv import KVManager, make_kv
-from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.types import StepResult
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")

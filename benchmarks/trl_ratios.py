@@ -30,8 +30,8 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl_grpo import FIXED, QUIET, patch_trl_client, served  # noqa: E402
 
 from nano_inference import EngineConfig, InferenceEngine  # noqa: E402
-from nano_inference.catalog import default_cache, resolve  # noqa: E402
-from nano_inference.integrations.trl import use_engine  # noqa: E402
+from nano_inference.loading.catalog import default_cache, resolve  # noqa: E402
+from nano_inference.rl.trl import use_engine  # noqa: E402
 
 BAR = 1e-4
 QUANTISED = "quantization_config"

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.assemble import locate
+from nano_inference.build import locate
 from nano_inference.config import KernelsName
 from nano_inference.executors.opening import load_model
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.checkpoint import open_checkpoint
 
 PATHS: Mapping[str, KernelsName] = MappingProxyType({"torch": "off", "C kernels": "auto"})
 QUIET_STEPS = 20

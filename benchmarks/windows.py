@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from nano_inference import SamplingParams
+from nano_inference.core.step import Row
 from nano_inference.executors.cuda.decode import DecodeStep, StepKey
 from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.cuda.windows import Windows
 from nano_inference.executors.loading import load_weights
 from nano_inference.executors.protocol import CacheSize
-from nano_inference.loader.sources import TensorSource
+from nano_inference.loading.sources import TensorSource
 from nano_inference.models import dense
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
-from nano_inference.runner import Row
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.catalog import catalog_sampling, default_cache, find_wheel
-from nano_inference.chat_defaults import chat_defaults, described
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
-from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.loader.opened import sampling_defaults
+from nano_inference.loading.catalog import catalog_sampling, default_cache, find_wheel
+from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.loading.opened import sampling_defaults
 from nano_inference.text import stream
 from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template
+from nano_inference.text.generation_config import chat_defaults, described
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 
 QUESTION = "What is the capital of France?"

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from nano_inference import EngineConfig, InferenceEngine, Rollout, SamplingParams, run_rollouts
-from nano_inference.catalog import default_cache, resolve
-from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.rollout import Environment, to_trl
+from nano_inference.loading.catalog import default_cache, resolve
+from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.rl.rollout import Environment, to_trl
 from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template
 from nano_inference.text.chat_delta import encode_chat_delta
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer

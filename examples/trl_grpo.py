@@ -34,7 +34,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_client, vllm_generation
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.integrations.trl import EngineGeneration, use_engine
+from nano_inference.rl.trl import EngineGeneration, use_engine
 from nano_inference.weights.directory import save_weights
 
 METRIC = "sampling/sampling_logp_difference"

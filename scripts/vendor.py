@@ -1,4 +1,4 @@
-"""Fetch the pinned libraries of the web pages from the npm registry and write them to `web/vendor/`.
+"""Fetch the pinned libraries of the web pages from the npm registry and write them to `server/web/vendor/`.
 
 Run it after a version below was raised: `python scripts/vendor.py`. It needs npm; nothing else does. The digests are
 those of the registry's archives. What is part of the page itself is packed a second time, by terser: 1.2 kB of 80.
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-VENDOR = Path(__file__).parents[1] / "src" / "nano_inference" / "web" / "vendor"
+VENDOR = Path(__file__).parents[1] / "src" / "nano_inference" / "server" / "web" / "vendor"
 _LANGUAGES = ("bash", "cpp", "diff", "go", "javascript", "json", "python", "rust", "sql", "xml", "yaml")
 _TERSER = "terser@5.51.2"
 _SOURCE_MAP = re.compile(r"\n?//# sourceMappingURL=\S+\s*$")

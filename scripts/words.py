@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("words.txt")
 SUFFIXES = {".py", ".pyi", ".md", ".c", ".h", ".js", ".css", ".html", ".toml", ".yml"}
 ELSEWHERE = (
-    "src/nano_inference/web/vendor/",
+    "src/nano_inference/server/web/vendor/",
     "benchmarks/data/",
     "benchmarks/recording/",
     "benchmarks/golden/",

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.catalog import resolve
-from nano_inference.packages import MissingPackage
+from nano_inference.loading.catalog import resolve
+from nano_inference.support.packages import MissingPackage
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from nano_inference.catalog import default_cache, resolve
+from nano_inference.loading.catalog import default_cache, resolve
 from nano_inference.server.log import ACCESS_LOGGER
 from tests.warm import Forker
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from nano_inference.core.step import DrawExtras, RowResult
 from nano_inference.executors import sampling
-from nano_inference.runner import DrawExtras, RowResult
 from nano_inference.types import TopLogprobs
 
 

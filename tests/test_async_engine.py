@@ -20,8 +20,8 @@ from nano_inference import (
     save_weights,
     weights_checksum,
 )
-from nano_inference.runner import BlockCopy, Row, RowResult
-from nano_inference.scheduling import STREAM_LOOKAHEAD
+from nano_inference.core.scheduler import STREAM_LOOKAHEAD
+from nano_inference.core.step import BlockCopy, Row, RowResult
 from nano_inference.weights.updates import WeightUpdate
 from tests.sim.fakes import Calculator, FakeRunner, fake_config, fake_parts
 from tests.sim.versioned import content

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import BlockCopy, Row
 from nano_inference.executors.batch import build, in_step_order
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.executors.torch.attention import (
@@ -21,7 +22,6 @@ from nano_inference.executors.torch.attention import (
     pick,
 )
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.runner import BlockCopy, Row
 from nano_inference.types import SamplingParams
 
 CPU = torch.device("cpu")

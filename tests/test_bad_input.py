@@ -23,7 +23,7 @@ from nano_inference import (
     SamplingParams,
     sample_with_logprobs,
 )
-from nano_inference.runner import BlockCopy, Row, RowResult
+from nano_inference.core.step import BlockCopy, Row, RowResult
 from nano_inference.types import TrainingSample
 from tests.models.families import VOCAB_SIZE
 from tests.sim.fakes import FakeRunner, fake_config, fake_parts

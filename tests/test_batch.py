@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nano_inference.core.step import Row
 from nano_inference.executors.batch import Scored, Wanted, drawn, wanted
-from nano_inference.runner import Row
 from nano_inference.types import SamplingParams
 
 

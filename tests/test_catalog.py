@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference import catalog
-from nano_inference.catalog import (
+from nano_inference.loading import catalog
+from nano_inference.loading.catalog import (
     WHEELS,
     HubName,
     ModelEntry,

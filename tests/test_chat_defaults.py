@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from nano_inference import SamplingParams
-from nano_inference.catalog import WHEELS, catalog_sampling, installed_builtins
-from nano_inference.chat_defaults import CHAT_FIELDS, CHAT_MAX_TOKENS, chat_defaults
+from nano_inference.loading.catalog import WHEELS, catalog_sampling, installed_builtins
+from nano_inference.text.generation_config import CHAT_FIELDS, CHAT_MAX_TOKENS, chat_defaults
 
 OWN = {"temperature": 0.6, "top_p": 0.9}
 MEASURED = {"temperature": 0.2, "max_tokens": 99}

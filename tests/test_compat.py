@@ -36,8 +36,8 @@ from nano_inference import (
     schedule,
 )
 from nano_inference.compat import AsyncRolloutEngine, RolloutEngine, blocks_of, new_sequence, status_of
-from nano_inference.kv import compute_block_hash as core_hash
-from nano_inference.scheduling import plan_step
+from nano_inference.core.cache import compute_block_hash as core_hash
+from nano_inference.core.scheduler import plan_step
 from tests.models.families import VOCAB_SIZE, make_model
 
 LIMITS = SchedulerConfig(max_batch_size=4, max_tokens_per_batch=32, block_size=4)

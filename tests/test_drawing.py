@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nano_inference.assemble import pick_kernels
+from nano_inference.build import pick_kernels
 from nano_inference.config import EngineConfig
+from nano_inference.core.seeds import uniform
+from nano_inference.core.step import DrawExtras, Row
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
+from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.sampling import WholeVocabulary
-from nano_inference.kernels.library import Library
-from nano_inference.runner import DrawExtras, Row
-from nano_inference.seeds import uniform
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.draws import Draw, columns, draw
 

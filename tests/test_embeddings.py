@@ -19,10 +19,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.checks import float32, unit_vector
+from nano_inference.core.step import BlockCopy, Row, RowResult
 from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.program import hf_name
-from nano_inference.runner import BlockCopy, Row, RowResult
+from nano_inference.support.checks import float32, unit_vector
 from nano_inference.types import Pooling
 from tests.effort import some
 from tests.models.families import FAMILIES, VOCAB_SIZE, make_model

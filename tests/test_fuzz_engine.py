@@ -17,8 +17,8 @@ import fuzz_engine  # noqa: E402
 from differential.oracle import Distribution, DrawContext, uniform  # noqa: E402
 from fuzz_engine import Plan, Totals, try_world  # noqa: E402
 
+from nano_inference.core.step import BlockCopy, Row, RowResult, Runner  # noqa: E402
 from nano_inference.executors import sampling  # noqa: E402
-from nano_inference.runner import BlockCopy, Row, RowResult, Runner  # noqa: E402
 from nano_inference.types import SamplingParams  # noqa: E402
 
 PLANS = (

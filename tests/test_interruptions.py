@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nano_inference import BadRequest, EngineDead, EnginePaused, InferenceEngine, SamplingParams, WeightError
-from nano_inference.runner import BlockCopy, Row, RowResult
+from nano_inference.core.step import BlockCopy, Row, RowResult
 from nano_inference.weights.gate import StepGate
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts
 from tests.sim.versioned import VersionedRunner, new_weights, versioned_engine

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, assemble
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, build
+from nano_inference.executors.cpu.compile import best_isa, cpu_flags, cpu_has
 from nano_inference.executors.cpu.drawing import KernelSampler
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.executors.sampling import draw
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.kernels.compile import best_isa, cpu_flags, cpu_has
 from tests.kernels.steps import have_ended, threads_here
 from tests.models.families import gap, make_model
 
@@ -169,23 +169,23 @@ def test_deterministic_without_a_compiler_is_rejected(broken_compiler: str) -> N
 
 def test_a_gpu_has_no_cpu_kernels() -> None:
     cuda = torch.device("cuda")
-    assert assemble.pick_kernels(config(), cuda) is None
+    assert build.pick_kernels(config(), cuda) is None
     for options, name in (({"kernels": "generic"}, "kernels=generic"), ({"dtype": "int8"}, "dtype=int8")):
         with pytest.raises(ValueError, match=rf"^{name}: the kernels need a CPU, the device is cuda$"):
-            assemble.pick_kernels(config(**options), cuda)
+            build.pick_kernels(config(**options), cuda)
 
 
 def test_cpu_without_avx_uses_generic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "cpu_flags", frozenset)
+    monkeypatch.setattr(build, "cpu_flags", frozenset)
     for isa in ("avx2", "avx512"):
         assert refused(config(kernels=isa)) == f"kernels={isa}: this machine's CPU has no {isa}"
-    library = assemble.pick_kernels(config(), CPU)
+    library = build.pick_kernels(config(), CPU)
     assert library is not None and library.isa == "generic"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_kernels_have_as_many_threads_as_asked_for(num_threads: int) -> None:
-    library = assemble.pick_kernels(config(num_threads=num_threads), CPU)
+    library = build.pick_kernels(config(num_threads=num_threads), CPU)
     assert library is not None
     before = threads_here()
     assert library.pool

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingParams
-from nano_inference.assemble import assemble
-from nano_inference.kinds import ModelKinds, installed_kinds
-from nano_inference.loader.checkpoint import OWN_FORMATS, open_checkpoint
+from nano_inference.build import assemble
+from nano_inference.loading.checkpoint import OWN_FORMATS, open_checkpoint
+from nano_inference.loading.kinds import ModelKinds, installed_kinds
 from nano_inference.models.families import OWN_FAMILIES, program_of
-from nano_inference.registry import PluginError
+from nano_inference.support.plugins import PluginError
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import OWN_TOKENIZERS, load_tokenizer
 from nano_inference.types import BadRequest
@@ -28,8 +28,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.loader.formats import ModelFormat
+from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.loading.formats import ModelFormat
 from nano_inference.models import dense
 from nano_inference.models.families import Family
 from nano_inference.text.hf import hf_tokenizer
@@ -194,7 +194,8 @@ def test_nanochat_rows_do_not_import_torch() -> None:
 
 def test_nanochats_python_interface_needs_no_entry_points() -> None:
     code = "import importlib.metadata as m; m.entry_points = lambda **_: (); "
-    code += "from nano_inference.kinds import installed_kinds; assert 'nanochat' not in installed_kinds().families; "
+    code += "from nano_inference.loading.kinds import installed_kinds; "
+    code += "assert 'nanochat' not in installed_kinds().families; "
     code += "from nano_inference.nanochat.__main__ import main; "
     code += "assert main(['--max-tokens', '2', '--device', 'cpu']) == 0"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from nano_inference.kv import Hit, KVManager, Salt, compute_block_hash, make_kv
+from nano_inference.core.cache import Hit, KVManager, Salt, compute_block_hash, make_kv
 from nano_inference.types import CacheFull
 
 SALT: Salt = (0, "")

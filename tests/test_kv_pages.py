@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference.assemble import pick_kernels
+from nano_inference.build import pick_kernels
 from nano_inference.config import EngineConfig
+from nano_inference.core.step import BlockCopy
+from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.store import KernelStore, Populator
-from nano_inference.kernels.library import Library
-from nano_inference.runner import BlockCopy
 
 PIECE = 1000
 WAIT_S = 30

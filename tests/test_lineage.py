@@ -11,7 +11,7 @@ import pytest
 
 from nano_inference import BadRequest, InferenceEngine, SamplingParams, TrainingSample, run_rollouts
 from nano_inference.config import EngineConfig
-from nano_inference.rollout import Rollout, extend, start
+from nano_inference.rl.rollout import Rollout, extend, start
 from tests.sim.fakes import fake_config, fake_parts
 from tests.weights.pairs import OpenEngine, Pair
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import nano_inference
 from nano_inference import sample_with_logprobs
-from nano_inference.logprobs import Normaliser, normalise
-from nano_inference.runner import Row
+from nano_inference.core.step import Row
+from nano_inference.executors.logprobs import Normaliser, normalise
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.draws import draw
 from tests.logit_shapes import SHAPES, shaped
@@ -115,9 +115,9 @@ NOT_FOR_LOGPROBS = {
     ("executors/sampling.py", "log_softmax"),  # weights of a draw, whose bits decide tokens
     ("executors/sampling.py", "softmax"),
 }
-NUMERIC = ("executors/", "kernels/", "logprobs.py", "models/", "nanochat/")
+NUMERIC = ("executors/", "models/", "nanochat/")
 LOGS = {
-    ("logprobs.py", "log_"),
+    ("executors/logprobs.py", "log_"),
     ("executors/cuda/kernels/sampler.py", "log"),  # in float64; tests/cuda compares it with float64 at 512k logits
     ("executors/cuda/kernels/select.py", "log"),  # of min_p
 }
@@ -146,7 +146,9 @@ def test_one_function_of_torch_and_one_of_c_compute_log_sum_exps() -> None:
                 logs.add((name, called))
     assert sums == NOT_FOR_LOGPROBS
     assert logs == LOGS
-    in_c = {path.name for path in (HOME / "kernels/c").iterdir() if re.search(r"\blog[f12p]*\(", path.read_text())}
+    in_c = {
+        path.name for path in (HOME / "executors/cpu/c").iterdir() if re.search(r"\blog[f12p]*\(", path.read_text())
+    }
     assert in_c == {"sample.h"}
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.scheduling import STREAM_LOOKAHEAD
+from nano_inference.core.scheduler import STREAM_LOOKAHEAD
 from nano_inference.types import EngineRequest, OnRunning, StepStats
 from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts, reference
 from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from nano_inference import AsyncEngine, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.assemble import EngineParts, assemble, parts_of
-from nano_inference.runner import BlockCopy, Row, RowResult, Runner
+from nano_inference.build import EngineParts, assemble, parts_of
+from nano_inference.core.step import BlockCopy, Row, RowResult, Runner
 from nano_inference.types import OnRunning
 from tests.cuda.engines import executor_of
 from tests.test_batch_invariance import open_engine

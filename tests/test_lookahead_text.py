@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.assemble import parts_with
-from nano_inference.kinds import installed_kinds
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.build import parts_with
+from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.loading.kinds import installed_kinds
 from nano_inference.text.bad_words import both
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.text.kinds import Tokenizer, TokenizerSource

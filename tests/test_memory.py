@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from nano_inference import memory
-from nano_inference.memory import Slabs
+from nano_inference.support import memory
+from nano_inference.support.memory import Slabs
 
 
 @pytest.mark.parametrize("slab_bytes", [0, 300, 4096])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nano_inference import BadRequest, EngineBusy, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.runner import BlockCopy, Row, RowResult
+from nano_inference.core.step import BlockCopy, Row, RowResult
 from tests.sim.fakes import EOS, VOCAB_SIZE, FakeRunner, fake_config, fake_parts
 from tests.sim.versioned import content, run_to_end
 from tests.weights.pairs import OpenEngine, Pair

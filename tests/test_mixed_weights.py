@@ -19,9 +19,9 @@ import torch
 import transformers
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample, UpdateBusy, WeightError
-from nano_inference.assemble import assemble
-from nano_inference.kv import Hit, KVManager
-from nano_inference.runner import BlockCopy, Row, RowResult, Runner
+from nano_inference.build import assemble
+from nano_inference.core.cache import Hit, KVManager
+from nano_inference.core.step import BlockCopy, Row, RowResult, Runner
 from nano_inference.types import OnRunning
 from nano_inference.weights.sync import WeightSyncManager
 from tests.effort import some

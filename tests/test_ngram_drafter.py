@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.drafts import Draft, Offer, choose_drafts
-from nano_inference.ngram_drafter import (
+from nano_inference.core.drafting import Draft, Offer, choose_drafts
+from nano_inference.core.ngram_drafter import (
     CANDIDATES,
     FIRST_CHANCE,
     LONGEST,

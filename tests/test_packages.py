@@ -19,8 +19,8 @@ from packaging.utils import canonicalize_name
 
 import nano_inference
 from benchmarks.cuda_parts.device_tests import OPTIONS
-from nano_inference.catalog import find_builtin
-from nano_inference.packages import PACKAGES, MissingPackage, needed
+from nano_inference.loading.catalog import find_builtin
+from nano_inference.support.packages import PACKAGES, MissingPackage, needed
 from nano_inference.types import ModelError
 from tests.bare import exercise
 from tests.forking import Forks

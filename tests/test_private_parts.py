@@ -16,7 +16,7 @@ KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "weights/member.py": frozenset({"_timeout"}),
         "parallel/links.py": frozenset({"_timeout", "_Options", "_devices"}),
-        "integrations/verl/plugin.py": frozenset({"_ROLLOUT_REGISTRY"}),
+        "server/verl/plugin.py": frozenset({"_ROLLOUT_REGISTRY"}),
     }
 )
 """torch has no other names for the options of a process group: NCCL's timeout, without which its watchdog ends an

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.registry import PluginError, table
+from nano_inference.support.plugins import PluginError, table
 
 GROUP = "nano_inference.numbers"
 

@@ -20,8 +20,8 @@ import torch
 import transformers
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightError, weights_checksum
-from nano_inference.runner import BlockCopy, Row
-from nano_inference.seeds import uniform
+from nano_inference.core.seeds import uniform
+from nano_inference.core.step import BlockCopy, Row
 from nano_inference.text.stops import stop_matcher
 from nano_inference.types import StepResult
 from tests.forking import Forks
@@ -409,7 +409,7 @@ print(json.dumps([[sample.completion_tokens, sample.seed] for sample in samples]
 
 def test_c_unseeded_processes_differ(untied: Pair) -> None:
     """Without a seed, two processes (two replicas of one engine) draw different samples; with one, the same."""
-    with Forks(["nano_inference.engine", "nano_inference.assemble"]) as forks:
+    with Forks(["nano_inference.engine", "nano_inference.build"]) as forks:
         done = [forks.run(_PROCESS, untied.directory) for _ in range(2)]
     assert [one.returncode for one in done] == [0, 0], done[0].stderr
     first, second = (json.loads(one.stdout) for one in done)

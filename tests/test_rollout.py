@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, Rollout, SamplingParams, Turn, run_rollouts
-from nano_inference.rollout import extend, observe, start, to_trl
-from nano_inference.seeds import derive_seed
+from nano_inference.core.seeds import derive_seed
+from nano_inference.rl.rollout import extend, observe, start, to_trl
 from nano_inference.types import BadRequest, EnginePaused, StepResult, TrainingSample
 from tests.models.families import make_model
 from tests.sim.fakes import EOS, Calculator, Failing, fake_config, fake_parts, reference

@@ -63,34 +63,41 @@ TORCH_FREE = (
     *(
         "__init__.py",
         "types.py",
-        "samples.py",
+        "support/samples.py",
         "config.py",
-        "sequence.py",
-        "scheduling.py",
-        "admission.py",
-        "core.py",
+        "core/sequence.py",
+        "core/scheduler.py",
+        "core/admission.py",
+        "core/core.py",
     ),
-    *("frozen.py", "driving.py", "matching.py", "mailboxes.py", "engine_thread.py", "async_engine.py"),
-    "weights/updates.py",
-    *("speculation.py", "appending.py", "parallel/shard.py", "parallel/messages.py", "parallel/processes.py"),
-    "runner.py",
-    "seeds.py",
-    "pool/routing.py",
-    "drafts.py",
-    "ngram_drafter.py",
     *(
-        "catalog.py",
-        "chat_defaults.py",
-        "hub.py",
-        "wheels.py",
-        "children.py",
-        "files.py",
-        "packages.py",
-        "kv/__init__.py",
-        "kv/hashing.py",
-        "kv/paged.py",
-        "kv/pool.py",
-        "kv/radix.py",
+        "support/frozen.py",
+        "core/driving.py",
+        "core/matchers.py",
+        "core/mailboxes.py",
+        "engine_thread.py",
+        "async_engine.py",
+    ),
+    "weights/updates.py",
+    *("core/speculation.py", "core/appending.py", "parallel/shard.py", "parallel/messages.py", "parallel/processes.py"),
+    "core/step.py",
+    "core/seeds.py",
+    "rl/pool/routing.py",
+    "core/drafting.py",
+    "core/ngram_drafter.py",
+    *(
+        "loading/catalog.py",
+        "text/generation_config.py",
+        "loading/hub.py",
+        "loading/wheels.py",
+        "support/processes.py",
+        "support/files.py",
+        "support/packages.py",
+        "core/cache/__init__.py",
+        "core/cache/hashing.py",
+        "core/cache/paged.py",
+        "core/cache/pool.py",
+        "core/cache/radix.py",
         "models/config.py",
         "models/ops.py",
         "models/program.py",
@@ -99,15 +106,15 @@ TORCH_FREE = (
         "models/dense.py",
         "models/gemma.py",
     ),
-    *("loader/hf_config.py", "loader/gguf_file.py", "loader/gguf_config.py", "loader/ggml.py"),
-    "loader/fields.py",
-    *("loader/inferred.py", "nanochat/rules.py", "nanochat/configs.py", "nanochat/files.py"),
+    *("loading/hf_config.py", "loading/gguf_file.py", "loading/gguf_config.py", "loading/ggml.py"),
+    "loading/fields.py",
+    *("loading/inferred.py", "nanochat/rules.py", "nanochat/configs.py", "nanochat/files.py"),
     *("nanochat/names.py", "nanochat/rendering.py", "nanochat/pickled.py"),
     *("nanochat/convert.py", "nanochat/calculator.py", "nanochat/tool.py", "nanochat/dialogue.py", "nanochat/kinds.py"),
-    *("nanochat/terms.py", "nanochat/program.py", "nanochat/builtin.py", "nanochat/cli.py"),
+    *("nanochat/terms.py", "nanochat/program.py", "nanochat/builtin.py", "cli/nanochat.py"),
 )
 """Modules that do not load torch when they are imported, neither themselves nor through others."""
-TORCH_THROUGH_OTHERS = ("engine.py", "rollout.py", "rank.py", "server/opening.py")
+TORCH_THROUGH_OTHERS = ("engine.py", "rl/rollout.py", "parallel/rank.py", "server/opening.py")
 """Modules that use no torch of their own, but load it with what builds an engine's parts."""
 MUTATORS = {
     *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"),
@@ -334,8 +341,8 @@ def test_only_launchers_imports_the_cuda_kernels_and_in_a_function(trees: dict[s
 
 def test_the_environment_is_read_by_command_lines_and_by_assemble(trees: dict[str, ast.Module]) -> None:
     readers = {path for path, tree in trees.items() if reads_environment(tree)}
-    allowed = {"assemble.py", "rank.py", "__main__.py", "children.py"}
-    allowed |= {"integrations/ray_serve.py", "packages.py"}  # for `serve run`, and Ray's own RAY_ADDRESS
+    allowed = {"build.py", "parallel/rank.py", "__main__.py", "support/processes.py"}
+    allowed |= {"server/ray_serve.py", "support/packages.py"}  # for `serve run`, and Ray's own RAY_ADDRESS
     assert {path for path in readers if not path.startswith("cli/")} <= allowed
 
 
@@ -363,7 +370,7 @@ def test_nothing_outside_its_room_names_nanochat(trees: dict[str, ast.Module]) -
     outside = {path: tree for path, tree in trees.items() if not path.startswith("nanochat/")}
     naming = {path for path, tree in outside.items() if any("nanochat" in name.lower() for name in names_in(tree))}
     assert not naming
-    pages = [path for path in (HOME / "web").rglob("*") if path.suffix in (".js", ".html", ".css")]
+    pages = [path for path in (HOME / "server" / "web").rglob("*") if path.suffix in (".js", ".html", ".css")]
     assert len(pages) > 10 and not [path for path in pages if "nanochat" in path.read_text().lower()]
 
 
@@ -410,7 +417,7 @@ def test_a_wrong_part_of_the_server_is_seen() -> None:
         return wrong_parts(f"nano_inference.server.{module}", ast.parse(line))
 
     assert wrong("app", "from nano_inference.server.dialects import openai")
-    assert wrong("guard", "from nano_inference.server.rl.routes import ADMIN_PATHS")
+    assert wrong("guard", "from nano_inference.server.trainers.routes import ADMIN_PATHS")
     assert wrong("app", "from nano_inference.server.wiring import make_app")
     assert wrong("dialects.sglang", "from nano_inference.server.dialects.llamacpp import props")
     assert wrong("dialects.sglang", "from nano_inference.server import wiring")
@@ -478,6 +485,6 @@ def test_type_checkers_see_the_same_names() -> None:
 
 def test_importing_the_package_does_not_wait_for_torch() -> None:
     code = "import sys, nano_inference as n; n.SamplingParams(); n.EngineConfig(model_path='m'); n.schedule;"
-    code += "n.RadixKVCache(2, 2); import nano_inference.async_engine, nano_inference.mailboxes, nano_inference.core;"
+    code += "n.RadixKVCache(2, 2); import nano_inference.async_engine, nano_inference.core.core;"
     code += "assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

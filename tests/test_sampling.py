@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from nano_inference import sample_with_logprobs
+from nano_inference.core.seeds import derive_seed, uniform
+from nano_inference.core.step import Row
 from nano_inference.executors.sampling import adjust_logits, invert_cdf
 from nano_inference.executors.truncation import Truncation, truncate_row
-from nano_inference.runner import Row
-from nano_inference.seeds import derive_seed, uniform
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.draws import Draw, draw
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.scheduling import LOOKAHEAD, STREAM_LOOKAHEAD, SeqView, StepPlan, Work, plan_step, seats
+from nano_inference.core.scheduler import LOOKAHEAD, STREAM_LOOKAHEAD, SeqView, StepPlan, Work, plan_step, seats
 
 State = tuple[list[SeqView], list[SeqView], int, SchedulerConfig]
 States = list[tuple[State, StepPlan]]

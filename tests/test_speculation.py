@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.assemble import assemble
-from nano_inference.drafts import Draft, MakeDrafter
-from nano_inference.kv import RadixKVCache
-from nano_inference.ngram_drafter import NgramDrafter
-from nano_inference.runner import Row, RowResult
+from nano_inference.build import assemble
+from nano_inference.core.cache import RadixKVCache
+from nano_inference.core.drafting import Draft, MakeDrafter
+from nano_inference.core.ngram_drafter import NgramDrafter
+from nano_inference.core.step import Row, RowResult
 from nano_inference.types import StepStats
 from tests.models.families import VOCAB_SIZE, make_model
 from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts, parrot

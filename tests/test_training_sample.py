@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.appending import advance
+from nano_inference.core.appending import advance
+from nano_inference.core.sequence import Sequence, finish, start_sequences, to_delta, to_sample
+from nano_inference.core.step import DrawExtras, RowResult
 from nano_inference.executors.batch import Scored
 from nano_inference.executors.cpu.drawing import kernel_normalise
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.sampling import WholeVocabulary
 from nano_inference.executors.step import score_rows
-from nano_inference.runner import DrawExtras, RowResult
-from nano_inference.sequence import Sequence, finish, start_sequences, to_delta, to_sample
 from nano_inference.types import EngineRequest, LogprobsMode, TokenLogprob, VersionSpan, spans_of
 from tests.draws import draw
 from tests.models.families import VOCAB_SIZE, make_model, reference_logprobs

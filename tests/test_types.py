@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nano_inference.config import EngineConfig, SchedulerConfig
-from nano_inference.kv import compute_block_hash
+from nano_inference.core.cache import compute_block_hash
 from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TokenLogprob, TrainingSample
 
 NAN, INF = math.nan, math.inf

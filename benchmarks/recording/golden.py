@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from nano_inference.config import KernelsName
-from nano_inference.kernels.compile import Isa, best_isa, cpu_flags, find_compiler, options
+from nano_inference.executors.cpu.compile import Isa, best_isa, cpu_flags, find_compiler, options
 from recording.streams import Recording
 
 FOLDER = Path(__file__).parents[1] / "golden"

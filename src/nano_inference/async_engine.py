@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from nano_inference.admission import requests_for, score_starts, scoring_request
+from nano_inference.core.admission import requests_for, score_starts, scoring_request
 from nano_inference.engine_thread import DrivenEngine, Engine, EngineThread, Inbox, Receiver, Submission, Turn
 from nano_inference.types import (
     BadRequest,

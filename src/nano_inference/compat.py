@@ -16,14 +16,15 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from nano_inference import kv, types
-from nano_inference.checks import check_int
+from nano_inference import types
 from nano_inference.config import SchedulerConfig
-from nano_inference.kv import KVManager, Salt
-from nano_inference.runner import Row
-from nano_inference.scheduling import SeqView, Work, plan_step
-from nano_inference.sequence import Sequence as CoreSequence
-from nano_inference.sequence import start_sequences
+from nano_inference.core import cache as kv
+from nano_inference.core.cache import KVManager, Salt
+from nano_inference.core.scheduler import SeqView, Work, plan_step
+from nano_inference.core.sequence import Sequence as CoreSequence
+from nano_inference.core.sequence import start_sequences
+from nano_inference.core.step import Row
+from nano_inference.support.checks import check_int
 from nano_inference.types import CacheFull, EngineRequest, SamplingParams, TrainingSample, WeightLabel
 from nano_inference.weights.updates import NamedWeights
 
@@ -197,7 +198,7 @@ def schedule(
     num_free_blocks: int,
     config: SchedulerConfig,
 ) -> SchedulerOutput:
-    """Return the plan of `scheduling.plan_step`, for counts or for sequences; finished sequences are left out.
+    """Return the plan of `core.scheduler.plan_step`, for counts or for sequences; finished sequences are left out.
 
     `num_computed` and `blocks` of a waiting sequence are its cache hit, as `KVCacheManager.allocate` returns it.
     """
@@ -405,9 +406,9 @@ def sample_with_logprobs(
     """
     import torch
 
+    from nano_inference.executors.logprobs import at, normalise
     from nano_inference.executors.sampling import invert_cdf, scaled
     from nano_inference.executors.truncation import NO_TRUNCATION, Truncation, truncate
-    from nano_inference.logprobs import at, normalise
 
     if logits_BV.dim() != 2 or temperatures_B.shape != (logits_BV.size(0),):
         shapes = f"{tuple(logits_BV.shape)} and {tuple(temperatures_B.shape)}"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nano_inference.checks import (
+from nano_inference.support.checks import (
     SEEDS,
     Check,
     brief_repr,
@@ -32,7 +32,7 @@ AttentionName = Literal["auto", "sdpa", "flex"]
 Speculation = Literal["off", "ngram"]
 
 MAX_THREADS = 256
-"""Most threads of the CPU kernels (MAX_THREADS of kernels/c/pool.h)."""
+"""Most threads of the CPU kernels (MAX_THREADS of executors/cpu/c/pool.h)."""
 MAX_RANKS = 64
 """Most ranks of one engine."""
 MAX_LINEAGE = 128

@@ -12,15 +12,15 @@ from functools import partial as bound
 from pathlib import Path
 from typing import NoReturn, Self, TypeVar
 
-from nano_inference.admission import Admission, Limits, requests_for, score_starts, scoring_request, texts_of
-from nano_inference.assemble import EngineParts, assemble, chat_params, copied_parts
-from nano_inference.checks import check_bool, unit_vector
+from nano_inference.build import EngineParts, assemble, chat_params, copied_parts
 from nano_inference.config import EngineConfig, config_of
-from nano_inference.core import Core
-from nano_inference.driving import Driving
+from nano_inference.core.admission import Admission, Limits, requests_for, score_starts, scoring_request, texts_of
+from nano_inference.core.cache import KVManager
+from nano_inference.core.core import Core
+from nano_inference.core.driving import Driving
+from nano_inference.core.mailboxes import DeltaStream, Mailboxes
 from nano_inference.executors.protocol import Executor
-from nano_inference.kv import KVManager
-from nano_inference.mailboxes import DeltaStream, Mailboxes
+from nano_inference.support.checks import check_bool, unit_vector
 from nano_inference.text.dialogue import ANSWER, Rendering, text_of
 from nano_inference.text.dialogue import require as require_dialogue
 from nano_inference.text.kinds import Message, Tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nano_inference.assemble import chat_params
+from nano_inference.build import chat_params
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.text.dialogue import Dialogue, Rendering, require, text_of

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from nano_inference.checks import (
+from nano_inference.support.checks import (
     SEEDS,
     brief_repr,
     check_fields,
@@ -21,29 +21,29 @@ from nano_inference.checks import (
     number,
     token_ids,
 )
-from nano_inference.errors import BadRequest as BadRequest
-from nano_inference.errors import CacheFull as CacheFull
-from nano_inference.errors import EngineBusy as EngineBusy
-from nano_inference.errors import EngineDead as EngineDead
-from nano_inference.errors import EnginePaused as EnginePaused
-from nano_inference.errors import MissingFile as MissingFile
-from nano_inference.errors import ModelError as ModelError
-from nano_inference.errors import UpdateBusy as UpdateBusy
-from nano_inference.errors import WeightError as WeightError
-from nano_inference.frozen import FrozenDict
-from nano_inference.samples import Delta as Delta
-from nano_inference.samples import FinishReason as FinishReason
-from nano_inference.samples import LogprobsMode as LogprobsMode
-from nano_inference.samples import Prefill as Prefill
-from nano_inference.samples import SamplingMask as SamplingMask
-from nano_inference.samples import StopReason as StopReason
-from nano_inference.samples import TokenLogprob as TokenLogprob
-from nano_inference.samples import TopLogprobs as TopLogprobs
-from nano_inference.samples import TrainingSample as TrainingSample
-from nano_inference.samples import VersionSpan as VersionSpan
-from nano_inference.samples import WeightLabel as WeightLabel
-from nano_inference.samples import read_spans as read_spans
-from nano_inference.samples import spans_of as spans_of
+from nano_inference.support.errors import BadRequest as BadRequest
+from nano_inference.support.errors import CacheFull as CacheFull
+from nano_inference.support.errors import EngineBusy as EngineBusy
+from nano_inference.support.errors import EngineDead as EngineDead
+from nano_inference.support.errors import EnginePaused as EnginePaused
+from nano_inference.support.errors import MissingFile as MissingFile
+from nano_inference.support.errors import ModelError as ModelError
+from nano_inference.support.errors import UpdateBusy as UpdateBusy
+from nano_inference.support.errors import WeightError as WeightError
+from nano_inference.support.frozen import FrozenDict
+from nano_inference.support.samples import Delta as Delta
+from nano_inference.support.samples import FinishReason as FinishReason
+from nano_inference.support.samples import LogprobsMode as LogprobsMode
+from nano_inference.support.samples import Prefill as Prefill
+from nano_inference.support.samples import SamplingMask as SamplingMask
+from nano_inference.support.samples import StopReason as StopReason
+from nano_inference.support.samples import TokenLogprob as TokenLogprob
+from nano_inference.support.samples import TopLogprobs as TopLogprobs
+from nano_inference.support.samples import TrainingSample as TrainingSample
+from nano_inference.support.samples import VersionSpan as VersionSpan
+from nano_inference.support.samples import WeightLabel as WeightLabel
+from nano_inference.support.samples import read_spans as read_spans
+from nano_inference.support.samples import spans_of as spans_of
 
 Pooling = Literal["mean", "last"]
 OnRunning = Literal["keep", "recompute", "abort", "wait"]
@@ -215,7 +215,7 @@ class EngineRequest:
     score_start: int = 0
     """First position with a prompt log-probability, if `params.prompt_logprobs` is given."""
     is_streamed: bool = False
-    """A client reads the tokens as they come, so a step samples only a few of a row (`scheduling.STREAM_LOOKAHEAD`)."""
+    """A client reads tokens as they come: a step samples only a few of a row (`core.scheduler.STREAM_LOOKAHEAD`)."""
     reports_prefill: bool = False
     """Each step that computes tokens of the prompt returns a delta with `Delta.prefill`, also if it samples none."""
     __repr__ = brief_repr

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import nano_inference
-from nano_inference.catalog import WHEELS
 from nano_inference.cli import main, shells
 from nano_inference.cli.app import build_app
+from nano_inference.loading.catalog import WHEELS
 
 Capture = pytest.CaptureFixture[str]
 HUB = ("org/plain", "org/planets", "other/it's $(touch pwned) a;b")

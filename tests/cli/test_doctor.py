@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.assemble import kernels_here
-from nano_inference.catalog import WHEELS, ModelEntry, default_cache
+from nano_inference.build import kernels_here
 from nano_inference.cli import doctor, estimate, main
 from nano_inference.config import Dtype
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.catalog import WHEELS, ModelEntry, default_cache
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.nanochat.builtin import CALCULATOR
 
 Capture = pytest.CaptureFixture[str]

@@ -7,11 +7,11 @@ from dataclasses import fields
 import pytest
 
 from nano_inference import SamplingParams
-from nano_inference.chat_defaults import MODELS_OWN
 from nano_inference.cli import main
 from nano_inference.cli.app import build_app
 from nano_inference.cli.arguments import heading_of, options_of, walk_commands
 from nano_inference.cli.help_texts import EXAMPLES, SAMPLING, VALUES
+from nano_inference.text.generation_config import MODELS_OWN
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = [path for path, _ in walk_commands(build_app())]

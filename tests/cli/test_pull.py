@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference import catalog, hub
-from nano_inference.catalog import resolve
 from nano_inference.cli import main
-from nano_inference.wheels import WheelModel, fetch_wheel
+from nano_inference.loading import catalog, hub
+from nano_inference.loading.catalog import resolve
+from nano_inference.loading.wheels import WheelModel, fetch_wheel
 
 Capture = pytest.CaptureFixture[str]
 COMMIT = "c0ffee" + "0" * 34

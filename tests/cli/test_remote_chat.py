@@ -26,7 +26,7 @@ from tests.server.reasoner import ANSWER, THOUGHT, make_reasoner
 from tests.server.tiny import Running, make_tiny, running
 from tests.warm import Forker
 
-CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
+CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calculator"
 WIDE = 160
 KEY = "a-key-of-the-test"
 _SPY = """

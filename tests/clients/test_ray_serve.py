@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from nano_inference import EngineConfig
-from nano_inference.integrations.ray_serve import application, deployment
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.ray_serve import application, deployment
 from tests.clients.process import NEEDED
 
 serve: Any = pytest.importorskip("ray.serve", reason=f"Ray Serve: {NEEDED}", exc_type=ImportError)

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.assemble import parts_of
+from nano_inference.build import parts_of
 from nano_inference.executors.cuda.decode import EagerStepper, StepKey, Stepper
 from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.loading import load_weights
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.models.families import program_of
 from tests.cuda.plain import plain_kernels
 

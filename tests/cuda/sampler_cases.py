@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_inference.core.seeds import uniform
+from nano_inference.core.step import Row
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.sample_records import (
     FULL,
@@ -26,8 +28,6 @@ from nano_inference.executors.cuda.sample_records import (
     new_scratch,
 )
 from nano_inference.executors.sampling import draw as reference_draw
-from nano_inference.runner import Row
-from nano_inference.seeds import uniform
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.cuda.case import Case, error
 from tests.effort import IS_THOROUGH

@@ -19,17 +19,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.cuda_parts.models import SHAPES, Shape, config_of
+from nano_inference.core.step import Row
 from nano_inference.executors.cuda.decode import EagerStepper, StepKey
 from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.launchers import triton_kernels
 from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.loading import load_weights
 from nano_inference.executors.protocol import CacheSize
-from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.loader.sources import TensorSource
+from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.loading.sources import TensorSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.families import program_of
-from nano_inference.runner import Row
 from nano_inference.types import SamplingParams
 from tests.cuda.engines import eager
 from tests.cuda.fake_cuda import CUDA, DeviceLaunchesOnly, Products, Transfers

@@ -13,7 +13,7 @@ from nano_inference.executors.loading import load_weights
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor
-from nano_inference.loader.sources import TensorSource
+from nano_inference.loading.sources import TensorSource
 from tests.cuda.plain import plain_kernels
 from tests.effort import some
 from tests.executors.random_programs import MAX_LEN, Writer, random_steps, random_weights

@@ -15,7 +15,7 @@ from nano_inference.executors.loading import load_weights
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor
-from nano_inference.loader.sources import TensorSource
+from nano_inference.loading.sources import TensorSource
 from nano_inference.models import dense
 from tests.cuda.fake_cuda import CUDA, Transfers
 from tests.cuda.plain import plain_kernels

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nano_inference import SamplingParams
+from nano_inference.core.step import Row
 from nano_inference.executors.cuda.decode import DecodeStep, StepKey
 from nano_inference.executors.cuda.windows import Windows
 from nano_inference.executors.protocol import CacheSize
-from nano_inference.runner import Row
 from tests.cuda.engines import executor_of
 from tests.cuda.models import config_of, write_model
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from nano_inference.catalog import default_cache
 from nano_inference.config import EngineConfig
+from nano_inference.loading.catalog import default_cache
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.opening import open_model

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.registry import PluginError
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
+from nano_inference.support.plugins import PluginError
 from tests.server.tiny import Running, make_tiny, running
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-dialect.md"

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.assemble import parts_of, pick_kernels
+from nano_inference.build import parts_of, pick_kernels
 from nano_inference.executors.loading import load_weights
-from nano_inference.loader.sources import TensorSource
+from nano_inference.loading.sources import TensorSource
 from tests.models.families import gap
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-model.md"

@@ -13,7 +13,7 @@ from tests.docs.pages import LINKING, ROOT, spans_in
 from tests.test_rooms import HOME, LEVEL
 
 HOUSE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
-ROOTS = (ROOT, HOME, HOME / "kernels", HOME / "nanochat", ROOT / "docs", ROOT / "benchmarks" / "reliability")
+ROOTS = (ROOT, HOME, HOME / "executors" / "cpu", HOME / "nanochat", ROOT / "docs", ROOT / "benchmarks" / "reliability")
 _FILE = re.compile(r"(?<![\w$/.~-])(?:[\w.-]+/)*[\w-]+\.(?:py|pyi|js|h|c|md|toml|html|css)\b")
 _REFERENCE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|js))` · (`\w+`(?:, `\w+`(?!\.))*)")
 """`file.py` · `name`, `name`."""

@@ -101,7 +101,7 @@ WITH_CODE = [name for name in FILES if functions_in(ast.parse((HOME / name).read
 
 
 def test_only_the_records_of_a_step_have_no_code() -> None:
-    assert set(FILES) - set(WITH_CODE) == {"runner.py"}
+    assert set(FILES) - set(WITH_CODE) == {"core/step.py"}
 
 
 @pytest.mark.parametrize("name", WITH_CODE)

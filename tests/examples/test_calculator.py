@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.nanochat import GPT
 from nano_inference.nanochat.rendering import render_conversation
 from nano_inference.text.tokenizer import load_tokenizer
@@ -60,7 +60,9 @@ def test_held_out_questions_are_never_trained_on(data: ModuleType) -> None:
 
 
 def test_the_data_is_rendered_as_nanochat_renders(data: ModuleType) -> None:
-    tokenizer = load_tokenizer(open_checkpoint(EXAMPLES.parent / "src/nano_inference/data/calculator").tokenizer)
+    tokenizer = load_tokenizer(
+        open_checkpoint(EXAMPLES.parent / "src/nano_inference/nanochat/data/calculator").tokenizer
+    )
     parts = [{"type": "python", "text": "1+2"}, {"type": "python_output", "text": "3"}, {"type": "text", "text": "3."}]
     messages = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": parts}]
     assert data.render([data.Turn("1+2?", "1+2", "{}.")], 256) == render_conversation(tokenizer, messages)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.nanochat.rendering import render_conversation
 from nano_inference.text.tokenizer import load_tokenizer
 
@@ -148,7 +148,7 @@ def test_replies_repeat_the_slot_of_their_line(modules: dict[str, ModuleType]) -
 
 
 def test_conversations_are_rendered_as_nanochat_renders(data: ModuleType) -> None:
-    tokenizer = load_tokenizer(open_checkpoint(ROOT / "src/nano_inference/data/calculator").tokenizer)
+    tokenizer = load_tokenizer(open_checkpoint(ROOT / "src/nano_inference/nanochat/data/calculator").tokenizer)
     rng = random.Random(5)
     for _ in range(40):
         turns, messages = data.conversation(rng)[:2], []

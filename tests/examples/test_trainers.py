@@ -22,7 +22,7 @@ TRLS_LR = ("--lr", "6e-4")
 """Twice the default, because it makes one step of the optimizer for each batch and grpo.py two."""
 IMPORTS = (
     *("transformers.models.llama.modeling_llama", "matplotlib.backends.backend_agg", "trl.trainer.grpo_trainer"),
-    *("datasets", "nano_inference.assemble", "nano_inference.pool"),
+    *("datasets", "nano_inference.build", "nano_inference.rl.pool"),
 )
 SCRIPT = "import runpy, sys; sys.argv.pop(0); sys.path[0] = sys.argv[0].rpartition('/')[0]; " + (
     "runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import Row
 from nano_inference.executors.batch import in_step_order
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.ops import (
@@ -33,7 +34,6 @@ from nano_inference.models.ops import (
     Widen,
 )
 from nano_inference.models.program import Program
-from nano_inference.runner import Row
 from nano_inference.types import SamplingParams
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")

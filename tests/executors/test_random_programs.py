@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.assemble import pick_kernels
+from nano_inference.build import pick_kernels
 from nano_inference.config import EngineConfig
 from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.loading import load_weights
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor
-from nano_inference.kernels.library import Library
-from nano_inference.loader.sources import TensorSource
+from nano_inference.loading.sources import TensorSource
 from nano_inference.models import ops
 from tests.effort import some
 from tests.executors.random_programs import MAX_LEN, Writer, random_steps, random_weights

@@ -12,8 +12,8 @@ from tests.forking import Forks
 LINE = "Ray Serve is not installed: pip install 'nano-inference[ray]'"
 CODE = """
 from nano_inference import EngineConfig
-from nano_inference.integrations.ray_serve import application, deployment
-from nano_inference.packages import MissingPackage
+from nano_inference.server.ray_serve import application, deployment
+from nano_inference.support.packages import MissingPackage
 from nano_inference.server.config import ServerConfig
 for make in (lambda: deployment(EngineConfig(model_path='m'), ServerConfig()), lambda: application({'model': 'm'})):
     try:

@@ -14,7 +14,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nano_inference import EngineConfig, InferenceEngine, weights_checksum
-from nano_inference.integrations.trl import use_engine
+from nano_inference.rl.trl import use_engine
 from nano_inference.server.config import ServerConfig
 from nano_inference.types import LogprobsMode
 from tests.server.tiny import running

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, WeightError
-from nano_inference.integrations.verl.options import RolloutMode, rollout_options, seed_of
-from nano_inference.integrations.verl.replica import Place, device_variables
-from nano_inference.integrations.verl.rollout import EngineRollout
-from nano_inference.integrations.verl.server import RolloutServer
+from nano_inference.server.verl.options import RolloutMode, rollout_options, seed_of
+from nano_inference.server.verl.replica import Place, device_variables
+from nano_inference.server.verl.rollout import EngineRollout
+from nano_inference.server.verl.server import RolloutServer
 from tests.server.tiny import make_tiny
 
 PROMPT = [72, 101, 108, 108, 111]

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from nano_inference.catalog import default_cache
-from nano_inference.kernels.compile import ISAS, Isa, best_isa, compile_library, cpu_flags, find_compiler
-from nano_inference.kernels.library import Library
+from nano_inference.executors.cpu.compile import ISAS, Isa, best_isa, compile_library, cpu_flags, find_compiler
+from nano_inference.executors.cpu.library import Library
+from nano_inference.loading.catalog import default_cache
 
 Team = dict[int, Library]
 """Libraries of one instruction set, by number of threads."""

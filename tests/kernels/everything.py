@@ -25,14 +25,14 @@ from pathlib import Path
 
 import torch
 
+from nano_inference.executors.cpu import native
+from nano_inference.executors.cpu.compile import Isa, compile_library, sources
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
+from nano_inference.executors.cpu.library import Library
+from nano_inference.executors.cpu.matrix import Matrix
+from nano_inference.executors.cpu.native import Cache, Continuation, NativeProgram
+from nano_inference.executors.cpu.program import Activate, Embed, Keep, Product, Program, Softcap
 from nano_inference.executors.sampling import WholeVocabulary, draw
-from nano_inference.kernels import native
-from nano_inference.kernels.compile import Isa, compile_library, sources
-from nano_inference.kernels.library import Library
-from nano_inference.kernels.matrix import Matrix
-from nano_inference.kernels.native import Cache, Continuation, NativeProgram
-from nano_inference.kernels.program import Activate, Embed, Keep, Product, Program, Softcap
 from tests.kernels import reference, steps
 from tests.kernels.steps import FORMATS, Shape, Span
 from tests.kernels.test_draw import random_draws

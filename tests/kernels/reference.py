@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nano_inference.kernels.library import BF16, F16, F32, INT8, Q4_0, Q4_1, Q4_K, Q6_K, Q8_0
-from nano_inference.kernels.matrix import GGML, Matrix, int8_parts
-from nano_inference.kernels.native import Cache, Layout
-from nano_inference.kernels.program import (
+from nano_inference.executors.cpu.library import BF16, F16, F32, INT8, Q4_0, Q4_1, Q4_K, Q6_K, Q8_0
+from nano_inference.executors.cpu.matrix import GGML, Matrix, int8_parts
+from nano_inference.executors.cpu.native import Cache, Layout
+from nano_inference.executors.cpu.program import (
     Activate,
     Attend,
     Embed,

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import matrix
-from nano_inference.kernels.library import BF16, F32, INT8, Library
-from nano_inference.kernels.matrix import Matrix
-from nano_inference.kernels.native import MAX_SPLIT_TOKENS, Cache, Layout, NativeProgram
-from nano_inference.kernels.program import Attend, Embed, Heads, Keep, Program
-from nano_inference.memory import Slabs
+from nano_inference.executors.cpu import matrix
+from nano_inference.executors.cpu.library import BF16, F32, INT8, Library
+from nano_inference.executors.cpu.matrix import Matrix
+from nano_inference.executors.cpu.native import MAX_SPLIT_TOKENS, Cache, Layout, NativeProgram
+from nano_inference.executors.cpu.program import Attend, Embed, Heads, Keep, Program
+from nano_inference.support.memory import Slabs
 from tests.kernels import reference
 
 EPS = 2.0**-24

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.kernels.native import Cache
+from nano_inference.executors.cpu.native import Cache
 from tests.kernels import reference
 from tests.kernels.conftest import Team
 from tests.kernels.steps import (

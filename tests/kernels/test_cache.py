@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.assemble import kernels_here
-from nano_inference.catalog import default_cache
-from nano_inference.kernels.compile import (
+from nano_inference.build import kernels_here
+from nano_inference.executors.cpu.compile import (
     CannotCompile,
     CannotKeep,
     best_isa,
@@ -20,6 +19,7 @@ from nano_inference.kernels.compile import (
     compiled_library,
     cpu_flags,
 )
+from nano_inference.loading.catalog import default_cache
 from tests.kernels.steps import in_child
 from tests.kernels.test_compile import fake_compiler, num_compiles
 

@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from nano_inference.kernels import library as kernels
-from nano_inference.kernels import native
-from nano_inference.kernels.compile import CannotCompile, best_isa, compile_library, cpu_flags, find_compiler, options
-from nano_inference.kernels.library import Library
+from nano_inference.executors.cpu import library as kernels
+from nano_inference.executors.cpu import native
+from nano_inference.executors.cpu.compile import (
+    CannotCompile,
+    best_isa,
+    compile_library,
+    cpu_flags,
+    find_compiler,
+    options,
+)
+from nano_inference.executors.cpu.library import Library
 from tests.kernels.steps import have_ended, in_child, threads_here
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})

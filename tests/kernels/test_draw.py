@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nano_inference import sample_with_logprobs
+from nano_inference.core.step import Row
+from nano_inference.executors.cpu import native
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
+from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.sampling import WholeVocabulary, draw
-from nano_inference.kernels import native
-from nano_inference.kernels.library import Library
-from nano_inference.runner import Row
 from tests.kernels import reference
 from tests.kernels.conftest import Team
 from tests.kernels.steps import random

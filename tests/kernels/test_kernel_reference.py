@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nano_inference.kernels.native import Cache
-from nano_inference.kernels.program import Activate, Attend, Embed, Heads, Keep, Norm, Product, Program
+from nano_inference.executors.cpu.native import Cache
+from nano_inference.executors.cpu.program import Activate, Attend, Embed, Heads, Keep, Norm, Product, Program
 from tests.kernels import reference
 from tests.kernels.steps import Span, layout_of, random
 

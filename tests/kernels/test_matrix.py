@@ -8,9 +8,9 @@ import gguf
 import pytest
 import torch
 
-from nano_inference.kernels import matrix
-from nano_inference.kernels.library import BF16, F32, INT8, Library
-from nano_inference.memory import Slabs
+from nano_inference.executors.cpu import matrix
+from nano_inference.executors.cpu.library import BF16, F32, INT8, Library
+from nano_inference.support.memory import Slabs
 from tests.kernels import reference
 from tests.kernels.steps import BLOCK, PLAIN, block_rows, pack, random
 

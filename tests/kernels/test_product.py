@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import matrix
-from nano_inference.kernels.library import INT8, Library
-from nano_inference.kernels.matrix import Matrix
-from nano_inference.kernels.program import Product, Program
-from nano_inference.memory import Slabs
+from nano_inference.executors.cpu import matrix
+from nano_inference.executors.cpu.library import INT8, Library
+from nano_inference.executors.cpu.matrix import Matrix
+from nano_inference.executors.cpu.program import Product, Program
+from nano_inference.support.memory import Slabs
 from tests.effort import some
 from tests.kernels import reference
 from tests.kernels.conftest import Team

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.kernels.library import Library
-from nano_inference.kernels.matrix import Matrix
-from nano_inference.kernels.native import Cache, NativeProgram
-from nano_inference.kernels.program import (
+from nano_inference.executors.cpu.library import Library
+from nano_inference.executors.cpu.matrix import Matrix
+from nano_inference.executors.cpu.native import Cache, NativeProgram
+from nano_inference.executors.cpu.program import (
     Activate,
     Embed,
     GateValues,

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tiny_models import gguf_bytes, make_model, save
 
-from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loader.gguf_file import read_gguf
-from nano_inference.loader.safetensors_file import read_header
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.gguf_file import read_gguf
+from nano_inference.loading.safetensors_file import read_header
 from nano_inference.types import BadRequest, ModelError
 
 MUTANTS = 600

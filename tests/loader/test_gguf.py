@@ -26,9 +26,9 @@ from tiny_models import (
     write_gguf,
 )
 
-from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loader.gguf import PackedTensor
-from nano_inference.loader.gguf_file import GgufTensor, read_gguf
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.gguf import PackedTensor
+from nano_inference.loading.gguf_file import GgufTensor, read_gguf
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.rope import frequencies
 from nano_inference.types import ModelError

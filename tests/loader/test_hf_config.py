@@ -12,8 +12,8 @@ import torch
 import transformers
 from tiny_models import COMMON, FAMILIES, make_config
 
-from nano_inference.loader.fields import Fields, read_json
-from nano_inference.loader.hf_config import model_config
+from nano_inference.loading.fields import Fields, read_json
+from nano_inference.loading.hf_config import model_config
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.rope import frequencies
 from nano_inference.types import ModelError

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.nanochat.configs import own_config
 from nano_inference.nanochat.opening import open_tensors
 from nano_inference.nanochat.rules import Inferred

@@ -25,9 +25,9 @@ from nano_inference.executors.forward import model_forward
 from nano_inference.executors.opening import load_model
 from nano_inference.executors.step_input import ForwardInput, Span
 from nano_inference.executors.torch.executor import new_store
-from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loader.pt_file import read_pt
-from nano_inference.loader.safetensors_file import read_header
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.pt_file import read_pt
+from nano_inference.loading.safetensors_file import read_header
 from nano_inference.nanochat.convert import SAMPLES, check_same, from_hf, to_hf
 from nano_inference.nanochat.export import export_hf, export_nanochat, export_safetensors
 from nano_inference.nanochat.names import nanochat_tokenizer

@@ -19,10 +19,10 @@ from tiny_models import converted, finish, random_blocks, read_all, write_metada
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.cpu.library import BF16, F16, F32, INT8
+from nano_inference.executors.cpu.matrix import GGML
 from nano_inference.executors.opening import load_kernel_model
-from nano_inference.kernels.library import BF16, F16, F32, INT8
-from nano_inference.kernels.matrix import GGML
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.types import ModelError, SamplingParams
 from tests.models.families import FAMILIES, gap, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, model_config, state_dict, write_checkpoint

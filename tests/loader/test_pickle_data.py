@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference.loader import pickle_data
-from nano_inference.loader.pickle_data import Call, Instance, Named, PickleError, read_data
+from nano_inference.loading import pickle_data
+from nano_inference.loading.pickle_data import Call, Instance, Named, PickleError, read_data
 
 NOTHING = frozenset[str]()
 SHARED = ("a", b"b", [1])

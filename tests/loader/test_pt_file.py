@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference.loader.pt_file import read_pt
+from nano_inference.loading.pt_file import read_pt
 from nano_inference.types import ModelError
 
 MUTANTS = 500

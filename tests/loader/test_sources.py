@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from nano_inference.loader.sources import TensorSource, load_into
+from nano_inference.loading.sources import TensorSource, load_into
 from nano_inference.types import ModelError
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 
-from nano_inference.loader.checkpoint import Checkpoint
+from nano_inference.loading.checkpoint import Checkpoint
 
 COMMON: Mapping[str, Any] = {
     "vocab_size": 64,

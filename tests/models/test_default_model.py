@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 
-from nano_inference.catalog import catalog_sampling
-from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.catalog import catalog_sampling
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.text.chat import encode_chat, load_chat_template
+from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import SamplingParams

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.assemble import pick_kernels
+from nano_inference.build import pick_kernels
 from nano_inference.config import EngineConfig
+from nano_inference.core.step import Row
 from nano_inference.executors.batch import Rows, in_step_order
 from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.opening import load_kernel_model, load_model
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.torch.executor import TorchExecutor
-from nano_inference.kernels.library import Library
-from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.runner import Row
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.types import SamplingParams
 from tests.models.families import FAMILIES, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint

@@ -15,8 +15,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from nano_inference.assemble import assemble
+from nano_inference.build import assemble
 from nano_inference.config import EngineConfig
+from nano_inference.core.step import Row, Runner
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.batch import build
 from nano_inference.executors.forward import model_forward
@@ -25,7 +26,6 @@ from nano_inference.models.ops import Attend
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.program import hf_name
-from nano_inference.runner import Row, Runner
 from nano_inference.types import SamplingParams
 from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
 

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine, WeightError
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.checkpoint import open_checkpoint
 from tests.models.families import gap, make_model
 from tests.parallel.ranks import open_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.catalog import find_builtin
+from nano_inference.loading.catalog import find_builtin
 from nano_inference.nanochat.__main__ import Answer, main, report
 from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.nanochat.tokenizer import get_tokenizer
@@ -44,7 +44,7 @@ def check_page(out: str, generation: str, num_tokens: int) -> None:
 def test_packaged_model_is_default(capsys: Capture) -> None:
     out, err = run(capsys, *SHORT)
     check_page(out, "G4", 24)
-    assert "data/calculator/model_" in out and err == ""
+    assert "nanochat/data/calculator/model_" in out and err == ""
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

@@ -13,10 +13,10 @@ from typing import TypeVar
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.assemble import locate, parts_with
+from nano_inference.build import locate, parts_with
 from nano_inference.executors.protocol import Executor
-from nano_inference.kinds import installed_kinds
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.loading.kinds import installed_kinds
 from nano_inference.parallel.executor import ShardedExecutor
 from nano_inference.parallel.follower import Follower
 from nano_inference.parallel.leader import Leader

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.loader.sources import TensorSource
+from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.loading.sources import TensorSource
 from nano_inference.parallel.local import MOST_BYTES, fingerprint
 from tests.models.families import make_model
 

@@ -48,7 +48,7 @@ def ranks_of(parent: int) -> list[int]:
         except OSError:
             continue
         is_alive = "\nState:\tZ" not in status and f"\nPPid:\t{parent}\n" in status
-        if entry.name.isdigit() and is_alive and b"nano_inference.rank" in line:
+        if entry.name.isdigit() and is_alive and b"nano_inference.parallel.rank" in line:
             found.append(int(entry.name))
     return found
 

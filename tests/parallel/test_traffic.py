@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nano_inference import SamplingParams
-from nano_inference.kinds import installed_kinds
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.loading.kinds import installed_kinds
 from nano_inference.parallel.executor import ShardedExecutor
 from nano_inference.parallel.links import Links
 from nano_inference.parallel.local import MOST_BYTES

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import Row, RowResult
 from nano_inference.executors.sampling import WHOLE, draw
 from nano_inference.parallel.links import Links
 from nano_inference.parallel.shard import vocabulary_part
 from nano_inference.parallel.vocabulary import ShardedVocabulary
-from nano_inference.runner import Row, RowResult
 from nano_inference.types import SamplingParams
 from tests.parallel.ranks import on_ranks
 

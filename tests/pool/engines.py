@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.pool.local import LocalFleet
+from nano_inference.rl.pool.local import LocalFleet
 from nano_inference.types import StepResult
 from tests.weights.pairs import Pair
 

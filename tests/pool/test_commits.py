@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nano_inference import InferenceEngine, RolloutPool, WeightError, save_weights, weights_checksum
-from nano_inference.pool.local import LocalFleet, LocalWorker
-from nano_inference.pool.worker import HeldUpdate, WorkerDied
+from nano_inference.rl.pool.local import LocalFleet, LocalWorker
+from nano_inference.rl.pool.worker import HeldUpdate, WorkerDied
 from tests.pool.engines import PARAMS, PROMPTS, SEED, Engines, config_of, facts
 from tests.weights.pairs import Pair
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nano_inference import EngineRequest, SamplingParams
-from nano_inference.pool.dialect import SampleBuilder, request_json, samples_of
+from nano_inference.rl.pool.dialect import SampleBuilder, request_json, samples_of
 
 REQUEST = EngineRequest(prompt=(4, 5, 6), params=SamplingParams(max_tokens=2, seed=2**64 - 3), num_samples=2)
 

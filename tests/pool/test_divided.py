@@ -7,7 +7,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 from nano_inference import InferenceEngine, RolloutPool, SamplingParams
-from nano_inference.pool.local import LocalFleet
+from nano_inference.rl.pool.local import LocalFleet
 from tests.parallel.test_engine import assert_same, config_of
 from tests.parallel.test_processes import FIVE_SECONDS, ranks_of, wait_until
 from tests.pool.engines import PROMPTS, SEED

@@ -23,8 +23,8 @@ from nano_inference import (
     save_weights,
     weights_checksum,
 )
-from nano_inference.pool.local import LocalFleet, LocalWorker
-from nano_inference.pool.worker import HeldUpdate
+from nano_inference.rl.pool.local import LocalFleet, LocalWorker
+from nano_inference.rl.pool.worker import HeldUpdate
 from tests.pool.engines import LONG, PARAMS, PROMPTS, SEED, Engines, config_of, facts, transient
 from tests.weights.pairs import Pair
 from tests.weights.test_update import failing

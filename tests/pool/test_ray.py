@@ -26,7 +26,7 @@ from nano_inference import (
     WeightError,
     save_weights,
 )
-from nano_inference.packages import MissingPackage
+from nano_inference.support.packages import MissingPackage
 from tests.pool.engines import PARAMS, PROMPTS, SEED, config_of, facts, transient
 from tests.weights.pairs import Pair
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nano_inference.pool.routing import PrefixRouter
+from nano_inference.rl.pool.routing import PrefixRouter
 
 
 def prompt(seed: int, size: int) -> list[int]:

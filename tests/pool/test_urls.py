@@ -22,7 +22,7 @@ from nano_inference import (
     WeightError,
     weights_in,
 )
-from nano_inference.pool.worker import WorkerDied
+from nano_inference.rl.pool.worker import WorkerDied
 from nano_inference.server.config import ServerConfig
 from tests.pool.engines import SEED, facts
 from tests.server.tiny import Running, make_tiny, running

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.text.chat import encode_chat, load_chat_template
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer

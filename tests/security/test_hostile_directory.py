@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.catalog import default_cache, installed_builtins
-from nano_inference.children import PYTHON, environment, find_program, run
-from nano_inference.kernels.compile import compile_library, find_compiler
-from nano_inference.wheels import pip_download
+from nano_inference.executors.cpu.compile import compile_library, find_compiler
+from nano_inference.loading.catalog import default_cache, installed_builtins
+from nano_inference.loading.wheels import pip_download
+from nano_inference.support.processes import PYTHON, environment, find_program, run
 
 MODULES = (
     *("argparse", "ast", "base64", "bisect", "calendar", "codeop", "colorsys", "configparser", "contextlib", "copy"),

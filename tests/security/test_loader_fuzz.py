@@ -17,11 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference.executors.opening import load_model
-from nano_inference.loader import gguf_file, safetensors_file
-from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.loader.gguf_file import read_gguf
-from nano_inference.loader.pt_file import read_pt
-from nano_inference.loader.safetensors_file import read_header
+from nano_inference.loading import gguf_file, safetensors_file
+from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.loading.gguf_file import read_gguf
+from nano_inference.loading.pt_file import read_pt
+from nano_inference.loading.safetensors_file import read_header
 from nano_inference.text.fast import refused_files
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer

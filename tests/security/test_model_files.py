@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nano_inference.executors.opening import load_model
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.text import hf
 from nano_inference.text.chat import load_chat_template
 from nano_inference.text.kinds import TokenizerSource

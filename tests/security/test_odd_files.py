@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, save_weights, weights_in
-from nano_inference.catalog import DEFAULT_MODEL, default_cache, find_builtin, pull, resolve
 from nano_inference.cli import main
 from nano_inference.cli.serve import served_name
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loading.catalog import DEFAULT_MODEL, default_cache, find_builtin, pull, resolve
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.nanochat.files import nanochat_home
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.keys import load_admin_keys, load_keys
-from nano_inference.server.rl.context import place_of, weights_root
+from nano_inference.server.trainers.context import place_of, weights_root
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError

@@ -14,7 +14,7 @@ import pytest
 
 import nano_inference
 from nano_inference import PagedKVCache, RadixKVCache
-from nano_inference.kv import hashing
+from nano_inference.core.cache import hashing
 
 HOME = Path(nano_inference.__file__).parent
 PICKLE_NAMES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "_codecs"}
@@ -35,9 +35,9 @@ Finding = tuple[str, str]
 """A file and what it does."""
 
 PICKLES = {
-    "loader/pickle_data.py",  # the numbers of the opcodes, which it walks
+    "loading/pickle_data.py",  # the numbers of the opcodes, which it walks
     "nanochat/pickled.py",  # the numbers of the opcodes, which it walks
-    "loader/pt_file.py",  # the name of an error, and pickletools
+    "loading/pt_file.py",  # the name of an error, and pickletools
     "nanochat/export.py",  # writes one
     "nanochat/tokenizer.py",  # writes one
 }
@@ -181,16 +181,16 @@ def test_nothing_is_unpickled(trees: dict[str, ast.Module]) -> None:
 
 
 def test_nothing_is_evaluated_and_one_room_starts_programs(trees: dict[str, ast.Module]) -> None:
-    assert run_uses(trees) == {("children.py", "subprocess.Popen"), ("children.py", "subprocess.run")}
-    assert importers(trees, STARTERS) == {"children.py"}
-    assert importers(trees, {"ctypes"}) == {"kernels/library.py", "kernels/native.py", "weights/nccl.py"}
-    callers = {path for path, tree in trees.items() if "nano_inference.children" in set(imports(tree))}
-    starting = {"wheels.py", "kernels/compile.py"}
+    assert run_uses(trees) == {("support/processes.py", "subprocess.Popen"), ("support/processes.py", "subprocess.run")}
+    assert importers(trees, STARTERS) == {"support/processes.py"}
+    assert importers(trees, {"ctypes"}) == {"executors/cpu/library.py", "executors/cpu/native.py", "weights/nccl.py"}
+    callers = {path for path, tree in trees.items() if "nano_inference.support.processes" in set(imports(tree))}
+    starting = {"loading/wheels.py", "executors/cpu/compile.py"}
     assert callers == starting | {"parallel/processes.py", "server/replicas/child.py"}
 
 
 def test_programs_are_run_without_a_shell_in_a_named_directory(trees: dict[str, ast.Module]) -> None:
-    nodes = [(name, node) for before, name, node in calls(trees["children.py"]) if before == "subprocess"]
+    nodes = [(name, node) for before, name, node in calls(trees["support/processes.py"]) if before == "subprocess"]
     assert sorted(name for name, _ in nodes) == ["Popen", "Popen", "Popen", "run"]
     for name, node in nodes:
         words = {word.arg: ast.unparse(word.value) for word in node.keywords}
@@ -200,7 +200,11 @@ def test_programs_are_run_without_a_shell_in_a_named_directory(trees: dict[str, 
 
 
 def test_pip_only_downloads(trees: dict[str, ast.Module]) -> None:
-    texts = {n.value for n in ast.walk(trees["wheels.py"]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    texts = {
+        n.value
+        for n in ast.walk(trees["loading/wheels.py"])
+        if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    }
     assert "download" in texts and any("run_module('pip'" in text for text in texts)
 
 
@@ -216,7 +220,7 @@ def test_scripts_start_python_without_the_current_directory() -> None:
 def test_tensors_are_loaded_as_tensors_only(trees: dict[str, ast.Module]) -> None:
     assert not unsafe_loads(trees)
     loads = {(path, before) for path, tree in trees.items() for before, name, _ in calls(tree) if name == "load"}
-    assert ("loader/pt_file.py", "torch") in loads
+    assert ("loading/pt_file.py", "torch") in loads
 
 
 def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:
@@ -227,13 +231,12 @@ def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:
         "cli/serve.py",
         "cli/fleet.py",
         "cli/several.py",
-        "integrations/verl/server.py",
+        "server/verl/server.py",
     }  # by the server's functions
-    others = ("pool/", "integrations/")  # asyncio, and clients of servers
+    others = "rl/"  # asyncio, and clients of servers
     calling |= {path for path in server_uses(trees) if path.startswith(others)} - listening
     for path in calling:
-        known = {"bind"} if path == "integrations/ray_serve.py" else set()  # Serve's, which makes an application
-        assert not {name for _, name, _ in calls(trees[path])} & {"bind", "listen", "create_server"} - known
+        assert not {name for _, name, _ in calls(trees[path])} & {"bind", "listen", "create_server"}
     allowed = {path for path in server_uses(trees) if path.startswith("server/") or path in listening}
     assert server_uses(trees) - calling == allowed
 
@@ -243,7 +246,7 @@ def test_blocks_are_named_by_a_cryptographic_hash_of_128_bits(trees: dict[str, a
     for function in (hashing.compute_block_hash, hashing.root_hash):
         assert "hashlib.sha256" in inspect.getsource(function)
     for path, tree in trees.items():
-        if path.startswith("kv/"):
+        if path.startswith("core/cache/"):
             assert not [name for before, name, _ in calls(tree) if not before and name == "hash"], path
             assert not {"zlib", "xxhash", "binascii", "random"} & {name.partition(".")[0] for name in imports(tree)}
     assert all(hashing.compute_block_hash([i]).bit_length() <= 128 for i in range(9))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import nano_inference
-from nano_inference.catalog import find_builtin
+from nano_inference.loading.catalog import find_builtin
 from nano_inference.server.config import ServerConfig
 from tests.server.tiny import Running, running
 

@@ -38,7 +38,7 @@ from tests.effort import some
 from tests.server.tiny import Running, opened, running
 
 COMPLETE = "/v1/completions"
-CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
+CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calculator"
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = dict[str, Any]

@@ -13,7 +13,7 @@ from nano_inference import SamplingParams
 from nano_inference.text.dialogue import parts_of
 from tests.server.tiny import Running, running
 
-CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
+CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calculator"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 QUESTION = "What is 123 plus 456?"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "calculator": True}

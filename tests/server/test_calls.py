@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from nano_inference.admission import Limits
-from nano_inference.chat_defaults import chat_defaults
+from nano_inference.core.admission import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call, transcripts_of
 from nano_inference.server.calls import chat_call, completion_call
@@ -25,6 +24,7 @@ from nano_inference.server.schema import ApplyTemplateBody, ChatBody, Completion
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.fast import FastTokenizer, set_bos_eos
+from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer

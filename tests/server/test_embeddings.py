@@ -19,9 +19,7 @@ from openai import OpenAI
 from openai.types import CreateEmbeddingResponse
 
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
-from nano_inference.admission import Limits
-from nano_inference.chat_defaults import chat_defaults
-from nano_inference.checks import float32
+from nano_inference.core.admission import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.embedding import EmbeddingBody, embedding_reply, embedding_requests
@@ -29,6 +27,8 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_PROMPTS
 from nano_inference.server.ticket import PromptRequest
+from nano_inference.support.checks import float32
+from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nano_inference.server.rl import schema
-from nano_inference.server.rl.groups import Groups
-from nano_inference.server.rl.routes import REFUSED_COMMANDS
-from nano_inference.server.rl.schema import UPDATE_FORMS
 from nano_inference.server.schema import Body
+from nano_inference.server.trainers import schema
+from nano_inference.server.trainers.groups import Groups
+from nano_inference.server.trainers.routes import REFUSED_COMMANDS
+from nano_inference.server.trainers.schema import UPDATE_FORMS
 from tests.server import (
     test_pipeline_rl,
     test_prime_rl,

@@ -42,7 +42,7 @@ TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
 BODIES: Mapping[str, type[Body]] = MappingProxyType(
     {one.path: one.body for one in GENERATING} | {one.path: one.body for one in CONVERTING}
 )
-CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
+CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calculator"
 TALK = (
     "{% if enable_thinking is defined and not enable_thinking %}~{% endif %}"
     "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}{% if mood is defined %}{{ mood }}{% endif %}"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference.nanochat.web import WebBody, web_call
 from nano_inference.server.dialect import Generating
+from nano_inference.server.dialects.nanochat import WebBody, web_call
 from tests.server.mounted import mounted
 from tests.server.scripted import make_scripted
 from tests.server.tiny import Running

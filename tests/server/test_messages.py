@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.admission import Limits
-from nano_inference.chat_defaults import chat_defaults
+from nano_inference.core.admission import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
@@ -25,6 +24,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.translating import renamed_error
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
+from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 import nano_inference
-from nano_inference.nanochat.web import WebBody, WebReply, health, stats, web_call
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Generating
+from nano_inference.server.dialects.nanochat import WebBody, WebReply, health, stats, web_call
 from nano_inference.server.errors import ApiError
 from nano_inference.text.tokenizer import Tokenizer
 from tests.server.mounted import JSON, mounted
 from tests.server.tiny import Running, events_in
 
-CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
+CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calculator"
 PATH = "/chat/completions"
 ROUTE = Generating(path=PATH, body=WebBody, to_call=web_call, summary="Talk as nanochat does.")
 HELLO = [{"role": "user", "content": "hello"}]

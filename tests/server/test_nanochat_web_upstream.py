@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference.nanochat.web import WebBody, web_call
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.dialects.nanochat import WebBody, web_call
 from tests.nanochat.tiny import SPECIAL_IDS, model_config, state_dict, write_checkpoint, write_tokenizer
 from tests.server.tiny import Running, running
 

@@ -32,7 +32,7 @@ from nano_inference.server.dialect import Dialect
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing
 from nano_inference.server.openapi import openapi
-from nano_inference.server.rl.routes import ADMIN_PATHS, QUESTIONS
+from nano_inference.server.trainers.routes import ADMIN_PATHS, QUESTIONS
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 from tests.effort import IS_THOROUGH
 from tests.server.tiny import Running, running

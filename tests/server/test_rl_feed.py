@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.server.rl.feed import Feed
+from nano_inference.server.trainers.feed import Feed
 from nano_inference.types import WeightError
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.keys import KeyRing, load_admin_keys, load_keys
-from nano_inference.server.rl.routes import ADMIN_PATHS, QUESTIONS
+from nano_inference.server.trainers.routes import ADMIN_PATHS, QUESTIONS
 from nano_inference.server.wiring import guard_policy
 from tests.cases import failures
 from tests.server.tiny import Running

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.rl.routes import ADMIN_PATHS
+from nano_inference.server.trainers.routes import ADMIN_PATHS
 from tests.server.tiny import Running, running
 
 USER, ADMIN = "ordinary-key", "admin-key-1"

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nano_inference.server.rl import context
-from nano_inference.server.rl.threads import JOINING
+from nano_inference.server.trainers import context
+from nano_inference.server.trainers.threads import JOINING
 from nano_inference.types import BadRequest, EngineDead, EnginePaused, UpdateBusy, WeightError
 from nano_inference.weights import plain
 from tests.server.tiny import Running

@@ -16,7 +16,7 @@ import torch
 from starlette.requests import Request
 
 from nano_inference.server.errors import ApiError
-from nano_inference.server.rl.sglang import require_same_machine
+from nano_inference.server.trainers.sglang import require_same_machine
 from tests.server.tiny import Running
 from tests.server.trainer import PROMPT, SHORT, Stream, fresh_tokens, make_weights, ok, refused, serving, weights_of
 from tests.weights.shared_trainer import SharedTrainer, shared_trainer

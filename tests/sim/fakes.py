@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from nano_inference.assemble import EngineParts
+from nano_inference.build import EngineParts
 from nano_inference.config import EngineConfig, Speculation
-from nano_inference.kv import make_kv
-from nano_inference.runner import BlockCopy, DrawExtras, Row, RowResult
+from nano_inference.core.cache import make_kv
+from nano_inference.core.step import BlockCopy, DrawExtras, Row, RowResult
 from nano_inference.types import SamplingParams
 
 VOCAB_SIZE = 50

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.scheduling import OVERTAKERS, SeqView, StepPlan, plan_step, reserve, seats, share
+from nano_inference.core.scheduler import OVERTAKERS, SeqView, StepPlan, plan_step, reserve, seats, share
 
 Arrivals = Callable[[int], list[tuple[int, int]]]
 """Maps a step's number to the (prompt tokens, new tokens) of the requests that arrive before it."""

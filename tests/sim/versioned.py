@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from nano_inference.assemble import EngineParts
+from nano_inference.build import EngineParts
 from nano_inference.config import EngineConfig
+from nano_inference.core.cache import make_kv
+from nano_inference.core.step import BlockCopy, DrawExtras, Row, RowResult
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor, TorchModel
-from nano_inference.kv import make_kv
-from nano_inference.loader.sources import TensorSource
+from nano_inference.loading.sources import TensorSource
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.families import OWN_FAMILIES, program_of
-from nano_inference.runner import BlockCopy, DrawExtras, Row, RowResult
 from nano_inference.types import SamplingParams, TrainingSample
 from nano_inference.weights.sync import WeightSyncManager
 from tests.sim.fakes import EOS, VOCAB_SIZE, Calculator, StopAfter

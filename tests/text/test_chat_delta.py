@@ -18,8 +18,8 @@ from tokenizer_samples import byte_level, save
 from tokenizers import decoders, models, pre_tokenizers
 
 from nano_inference import InferenceEngine, Rollout, SamplingParams, run_rollouts
-from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.seeds import derive_seed
+from nano_inference.core.seeds import derive_seed
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.text.chat import ChatTemplate, Message, chat_template, encode_chat, load_chat_template, render
 from nano_inference.text.chat_delta import encode_chat_delta
 from nano_inference.text.kinds import TokenizerSource

@@ -445,7 +445,7 @@ def modules(context: BrowserContext) -> Page:
     """A blank page that can import the dashboard's modules without bundling."""
 
     def fulfil(route: Route) -> None:
-        path = files("nano_inference") / "web" / route.request.url.removeprefix("http://modules.test/")
+        path = files("nano_inference") / "server" / "web" / route.request.url.removeprefix("http://modules.test/")
         if path.is_file():
             route.fulfill(body=path.read_text(), content_type="text/javascript")
         else:

@@ -12,7 +12,7 @@ import nano_inference
 from nano_inference.server.pages import module_paths
 from tests.cases import failures
 
-WEB = Path(nano_inference.__file__).parent / "web"
+WEB = Path(nano_inference.__file__).parent / "server" / "web"
 MODULES = sorted(path for path in WEB.rglob("*.js") if "vendor" not in path.parts)
 NAME = re.compile(r"^(?:export )?(?:async )?(?:function\*?|const|let|class) (\w+)", re.MULTILINE)
 IMPORT = re.compile(r'^import \{([^}]*)\} from "([^"]+)";$', re.MULTILINE)

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 from playwright.sync_api import BrowserContext, Locator, expect
 
-from nano_inference.catalog import find_builtin
+from nano_inference.loading.catalog import find_builtin
 from nano_inference.server.config import ServerConfig
 from tests.server.tiny import Running, opened, running
 from tests.web.chat_driver import ChatDriver, shown_text

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.assemble import EngineParts, assemble
+from nano_inference.build import EngineParts, assemble
 from nano_inference.executors.protocol import Executor, Staged
 from nano_inference.executors.staging import Pace
 from tests.models.families import make_model

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nano_inference import SamplingParams
-from nano_inference.assemble import EngineParts
+from nano_inference.build import EngineParts
 from nano_inference.executors.protocol import Executor
 from nano_inference.weights.gate import StepGate
 from nano_inference.weights.sync import WeightSyncManager

@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from nano_inference import WeightError
-from nano_inference.loader.pickle_data import PickleError
+from nano_inference.loading.pickle_data import PickleError
 from nano_inference.weights.shared_pickle import read_bucket, read_tensors
 from nano_inference.weights.shared_tensors import shared_weights
 from tests.weights.shared_trainer import (

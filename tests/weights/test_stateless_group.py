@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from nano_inference import WeightError
-from nano_inference.loader.pickle_data import PickleError
+from nano_inference.loading.pickle_data import PickleError
 from nano_inference.server.errors import ApiError
-from nano_inference.server.rl.groups import Groups
+from nano_inference.server.trainers.groups import Groups
 from nano_inference.weights.nccl import Communicator, find_library
 from nano_inference.weights.plain import PlainSpec, plain_specs
 from nano_inference.weights.state_dicts import read_description, state_dicts

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nano_inference import BadRequest, InferenceEngine, SamplingParams, UpdateBusy, WeightError, weights_checksum
-from nano_inference.assemble import EngineParts
+from nano_inference.build import EngineParts
 from nano_inference.weights.sync import WeightSyncManager
 from tests.models.families import FAMILIES, gap
 from tests.weights.pairs import InPieces, OpenEngine, Pair, make_pair

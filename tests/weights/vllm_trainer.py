@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nano_inference.kernels.compile import find_compiler
+from nano_inference.executors.cpu.compile import find_compiler
 from tests.weights.broadcast_forms import described_by, dict_arrays
 from tests.weights.names import importable_as
 from tests.weights.plain_trainer import PROCESSES, Named, Trainer, packed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_inference.runner import BlockCopy, Row, RowResult, Runner
+from nano_inference.core.step import BlockCopy, Row, RowResult, Runner
 
 
 @dataclass(eq=False, slots=True)

@@ -17,10 +17,10 @@ from differential.asks import Bounds, PlannedRequest, random_ask
 from differential.models import HUGE_VOCAB, Checkpoint, make_checkpoint
 from differential.recorder import Recorder
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
-from nano_inference.assemble import EngineParts, assemble, parts_of
+from nano_inference.build import EngineParts, assemble, parts_of
+from nano_inference.core.step import Runner
 from nano_inference.executors.opening import load_cuda_model
-from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.runner import Runner
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.types import Delta, EnginePaused, LogprobsMode, OnRunning
 from tests.cuda.plain import plain_kernels
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from nano_inference.packages import MissingPackage, needed
+from nano_inference.support.packages import MissingPackage, needed
 
 __all__ = ["main"]
 

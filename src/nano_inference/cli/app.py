@@ -20,7 +20,7 @@ from nano_inference.cli.config_file import apply_files, apply_sizes
 from nano_inference.cli.help_page import page
 from nano_inference.cli.parsed import ParsedCommand
 from nano_inference.cli.spelling import Typed, error_text, names_of
-from nano_inference.packages import needed
+from nano_inference.support.packages import needed
 from nano_inference.types import BadRequest, ModelError
 
 BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141

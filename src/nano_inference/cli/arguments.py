@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from cyclopts import App, Argument, ArgumentCollection, Group, Token
 
-from nano_inference.catalog import find_builtin
+from nano_inference.loading.catalog import find_builtin
 
 Kind = Literal["boolean", "integer", "number", "string"]  # type of a value in a configuration file
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cyclopts import App, ArgumentCollection
 
-from nano_inference.registry import table
+from nano_inference.support.plugins import table
 
 COMMANDS_GROUP = "nano_inference.commands"
 """Entry-point group by which a package adds a command or replaces a built-in one."""

@@ -28,7 +28,7 @@ from nano_inference.cli.arguments import (
     takes_none,
     walk_commands,
 )
-from nano_inference.files import exists, path_of
+from nano_inference.support.files import exists, path_of
 from nano_inference.types import BadRequest
 
 MAX_BYTES = 1 << 20  # size limit of a file, so that a wrong path does not read a model into memory

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
-from nano_inference.chat_defaults import CHAT_FIELDS, described
 from nano_inference.cli.options import WITHOUT_FLAG
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.text.chat import Message
+from nano_inference.text.generation_config import CHAT_FIELDS, described
 from nano_inference.types import FinishReason, SamplingParams
 
 NUM_ALTERNATIVES = 5  # number of the most likely tokens that /tokens shows per position

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 import nano_inference
-from nano_inference.assemble import kernels_here
-from nano_inference.catalog import WHEELS, list_models
+from nano_inference.build import kernels_here
 from nano_inference.cli import estimate
 from nano_inference.cli.arguments import ENV_PREFIX
 from nano_inference.cli.config_file import default_file
@@ -23,6 +22,7 @@ from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of
 from nano_inference.cli.shells import installed
 from nano_inference.executors.devices import available_memory, free_bytes
+from nano_inference.loading.catalog import WHEELS, list_models
 
 _HEAD = ["model", "precision", "weights", "KV a token", "KV of context", "KV budget", "fits"]
 _NOTE = (

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nano_inference.catalog import ModelEntry
 from nano_inference.config import EngineConfig
-from nano_inference.kernels.matrix import can_keep, can_round
-from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loader.gguf import PackedTensor
-from nano_inference.loader.pieces import DTYPES
-from nano_inference.loader.sources import WeightSource
+from nano_inference.executors.cpu.matrix import can_keep, can_round
+from nano_inference.loading.catalog import ModelEntry
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.gguf import PackedTensor
+from nano_inference.loading.pieces import DTYPES
+from nano_inference.loading.sources import WeightSource
 from nano_inference.types import BadRequest, ModelError
 
 FLOAT32 = 4
-PANEL = 64  # outputs of a matrix are padded to a multiple (kernels/c/formats.h)
+PANEL = 64  # outputs of a matrix are padded to a multiple (executors/cpu/c/formats.h)
 _DEFAULTS = EngineConfig(model_path="any")
 CONTEXT = _DEFAULTS.max_model_len  # tokens of context in the estimates of typical sizes
 _MAX_SEQUENCES = _DEFAULTS.max_batch_size

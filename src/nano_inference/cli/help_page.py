@@ -12,10 +12,10 @@ from typing import Any
 
 from cyclopts import App, Argument
 
-from nano_inference.chat_defaults import MODELS_OWN
 from nano_inference.cli.arguments import DEFAULT, heading_of, key_of, kind_of, options_of, takes_list
 from nano_inference.cli.config_file import NOT_IN_FILES
 from nano_inference.cli.help_texts import EXAMPLES, KINDS, SAMPLING, VALUES
+from nano_inference.text.generation_config import MODELS_OWN
 
 LEFT = 30  # width of the left column
 _WIDEST = 110

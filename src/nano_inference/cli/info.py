@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nano_inference.assemble import end_token_ids
+from nano_inference.build import end_token_ids
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
-from nano_inference.kinds import ModelKinds, installed_kinds
-from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.kinds import ModelKinds, installed_kinds
 from nano_inference.models.config import RopeConfig
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.tokenizer import kind_of, load_tokenizer

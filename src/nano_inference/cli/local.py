@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nano_inference.catalog import find_builtin, find_wheel
 from nano_inference.cli import chat
 from nano_inference.cli.answer import Answer, cut_by, stream_answer
 from nano_inference.cli.arguments import DEFAULT
@@ -28,6 +27,7 @@ from nano_inference.cli.session import Session, encode, open_session, with_chat_
 from nano_inference.cli.spelling import Typed
 from nano_inference.cli.terminal import Interrupts
 from nano_inference.config import EngineConfig
+from nano_inference.loading.catalog import find_builtin, find_wheel
 from nano_inference.text import stream
 from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import Dialogue, PartKind, parts_of, require

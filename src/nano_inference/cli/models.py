@@ -8,10 +8,10 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from nano_inference.catalog import files_of, list_models, pull, remove
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of
 from nano_inference.cli.terminal import bar, note
+from nano_inference.loading.catalog import files_of, list_models, pull, remove
 
 
 def show_list(as_json: bool, common: Common) -> int:

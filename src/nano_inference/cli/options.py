@@ -11,11 +11,11 @@ from typing import Annotated, Any, Protocol
 
 from cyclopts import Argument, Group, Parameter
 
-from nano_inference.catalog import WHEELS, default_cache, installed_builtins, list_models
 from nano_inference.cli.spelling import Typed
 from nano_inference.config import EngineConfig, helped
-from nano_inference.files import path_of
+from nano_inference.loading.catalog import WHEELS, default_cache, installed_builtins, list_models
 from nano_inference.server.config import ServerConfig
+from nano_inference.support.files import path_of
 from nano_inference.types import BadRequest, SamplingParams
 
 _NAMING = ("model_path", "model", "name")  # fields that name a model; all fields of a configuration share one completer

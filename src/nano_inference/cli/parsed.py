@@ -10,9 +10,9 @@ from typing import Any
 
 from cyclopts import App, Argument, ArgumentCollection, Token
 
-from nano_inference.chat_defaults import CHAT_FIELDS, MODELS_OWN
 from nano_inference.cli.arguments import BUILT_IN, heading_of, is_secret, key_of, options_of, source_of
 from nano_inference.cli.config_file import FROM_FILE, NOT_IN_FILES
+from nano_inference.text.generation_config import CHAT_FIELDS, MODELS_OWN
 
 
 @dataclass(slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nano_inference.catalog import default_cache, names_path, resolve
 from nano_inference.cli.options import Common
 from nano_inference.cli.terminal import bar
-from nano_inference.files import exists, is_present, path_of
-from nano_inference.loader.gguf_file import read_gguf
-from nano_inference.loader.listing import only_gguf
+from nano_inference.loading.catalog import default_cache, names_path, resolve
+from nano_inference.loading.gguf_file import read_gguf
+from nano_inference.loading.listing import only_gguf
+from nano_inference.support.files import exists, is_present, path_of
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import installed_tokenizers
 

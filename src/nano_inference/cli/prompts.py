@@ -7,8 +7,8 @@ import re
 import sys
 from typing import Any
 
-from nano_inference.checks import token_ids
-from nano_inference.files import path_of
+from nano_inference.support.checks import token_ids
+from nano_inference.support.files import path_of
 from nano_inference.types import BadRequest
 
 Prompt = str | list[Any] | tuple[int, ...]  # a text, a list of messages, or token ids

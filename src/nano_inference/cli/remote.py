@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 from urllib.parse import quote
 
-from nano_inference.chat_defaults import CHAT_FIELDS, CHAT_MAX_TOKENS
 from nano_inference.cli import chat
 from nano_inference.cli.arguments import SERVED
 from nano_inference.cli.conversation import (
@@ -34,6 +33,7 @@ from nano_inference.cli.printable import one_line
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.text.chat import Message
+from nano_inference.text.generation_config import CHAT_FIELDS, CHAT_MAX_TOKENS
 from nano_inference.text.repetition import repeats
 from nano_inference.types import BadRequest, SamplingParams
 

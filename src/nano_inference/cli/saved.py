@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference.cli.conversation import Conversation, Sampling, plain_value, sampling_fields
-from nano_inference.files import open_buffered
+from nano_inference.support.files import open_buffered
 from nano_inference.text.chat import Message
 from nano_inference.types import BadRequest, SamplingParams
 

@@ -11,21 +11,21 @@ import socket
 import sys
 import threading
 
-from nano_inference.catalog import served_name
-from nano_inference.chat_defaults import described, differing
 from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.spelling import Typed, error_text
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
+from nano_inference.loading.catalog import served_name
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.log import set_up_logs
-from nano_inference.server.rl.threads import JOINING
 from nano_inference.server.run import bind, serve
+from nano_inference.server.trainers.threads import JOINING
 from nano_inference.server.worker_pool import has_stuck_threads
+from nano_inference.text.generation_config import described, differing
 from nano_inference.types import SamplingParams
 
 

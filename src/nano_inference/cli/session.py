@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from nano_inference.assemble import EngineParts, assemble
-from nano_inference.catalog import catalog_sampling
-from nano_inference.chat_defaults import chat_defaults
+from nano_inference.build import EngineParts, assemble
 from nano_inference.cli.conversation import CHAT_HINT, Sampling, print_defaults, with_defaults
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
@@ -17,10 +15,12 @@ from nano_inference.cli.spelling import Typed
 from nano_inference.cli.terminal import bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.kinds import installed_kinds
-from nano_inference.loader.opened import Checkpoint, generation_fields, sampling_defaults
+from nano_inference.loading.catalog import catalog_sampling
+from nano_inference.loading.kinds import installed_kinds
+from nano_inference.loading.opened import Checkpoint, generation_fields, sampling_defaults
 from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import Dialogue, load_dialogue
+from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.kinds import Tool
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest, EngineDead, StepResult

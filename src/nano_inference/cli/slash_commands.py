@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nano_inference.chat_defaults import CHAT_FIELDS
-from nano_inference.checks import did_you_mean
 from nano_inference.cli import saved
 from nano_inference.cli.conversation import Conversation, Sampling, plain_value, sampling_fields, with_defaults
 from nano_inference.cli.printable import one_line
 from nano_inference.cli.terminal import note
 from nano_inference.cli.token_view import show_tokens, table
 from nano_inference.cli.turns import Chat, answer_turns
-from nano_inference.files import path_of
+from nano_inference.support.checks import did_you_mean
+from nano_inference.support.files import path_of
+from nano_inference.text.generation_config import CHAT_FIELDS
 from nano_inference.types import BadRequest
 
 _MORE_HELP = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from nano_inference.runner import DrawExtras, Row, RowResult
+from nano_inference.core.step import DrawExtras, Row, RowResult
 from nano_inference.types import TopLogprobs
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from nano_inference.core.step import Row
 from nano_inference.executors.step_input import ForwardInput, Span
-from nano_inference.runner import Row
 
 Rows = tuple[Row, ...]
 

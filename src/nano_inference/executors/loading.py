@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from nano_inference.executors.protocol import Executor
-from nano_inference.loader.sources import HARMLESS_SUFFIX, WeightSource, check_names
+from nano_inference.loading.sources import HARMLESS_SUFFIX, WeightSource, check_names
 from nano_inference.models.program import Program
 
 LoadProgress = Callable[[int, int], None]  # callback receiving (bytes_done, bytes_total), counted as float32

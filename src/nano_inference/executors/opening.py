@@ -9,6 +9,7 @@ import torch
 
 from nano_inference.config import AttentionName, Dtype, EngineConfig
 from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.weights import Rounding
 from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.launchers import Kernels
@@ -20,9 +21,8 @@ from nano_inference.executors.sampling import draw
 from nano_inference.executors.step import Sampler
 from nano_inference.executors.torch.attention import pick
 from nano_inference.executors.torch.executor import TorchExecutor
-from nano_inference.kernels.library import Library
-from nano_inference.loader.checkpoint import Checkpoint
-from nano_inference.loader.rounding import measured_sources
+from nano_inference.loading.checkpoint import Checkpoint
+from nano_inference.loading.rounding import measured_sources
 from nano_inference.models.config import with_length
 from nano_inference.models.families import Family, program_of
 

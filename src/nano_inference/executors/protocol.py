@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import KvDtype
+from nano_inference.core.step import BlockCopy, RowResult
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step_input import ForwardInput
-from nano_inference.loader.sources import WeightSource
+from nano_inference.loading.sources import WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
-from nano_inference.runner import BlockCopy, RowResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nano_inference.core.seeds import uniform
+from nano_inference.core.step import DrawExtras, Row, RowResult
+from nano_inference.executors.logprobs import (
+    COLDEST,
+    Normalise,
+    Normaliser,
+    at,
+    floor_logprobs,
+    normalise,
+    top_logprobs,
+)
 from nano_inference.executors.truncation import Truncation, truncate, truncation_of
 from nano_inference.executors.vocabulary import Vocabulary
-from nano_inference.logprobs import COLDEST, Normalise, Normaliser, at, floor_logprobs, normalise, top_logprobs
-from nano_inference.runner import DrawExtras, Row, RowResult
-from nano_inference.seeds import uniform
 from nano_inference.types import SamplingMask, TokenLogprob, TopLogprobs
 
 _CDF_BLOCK = 512

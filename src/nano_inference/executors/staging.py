@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from nano_inference.loader.pieces import FileRange
-from nano_inference.loader.sources import TensorSource, WeightSource
+from nano_inference.loading.pieces import FileRange
+from nano_inference.loading.sources import TensorSource, WeightSource
 
 Pace = Callable[[int], None]
 """Called with the bytes of the next piece; blocks until it may be processed. Raises if the update was cancelled."""

@@ -13,12 +13,12 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import Row, RowResult
 from nano_inference.executors.ahead import joined, sample_ahead
 from nano_inference.executors.batch import Rows, Scored, drawn, in_step_order, split_at_answers, wanted
+from nano_inference.executors.logprobs import floor_logprobs
 from nano_inference.executors.vocabulary import Vocabulary
-from nano_inference.logprobs import floor_logprobs
 from nano_inference.models.program import Program
-from nano_inference.runner import Row, RowResult
 from nano_inference.types import TopLogprobs
 
 SCORE_ELEMENTS = 1 << 24  # largest number of logits in memory while a prompt is scored, instead of all [T, V]

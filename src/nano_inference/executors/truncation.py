@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.runner import Row
+from nano_inference.core.step import Row
 
 _TOP_P_WIDTH = 1024  # best tokens selected first for top-p; if their probability is too small, the whole row is sorted
 

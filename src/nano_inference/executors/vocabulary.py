@@ -10,9 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from nano_inference.core.step import Row
+from nano_inference.executors.logprobs import Normaliser
 from nano_inference.executors.truncation import Truncation
-from nano_inference.logprobs import Normaliser
-from nano_inference.runner import Row
 from nano_inference.types import TopLogprobs
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nano_inference.checks import check_int, check_number
+from nano_inference.support.checks import check_int, check_number
 
 Activation = Literal["silu", "gelu_tanh"]
 RopeDtype = Literal["float32", "bfloat16"]

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from nano_inference.models import dense, gemma
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
-from nano_inference.registry import table
+from nano_inference.support.plugins import table
 from nano_inference.types import ModelError
 
 FAMILIES_GROUP = "nano_inference.families"  # entry point group for families of other packages

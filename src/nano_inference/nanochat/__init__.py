@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from nano_inference.packages import needed
+from nano_inference.support.packages import needed
 
 _HOMES = {
     "GPT": "gpt",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nano_inference.loader.opened import Checkpoint
+from nano_inference.loading.opened import Checkpoint
 from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.nanochat.checkpoint_manager import describe
 from nano_inference.nanochat.common import base_path

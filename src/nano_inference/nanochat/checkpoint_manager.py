@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import Dtype
-from nano_inference.loader.fields import read_json
-from nano_inference.loader.opened import Checkpoint
-from nano_inference.loader.pt_file import read_pt
+from nano_inference.loading.fields import read_json
+from nano_inference.loading.opened import Checkpoint
+from nano_inference.loading.pt_file import read_pt
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.files import NanochatFiles, find_files, largest_tag, last_step
 from nano_inference.nanochat.gpt import GPT

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import Row, RowResult
+from nano_inference.executors.logprobs import at, normalise
 from nano_inference.executors.sampling import draw, results
-from nano_inference.logprobs import at, normalise
-from nano_inference.runner import Row, RowResult
 
 KEPT_BYTES = 32 << 20  # most bytes of random numbers kept per call
 

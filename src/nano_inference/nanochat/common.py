@@ -12,7 +12,7 @@ from typing import NamedTuple, TextIO
 import torch
 from torch import distributed
 
-from nano_inference.assemble import environment
+from nano_inference.build import environment
 from nano_inference.executors.devices import pick_device
 from nano_inference.nanochat.files import nanochat_home
 

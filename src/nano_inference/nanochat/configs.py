@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nano_inference.files import is_present
-from nano_inference.loader.fields import Fields, read_json
+from nano_inference.loading.fields import Fields, read_json
 from nano_inference.models.config import (
     ROPE_DTYPES,
     LayerConfig,
@@ -21,6 +20,7 @@ from nano_inference.models.config import (
 )
 from nano_inference.nanochat.rules import Constants, Shapes
 from nano_inference.nanochat.terms import NanochatTerms, terms_of
+from nano_inference.support.files import is_present
 from nano_inference.types import ModelError
 
 HF_TYPE = "nanochat"  # `model_type` of Transformers' port, which implements G0 only

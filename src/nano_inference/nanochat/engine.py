@@ -17,7 +17,7 @@ from types import FrameType
 
 import torch
 
-from nano_inference.assemble import parts_of
+from nano_inference.build import parts_of
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.nanochat.cache import KVCache

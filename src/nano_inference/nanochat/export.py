@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.staging import rows_of
-from nano_inference.files import exists, path_of, sync
-from nano_inference.loader.fields import read_json
-from nano_inference.loader.opened import Checkpoint
-from nano_inference.loader.pieces import DTYPES, PIECE_BYTES
-from nano_inference.loader.safetensors_file import SINGLE_NAME
-from nano_inference.loader.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
+from nano_inference.loading.fields import read_json
+from nano_inference.loading.opened import Checkpoint
+from nano_inference.loading.pieces import DTYPES, PIECE_BYTES
+from nano_inference.loading.safetensors_file import SINGLE_NAME
+from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.nanochat.configs import HF_ROPE_DTYPE, HF_TYPE, model_config_of, own_config
 from nano_inference.nanochat.convert import from_hf, to_hf
@@ -37,6 +36,7 @@ from nano_inference.nanochat.program import hf_name
 from nano_inference.nanochat.rendering import CHAT_TEMPLATE
 from nano_inference.nanochat.rules import GENERATIONS
 from nano_inference.nanochat.terms import NanochatTerms
+from nano_inference.support.files import exists, path_of, sync
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError

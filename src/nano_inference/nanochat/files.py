@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nano_inference.files import is_present, path_of
-from nano_inference.loader.fields import read_json, shown
+from nano_inference.loading.fields import read_json, shown
 from nano_inference.nanochat.names import FILE_NAME, UnknownName
+from nano_inference.support.files import is_present, path_of
 from nano_inference.types import MissingFile, ModelError
 
 SOURCES = ("sft", "rl", "mid", "base")  # stages of training, the preferred one for chats first

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from nano_inference.files import is_present
-from nano_inference.loader.fields import read_json
-from nano_inference.loader.formats import ModelFormat
-from nano_inference.loader.opened import Checkpoint
+from nano_inference.loading.fields import read_json
+from nano_inference.loading.formats import ModelFormat
+from nano_inference.loading.opened import Checkpoint
 from nano_inference.nanochat.configs import OWN_TYPE, is_exported
 from nano_inference.nanochat.files import find_files
 from nano_inference.nanochat.opening import open_hf_nanochat, open_nanochat, open_own
 from nano_inference.nanochat.rules import parse_overrides
+from nano_inference.support.files import is_present
 from nano_inference.types import BadRequest, ModelError
 
 _TITLE = "a nanochat checkpoint"

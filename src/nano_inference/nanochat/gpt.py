@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.assemble import pick_kernels
+from nano_inference.build import pick_kernels
 from nano_inference.config import Dtype, EngineConfig
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.devices import pick_device, pick_dtype
@@ -27,9 +27,9 @@ from nano_inference.executors.opening import ROUNDINGS, load_model
 from nano_inference.executors.protocol import Executor
 from nano_inference.executors.step import Sampler
 from nano_inference.executors.torch.executor import TorchExecutor
-from nano_inference.loader.checkpoint import OWN_FORMATS, open_checkpoint
-from nano_inference.loader.opened import Checkpoint
-from nano_inference.loader.sources import TensorSource, check_names, load_into
+from nano_inference.loading.checkpoint import OWN_FORMATS, open_checkpoint
+from nano_inference.loading.opened import Checkpoint
+from nano_inference.loading.sources import TensorSource, check_names, load_into
 from nano_inference.models.config import LayerConfig, ModelConfig
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import candidates

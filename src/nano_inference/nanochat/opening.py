@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from nano_inference.loader.fields import Fields, read_json
-from nano_inference.loader.opened import Checkpoint, main_dtype
-from nano_inference.loader.pt_file import read_pt, unwrapped
-from nano_inference.loader.safetensors_file import open_weights
-from nano_inference.loader.sources import TensorSource, WeightSource
+from nano_inference.loading.fields import Fields, read_json
+from nano_inference.loading.opened import Checkpoint, main_dtype
+from nano_inference.loading.pt_file import read_pt, unwrapped
+from nano_inference.loading.safetensors_file import open_weights
+from nano_inference.loading.sources import TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.nanochat.configs import MAX_LAYERS, hf_nanochat_config, nanochat_config, own_overrides
 from nano_inference.nanochat.files import TOKENIZER_FILES, NanochatFiles

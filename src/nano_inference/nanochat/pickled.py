@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import tiktoken
 
-from nano_inference.files import open_buffered
+from nano_inference.support.files import open_buffered
 from nano_inference.text.fast import no_panic
 from nano_inference.types import MissingFile, ModelError
 

@@ -15,8 +15,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from nano_inference.loader.fields import Fields, shown
-from nano_inference.loader.inferred import Constant
+from nano_inference.loading.fields import Fields, shown
+from nano_inference.loading.inferred import Constant
 from nano_inference.models.config import ROPE_DTYPES, RopeDtype
 from nano_inference.types import BadRequest, ModelError
 

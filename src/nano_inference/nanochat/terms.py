@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nano_inference.checks import check_int, check_number
 from nano_inference.models.config import ModelConfig
+from nano_inference.support.checks import check_int, check_number
 from nano_inference.types import ModelError
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import KvDtype
+from nano_inference.core.step import BlockCopy, RowResult
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.staging import Pace
@@ -26,7 +27,6 @@ from nano_inference.models.config import ModelConfig
 from nano_inference.parallel.leader import Leader
 from nano_inference.parallel.messages import RowCoder
 from nano_inference.parallel.staged import ShardedStaged, Whole
-from nano_inference.runner import BlockCopy, RowResult
 
 Result = TypeVar("Result")
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from nano_inference.core.step import BlockCopy
 from nano_inference.executors.protocol import CacheSize, Executor, Staged
 from nano_inference.executors.staging import NotFinite
-from nano_inference.loader.sources import WeightSource
+from nano_inference.loading.sources import WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.parallel.group import Group
@@ -20,7 +21,6 @@ from nano_inference.parallel.links import Links
 from nano_inference.parallel.messages import RowCoder, unpack
 from nano_inference.parallel.shard import Shard, shard
 from nano_inference.parallel.staged import part_of, source_of
-from nano_inference.runner import BlockCopy
 from nano_inference.types import EngineDead
 from nano_inference.weights.gate import StepGate, share_of
 

@@ -16,9 +16,9 @@ from nano_inference.executors.sampling import draw
 from nano_inference.executors.torch.attention import Backend
 from nano_inference.executors.torch.compiled import OPERATIONS, Operations, Scope, Value
 from nano_inference.executors.torch.executor import TorchExecutor
-from nano_inference.loader.gguf import PackedTensor
-from nano_inference.loader.pieces import DTYPES, FileRange, fill, open_at
-from nano_inference.loader.sources import TensorSource, WeightSource
+from nano_inference.loading.gguf import PackedTensor
+from nano_inference.loading.pieces import DTYPES, FileRange, fill, open_at
+from nano_inference.loading.sources import TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import Reduce
 from nano_inference.models.program import Program

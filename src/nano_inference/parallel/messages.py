@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nano_inference.runner import Row
+from nano_inference.core.step import Row
 from nano_inference.types import SamplingParams
 
 _GROWING = frozenset({"blocks", "history"})  # fields that usually extend their earlier value: only the new end is sent

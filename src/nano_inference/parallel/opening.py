@@ -9,8 +9,8 @@ from nano_inference.executors.devices import pick_dtype, rank_device
 from nano_inference.executors.loading import LoadProgress
 from nano_inference.executors.torch.attention import pick
 from nano_inference.executors.torch.executor import TorchExecutor
-from nano_inference.kinds import ModelKinds
-from nano_inference.loader.checkpoint import Checkpoint
+from nano_inference.loading.checkpoint import Checkpoint
+from nano_inference.loading.kinds import ModelKinds
 from nano_inference.models.config import ModelConfig, with_length
 from nano_inference.models.families import program_of
 from nano_inference.models.program import Program

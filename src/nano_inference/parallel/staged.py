@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.protocol import Staged
-from nano_inference.loader.gguf import PackedTensor
-from nano_inference.loader.pieces import DTYPES, FileRange
-from nano_inference.loader.sources import TensorSource, WeightSource
+from nano_inference.loading.gguf import PackedTensor
+from nano_inference.loading.pieces import DTYPES, FileRange
+from nano_inference.loading.sources import TensorSource, WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.parallel.group import Group

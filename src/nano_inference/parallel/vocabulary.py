@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import Row
+from nano_inference.executors.logprobs import Normaliser, at, best_places, normalise, tops_of
 from nano_inference.executors.sampling import first_above
 from nano_inference.executors.truncation import Truncation
-from nano_inference.logprobs import Normaliser, at, best_places, normalise, tops_of
 from nano_inference.parallel.group import Group
 from nano_inference.parallel.shard import VocabularyPart, vocabulary_part
-from nano_inference.runner import Row
 from nano_inference.types import TopLogprobs
 
 _BLOCK = 512

@@ -17,7 +17,6 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nano_inference
-from nano_inference.registry import PluginError
 from nano_inference.server.answering import Timing
 from nano_inference.server.body import parse, read_json
 from nano_inference.server.call import Call
@@ -49,6 +48,7 @@ from nano_inference.server.reply_store import ClientReplies, ReplyStore
 from nano_inference.server.schema import Body
 from nano_inference.server.serving import CallResponse, OpenCalls, Serving
 from nano_inference.server.worker_pool import BodyWorkers
+from nano_inference.support.plugins import PluginError
 
 _PROBE_SECONDS = 20.0  # deadline of a probing route: SGLang's value for /health_generate
 _REJECTIONS = {

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nano_inference.admission import checked
+from nano_inference.core.admission import checked
 from nano_inference.server.call import Call, Kind
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import prefix_text

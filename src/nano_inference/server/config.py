@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from nano_inference.checks import SEEDS, Check, check_fields, check_text, from_known, integer, number
 from nano_inference.config import helped
+from nano_inference.support.checks import SEEDS, Check, check_fields, check_text, from_known, integer, number
 from nano_inference.text.named_templates import TEMPLATES
 from nano_inference.types import LogprobsMode
 

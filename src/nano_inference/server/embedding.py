@@ -16,8 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from nano_inference.admission import checked
-from nano_inference.checks import unit_vector
+from nano_inference.core.admission import checked
 from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
@@ -28,6 +27,7 @@ from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Sa
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
 from nano_inference.server.unsupported import EMPTY, refuse_unsupported
+from nano_inference.support.checks import unit_vector
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TrainingSample
 

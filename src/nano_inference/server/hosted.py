@@ -8,8 +8,8 @@ from pathlib import Path
 
 from starlette.types import Message, Receive, Scope, Send
 
-from nano_inference.catalog import resolve, served_name
 from nano_inference.config import EngineConfig
+from nano_inference.loading.catalog import resolve, served_name
 from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel

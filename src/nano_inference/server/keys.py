@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nano_inference.files import path_of
 from nano_inference.server.config import ServerConfig
+from nano_inference.support.files import path_of
 
 MIN_KEY = 8  # minimum characters of a key
 

@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 import nano_inference
-from nano_inference.admission import Limits
-from nano_inference.chat_defaults import MODELS_OWN, ChatDefaults
+from nano_inference.core.admission import Limits
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.text.dialogue import Dialogue
+from nano_inference.text.generation_config import MODELS_OWN, ChatDefaults
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import SamplingParams

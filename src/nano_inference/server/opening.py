@@ -10,15 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nano_inference.assemble import EngineParts, assemble
-from nano_inference.catalog import catalog_sampling
-from nano_inference.chat_defaults import ChatDefaults, chat_defaults
+from nano_inference.build import EngineParts, assemble
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.devices import pick_device
 from nano_inference.executors.loading import LoadProgress
-from nano_inference.kinds import installed_kinds
-from nano_inference.loader.opened import Checkpoint, sampling_defaults
+from nano_inference.loading.catalog import catalog_sampling
+from nano_inference.loading.kinds import installed_kinds
+from nano_inference.loading.opened import Checkpoint, sampling_defaults
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.metrics import Metrics
@@ -26,6 +25,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import default_variables
 from nano_inference.text.chat import given_template
 from nano_inference.text.dialogue import Dialogue, TemplateDialogue, load_dialogue
+from nano_inference.text.generation_config import ChatDefaults, chat_defaults
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerKind, TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer

@@ -143,7 +143,7 @@ def _bare(text: str) -> str:
 
 
 def _read(path: str) -> str:
-    return (files("nano_inference") / "web" / normpath(path)).read_text(encoding="utf-8")
+    return (files("nano_inference") / "server" / "web" / normpath(path)).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import to_json
 
-from nano_inference.admission import Limits
+from nano_inference.core.admission import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import completion_call

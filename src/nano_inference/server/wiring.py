@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from nano_inference.registry import table
 from nano_inference.server import guard
 from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig
@@ -25,7 +24,8 @@ from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.keys import KeyRing
 from nano_inference.server.reply_store import ReplyStore
-from nano_inference.server.rl.routes import ADMIN_PATHS, STREAM_PATHS, rl_routes
+from nano_inference.server.trainers.routes import ADMIN_PATHS, STREAM_PATHS, rl_routes
+from nano_inference.support.plugins import table
 
 OWN_DIALECTS: Mapping[str, Dialect] = {
     "openai": openai.DIALECT,

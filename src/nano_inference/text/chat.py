@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nano_inference.files import is_present, read_file
+from nano_inference.support.files import is_present, read_file
 from nano_inference.text.hf import MAX_FILE, read_json
 from nano_inference.text.kinds import ANSWER, Rendering, Tokenizer, TokenizerSource
 from nano_inference.text.kinds import Message as Message

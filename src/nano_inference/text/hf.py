@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from nano_inference.files import is_present, read_file
+from nano_inference.support.files import is_present, read_file
 from nano_inference.text.fast import FastTokenizer, Spelling, fast_tokenizer, part_json, refused_files, shown
 from nano_inference.types import ModelError
 

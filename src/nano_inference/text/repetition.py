@@ -1,4 +1,4 @@
-"""Detection of an answer that repeats itself; the page's `repeats` in `web/chat/stream.js` has the same limits."""
+"""Detection of an answer that repeats itself, with the limits of the page's `repeats` (`server/web/chat/stream.js`)."""
 
 from __future__ import annotations
 

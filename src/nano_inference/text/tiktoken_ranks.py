@@ -9,7 +9,7 @@ import base64
 import binascii
 from pathlib import Path
 
-from nano_inference.files import is_present, open_buffered
+from nano_inference.support.files import is_present, open_buffered
 from nano_inference.types import ModelError
 
 

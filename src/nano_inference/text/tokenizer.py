@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from nano_inference.files import is_present, path_of
-from nano_inference.packages import needed
-from nano_inference.registry import table
+from nano_inference.support.files import is_present, path_of
+from nano_inference.support.packages import needed
+from nano_inference.support.plugins import table
 from nano_inference.text.gguf_vocab import gguf_tokenizer
 from nano_inference.text.hf import hf_tokenizer
 from nano_inference.text.kinds import TOKENIZERS_GROUP, Tokenizer, TokenizerKind, TokenizerSource

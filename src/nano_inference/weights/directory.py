@@ -10,11 +10,11 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nano_inference.files import exists, is_present, path_of, sync
-from nano_inference.loader.listing import weight_files
-from nano_inference.loader.pieces import FileRange
-from nano_inference.loader.pt_file import read_pt
-from nano_inference.loader.safetensors_file import INDEX_NAME, SINGLE_NAME, open_weights, shards_of
+from nano_inference.loading.listing import weight_files
+from nano_inference.loading.pieces import FileRange
+from nano_inference.loading.pt_file import read_pt
+from nano_inference.loading.safetensors_file import INDEX_NAME, SINGLE_NAME, open_weights, shards_of
+from nano_inference.support.files import exists, is_present, path_of, sync
 from nano_inference.types import WeightError
 
 MARKER = "STABLE"  # name of the file that marks a complete directory, as in prime-rl

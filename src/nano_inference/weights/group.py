@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nano_inference.checks import check_int
-from nano_inference.loader.pieces import DTYPES
-from nano_inference.memory import huge_empty
+from nano_inference.loading.pieces import DTYPES
+from nano_inference.support.checks import check_int
+from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
 from nano_inference.weights.member import GroupBackend, Member
 from nano_inference.weights.plain import PlainSpec, Receiver, buckets, received, unpacked

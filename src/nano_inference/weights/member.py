@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nano_inference.checks import check_int, check_number
+from nano_inference.support.checks import check_int, check_number
 from nano_inference.types import WeightError
 
 GroupBackend = Literal["gloo", "nccl"]

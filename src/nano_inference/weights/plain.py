@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from nano_inference.loader.pieces import DTYPES
-from nano_inference.loader.sources import HARMLESS_SUFFIX
-from nano_inference.memory import huge_empty
+from nano_inference.loading.pieces import DTYPES
+from nano_inference.loading.sources import HARMLESS_SUFFIX
+from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
 from nano_inference.weights.member import GroupBackend, Member
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from nano_inference.loader.pickle_data import Call, Instance, Named, PickleError, read_data
-from nano_inference.loader.pieces import DTYPES
+from nano_inference.loading.pickle_data import Call, Instance, Named, PickleError, read_data
+from nano_inference.loading.pieces import DTYPES
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
 _TENSOR = f"{_REDUCTIONS} rebuild_tensor"

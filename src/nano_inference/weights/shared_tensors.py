@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from nano_inference.loader.fields import shown
-from nano_inference.loader.pickle_data import PickleError
+from nano_inference.loading.fields import shown
+from nano_inference.loading.pickle_data import PickleError
 from nano_inference.types import WeightError
 from nano_inference.weights.member import first_line
 from nano_inference.weights.shared_pickle import (

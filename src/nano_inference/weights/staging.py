@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nano_inference.executors.protocol import Staged
 from nano_inference.executors.staging import NotFinite, dtype_name
-from nano_inference.loader.pieces import FileRange
-from nano_inference.loader.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
+from nano_inference.loading.pieces import FileRange
+from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.types import ModelError, WeightError

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.loader.pickle_data import MAX_BYTES, Call, Named, PickleError, read_data
-from nano_inference.loader.pieces import DTYPES
-from nano_inference.memory import huge_empty
+from nano_inference.loading.pickle_data import MAX_BYTES, Call, Named, PickleError, read_data
+from nano_inference.loading.pieces import DTYPES
+from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
 from nano_inference.weights.plain import Broadcaster, PlainSpec, Receiver, Shapes, received, unpacked
 

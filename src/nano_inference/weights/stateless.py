@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nano_inference.loader.pickle_data import Call, Named, PickleError, read_data
-from nano_inference.loader.pieces import DTYPES
-from nano_inference.memory import huge_empty
+from nano_inference.loading.pickle_data import Call, Named, PickleError, read_data
+from nano_inference.loading.pieces import DTYPES
+from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
 from nano_inference.weights.member import await_host, check_place, first_line
 from nano_inference.weights.nccl import UNIQUE_ID_BYTES, Communicator

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nano_inference.executors.protocol import Executor, Staged
-from nano_inference.files import path_of
+from nano_inference.support.files import path_of
 from nano_inference.types import EngineDead, OnRunning, UpdateBusy, UpdateState, WeightError, WeightLabel
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.directory import weights_in

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nano_inference.checks import check_bool, check_fields, check_label, checked, number
+from nano_inference.support.checks import check_bool, check_fields, check_label, checked, number
 from nano_inference.types import BadRequest, OnRunning, WeightLabel
 
 NamedWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]

@@ -21,7 +21,7 @@ from nano_inference.executors.cuda.sample_records import (
     Slots,
     Tables,
 )
-from nano_inference.logprobs import floor_logprobs
+from nano_inference.executors.logprobs import floor_logprobs
 from tests.cuda.plain.select import cut, divisor_of, is_kept, model_logits, tops
 from tests.cuda.plain.uniform import uniform_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cuda.sample_records import MOST_TOKENS, REPORTS, Scratch, Slots
-from nano_inference.logprobs import COLDEST
+from nano_inference.executors.logprobs import COLDEST
 
 
 def cut(out: Scratch, slot_B: Tensor, slots: Slots) -> None:

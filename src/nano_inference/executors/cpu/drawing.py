@@ -15,14 +15,14 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from nano_inference.core.seeds import uniform
+from nano_inference.core.step import DrawExtras, Row, RowResult
+from nano_inference.executors.cpu import native
+from nano_inference.executors.cpu.library import Library
+from nano_inference.executors.cpu.native import Special
+from nano_inference.executors.logprobs import Normalise, Normaliser, divisors_of
 from nano_inference.executors.sampling import WholeVocabulary, draw, results
 from nano_inference.executors.truncation import Truncation, truncation_of
-from nano_inference.kernels import native
-from nano_inference.kernels.library import Library
-from nano_inference.kernels.native import Special
-from nano_inference.logprobs import Normalise, Normaliser, divisors_of
-from nano_inference.runner import DrawExtras, Row, RowResult
-from nano_inference.seeds import uniform
 from nano_inference.types import TokenLogprob
 
 

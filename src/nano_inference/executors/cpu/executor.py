@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import KvDtype
+from nano_inference.core.step import BlockCopy, RowResult
 from nano_inference.executors.batch import Rows, previous_tokens
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
+from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.lower import LOWERINGS, CpuWeights, Lowerings, check_operations, head_sizes, lowered
+from nano_inference.executors.cpu.matrix import Matrix
+from nano_inference.executors.cpu.native import Cache, Continuation, Layout, NativeProgram
 from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.executors.cpu.weights import CpuStaged, Rounding, values_of
 from nano_inference.executors.devices import free_bytes
@@ -26,13 +30,9 @@ from nano_inference.executors.sampling import WholeVocabulary
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput
-from nano_inference.kernels.library import Library
-from nano_inference.kernels.matrix import Matrix
-from nano_inference.kernels.native import Cache, Continuation, Layout, NativeProgram
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
-from nano_inference.runner import BlockCopy, RowResult
 
 Ropes = tuple[tuple[Tensor, Tensor], ...]
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import program as kernel
-from nano_inference.kernels.matrix import Matrix
+from nano_inference.executors.cpu import program as kernel
+from nano_inference.executors.cpu.matrix import Matrix
 from nano_inference.models import ops
 from nano_inference.models.ops import Number, Op, WeightSpec
 from nano_inference.models.program import Program, live_after

@@ -13,10 +13,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from nano_inference.kernels.library import Library
-from nano_inference.kernels.native import Cache
-from nano_inference.memory import lazy_zeros
-from nano_inference.runner import BlockCopy
+from nano_inference.core.step import BlockCopy
+from nano_inference.executors.cpu.library import Library
+from nano_inference.executors.cpu.native import Cache
+from nano_inference.support.memory import lazy_zeros
 
 PIECE_BYTES = 4 << 20
 

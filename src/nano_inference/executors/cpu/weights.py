@@ -12,15 +12,15 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from nano_inference.executors.cpu.library import BF16, F32, INT8, Library
 from nano_inference.executors.cpu.lower import CpuWeights
+from nano_inference.executors.cpu.matrix import PLAIN, Matrix, Packer, can_keep, can_round, pack_blocks, scan, unpack
 from nano_inference.executors.staging import SMALL_PIECE, NotFinite, Pace, pieces_of, rows_of
-from nano_inference.kernels.library import BF16, F32, INT8, Library
-from nano_inference.kernels.matrix import PLAIN, Matrix, Packer, can_keep, can_round, pack_blocks, scan, unpack
-from nano_inference.loader.gguf import PackedTensor
-from nano_inference.loader.pieces import DTYPES
-from nano_inference.loader.sources import TensorSource, WeightSource
-from nano_inference.memory import Slabs
+from nano_inference.loading.gguf import PackedTensor
+from nano_inference.loading.pieces import DTYPES
+from nano_inference.loading.sources import TensorSource, WeightSource
 from nano_inference.models.ops import WeightSpec
+from nano_inference.support.memory import Slabs
 
 _LARGE_PIECE = 1 << 18  # elements packed at a time when no steps run: they fit the second-level cache
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import KvDtype
+from nano_inference.core.step import BlockCopy, Row, RowResult
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.cuda.decode import CapturedStepper, EagerStepper, StepKey, Stepper
 from nano_inference.executors.cuda.launchers import Kernels
@@ -35,7 +36,6 @@ from nano_inference.executors.torch.store import KVStore
 from nano_inference.executors.torch.weights import Layout, TorchStaged, TorchWeights, layout_of
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
-from nano_inference.runner import BlockCopy, Row, RowResult
 from nano_inference.types import SamplingParams
 
 StepperFactory = Callable[[Callable[[StepKey], None], torch.device], Stepper]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import DrawExtras, Row, RowResult
 from nano_inference.executors.cuda.checks import check_heads
 from nano_inference.executors.cuda.decode import DecodeStep, StepModel, StepTensors, step_tensors
 from nano_inference.executors.cuda.launchers import Kernels, SamplingKernels
@@ -34,7 +35,6 @@ from nano_inference.executors.truncation import truncation_of
 from nano_inference.models.ops import Attend
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
-from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.types import TopLogprobs
 
 

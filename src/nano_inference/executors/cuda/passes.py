@@ -97,7 +97,7 @@ def _padded(size: int, unit: int) -> int:
 
 
 class PassRow(Protocol):
-    """What a pass needs of a row (`runner.Row` has it)."""
+    """What a pass needs of a row (`core.step.Row` has it)."""
 
     @property
     def tokens(self) -> tuple[int, ...]: ...

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from nano_inference.core.step import Row, RowResult
 from nano_inference.executors.ahead import joined
 from nano_inference.executors.batch import Rows
-from nano_inference.runner import Row, RowResult
 
 Run = Callable[[Rows], dict[int, RowResult]]
 

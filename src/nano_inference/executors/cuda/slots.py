@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import Row
 from nano_inference.executors.cuda.sample_records import REPORTS, STOPPED, WANTS_RAW, Slots
 from nano_inference.executors.truncation import truncation_of
-from nano_inference.runner import Row
 from nano_inference.types import TokenLogprob, TopLogprobs
 
 Words = npt.NDArray[np.int32]

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import Row
 from nano_inference.executors.cuda.sample_records import Tables
-from nano_inference.runner import Row
 from nano_inference.types import SamplingParams
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nano_inference.core.step import DrawExtras, Row, RowResult
 from nano_inference.executors.cuda.decode import DecodeStep, StepKey, Stepper
 from nano_inference.executors.cuda.records import SPLIT, num_splits
 from nano_inference.executors.cuda.sample_records import RUNNING, STOPPED
@@ -28,7 +29,6 @@ from nano_inference.executors.cuda.slots import (
     write_stops,
 )
 from nano_inference.executors.truncation import truncation_of
-from nano_inference.runner import DrawExtras, Row, RowResult
 from nano_inference.types import TopLogprobs
 
 _FINE, _MEDIUM = 16, 128

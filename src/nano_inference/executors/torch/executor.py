@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import KvDtype
+from nano_inference.core.step import BlockCopy, RowResult
 from nano_inference.executors.batch import Rows, build
 from nano_inference.executors.devices import free_bytes, release_unused
 from nano_inference.executors.protocol import CacheSize, Executor
@@ -29,7 +30,6 @@ from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import Copy, Keep, Store
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
-from nano_inference.runner import BlockCopy, RowResult
 
 
 @dataclass(frozen=True, slots=True)

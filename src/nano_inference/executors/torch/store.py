@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nano_inference.memory import lazy_zeros
-from nano_inference.runner import BlockCopy
+from nano_inference.core.step import BlockCopy
+from nano_inference.support.memory import lazy_zeros
 
 
 class KVStore:

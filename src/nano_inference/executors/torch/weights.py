@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.staging import NotFinite, Pace, dtype_name, is_finite, pieces_of, rows_of
-from nano_inference.loader.sources import WeightSource
-from nano_inference.memory import huge_empty
+from nano_inference.loading.sources import WeightSource
 from nano_inference.models.ops import Linear, WeightSpec
 from nano_inference.models.program import Program
+from nano_inference.support.memory import huge_empty
 
 Layout = Mapping[str, tuple[WeightSpec, ...]]  # the weights of every stack, in order; the key is the name of the first
 

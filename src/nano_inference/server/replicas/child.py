@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nano_inference.children import PYTHON, start_worker
+from nano_inference.support.processes import PYTHON, start_worker
 
 COMMAND: tuple[str, ...] = (*PYTHON, "-m", "nano_inference.server.replicas.process")
 _DIRECTORY = Path(sys.executable).anchor or "/"

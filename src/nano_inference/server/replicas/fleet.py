@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from nano_inference.pool.routing import PrefixRouter
+from nano_inference.rl.pool.routing import PrefixRouter
 from nano_inference.server.replicas.placement import Placement
 
 State = Literal["starting", "ready", "unreachable", "draining", "stopped"]

@@ -12,8 +12,8 @@ import sys
 import threading
 from pathlib import Path
 
-from nano_inference.catalog import resolve
 from nano_inference.config import EngineConfig
+from nano_inference.loading.catalog import resolve
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.log import set_up_logs

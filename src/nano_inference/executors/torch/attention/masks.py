@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nano_inference.checks import check_int
+from nano_inference.support.checks import check_int
 
 
 def create_attention_mask(query_position_Q: Tensor, key_position_K: Tensor, window: int | None = None) -> Tensor:

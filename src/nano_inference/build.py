@@ -1,0 +1,370 @@
+"""Builds the parts of an engine from its configuration: finds and loads the model, chooses kernels, sizes the cache."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from nano_inference.config import EngineConfig, SchedulerConfig
+from nano_inference.core.admission import Limits, StopMatcherFactory
+from nano_inference.core.cache import KVManager, make_kv
+from nano_inference.core.drafting import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS, MakeDrafter
+from nano_inference.core.ngram_drafter import NgramDrafter
+from nano_inference.core.step import BlockCopy, Row, RowResult, Runner
+from nano_inference.executors.cpu.compile import (
+    CannotCompile,
+    Isa,
+    best_isa,
+    compiled_library,
+    cpu_flags,
+    cpu_has,
+    find_compiler,
+)
+from nano_inference.executors.cpu.library import Library
+from nano_inference.executors.cuda.launchers import Kernels, triton_kernels
+from nano_inference.executors.devices import available_memory, pick_device, pick_dtype, set_threads
+from nano_inference.executors.loading import LoadProgress
+from nano_inference.executors.opening import ROUNDINGS, load_cuda_model, load_kernel_model, load_model
+from nano_inference.executors.protocol import CacheSize, Executor
+from nano_inference.loading.catalog import catalog_sampling, default_cache, resolve
+from nano_inference.loading.checkpoint import Checkpoint
+from nano_inference.loading.kinds import ModelKinds, installed_kinds, opened
+from nano_inference.loading.opened import generation_fields, sampling_defaults
+from nano_inference.models.config import ModelConfig
+from nano_inference.parallel.opening import start_ranks
+from nano_inference.text.dialogue import Dialogue, load_dialogue
+from nano_inference.text.generation_config import chat_defaults
+from nano_inference.text.kinds import Tokenizer
+from nano_inference.text.stops import stop_matcher
+from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.types import BadRequest, EngineDead, ModelError, SamplingParams
+from nano_inference.weights.sync import WeightSyncManager
+
+_COPY_SHARE = 8
+"""The default KV cache of a copied engine has one block for 8 of the original."""
+
+_log = logging.getLogger("nano_inference")
+
+
+class ClosedRunner:
+    """The runner of an engine that was shut down."""
+
+    failure = None
+
+    def run(
+        self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
+    ) -> Mapping[int, RowResult]:
+        """Raise `EngineDead`."""
+        raise EngineDead("the engine was shut down")
+
+    def free_cache(self) -> None: ...
+
+    def restore_cache(self) -> None: ...
+
+    def recover(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The components of an engine."""
+
+    runner: Runner
+    kv: KVManager
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    lookahead: int = 1
+    """Most tokens that the runner samples for a row in one step."""
+    stop_matcher: StopMatcherFactory | None = None
+    """None without a tokenizer."""
+    checkpoint: Checkpoint | None = None
+    load_tokenizer: Callable[[], Tokenizer] | None = None
+    """Returns the model's tokenizer, loaded once; None for parts without a model's files."""
+    load_dialogue: Callable[[], Dialogue | None] = lambda: None
+    """Returns what converts messages, loaded once; None for a model without a chat template."""
+    weights: WeightSyncManager | None = None
+    """None if the weights cannot be replaced."""
+    is_on_cuda: bool = False
+    caches_by_prompt: bool = False
+    """See `Limits`."""
+    make_drafter: MakeDrafter = NgramDrafter
+    """Used with `speculation="ngram"`."""
+    executor: Executor | None = None
+    """The runner if it is an executor; None for a test's runner."""
+
+    @property
+    def code(self) -> str:
+        """'torch', or the instruction set of the CPU kernels."""
+        return "torch" if self.executor is None else self.executor.code
+
+    def scheduler_config(self, config: EngineConfig) -> SchedulerConfig:
+        """Return the limits of a step of these parts."""
+        return SchedulerConfig(
+            max_batch_size=config.max_batch_size,
+            max_tokens_per_batch=config.max_tokens_per_batch,
+            block_size=self.kv.block_size,
+            lookahead=self.lookahead,
+            max_draft_tokens=config.max_draft_tokens if config.speculation == "ngram" else 0,
+            weight_tokens=CUDA_WEIGHT_TOKENS if self.is_on_cuda else CPU_WEIGHT_TOKENS,
+        )
+
+    def limits(self, lineage: str) -> Limits:
+        """Return the limits that a request to these parts must respect."""
+        return Limits(
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            num_blocks=self.kv.num_blocks,
+            block_size=self.kv.block_size,
+            hidden_size=self.checkpoint.config.hidden_size if self.checkpoint else 0,
+            eos_token_ids=self.eos_token_ids,
+            caches_by_prompt=self.caches_by_prompt,
+            lineage=lineage,
+        )
+
+    def closed(self) -> EngineParts:
+        """Return the parts of the engine after its shutdown: no model, and a runner that raises `EngineDead`."""
+        return replace(self, runner=ClosedRunner(), executor=None, weights=None)
+
+
+def assemble(
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    on_open: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    kinds: ModelKinds | None = None,
+) -> EngineParts:
+    """Build the parts of an engine. `on_open` is called before the weights are loaded; its exceptions propagate.
+
+    `kinds` are the known formats, families and tokenizers, by default the installed ones. Raises `ModelError` for
+    unusable model files, and `ValueError` for an unusable device or a cache smaller than one block.
+    """
+    set_threads(config)
+    device = pick_device(config.device)
+    library = pick_kernels(config, device)
+    kernels = None if library is not None else pick_cuda_kernels(config, device)
+    if config.deterministic and library is None and kernels is None:
+        raise ValueError("deterministic: requires the CPU or the CUDA kernels (docs/batch-dependence.md)")
+    check_cache_fits(config.kv_cache_bytes, device)
+    kinds = installed_kinds() if kinds is None else kinds
+    checkpoint = opened(config, kinds, default_cache(os.environ))
+    on_open(checkpoint)
+    max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
+    executor: Executor
+    if config.tensor_parallel > 1:
+        executor = start_ranks(checkpoint, config, kinds, progress)
+    elif library is not None:
+        rounding = ROUNDINGS[config.dtype]
+        executor = load_kernel_model(checkpoint, library, rounding, max_model_len, progress, families=kinds.families)
+    elif kernels is not None:
+        executor = load_cuda_model(checkpoint, device, kernels, config, progress, families=kinds.families)
+    else:
+        dtype = pick_dtype(config.dtype, device)
+        executor = load_model(
+            checkpoint, device, dtype, max_model_len, progress, attention=config.attention, families=kinds.families
+        )
+    return parts_with(executor, config, checkpoint, kinds)
+
+
+def parts_with(executor: Executor, config: EngineConfig, checkpoint: Checkpoint, kinds: ModelKinds) -> EngineParts:
+    """Return the parts for an executor that was loaded from a checkpoint; close it if its cache cannot be allocated."""
+    try:
+        parts = parts_of(executor, config)
+    except BaseException:
+        executor.close()
+        raise
+    load = cache(lambda: load_tokenizer(checkpoint.tokenizer, kinds.tokenizers))
+    try:
+        ends = end_token_ids(checkpoint.config, load())
+    except ModelError as error:
+        ends = parts.eos_token_ids
+        _log.info("only the configuration's end tokens end an answer: %s", error)
+    return replace(
+        parts,
+        eos_token_ids=ends,
+        stop_matcher=lambda stops: stop_matcher(load(), stops),
+        checkpoint=checkpoint,
+        load_tokenizer=load,
+        load_dialogue=cache(lambda: load_dialogue(checkpoint.tokenizer, load(), kinds.tokenizers)),
+    )
+
+
+def chat_params(parts: EngineParts, config: EngineConfig) -> SamplingParams:
+    """Return the sampling of a chat whose caller gave none: the model's own or measured defaults, as on the page.
+
+    Raises `ModelError` for invalid values in the model's files.
+    """
+    if parts.checkpoint is None:
+        return SamplingParams()
+    sampling_defaults(parts.checkpoint)  # refuses invalid values
+    found = chat_defaults(generation_fields(parts.checkpoint), catalog_sampling(str(config.model_path)))
+    return SamplingParams(**found.sampling)
+
+
+def end_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end an answer, of chats, completions and rollouts alike.
+
+    They are `eos_token_id` of config.json and generation_config.json, and the tokenizer's `eos_token` or, of a GGUF
+    file, all that llama.cpp stops at. vLLM's are the same, without config.json's if generation_config.json exists.
+    """
+    return frozenset(token for token in (*config.eos_token_ids, *tokenizer.eos_ids) if token < config.vocab_size)
+
+
+def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:
+    """Return the parts for an executor with loaded weights, without tokenizer and checkpoint."""
+    max_model_len = min(config.max_model_len, executor.config.max_positions)
+    num_blocks = count_blocks(config, executor, max_model_len)
+    parts = _with_cache(executor, config, num_blocks, eager=config.kv_cache_bytes is not None)
+    return replace(
+        parts,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(executor.config.eos_token_ids),
+        is_on_cuda=executor.device.type == "cuda",
+        caches_by_prompt=executor.program.has_full_decode,
+    )
+
+
+def _with_cache(executor: Executor, config: EngineConfig, num_blocks: int, *, eager: bool = False) -> EngineParts:
+    """Allocate an executor's cache; return the parts that depend only on both."""
+    executor.new_cache(
+        CacheSize(num_blocks=num_blocks, block_size=config.block_size, dtype=config.kv_cache_dtype, eager=eager)
+    )
+    return EngineParts(
+        runner=executor,
+        kv=make_kv(config.cache_type, num_blocks, config.block_size),
+        vocab_size=executor.program.vocab_size,
+        max_model_len=executor.config.max_positions,
+        weights=WeightSyncManager(executor),
+        executor=executor,
+        lookahead=config.lookahead or executor.lookahead,
+    )
+
+
+def copied_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | None) -> EngineParts:
+    """Return the parts of a second engine with a copy of the installed weights; see `InferenceEngine.copy`."""
+    if parts.executor is None:
+        raise BadRequest("", "this engine has no model that can be copied")
+    block_bytes = parts.executor.block_bytes(config.block_size, config.kv_cache_dtype)
+    fewest = -(-parts.max_model_len // config.block_size)
+    num_blocks = max(parts.kv.num_blocks // _COPY_SHARE, min(fewest, parts.kv.num_blocks))
+    if kv_cache_bytes is not None:
+        num_blocks = kv_cache_bytes // block_bytes
+    if num_blocks < 1:
+        raise BadRequest("kv_cache_bytes", f"{kv_cache_bytes} bytes do not hold one block of {block_bytes} bytes")
+    copy = _with_cache(parts.executor.copy(), config, num_blocks)
+    return replace(parts, runner=copy.runner, executor=copy.executor, kv=copy.kv, weights=copy.weights)
+
+
+def locate(name: str) -> Path:
+    """Return a model's path. A known name or hub id is looked up in the user's cache, and downloaded if absent."""
+    return resolve(name, default_cache(os.environ))
+
+
+def environment() -> Mapping[str, str]:
+    """Return this process's environment, for packages that read their own variables."""
+    return os.environ
+
+
+def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
+    """Return the CPU kernels, compiled for this machine; None to use torch.
+
+    Torch is used on CUDA, in float16, with a torch attention backend, with kernels=off, and, after a warning, if
+    compilation fails. Raises `ValueError` if the configuration requires kernels that are unavailable.
+    """
+    is_named = config.kernels not in ("auto", "off")
+    if config.tensor_parallel > 1:
+        return None
+    reason = _why_no_kernels(config, device)
+    if reason is None:
+        isa = best_isa(cpu_flags()) if config.kernels == "auto" else cast(Isa, config.kernels)
+        try:
+            return _library(isa, config.num_threads or torch.get_num_threads())
+        except CannotCompile as error:
+            reason = str(error)
+            if not is_named and config.dtype != "int8":
+                _log.warning("using torch, which is slower and whose results depend on the batch: %s", reason)
+    if is_named or config.dtype == "int8":
+        name = f"kernels={config.kernels}" if is_named else "dtype=int8"
+        raise ValueError(f"{name}: {reason}")
+    return None
+
+
+def pick_cuda_kernels(config: EngineConfig, device: torch.device) -> Kernels | None:
+    """Return the CUDA kernels; None to use torch: on other devices, with kernels=off or a torch backend of attention.
+
+    Without Triton, torch is used after a warning.
+    """
+    if config.tensor_parallel > 1 or device.type != "cuda" or config.kernels == "off" or config.attention != "auto":
+        return None
+    try:
+        return triton_kernels()
+    except ValueError as error:
+        _log.warning("using torch, which is slower and whose results depend on the batch: %s", error)
+        return None
+
+
+def kernels_here() -> dict[str, str | bool]:
+    """Return the CPU code that `pick_kernels` chooses on this machine, or the reason why it is torch."""
+    try:
+        library = _library(best_isa(cpu_flags()), 1)
+    except CannotCompile as error:
+        return {"code": "torch", "reason": str(error)}
+    return {"code": library.isa, "compiler": find_compiler(os.environ), "eight-bit products": library.has_vnni}
+
+
+def _library(isa: Isa, num_threads: int) -> Library:
+    """Load the kernels; compile them first if needed. Raises `CannotCompile`."""
+    with compiled_library(isa, default_cache(os.environ), os.environ) as path:
+        try:
+            return Library(path, num_threads)
+        except OSError as error:
+            raise CannotCompile(f"{path} cannot be loaded: {error}") from error
+
+
+def _why_no_kernels(config: EngineConfig, device: torch.device) -> str | None:
+    """Return why the kernels cannot be used; None if they can."""
+    if device.type != "cpu":
+        return f"the kernels need a CPU, the device is {device.type}"
+    if config.dtype == "float16":
+        return "the kernels have no float16"
+    if config.attention != "auto":
+        return f"the kernels cannot use attention={config.attention}, a torch backend"
+    if config.kernels == "off":
+        return "the kernels are off"
+    if config.kernels != "auto" and not cpu_has(config.kernels, cpu_flags()):
+        return f"this machine's CPU has no {config.kernels}"
+    return None
+
+
+def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -> int:
+    """Return the number of KV blocks: what fits into memory, at most what a full batch could use.
+
+    Raises `ValueError` if `kv_cache_bytes` exceeds the memory that is free after loading the weights.
+    """
+    check_cache_fits(config.kv_cache_bytes, executor.device)
+    block_bytes = executor.block_bytes(config.block_size, config.kv_cache_dtype)
+    num_bytes = config.kv_cache_bytes
+    if num_bytes is None:
+        step_bytes = executor.step_bytes(config.block_size)
+        num_bytes = max(0, executor.free_bytes(config.gpu_memory_utilization) - step_bytes)
+    num_blocks = min(num_bytes // block_bytes, config.max_batch_size * -(-max_model_len // config.block_size))
+    if num_blocks < 1:
+        raise ValueError(f"kv_cache_bytes: {num_bytes} bytes do not hold one block of {block_bytes} bytes")
+    return num_blocks
+
+
+def check_cache_fits(num_bytes: int | None, device: torch.device) -> None:
+    """Raise `ValueError` if the KV cache is larger than the device's available memory."""
+    if num_bytes is None:
+        return
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if num_bytes > available:
+        raise ValueError(
+            f"kv_cache_bytes: {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) are more than the available memory, "
+            f"{available} bytes ({available / 2**30:.1f} GiB); give a smaller size"
+        )

@@ -1,0 +1,1 @@
+"""One step: plan, apply, run, commit. No torch."""

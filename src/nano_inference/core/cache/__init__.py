@@ -1,0 +1,27 @@
+"""KV block bookkeeping: which block holds which tokens. Integers only; executors own the memory.
+
+`paged` finds whole blocks by a hash chain over their tokens; `radix` keeps a tree of the tokens, so that a hit may end
+inside a block. Invariants of both, verified by `check()`:
+
+- a block can be found only after its K/V exists (`publish`), and only under its own salt;
+- a hit leaves at least one token of a prompt to compute;
+- `paged` never changes a block table in use: a sequence that computes K/V which is already published keeps a private
+  copy; `radix` replaces a full block by the published equal one, between steps (`publish` returns the table);
+- within a step every `hold` precedes every `take`, because `take` may evict blocks without references;
+- `take` and `hold` change either everything or nothing.
+"""
+
+from __future__ import annotations
+
+from nano_inference.config import CacheType
+from nano_inference.core.cache.hashing import compute_block_hash as compute_block_hash
+from nano_inference.core.cache.paged import PagedKVCache as PagedKVCache
+from nano_inference.core.cache.pool import Hit as Hit
+from nano_inference.core.cache.pool import KVManager as KVManager
+from nano_inference.core.cache.pool import Salt as Salt
+from nano_inference.core.cache.radix import RadixKVCache as RadixKVCache
+
+
+def make_kv(cache_type: CacheType, num_blocks: int, block_size: int) -> KVManager:
+    """Return a new, empty manager of the given type."""
+    return (PagedKVCache if cache_type == "paged" else RadixKVCache)(num_blocks, block_size)

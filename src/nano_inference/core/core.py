@@ -1,0 +1,358 @@
+"""`Core`: the queues, the block tables, and a step without its model: plan (counts only), apply (take blocks), commit.
+
+`InferenceEngine` runs the rows of a planned step between `plan` and `commit`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import NamedTuple
+
+from nano_inference.config import SchedulerConfig
+from nano_inference.core.appending import append_prompt_results, append_result
+from nano_inference.core.cache import Hit, KVManager
+from nano_inference.core.drafting import MakeDrafter
+from nano_inference.core.scheduler import SeqView, StepPlan, plan_step
+from nano_inference.core.sequence import Sequence, clear_prompt_results, finish, to_delta, to_row
+from nano_inference.core.speculation import Speculator
+from nano_inference.core.step import BlockCopy, Row, RowResult
+from nano_inference.types import Delta, OnRunning, StepResult, StepStats, WeightLabel
+
+_NOTHING_COUNTED = StepStats()
+
+
+class PlannedStep(NamedTuple):
+    """A step whose blocks are taken: what the executor runs, and what `Core.commit` needs afterwards."""
+
+    plan: StepPlan
+    seqs: list[Sequence]
+    rows: tuple[Row, ...]
+    """One for each of `seqs`."""
+    copies: tuple[BlockCopy, ...]
+    fresh: tuple[int, ...]
+    started: tuple[tuple[int, int], ...]
+    """(request id, sample index) of the sequences that left the queue."""
+
+
+class Core:
+    """Owns the queues and hands out block ids through its KV manager. The only place where a `Sequence` changes."""
+
+    def __init__(self, kv: KVManager, limits: SchedulerConfig, make_drafter: MakeDrafter, *, vocab_size: int) -> None:
+        self.version = 0
+        """Number of weight installations since the start."""
+        self.labels: dict[int, WeightLabel] = {}
+        """The trainer's names of versions."""
+        self._vocab_size = vocab_size
+        self._kv = kv
+        self._limits = limits
+        self._urgent_limits = replace(limits, lookahead=1)
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._running: list[Sequence] = []
+        """Ascending by id, that is, oldest first."""
+        self._speculator = Speculator(make_drafter, limits.max_draft_tokens)
+        self._open: Counter[int] = Counter()
+        """Request id -> number of its sequences that have not ended."""
+        self._started: set[int] = set()
+        """Open requests of which a sequence was ever started."""
+
+    def has_work(self) -> bool:
+        """Return whether any sequence waits or runs."""
+        return bool(self._waiting or self._running)
+
+    def started_requests(self) -> frozenset[int]:
+        """Return the open requests of which a sequence was ever started."""
+        return frozenset(self._started)
+
+    def enqueue(self, sequences: Iterable[Sequence]) -> None:
+        """Append all sequences of a request to the queue."""
+        for seq in sequences:
+            self._open[seq.request_id] += 1
+            self._waiting[seq.id] = seq
+            self._speculator.open(seq)
+
+    def abort(self, seq: Sequence, reason: str | None = None) -> Delta:
+        """End a waiting or running sequence and release its blocks; return its last delta."""
+        finish(seq, "abort", reason)
+        self._leave(seq)
+        return to_delta(seq, 0, self.version, self.labels)
+
+    def install(self, version: int, label: WeightLabel | None, on_running: OnRunning) -> list[Delta]:
+        """Start a new weight version at this step boundary; return the last deltas of aborted requests.
+
+        Cached K/V of older versions is no longer found. A prompt that is being scored or pooled starts again, so that
+        its scores or its embedding are computed under one version.
+        """
+        self.version = version
+        if label is not None:
+            self.labels[version] = label
+        if on_running == "abort":
+            started = self.started_requests()
+            return [self.abort(seq) for seq in (*self._running, *self._waiting.values()) if seq.request_id in started]
+        if on_running == "recompute":
+            self.preempt_all()
+        for seq in (*reversed(self._running), *self._waiting.values()):
+            if seq.must_restart:
+                if seq.id not in self._waiting:
+                    self._preempt(seq)
+                clear_prompt_results(seq)
+        return []
+
+    def preempt_all(self) -> None:
+        """Preempt every running sequence; they resume oldest first and recompute their K/V."""
+        for seq in reversed(self._running.copy()):
+            self._preempt(seq)
+
+    def forget_kv(self) -> None:
+        """Preempt every sequence and forget all cached prefixes."""
+        self.preempt_all()
+        self._kv.flush()
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def plan(self, *, admit_new: bool = True, is_urgent: bool = False) -> PlannedStep:
+        """Plan the next step and take its blocks. Without `admit_new`, only requests that have started are computed.
+
+        With `is_urgent`, a row samples one token, because something waits for the end of the step.
+        """
+        hits: dict[int, Hit] = {}
+        plan = self._plan(hits, None if admit_new else self.started_requests(), is_urgent=is_urgent)
+        seqs, copies, fresh = self._apply(plan, hits)
+        rows = tuple(
+            to_row(seq, work.num_tokens, work.num_sampled, self._speculator.drafts(seq, work.num_drafts))
+            for seq, work in zip(seqs, plan.work, strict=True)
+        )
+        started = tuple((seq.request_id, seq.sample_index) for seq in seqs if seq.id in hits)
+        return PlannedStep(plan, seqs, rows, copies, fresh, started)
+
+    # ---- plan -------------------------------------------------------------------------------------------------------
+
+    def _plan(self, hits: dict[int, Hit], admitted: Collection[int] | None, *, is_urgent: bool) -> StepPlan:
+        """Return the plan of a step; store the cache hits of waiting sequences in `hits`."""
+        waiting = self._waiting_views(hits, admitted) if self._waiting else ()
+        running = self._speculator.with_drafts(self._running, self._running_views())
+        limits = self._urgent_limits if is_urgent else self._limits
+        plan = plan_step(waiting, running, self._kv.num_free_blocks(), limits)
+        assert plan.work or plan.preempted or admitted == frozenset() or not self.has_work(), "a step without work"
+        return plan
+
+    def _running_views(self) -> list[SeqView]:
+        """Return the counts of running sequences, oldest first; counts private blocks only if blocks are scarce."""
+        size = self._kv.block_size
+        wanted = self._limits.max_tokens_per_batch + len(self._running) * (size + self._limits.lookahead)
+        is_scarce = self._kv.num_free_blocks() * size < wanted
+        looks_ahead = self._limits.lookahead > 1
+        return [
+            SeqView(
+                id=seq.id,
+                num_tokens=len(seq.tokens),
+                num_computed=seq.num_computed,
+                num_blocks=len(seq.blocks),
+                num_private=self._kv.num_private(seq.blocks) if is_scarce else 0,
+                next_key=self._next_key(seq, seq.num_computed, seq.blocks),
+                max_new=seq.max_new,
+                max_ahead=seq.max_ahead if looks_ahead else 1,
+                is_streamed=seq.request.is_streamed,
+            )
+            for seq in self._running
+        ]
+
+    def _waiting_views(self, hits: dict[int, Hit], admitted: Collection[int] | None) -> Iterator[SeqView]:
+        """Yield the counts of waiting sequences, and store their cache hits in `hits`; lazy.
+
+        `admitted` are the requests that may start; None admits all.
+        """
+        num_left = len(self._waiting)
+        if admitted is not None:
+            num_left = sum(self._open[one] for one in admitted) - len(self._running)
+        size = self._kv.block_size
+        for seq in self._waiting.values():
+            if not num_left:
+                return
+            if admitted is not None and seq.request_id not in admitted:
+                continue
+            num_left -= 1
+            end = seq.first_uncached
+            reusable = seq.tokens if end is None else seq.tokens[: end + 1]
+            hit = hits[seq.id] = self._kv.peek(reusable, (self.version, seq.request.salt))
+            num_computed = len(hit.blocks) * size + hit.partial_tokens
+            yield SeqView(
+                id=seq.id,
+                num_tokens=len(seq.tokens),
+                num_computed=num_computed,
+                num_blocks=len(hit.blocks),
+                idle_hit=hit.num_idle,
+                next_key=self._next_key(seq, num_computed, hit.blocks),
+                max_new=seq.max_new,
+            )
+
+    def _next_key(self, seq: Sequence, num_computed: int, blocks: Seq[int]) -> object:
+        """Return the identity of the block that a sequence computes next: the block before it, and its tokens.
+
+        While the first sample scores a prompt, it is the request id for all samples: the others wait for the scores.
+        """
+        uncached = (seq.leader or seq).first_uncached
+        if uncached is not None and seq.request.num_samples > 1:
+            return seq.request_id
+        size = self._kv.block_size
+        start = num_computed // size * size
+        if len(seq.tokens) - num_computed <= 1 or (uncached is not None and start + size > uncached):
+            return None
+        parent = blocks[start // size - 1] if start else -1
+        return (seq.request.salt, parent, *seq.tokens[start : start + size])
+
+    # ---- apply ------------------------------------------------------------------------------------------------------
+
+    def _apply(
+        self, plan: StepPlan, hits: dict[int, Hit]
+    ) -> tuple[list[Sequence], tuple[BlockCopy, ...], tuple[int, ...]]:
+        """Preempt, start and give blocks as planned; return the scheduled sequences, block copies and fresh blocks."""
+        by_id = {seq.id: seq for seq in self._running}
+        for sequence_id in plan.preempted:
+            self._preempt(by_id[sequence_id])
+        admitted = [self._waiting[work.id] for work in plan.work if work.id in self._waiting]
+        for seq in admitted:  # every hold before any take: a take may evict idle blocks
+            self._start(seq, hits[seq.id])
+        by_id |= {seq.id: seq for seq in admitted}
+        fresh: list[int] = []
+        for work in plan.work:
+            taken = self._kv.take(work.num_blocks)
+            by_id[work.id].blocks += taken
+            fresh += taken
+        copies = tuple(
+            BlockCopy(hit.partial_block, seq.blocks[len(hit.blocks)], hit.partial_tokens)
+            for seq in admitted
+            if (hit := hits[seq.id]).partial_tokens
+        )
+        return [by_id[work.id] for work in plan.work], copies, tuple(fresh)
+
+    def _start(self, seq: Sequence, hit: Hit) -> None:
+        """Move a waiting sequence to the running ones, with its cached blocks."""
+        del self._waiting[seq.id]
+        self._started.add(seq.request_id)
+        insort(self._running, seq, key=lambda other: other.id)
+        seq.blocks = self._kv.hold(hit)
+        seq.num_published = len(hit.blocks)
+        seq.num_computed = len(hit.blocks) * self._kv.block_size + hit.partial_tokens
+        seq.version = self.version
+        if seq.num_cached is None:  # the completion of a resumed sample may be cached too, but is not counted
+            seq.num_cached = min(seq.num_computed, seq.num_prompt)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Release a sequence's blocks and put it at the head of the queue."""
+        self._running.remove(seq)
+        self._release(seq)
+        seq.num_preemptions += 1
+        self._waiting[seq.id] = seq
+        self._waiting.move_to_end(seq.id, last=False)
+
+    def _release(self, seq: Sequence) -> None:
+        self._kv.release(seq.blocks)
+        seq.blocks, seq.num_computed, seq.num_published = [], 0, 0
+
+    # ---- commit -----------------------------------------------------------------------------------------------------
+
+    def preempt(self, step: PlannedStep) -> None:
+        """Undo a step that was not run to its end: its rows are computed again, the oldest first."""
+        for seq in sorted(step.seqs, key=lambda seq: -seq.id):
+            self._preempt(seq)
+
+    def free_memory(self, step: PlannedStep, error: MemoryError) -> StepResult:
+        """Preempt a step's rows after it ran out of memory, and make the next one smaller.
+
+        Rows with draft tokens get no more of them; if there were none, the youngest sequence is aborted.
+        """
+        drafting = [seq for seq, row in zip(step.seqs, step.rows, strict=True) if row.num_drafts]
+        for seq in drafting:
+            self._speculator.disable(seq)
+        self.preempt(step)
+        deltas = []
+        if not drafting:
+            youngest = max(step.seqs, key=lambda seq: seq.id)
+            deltas.append(self.abort(youngest, f"out of memory: {error}" if str(error) else "out of memory"))
+        return self.result(deltas, StepStats(num_preempted=len(step.seqs)), step.started)
+
+    def commit(self, step: PlannedStep, results: Mapping[int, RowResult]) -> StepResult:
+        """Append sampled tokens, publish computed K/V, release what ended; return the step's deltas and counters."""
+        deltas: list[Delta] = []
+        num_sampled = num_accepted = 0
+        for seq, row in zip(step.seqs, step.rows, strict=True):
+            result = results[seq.id]
+            if row.num_drafts and not all(map(math.isfinite, result.logprobs)):
+                self._retry_without_drafts(seq)
+                continue
+            append_prompt_results(seq, row, result)
+            num_added = append_result(seq, row, result, self.version, self._vocab_size)
+            num_sampled += sum(seq.mask[len(seq.mask) - num_added :])
+            self._publish(seq, is_chunk=len(row.tokens) - row.num_drafts > 1)
+            if row.num_drafts:
+                num_accepted += seq.num_computed - row.start - len(row.tokens) + row.num_drafts
+                self._release_unused(seq)
+            if num_added or seq.finish_reason or (seq.request.reports_prefill and not seq.num_new):
+                deltas.append(to_delta(seq, num_added, self.version, self.labels))
+            if seq.finish_reason:
+                self._leave(seq)
+        counted = StepStats(
+            num_rows=len(step.rows),
+            num_computed=sum(len(row.tokens) for row in step.rows),
+            num_sampled=num_sampled,
+            num_preempted=len(step.plan.preempted),
+            num_drafted=sum(row.num_drafts for row in step.rows),
+            num_accepted=num_accepted,
+        )
+        return self.result(deltas, counted, step.started)
+
+    def result(
+        self, deltas: Seq[Delta], counted: StepStats = _NOTHING_COUNTED, started: tuple[tuple[int, int], ...] = ()
+    ) -> StepResult:
+        """Return deltas and a step's counters, completed by the current state of the queues and the cache."""
+        stats = replace(
+            counted,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_free_blocks=self._kv.num_free_blocks(),
+            weight_version=self.version,
+        )
+        samples = tuple(delta.sample for delta in deltas if delta.sample is not None)
+        return StepResult(deltas=tuple(deltas), samples=samples, stats=stats, started=started)
+
+    def _publish(self, seq: Sequence, *, is_chunk: bool) -> None:
+        """Publish full blocks; after a prefill chunk and at the end, also a partly filled one."""
+        num_whole = seq.num_computed // self._kv.block_size
+        if seq.version != self.version or seq.finish_reason == "abort":
+            return
+        if num_whole > seq.num_published or is_chunk or seq.finish_reason:
+            salt = (self.version, seq.request.salt)
+            seq.blocks = self._kv.publish(seq.tokens, salt, seq.blocks, seq.num_published, seq.num_computed)
+            seq.num_published = num_whole
+
+    def _release_unused(self, seq: Sequence) -> None:
+        """Release the blocks that contain only rejected draft tokens."""
+        num_needed = -(-seq.num_computed // self._kv.block_size)
+        self._kv.release(seq.blocks[num_needed:])
+        del seq.blocks[num_needed:]
+
+    def _retry_without_drafts(self, seq: Sequence) -> None:
+        """Discard a row's results and compute it again without draft tokens.
+
+        A log-probability is not finite. A draft token can cause that: torch's attention also reads masked K/V.
+        """
+        self._speculator.disable(seq)
+        self._preempt(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Remove an ended sequence from the queues and release its blocks."""
+        self._speculator.close(seq)
+        self._open[seq.request_id] -= 1
+        if not self._open[seq.request_id]:
+            del self._open[seq.request_id]
+            self._started.discard(seq.request_id)
+        if seq.id in self._waiting:
+            del self._waiting[seq.id]
+        else:
+            self._running.remove(seq)
+            self._release(seq)

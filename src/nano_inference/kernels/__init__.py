@@ -1,6 +1,0 @@
-"""C kernels for the CPU, and the Python code that compiles and calls them.
-
-`c/` is plain C, compiled with the machine's compiler at first use (`compile`) and called through ctypes (`library`).
-`matrix` packs weights, `program` defines the kernels' operations, `native` runs a list of them in C. Tests compare the
-kernels with `tests/kernels/reference.py`, the same operations in torch.
-"""

@@ -1,0 +1,145 @@
+"""Typed, range-checked access to values of a file; every error names the file and the field. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nano_inference.support.files import read_file
+from nano_inference.types import ModelError
+
+MAX_INT = 2**31 - 1
+_MAX_JSON_BYTES = 64 * 2**20
+_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Values of one file. The getters raise `ModelError`; `default` replaces an absent or null value."""
+
+    origin: str  # the file, for messages
+    values: Mapping[str, Any]
+
+    def get(self, name: str) -> Any:
+        """Return the unchecked value, or None."""
+        return self.values.get(name)
+
+    def bad(self, name: str, wanted: str) -> ModelError:
+        """Return the error that `name` must be `wanted`."""
+        return ModelError(f"{self.origin}: {name} must be {wanted}, got {shown(self.get(name))}")
+
+    def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT) -> int:
+        """Return an integer in [low, high]; the field is required unless there is a default."""
+        found = self.optional_integer(name, low=low, high=high)
+        if found is not None:
+            return found
+        if default is None:
+            raise ModelError(f"{self.origin}: {name} is missing")
+        return default
+
+    def optional_integer(self, name: str, *, low: int = 1, high: int = MAX_INT) -> int | None:
+        """Return an integer in [low, high], or None."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.bad(name, f"an integer in [{low}, {high}]")
+        return value
+
+    def number(self, name: str, default: float | None = None, *, low: float = 0.0, high: float = 1e12) -> float:
+        """Return a finite number in (low, high]; the field is required unless there is a default."""
+        found = self.optional_number(name, low=low, high=high)
+        if found is not None:
+            return found
+        if default is None:
+            raise ModelError(f"{self.origin}: {name} is missing")
+        return default
+
+    def optional_number(self, name: str, *, low: float = 0.0, high: float = 1e12) -> float | None:
+        """Return a finite number in (low, high], or None."""
+        value = self.get(name)
+        if value is None:
+            return None
+        # Python compares integers with floats exactly, so the range check makes the conversion safe.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
+            raise self.bad(name, f"a number in ({low:g}, {high:g}]")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.bad(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.bad(name, "a string")
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Return a JSON object; empty if the field is absent."""
+        value = self.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise self.bad(name, "an object")
+        return value
+
+    def sequence(self, name: str) -> Sequence[Any] | None:
+        """Return a list, or None."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, list | tuple):
+            raise self.bad(name, "a list")
+        return value
+
+    def within(self, name: str) -> Fields:
+        """Return the fields of the object `name`."""
+        return Fields(f"{self.origin}: {name}", self.mapping(name))
+
+
+def shown(value: object) -> str:
+    """Format a value for an error message, at most about 80 characters."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**_SHOWN:
+        return "a huge integer"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    # Cut long values before formatting them: a file may hold megabytes where a number is expected.
+    text = ascii(value[:_SHOWN] if isinstance(value, str | list | tuple) else value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def read_json(path: Path) -> Fields:
+    """Return the JSON object in a file of at most 64 MiB. Raises `ModelError` if it cannot be read or parsed."""
+    return Fields(str(path), parse_json(str(path), read_file(path, _MAX_JSON_BYTES, "a JSON file")))
+
+
+def parse_json(origin: str, data: bytes) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8. Raises `ModelError`, also for duplicate names."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ModelError(f"{origin}: the JSON is nested too deeply") from error
+    except ValueError as error:
+        raise ModelError(f"{origin}: not valid JSON: {shown(str(error))}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{origin}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"the name {shown(twice)} occurs twice")
+    return out

@@ -1,0 +1,412 @@
+"""Converts Hugging Face `config.json` (and `generation_config.json`) to `ModelConfig`, without transformers or torch.
+
+Names and defaults are those of transformers 5 (`configuration_*.py`, `modeling_rope_utils.py`). Rotary parameters may
+be `rope_theta` with `rope_scaling`, or `rope_parameters`, flat or with one object per layer type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from nano_inference.loading.fields import Fields, shown
+from nano_inference.models.config import Activation, LayerConfig, ModelConfig, RopeConfig
+from nano_inference.types import ModelError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+MAX_LAYERS = 10_000
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MIXTURE_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """Properties of an architecture, and defaults of fields that the file omits."""
+
+    family: str = "dense"
+    windows: Literal["none", "all", "upper", "unrotated", "pattern"] = "none"
+    """Layers with a sliding window if there is no `layer_types`: none; all; those from `max_window_layers` on; those
+    without rotary embedding; all but every nth."""
+    window_period: int | None = 2  # None: the field `sliding_window_pattern`, by default 6
+    window: int | None = None
+    theta: float = 10000.0
+    kv_heads: int | None = None  # None: the number of heads
+    head_dim: int | None = None  # None: hidden_size / heads
+    max_positions: int = 32768
+    tied: bool = False
+    bos: int | None = None
+    eos: int | None = None
+    bias: Literal["none", "qkv", "field"] = "field"
+    mlp_bias: bool = False  # True if the `mlp_bias` field is read
+    qk_norm: bool = False
+    softcaps: tuple[tuple[str, float | None], ...] = ()  # fields of soft caps with their defaults
+
+
+_GEMMA_2 = _Rules(
+    family="gemma",
+    windows="pattern",
+    window_period=2,
+    window=4096,
+    kv_heads=4,
+    head_dim=256,
+    max_positions=8192,
+    tied=True,
+    bos=2,
+    eos=1,
+    softcaps=(("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)),
+)
+_GEMMA_3 = replace(
+    _GEMMA_2,
+    window_period=None,
+    theta=1e6,
+    max_positions=131072,
+    qk_norm=True,
+    softcaps=(("final_logit_softcapping", None),),
+)
+_RULES: Mapping[str, _Rules] = {
+    "LlamaForCausalLM": _Rules(max_positions=2048, bos=1, eos=2, mlp_bias=True),
+    "MistralForCausalLM": _Rules(
+        windows="all", window=4096, kv_heads=8, max_positions=131072, bos=1, eos=2, bias="none"
+    ),
+    "Qwen2ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, bias="qkv"),
+    "Qwen3ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, head_dim=128, qk_norm=True),
+    "SmolLM3ForCausalLM": _Rules(
+        windows="unrotated", theta=2e6, kv_heads=4, tied=True, bos=128000, eos=128001, mlp_bias=True
+    ),
+    "Gemma2ForCausalLM": _GEMMA_2,
+    "Gemma3ForCausalLM": _GEMMA_3,
+}
+_BY_MODEL_TYPE: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+
+
+def model_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
+    """Return the configuration of `config.json`, with additional end tokens of `generation_config.json`.
+
+    Raises `ModelError` naming an invalid field or an unsupported feature.
+    """
+    architecture = _architecture(config)
+    _refuse_unsupported(config)
+    rules = _RULES[architecture]
+    heads = config.integer("num_attention_heads")
+    hidden = config.integer("hidden_size")
+    kv_heads = config.integer("num_key_value_heads", _kv_heads(config, rules, heads))
+    if heads % kv_heads:
+        raise ModelError(f"{config.origin}: num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
+    head_dim = _head_dim(config, rules, hidden, heads)
+    layer_types, rotated = _layers(config, rules)
+    ropes = _ropes(config, rules, architecture, head_dim, sorted(set(layer_types)))
+    vocab_size = config.integer("vocab_size")
+    is_gemma = rules.family == "gemma"
+    try:
+        return ModelConfig(
+            architecture=architecture,
+            family=rules.family,
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=config.integer("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            layers=_layer_configs(config, rules, layer_types, rotated, ropes),
+            ropes=tuple(dict.fromkeys(ropes.values())),
+            max_positions=stretched(config.integer("max_position_embeddings", rules.max_positions), ropes.values()),
+            norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
+            activation=_activation(config, rules),
+            tie_embeddings=config.flag("tie_word_embeddings", rules.tied),
+            qkv_bias=rules.bias == "qkv" or (rules.bias == "field" and config.flag("attention_bias", False)),
+            out_bias=rules.bias == "field" and config.flag("attention_bias", False),
+            mlp_bias=rules.mlp_bias and config.flag("mlp_bias", False),
+            qk_norm=rules.qk_norm,
+            attention_scale=config.number("query_pre_attn_scalar", 256.0, high=1e9) ** -0.5 if is_gemma else None,
+            attention_softcap=_softcap(config, rules, "attn_logit_softcapping"),
+            logits_softcap=_softcap(config, rules, "final_logit_softcapping"),
+            embedding_scale=math.sqrt(hidden) if is_gemma else None,
+            eos_token_ids=_eos_ids(config, generation, rules, vocab_size),
+            bos_token_id=_bos_id(config, generation, rules, vocab_size),
+        )
+    except ValueError as error:
+        raise _named(config, error) from error
+
+
+def _named(config: Fields, error: ValueError) -> ModelError:
+    """Return the error of a configuration record with the file's name added."""
+    return error if isinstance(error, ModelError) else ModelError(f"{config.origin}: {error}")
+
+
+def _architecture(config: Fields) -> str:
+    """Return the architecture's name. Raises `ModelError` listing the known ones."""
+    names = config.sequence("architectures") or ()
+    model_type = config.text("model_type", "")
+    name = names[0] if names else _BY_MODEL_TYPE.get(model_type, model_type)
+    if not isinstance(name, str):
+        raise config.bad("architectures", "a list of names")
+    if name in _RULES:
+        return name
+    if "Moe" in name or any(config.get(field) is not None for field in _MIXTURE_FIELDS):
+        raise ModelError(f"{config.origin}: {shown(name)} is a mixture of experts, which is not supported")
+    if "ConditionalGeneration" in name or config.get("vision_config") is not None:
+        raise ModelError(f"{config.origin}: {shown(name)} is a multimodal model, which is not supported")
+    raise ModelError(f"{config.origin}: unknown architecture {shown(name)}; known: {', '.join(_RULES)}")
+
+
+def _refuse_unsupported(config: Fields) -> None:
+    """Raise `ModelError` for settings that would otherwise be ignored."""
+    for field in ("quantization_config", "compression_config"):
+        if config.get(field) is not None:
+            method = config.within(field).text("quant_method", "unnamed")
+            raise ModelError(
+                f"{config.origin}: {field} ({shown(method)}) is not supported; use plain weights or a GGUF"
+            )
+    if config.flag("use_bidirectional_attention", False):
+        raise ModelError(f"{config.origin}: use_bidirectional_attention is not supported")
+
+
+def _head_dim(config: Fields, rules: _Rules, hidden: int, heads: int) -> int:
+    default = rules.head_dim or hidden // heads
+    if not default:
+        raise ModelError(f"{config.origin}: hidden_size ({hidden}) is less than num_attention_heads ({heads})")
+    return config.integer("head_dim", default)
+
+
+def _kv_heads(config: Fields, rules: _Rules, heads: int) -> int:
+    """Return the default number of kv heads: one per query head for an explicit null, otherwise the family's."""
+    return heads if rules.kv_heads is None or "num_key_value_heads" in config.values else rules.kv_heads
+
+
+def _activation(config: Fields, rules: _Rules) -> Activation:
+    field, default = ("hidden_activation", "gelu_pytorch_tanh") if rules.family == "gemma" else ("hidden_act", "silu")
+    name = config.text(field, default)
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"{config.origin}: {field} {shown(name)} is not supported; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _softcap(config: Fields, rules: _Rules, name: str) -> float | None:
+    defaults = dict(rules.softcaps)
+    is_given = name in defaults and name in config.values
+    return config.optional_number(name, high=1e6) if is_given else defaults.get(name)
+
+
+def _layers(config: Fields, rules: _Rules) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    """Return each layer's type, and whether it has a rotary embedding."""
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    rotated = _rotated(config, num_layers) if rules.windows == "unrotated" else (True,) * num_layers
+    explicit = config.sequence("layer_types") if rules.windows in ("upper", "unrotated", "pattern") else None
+    if explicit is None:
+        return tuple(_default_types(config, rules, rotated)), rotated
+    if len(explicit) != num_layers:
+        raise ModelError(f"{config.origin}: layer_types has {len(explicit)} entries for {num_layers} layers")
+    explicit = [FULL if kind == "attention" else kind for kind in explicit]  # an older name
+    for kind in explicit:
+        if kind not in (FULL, SLIDING):
+            raise ModelError(f"{config.origin}: layer_types holds {shown(kind)}; known: {FULL}, {SLIDING}")
+    return tuple(explicit), rotated
+
+
+def _rotated(config: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return whether each layer has a rotary embedding (SmolLM3: 1 in `no_rope_layers`; default: not every fourth)."""
+    explicit = config.sequence("no_rope_layers")
+    if explicit is None:
+        interval = config.integer("no_rope_layer_interval", 4)
+        return tuple((i + 1) % interval != 0 for i in range(num_layers))
+    if len(explicit) < num_layers:
+        raise ModelError(f"{config.origin}: no_rope_layers has {len(explicit)} entries for {num_layers} layers")
+    for entry in explicit:
+        if type(entry) is not int or entry not in (0, 1):
+            raise ModelError(f"{config.origin}: no_rope_layers must hold 0 and 1, got {shown(entry)}")
+    return tuple(entry == 1 for entry in explicit[:num_layers])
+
+
+def _default_types(config: Fields, rules: _Rules, rotated: tuple[bool, ...]) -> Iterable[str]:
+    """Yield each layer's type for a file without `layer_types`."""
+    first_window = config.integer("max_window_layers", 28, low=0)
+    period = rules.window_period or config.integer("sliding_window_pattern", 6)
+    has_window = _window(config, rules) is not None
+    for i, is_rotated in enumerate(rotated):
+        slides = {
+            "none": False,
+            "all": True,
+            "upper": i >= first_window,
+            "unrotated": not is_rotated and config.flag("use_sliding_window", False),
+            "pattern": (i + 1) % period != 0,
+        }[rules.windows]
+        # Gemma's types also select the rotary embedding, so they are needed even without a window.
+        yield SLIDING if slides and (has_window or rules.windows == "pattern") else FULL
+
+
+def _window(config: Fields, rules: _Rules) -> int | None:
+    """Return the window size of sliding layers: visible keys, the query's own included."""
+    if rules.windows == "none" or (rules.windows == "upper" and not config.flag("use_sliding_window", False)):
+        return None
+    if "sliding_window" not in config.values:
+        return rules.window
+    return config.optional_integer("sliding_window")
+
+
+def _layer_configs(
+    config: Fields,
+    rules: _Rules,
+    layer_types: tuple[str, ...],
+    rotated: tuple[bool, ...],
+    ropes: Mapping[str, RopeConfig],
+) -> tuple[LayerConfig, ...]:
+    """Return the layers; equal rotary embeddings share one index."""
+    window = _window(config, rules)
+    if window is None and SLIDING in layer_types:
+        raise ModelError(f"{config.origin}: layer_types names {SLIDING}, but there is no sliding_window")
+    distinct = list(dict.fromkeys(ropes.values()))
+    return tuple(
+        LayerConfig(
+            window=window if kind == SLIDING else None, rope=distinct.index(ropes[kind]) if is_rotated else None
+        )
+        for kind, is_rotated in zip(layer_types, rotated, strict=True)
+    )
+
+
+def _ropes(
+    config: Fields, rules: _Rules, architecture: str, head_dim: int, kinds: Iterable[str]
+) -> dict[str, RopeConfig]:
+    """Return the rotary embedding of each layer type."""
+    out: dict[str, RopeConfig] = {}
+    for kind in kinds:
+        fields = (
+            _gemma_3_rope(config, rules, kind) if architecture == "Gemma3ForCausalLM" else _plain_rope(config, rules)
+        )
+        try:
+            out[kind] = _rope(fields, config.integer("max_position_embeddings", rules.max_positions), head_dim)
+        except ValueError as error:
+            raise _named(fields, error) from error
+    return out
+
+
+def _plain_rope(config: Fields, rules: _Rules) -> Fields:
+    """Return the rotary parameters; `rope_scaling` takes precedence over `rope_parameters`."""
+    fields = config.within("rope_scaling" if config.mapping("rope_scaling") else "rope_parameters")
+    if FULL in fields.values or SLIDING in fields.values:
+        raise ModelError(f"{fields.origin} must not differ between layer types")
+    outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    found = _filled(fields.values, {**outer, "rope_theta": outer["rope_theta"] or rules.theta})
+    # The original length of a context extension may be outside the rotary parameters.
+    if config.get("original_max_position_embeddings") is not None:
+        found["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
+    return Fields(fields.origin, found)
+
+
+def _gemma_3_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
+    """Return one layer type's rotary parameters for Gemma 3: only full layers are scaled; sliding ones have a base."""
+    given, scaling = config.within("rope_parameters"), config.within("rope_scaling")
+    if given.values and not any(key in (FULL, SLIDING) for key in given.values):
+        raise ModelError(f"{given.origin} must have {FULL} and {SLIDING}")
+    found = dict(given.mapping(kind))
+    # Transformers does not read these two forms, other programs do.
+    if False in (found.get("truncate"), given.get("truncate"), scaling.get("truncate")):
+        raise ModelError(f"{given.origin}: truncate is not supported")
+    if scaling.get("rope_type") is None and scaling.text("type", "default") != "default":
+        raise ModelError(f"{scaling.origin}: rope_type is missing")
+    if kind == SLIDING:
+        return Fields(given.origin, _filled(found, {"rope_theta": config.number("rope_local_base_freq", 10000.0)}))
+    found.update(scaling.values)
+    return Fields(given.origin, _filled(found, {"rope_theta": config.number("rope_theta", rules.theta)}))
+
+
+def _filled(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `found` with defaults for its missing and null entries."""
+    return {**defaults, **{key: value for key, value in found.items() if value is not None}}
+
+
+def _rope(rope: Fields, max_positions: int, head_dim: int) -> RopeConfig:
+    """Return the rotary embedding described by one object of rotary parameters."""
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    theta = rope.number("rope_theta")
+    config = partial(RopeConfig, theta=theta, rotary_dim=head_dim, max_positions=max_positions)
+    if kind == "default":  # none of these families rotates a part of its heads: their own code ignores the field
+        return config()
+    if int(head_dim * rope.number("partial_rotary_factor", 1.0)) != head_dim:
+        raise ModelError(f"{rope.origin}: partial_rotary_factor is not supported with the rope type {shown(kind)}")
+    if kind == "linear":
+        return config(kind="linear", factor=rope.number("factor", high=1e6))
+    if kind == "dynamic":
+        if head_dim < 4:
+            raise ModelError(f"{rope.origin}: dynamic scaling needs at least 4 rotary dimensions, got {head_dim}")
+        return config(kind="dynamic", factor=rope.number("factor", high=1e6), original_max_positions=max_positions)
+    if kind == "llama3":
+        return _llama3_rope(rope, config, max_positions)
+    if kind == "yarn":
+        return _yarn_rope(rope, config, theta, max_positions)
+    raise ModelError(
+        f"{rope.origin}: rope type {shown(kind)} is not supported; known: default, linear, dynamic, llama3, yarn"
+    )
+
+
+def _llama3_rope(rope: Fields, config: Callable[..., RopeConfig], max_positions: int) -> RopeConfig:
+    low, high = rope.number("low_freq_factor", high=1e6), rope.number("high_freq_factor", high=1e6)
+    if low >= high:
+        raise ModelError(f"{rope.origin}: high_freq_factor ({high:g}) must be greater than low_freq_factor ({low:g})")
+    return config(
+        kind="llama3",
+        factor=rope.number("factor", high=1e6),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=rope.integer("original_max_position_embeddings", max_positions),
+    )
+
+
+def _yarn_rope(rope: Fields, config: Callable[..., RopeConfig], theta: float, max_positions: int) -> RopeConfig:
+    original = rope.integer("original_max_position_embeddings", max_positions)
+    factor = rope.number("factor", max_positions / original, high=1e6)
+    if theta <= 1:
+        raise ModelError(f"{rope.origin}: yarn needs a rope_theta above 1, got {theta:g}")
+    return config(
+        kind="yarn",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=rope.optional_number("attention_factor", high=1e6),
+        beta_fast=rope.number("beta_fast", 32.0, high=1e6),
+        beta_slow=rope.number("beta_slow", 1.0, high=1e6),
+        truncate=rope.flag("truncate", True),
+        mscale=rope.optional_number("mscale", low=-1e6, high=1e6),
+        mscale_all_dim=rope.optional_number("mscale_all_dim", low=-1e6, high=1e6),
+    )
+
+
+def stretched(max_positions: int, ropes: Iterable[RopeConfig]) -> int:
+    """Return the longest supported sequence: some YaRN files give, as `max_positions`, the length before extension."""
+    lengths = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.kind == "yarn"]
+    return min(max(max_positions, *lengths), 2**31 - 1) if lengths else max_positions
+
+
+def _eos_ids(config: Fields, generation: Fields | None, rules: _Rules, vocab_size: int) -> tuple[int, ...]:
+    """Return the end tokens of both files; the family's default if neither has any."""
+    found = [token for fields in (config, generation) if fields is not None for token in _token_ids(fields)]
+    if not found and rules.eos is not None and "eos_token_id" not in config.values:
+        found = [rules.eos]
+    # Small test models made from a large model's defaults may have ids outside their vocabulary.
+    return tuple(sorted({token for token in found if token < vocab_size}))
+
+
+def _token_ids(fields: Fields) -> list[int]:
+    value = fields.get("eos_token_id")
+    ids = list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
+    for token in ids:
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise fields.bad("eos_token_id", "a token id or a list of them")
+    return ids
+
+
+def _bos_id(config: Fields, generation: Fields | None, rules: _Rules, vocab_size: int) -> int | None:
+    given = "bos_token_id" in config.values
+    found = config.optional_integer("bos_token_id", low=0) if given else rules.bos
+    if found is None and generation is not None:
+        found = generation.optional_integer("bos_token_id", low=0)
+    return found if found is not None and found < vocab_size else None

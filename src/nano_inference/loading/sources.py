@@ -1,0 +1,98 @@
+"""`WeightSource`: a weight that can be read from a file or from memory; checks of names and shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nano_inference.loading.pieces import PIECE_BYTES, FileRange
+from nano_inference.types import ModelError
+
+_SHOWN_NAMES = 5
+HARMLESS_SUFFIX = "rotary_emb.inv_freq"
+"""Rotary frequencies in old checkpoints, which are ignored: they follow from the configuration."""
+
+
+class WeightSource(Protocol):
+    """A tensor that can be read repeatedly, from a file or from memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str:
+        """Return the stored type: "float32", "bfloat16", "Q4_1", …"""
+
+    def read_into(self, target: Tensor) -> None:
+        """Fill a contiguous tensor of this shape, any float dtype and device.
+
+        Values are converted in bounded pieces. Raises `ModelError` if the file cannot be read.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor in memory; satisfies `WeightSource`."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    def read_into(self, target: Tensor) -> None:
+        target.copy_(self.tensor)
+
+
+def same_values(one: WeightSource, other: WeightSource) -> bool:
+    """Return whether two weights are equal as float32; files are read in pieces, up to the first difference."""
+    if one.shape != other.shape:
+        return False
+    return all(torch.equal(a, b) for a, b in zip(_pieces(one), _pieces(other), strict=True))
+
+
+def _pieces(source: WeightSource) -> Iterator[Tensor]:
+    """Yield a weight's values as float32, a file's some rows at a time."""
+    size = source.shape[0] if source.shape else 1
+    step = size
+    if isinstance(source, FileRange) and source.shape:
+        step = max(1, PIECE_BYTES // max(1, 4 * math.prod(source.shape[1:])))
+    for start in range(0, size, max(1, step)):
+        part = source.rows(start, start + step) if isinstance(source, FileRange) and step < size else source
+        values = torch.empty(part.shape)
+        part.read_into(values)
+        yield values
+
+
+@torch.no_grad()
+def load_into(slots: Mapping[str, Tensor], named: Iterable[tuple[str, WeightSource]]) -> None:
+    """Fill every slot, a contiguous tensor, from the source with the same name.
+
+    Raises `ModelError` as `check_names` does, before anything is written.
+    """
+    sources = dict(named)
+    check_names({name: tuple(slot.shape) for name, slot in slots.items()}, sources)
+    for name, source in sources.items():
+        source.read_into(slots[name])
+
+
+def check_names(shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, WeightSource]) -> None:
+    """Raise `ModelError` if names or shapes differ from those of the model."""
+    for name, source in named.items():
+        if name not in shapes:
+            raise ModelError(f"the checkpoint has {name}, which the model does not have")
+        if shapes[name] != source.shape:
+            raise ModelError(f"{name}: the checkpoint has the shape {source.shape}, the model {shapes[name]}")
+    missing = [name for name in shapes if name not in named]
+    if missing:
+        rest = f" and {len(missing) - _SHOWN_NAMES} more" if len(missing) > _SHOWN_NAMES else ""
+        raise ModelError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:_SHOWN_NAMES])}{rest}")

@@ -1,0 +1,211 @@
+"""`LocalWorker`: an engine on a thread of this process, for tests, one process, and inside a Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.async_engine import AsyncEngine
+from nano_inference.core.admission import Limits
+from nano_inference.engine import InferenceEngine
+from nano_inference.engine_thread import Turn
+from nano_inference.rl.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
+from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
+from nano_inference.weights.directory import weights_in
+from nano_inference.weights.updates import NamedWeights, WeightUpdate
+
+OpenEngine = Callable[[int], InferenceEngine]
+"""Opens the engine of the worker with this index; called on the engine's thread."""
+
+
+class LocalWorker:
+    """Owns an `AsyncEngine`; see `Worker`."""
+
+    def __init__(self, name: str, open_engine: Callable[[], InferenceEngine]) -> None:
+        self.name = name
+        self.limits: Limits | None = None
+        self.first_version = 0
+        self._counters = _Counters()
+        self._engine = AsyncEngine(open_engine, observer=self._counters, end_error=self._died)
+        self._control: InferenceEngine | None = None
+        self._receivers: dict[int, _Inbox] = {}  # open jobs
+
+    async def open(self) -> None:
+        """Open the engine. Raises what its constructor raises."""
+        engine = await self._engine.start()
+        self._control, self.limits = engine, engine.limits
+
+    async def generate(self, job: Job) -> list[TrainingSample]:
+        found: dict[int, TrainingSample] = {}
+        async with aclosing(self.stream(job)) as deltas:
+            async for delta in deltas:
+                if delta.sample is not None:
+                    found[delta.sample_index] = delta.sample
+        return [found[index] for index in sorted(found)]
+
+    async def stream(self, job: Job) -> AsyncGenerator[Delta]:
+        inbox = self._receivers[job.id] = _Inbox()
+        num_open = job.request.num_samples
+        try:
+            with self._engine.submit([job.request], inbox):
+                while num_open:
+                    item = await inbox.items.get()
+                    if isinstance(item, Exception):
+                        raise item
+                    num_open -= item.sample is not None
+                    yield item
+        finally:
+            if self._receivers.get(job.id) is inbox:
+                del self._receivers[job.id]
+
+    async def stage(self, update: HeldUpdate) -> int:
+        directory = directory_of(update)
+        weights: NamedWeights = update.weights if directory is None else weights_in(directory)
+        held = WeightUpdate(
+            weights=weights,
+            rules=update.rules,
+            label=update.label,
+            on_running=update.on_running,
+            timeout=update.timeout,
+            hold=True,
+        )
+        return await self._engine.update_weights(held) + 1
+
+    async def commit(self) -> int:
+        return await self._engine.commit_update()
+
+    async def discard(self) -> bool:
+        return await self._engine.cancel_update()
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        engine = self._opened
+        if mode != "wait":
+            await self._engine.call(lambda _: engine.pause(mode, clear_cache=clear_cache))
+            return
+        paused = await self._engine.watch(
+            lambda: None if engine.is_pausing else True,
+            first=lambda: engine.pause("wait", clear_cache=clear_cache, blocking=False),
+        )
+        await paused
+
+    async def resume(self) -> None:
+        engine = self._opened
+        await self._engine.call(lambda _: engine.resume())
+
+    async def abort(self, job_ids: Collection[int] | None) -> None:
+        wanted = self._receivers if job_ids is None else {one: self._receivers.get(one) for one in job_ids}
+        await self._engine.end_submissions([one for one in wanted.values() if one is not None])
+
+    async def flush(self) -> int:
+        engine = self._opened
+        return await self._engine.call(lambda _: engine.flush_cache())
+
+    async def checksum(self) -> str:
+        engine = self._opened
+        return await self._engine.call(lambda _: engine.weights_checksum())
+
+    async def facts(self) -> WorkerFacts:
+        engine, counters = self._opened, self._counters
+        version = await self._engine.call(lambda _: engine.weight_info().version)
+        return WorkerFacts(
+            num_computed=counters.num_computed, num_sampled=counters.num_sampled, version=version, pid=os.getpid()
+        )
+
+    async def close(self) -> None:
+        await self._engine.stop()
+
+    @property
+    def _opened(self) -> InferenceEngine:
+        assert self._control is not None, "not opened"
+        return self._control
+
+    def _died(self, cause: BaseException | None) -> Exception:
+        reason = "the engine was stopped" if cause is None else f"{type(cause).__name__}: {cause}"
+        error = WorkerDied(f"{self.name}: {reason}")
+        error.__cause__ = cause
+        return error
+
+
+class LocalFleet:
+    """Opens engines on threads of this process; `open_engine` gets the worker's index."""
+
+    retry_s = 10.0
+
+    def __init__(self, open_engine: OpenEngine, size: int) -> None:
+        self.size = size
+        self._open_engine = open_engine
+
+    def share(self, named: Iterable[tuple[object, object]]) -> list[tuple[str, Tensor]]:
+        """Return copies, so that the trainer may change its tensors."""
+        return [(str(name), plain_tensor(name, value).clone()) for name, value in named]
+
+    def uncovered(self, older: Any, newer: Any) -> Any | None:
+        names = {name for name, _ in (weights_in(newer) if isinstance(newer, Path) else newer)}
+        if isinstance(older, Path):
+            return uncovered_directory(older, names)
+        left = [pair for pair in older if pair[0] not in names]
+        return older if len(left) == len(older) else left or None
+
+    async def open(self, index: int) -> LocalWorker:
+        worker = LocalWorker(f"worker {index}", lambda: self._open_engine(index))
+        await worker.open()
+        return worker
+
+    async def close(self) -> None:
+        """Owns nothing."""
+
+
+class _Inbox:
+    """The receiver of one job: a queue of deltas, or the failure."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+
+    def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
+        """Ignored."""
+
+    def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
+        self.items.put_nowait(delta)
+
+    def on_failure(self, error: Exception) -> None:
+        self.items.put_nowait(error)
+
+
+class _Counters:
+    """Observes an engine and adds up its steps."""
+
+    def __init__(self) -> None:
+        self.num_computed = 0
+        self.num_sampled = 0
+
+    def on_turn(self, turn: Turn) -> None:
+        self.num_computed += turn.result.stats.num_computed
+        self.num_sampled += turn.result.stats.num_sampled
+
+    def on_death(self, error: BaseException) -> None:
+        """Ignored: the next call of the worker raises."""
+
+
+def uncovered_directory(directory: Path, names: Collection[str]) -> Path | None:
+    """Return the directory, or None if all its weights are among `names`."""
+    return None if all(name in names for name, _ in weights_in(directory)) else directory
+
+
+def plain_tensor(name: object, value: object) -> Tensor:
+    """Return a tensor without its gradient, on the CPU. Raises `WeightError` for anything else."""
+    if not isinstance(name, str):
+        raise WeightError(f"a weight's name must be a string, got {name!r}")
+    if not isinstance(value, Tensor):
+        raise WeightError(f"{name}: must be a tensor, got {type(value).__name__}")
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        raise WeightError(f"{name}: a {type(value).__name__} must be gathered into a plain tensor first")
+    if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
+        raise WeightError(f"{name}: must be a dense tensor with values, got {value.layout} on {value.device}")
+    return value.detach().cpu()

@@ -1,0 +1,395 @@
+"""`Members`: the workers of a pool. Places jobs, replaces dead workers, and resubmits what these did not finish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nano_inference.core.admission import Limits
+from nano_inference.rl.pool.routing import PrefixRouter
+from nano_inference.rl.pool.worker import Fleet, HeldUpdate, Job, Worker, WorkerDied
+from nano_inference.support.files import path_of
+from nano_inference.types import BadRequest, Delta, EngineDead, PauseMode, TrainingSample, WeightLabel
+from nano_inference.weights.staging import pairs
+from nano_inference.weights.updates import NamedWeights
+
+Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+
+_MOST_ATTEMPTS = 4  # a request that so many workers in a row did not survive is not tried again
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One worker in its place in the pool; a worker that replaces it is another `Member`."""
+
+    index: int
+    worker: Worker
+    versions: dict[int, int]  # the worker's numbers of versions -> the pool's
+
+    def pool_version(self, number: int) -> int:
+        """Return the pool's number. Raises `EngineDead` if another client has updated the worker's weights."""
+        if number not in self.versions:
+            raise EngineDead(f"{self.worker.name}: has weights of version {number}, which this pool did not install")
+        return self.versions[number]
+
+
+class Members:
+    """Owns the workers. Accessed on the pool's event loop."""
+
+    def __init__(self, fleet: Fleet, lineage: str) -> None:
+        self.lock = asyncio.Lock()
+        """Held while weights are installed or a new worker gets them: it has the weights of all others."""
+        self.version = 0  # number of the pool's installations
+        self.labels: dict[int, WeightLabel] = {}  # the trainer's names for the pool's versions
+        self.num_replaced = 0
+        self._fleet = fleet
+        self._lineage = lineage
+        self._router = PrefixRouter(fleet.size)
+        self._members: dict[int, Member] = {}
+        self._in_force: list[tuple[int, HeldUpdate]] = []
+        """(pool version, update): the latest complete one, and of the partial ones after it what none replaces."""
+        self._is_paused = False
+        self._tasks: set[asyncio.Task[Any]] = set()  # replacements that run
+        self._retries: set[asyncio.Task[None]] = set()  # further attempts at places that could not be filled
+
+    async def open(self) -> None:
+        """Open all workers, or none. Raises the first one's error."""
+        opened = await asyncio.gather(*(self._open(i) for i in range(self._fleet.size)), return_exceptions=True)
+        self._members = {one.index: one for one in opened if isinstance(one, Member)}
+        limits = self.limits
+        if limits is not None:
+            self._router = PrefixRouter(self._fleet.size, block_size=limits.block_size)
+        failures = [one for one in opened if isinstance(one, BaseException)]
+        if failures:
+            await self.close()
+            raise failures[0]
+
+    async def close(self) -> None:
+        """Close all workers."""
+        running = [*self._tasks, *self._retries]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        members, self._members = list(self._members.values()), {}
+        await asyncio.gather(*(one.worker.close() for one in members), return_exceptions=True)
+        await self._fleet.close()
+
+    @property
+    def limits(self) -> Limits | None:
+        """Return the limits of a request; None if no worker has reported its own."""
+        return next((one.worker.limits for one in self.alive if one.worker.limits is not None), None)
+
+    @property
+    def alive(self) -> list[Member]:
+        """Members in order of their index; a dead one counts until a call notices it."""
+        return [self._members[index] for index in sorted(self._members)]
+
+    # ---- jobs -------------------------------------------------------------------------------------------------------
+
+    async def generate(self, job: Job, session: str | None) -> list[TrainingSample]:
+        """Return a job's samples, with the pool's numbers. Raises `BadRequest`, and `EngineDead` without workers."""
+        died: WorkerDied | None = None
+        for _ in range(_MOST_ATTEMPTS):
+            await self._some_alive()
+            with self._placed(job, session) as member:
+                try:
+                    samples = await member.worker.generate(job)
+                    return [self._numbering(member).sample(one, job.id) for one in samples]
+                except WorkerDied as error:
+                    died = error
+            await self.replace(member, died)
+        raise _gave_up(job, died)
+
+    async def stream(self, job: Job, session: str | None) -> AsyncGenerator[Delta]:
+        """Yield a job's deltas, with the pool's numbers; after a worker's death the next one continues the stream.
+
+        Raises as `generate` does, and `EngineDead` if the weights changed since a dead worker sampled its tokens.
+        """
+        died: WorkerDied | None = None
+        delivered = Delivered()
+        for _ in range(_MOST_ATTEMPTS):
+            delivered.restart()
+            await self._some_alive()
+            with self._placed(job, session) as member:
+                try:
+                    async with aclosing(member.worker.stream(job)) as deltas:
+                        async for delta in deltas:
+                            new = delivered.unseen(self._numbering(member).delta(delta, job.id))
+                            if new is not None:
+                                yield new
+                    return
+                except WorkerDied as error:
+                    died = error
+            await self.replace(member, died)
+        raise _gave_up(job, died)
+
+    def _numbering(self, member: Member) -> Numbering:
+        return Numbering(pool_version=member.pool_version, labels=self.labels, lineage=self._lineage)
+
+    async def _some_alive(self) -> None:
+        """Wait until there is a worker, while one is replaced. Raises `EngineDead` if none is left."""
+        while not self._members and self._tasks:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        self.require_some()
+
+    def require_some(self) -> None:
+        """Raise `EngineDead` without workers."""
+        if not self._members:
+            raise EngineDead("the pool has no worker left")
+
+    @contextmanager
+    def _placed(self, job: Job, session: str | None) -> Iterator[Member]:
+        """Choose the member for a job and count the job's cost until the block ends."""
+        request = job.request
+        length = len(request.prompt)
+        cost = length + request.num_samples * (request.params.max_tokens or 0)
+        index = self._router.place(request.prompt, cost, session)
+        member = self._members[index]
+        try:
+            yield member
+        finally:
+            if self._members.get(index) is member:  # a new worker in its place has other jobs
+                self._router.finish(index, cost)
+
+    # ---- all workers ------------------------------------------------------------------------------------------------
+
+    async def each(self, work: Callable[[Worker], Awaitable[Answer]]) -> dict[str, Answer]:
+        """Return the result of `work` for each worker by its name; a dead worker is replaced and asked again.
+
+        All have ended when an error of one is raised.
+        """
+        while self._tasks:  # a replacement that another call has started
+            await asyncio.wait(self._tasks)
+        self.require_some()
+        found = await asyncio.gather(*(self._at(one.index, work) for one in self.alive), return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return dict(one for one in found if one is not None and not isinstance(one, BaseException))
+
+    async def _at(self, index: int, work: Callable[[Worker], Awaitable[Answer]]) -> tuple[str, Answer] | None:
+        while (member := self._members.get(index)) is not None:
+            try:
+                return member.worker.name, await work(member.worker)
+            except WorkerDied as error:
+                await self.replace(member, error)
+        return None
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pause all workers, and those that replace them. Raises `BadRequest`, with none paused, if one cannot."""
+        self._is_paused = True
+        try:
+            await self.each(lambda worker: worker.pause(mode, clear_cache=clear_cache))
+        except BadRequest:
+            self._is_paused = False
+            for member in self.alive:
+                with suppress(BadRequest, WorkerDied):
+                    await member.worker.resume()
+            raise
+
+    async def resume(self) -> None:
+        """Resume all workers."""
+        self._is_paused = False
+        await self.each(lambda worker: worker.resume())
+
+    # ---- weights and replacements -----------------------------------------------------------------------------------
+
+    def shared(self, weights: NamedWeights | str | Path) -> Any:
+        """Return new weights as `HeldUpdate.weights`. Can be called on any thread. Raises `WeightError`."""
+        if isinstance(weights, str | Path):
+            return path_of(weights, "weights").absolute()
+        return self._fleet.share(pairs(weights))
+
+    def record(self, update: HeldUpdate, numbers: Iterable[tuple[Member, int]]) -> int:
+        """Count an update that all workers hold, before any installs it; return the pool's new version.
+
+        `numbers` are those that the members' workers give the new weights. From now on the update is in force: a worker
+        that dies before it has installed it gets it with its replacement.
+        """
+        self.version += 1
+        if update.label is not None:
+            self.labels[self.version] = update.label
+        for member, number in numbers:
+            member.versions[number] = self.version
+        kept = self._uncovered(update) if update.rules.partial else []
+        self._in_force = [*kept, (self.version, update)]
+        return self.version
+
+    def _uncovered(self, update: HeldUpdate) -> list[tuple[int, HeldUpdate]]:
+        """Return the updates in force without the tensors that a partial one replaces, which bounds their size."""
+        kept: list[tuple[int, HeldUpdate]] = []
+        for version, one in self._in_force:
+            left = one.weights
+            if one.rules.partial:
+                with suppress(Exception):  # a directory that only the workers can read
+                    left = self._fleet.uncovered(one.weights, update.weights)
+            if left is not None:
+                rules = one.rules if left is one.weights else replace(one.rules, checksum=None)
+                kept.append((version, replace(one, weights=left, rules=rules)))
+        return kept
+
+    async def replace(self, member: Member, error: WorkerDied) -> None:
+        """Open a new worker in the place of a dead one; if that fails, try again later. Idempotent."""
+        index = member.index
+        if self._members.get(index) is not member:
+            return
+        self._router.remove(index)
+        del self._members[index]
+        await self._unstoppable(self._replace(member, error))
+
+    async def _replace(self, member: Member, error: WorkerDied) -> None:
+        with suppress(Exception):
+            await member.worker.close()
+        _log.warning("%s; a new worker takes its place", error)
+        try:
+            await self._fill(member.index)
+        except Exception as failure:
+            _log.error("%s; its replacement failed: %s; %d workers are left", error, failure, len(self._members))
+            retry = asyncio.ensure_future(self._retry(member.index))
+            self._retries.add(retry)
+            retry.add_done_callback(self._retries.discard)
+
+    async def _retry(self, index: int) -> None:
+        """Try to fill a place until that succeeds."""
+        while index not in self._members:
+            await asyncio.sleep(self._fleet.retry_s)
+            with suppress(Exception):  # the reason was logged when the place became empty
+                await self._fill(index)
+        _log.warning("%s: takes part again; %d workers", self._members[index].worker.name, len(self._members))
+
+    async def _fill(self, index: int) -> None:
+        """Open a worker and add it to the members. Raises what opening it raises."""
+        worker = await self._fleet.open(index)
+        try:
+            async with self.lock:
+                self._members[index] = await self._prepared(index, worker)
+        except BaseException:
+            await worker.close()
+            raise
+        self._router.add(index)
+        self.num_replaced += 1
+
+    async def _open(self, index: int) -> Member:
+        """Open a worker at the pool's start."""
+        worker = await self._fleet.open(index)
+        return Member(index=index, worker=worker, versions={worker.first_version: 0})
+
+    async def _prepared(self, index: int, worker: Worker) -> Member:
+        """Install the weights in force in a new worker, and pause or resume it as the pool is."""
+        member = Member(index=index, worker=worker, versions={worker.first_version: 0})
+        if self._in_force:
+            await worker.discard()  # a server that was unreachable may hold an update of before
+        for version, update in self._in_force:
+            number = await worker.stage(update)
+            member.versions[number] = version
+            await worker.commit()
+        is_paused: bool | None = None  # a server that was unreachable may be paused since then
+        while is_paused != self._is_paused:  # the pool may be paused or resumed during the call
+            is_paused = self._is_paused
+            if is_paused:
+                await worker.pause("keep", clear_cache=False)
+            else:
+                with suppress(BadRequest):  # a server without pauses cannot be paused
+                    await worker.resume()
+        return member
+
+    async def _unstoppable(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of `work`, which continues if the caller is cancelled."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+
+def _gave_up(job: Job, died: WorkerDied | None) -> EngineDead:
+    return EngineDead(f"request {job.id}: {_MOST_ATTEMPTS} workers died while they ran it, the last one as {died}")
+
+
+class Delivered:
+    """Owns the tokens of one stream that its reader has, by sample index."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, list[int]] = defaultdict(list)
+        self._ended: set[int] = set()
+        self._position: Counter[int] = Counter()  # tokens of each sample since `restart`
+
+    def restart(self) -> None:
+        """The job starts again on another worker."""
+        self._position.clear()
+
+    def unseen(self, delta: Delta) -> Delta | None:
+        """Return the part of a delta that the reader does not have, or None.
+
+        Raises `EngineDead` if the repetition differs from what the reader has: the weights have changed.
+        """
+        index = delta.sample_index
+        if index in self._ended:
+            return None
+        known, start = self._tokens[index], self._position[index]
+        repeated = tuple(known[start : start + len(delta.token_ids)])
+        end = self._position[index] = start + len(delta.token_ids)
+        is_shorter = delta.sample is not None and end < len(known)
+        if delta.token_ids[: len(repeated)] != repeated or is_shorter:
+            raise EngineDead(
+                f"request {delta.request_id}: its worker died and the weights have changed since, so that the stream "
+                "cannot be continued; start it again"
+            )
+        new = without_first(delta, len(repeated))
+        known += new.token_ids
+        if delta.sample is not None:
+            self._ended.add(index)
+        return new if new.token_ids or new.sample is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbering:
+    """How a pool numbers one worker's samples."""
+
+    pool_version: Callable[[int], int]
+    """Maps the worker's numbers of versions, which start anew in each new worker, to the pool's."""
+    labels: Mapping[int, WeightLabel]
+    """The trainer's names for the pool's versions; they replace a server's, which are texts."""
+    lineage: str
+
+    def sample(self, sample: TrainingSample, job_id: int) -> TrainingSample:
+        """Return a worker's sample with the pool's request id, versions and lineage."""
+        number = self.pool_version
+        labels = {number(version): label for version, label in sample.version_labels.items()}
+        return replace(
+            sample,
+            request_id=job_id,
+            token_versions=tuple(map(number, sample.token_versions)),
+            weight_version=number(sample.weight_version),
+            version_labels={**labels, **self.labels},
+            lineage=self.lineage,
+        )
+
+    def delta(self, delta: Delta, job_id: int) -> Delta:
+        """Return a worker's delta, as `sample` does with samples."""
+        sample = None if delta.sample is None else self.sample(delta.sample, job_id)
+        versions = tuple(map(self.pool_version, delta.versions))
+        return replace(delta, request_id=job_id, versions=versions, sample=sample)
+
+
+def without_first(delta: Delta, count: int) -> Delta:
+    """Return a delta without its first `count` tokens; its sample stays whole."""
+    if not count:
+        return delta
+    optional = ("top_logprobs", "raw_logprobs", "sampling_masks")
+    cut = {name: value[count:] for name in optional if (value := getattr(delta, name)) is not None}
+    return replace(
+        delta,
+        token_ids=delta.token_ids[count:],
+        logprobs=delta.logprobs[count:],
+        mask=delta.mask[count:],
+        versions=delta.versions[count:],
+        **cut,
+    )

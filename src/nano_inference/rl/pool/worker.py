@@ -1,0 +1,130 @@
+"""What a pool needs from one engine: `Worker`, the records it passes, and `Fleet`, which opens workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from nano_inference.core.admission import Limits
+from nano_inference.types import (
+    Delta,
+    EngineDead,
+    EngineRequest,
+    OnRunning,
+    PauseMode,
+    TrainingSample,
+    WeightLabel,
+)
+from nano_inference.weights.updates import UpdateRules
+
+
+class WorkerDied(EngineDead):
+    """A worker does not answer any more; its jobs are resubmitted. The message names the worker and the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request of the pool; its seed is set, so that its tokens do not depend on the worker."""
+
+    id: int  # unique in the pool
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldUpdate:
+    """New weights for a worker, which gathers and holds them until `Worker.commit`."""
+
+    weights: Any  # a directory (`Path`), or what the fleet's `share` returned
+    rules: UpdateRules = field(default_factory=UpdateRules)
+    label: WeightLabel | None = None
+    on_running: OnRunning = "keep"
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """State of one worker."""
+
+    num_computed: int = 0  # tokens computed by the model since the start
+    num_sampled: int = 0
+    version: int = 0  # number of weight installations since its start
+    pid: int = 0  # the engine's process; 0 if unknown
+
+
+class Worker(Protocol):
+    """One engine. Every method raises `WorkerDied` if the engine is gone; all run on the pool's event loop."""
+
+    name: str  # for messages: where the engine is
+    limits: Limits | None  # limits of its requests; None if unknown
+    first_version: int  # its number of the weights that it opened with
+
+    async def generate(self, job: Job) -> list[TrainingSample]:
+        """Return the job's samples in order. Cancelling the call aborts them. Raises `BadRequest`."""
+
+    def stream(self, job: Job) -> AsyncGenerator[Delta]:
+        """Yield the job's deltas; closing the iterator aborts its samples. Raises `BadRequest`."""
+
+    async def stage(self, update: HeldUpdate) -> int:
+        """Gather and check new weights, hold them, and return the version that they will get.
+
+        Jobs continue with the old weights. Raises `WeightError`, `UpdateBusy`.
+        """
+
+    async def commit(self) -> int:
+        """Install the held weights; return their version."""
+
+    async def discard(self) -> bool:
+        """Drop weights that are not installed; return whether there were any."""
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop running steps, as `InferenceEngine.pause` does; return when the engine is paused."""
+
+    async def resume(self) -> None:
+        """Allow steps again."""
+
+    async def abort(self, job_ids: Collection[int] | None) -> None:
+        """End these jobs (None: all) now; their samples end as "abort"."""
+
+    async def flush(self) -> int:
+        """Forget all cached prefixes; return the number of blocks freed."""
+
+    async def checksum(self) -> str:
+        """Return `weights_checksum` of the installed weights."""
+
+    async def facts(self) -> WorkerFacts:
+        """Return counters; the cheapest way to learn whether the engine lives."""
+
+    async def close(self) -> None:
+        """Shut the engine down. Does not raise `WorkerDied`."""
+
+
+class Fleet(Protocol):
+    """Opens the workers of one pool."""
+
+    size: int  # number of workers
+    retry_s: float  # seconds between attempts to open a worker in the place of a dead one
+
+    def share(self, named: Iterable[tuple[object, object]]) -> Any:
+        """Return a snapshot of (name, tensor) pairs as `HeldUpdate.weights`, stored once for all workers.
+
+        A tensor need only be valid until the next is requested. Raises `WeightError`.
+        """
+
+    def uncovered(self, older: Any, newer: Any) -> Any | None:
+        """Return `older`, a `HeldUpdate.weights`, without tensors that `newer` has too; None if none is left.
+
+        A fleet that cannot divide `older` returns it whole. Raises if a directory cannot be read.
+        """
+
+    async def open(self, index: int) -> Worker:
+        """Open the worker with this index, also in place of a dead one. Raises `WorkerDied`, `ModelError`."""
+
+    async def close(self) -> None:
+        """Free what the fleet owns; its workers are closed already."""
+
+
+def directory_of(update: HeldUpdate) -> Path | None:
+    """Return the directory of an update, or None if it contains tensors."""
+    return update.weights if isinstance(update.weights, Path) else None

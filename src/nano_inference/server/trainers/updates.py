@@ -1,0 +1,326 @@
+"""Weight updates over HTTP: one at a time, whole or in parts. Requests use the old weights until it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from nano_inference.engine_thread import DrivenEngine
+from nano_inference.server.engine_link import EngineLink
+from nano_inference.server.errors import ApiError
+from nano_inference.server.trainers.feed import Feed, Source
+from nano_inference.server.translating import reworded
+from nano_inference.types import (
+    BadRequest,
+    EngineDead,
+    EnginePaused,
+    OnRunning,
+    UpdateBusy,
+    UpdateState,
+    WeightInfo,
+    WeightLabel,
+)
+from nano_inference.weights.updates import UpdateRules, WeightUpdate
+
+HOW_TO_END = (
+    "end it with /finish_weight_update, or abort it with /abort_weight_update or /shutdown_weight_transfer_engine"
+)
+"""Advice in errors about an open update."""
+HOW_TO_COMMIT = "install it with /commit_weight_update, or abort it with /abort_weight_update"
+_POLL_S = 1.0  # interval at which the engine thread is woken after the timeout of an update
+_log = logging.getLogger("nano_inference.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpenUpdate:
+    """An update in parts."""
+
+    feed: Feed
+    outcome: asyncio.Task[WeightInfo]
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """State of the latest update. Accessed on the engine thread."""
+
+    is_aborted: bool = False
+    is_held: bool = False  # whether the engine waits for `commit` once the weights are gathered
+
+
+class Updates:
+    """Owns the current update. Accessed on the event loop."""
+
+    def __init__(
+        self, link: EngineLink, engine: Callable[[], DrivenEngine], timeout: float, redact: Callable[[str], str] = str
+    ) -> None:
+        """`timeout` is in seconds; `redact` removes from an error's text what clients must not see."""
+        self._link = link
+        self._engine = engine
+        self._timeout = timeout
+        self._redact = redact
+        self._latest: _Attempt | None = None  # accessed on the engine thread
+        self.receiving: list[str] = []  # groups with tensors still to be received
+        self._open: _OpenUpdate | None = None
+        self._failure = ""
+        """Why the latest update in parts failed; cleared when its trainer finishes it or another update starts."""
+
+    @property
+    def is_open(self) -> bool:
+        """True while an update in parts has started and not ended."""
+        return self._open is not None
+
+    @property
+    def takes_parts(self) -> bool:
+        """True if new weights are a part of an update: also after it failed, which its trainer may not know yet."""
+        return self.is_open or bool(self._failure)
+
+    async def install(
+        self,
+        source: Source,
+        *,
+        label: WeightLabel | None,
+        checksum: str | None = None,
+        on_running: OnRunning = "keep",
+        partial: bool = False,
+        group: str | None = None,
+    ) -> WeightInfo:
+        """Read a source to its end, install the weights and return their version.
+
+        `partial`: weights that the source lacks keep their values; `checksum`: expected checksum of all weights;
+        `group`: the group that the source receives from. Raises `ApiError`: 409 during another update, else 400.
+        """
+        try:
+            rules = UpdateRules(partial=partial, checksum=checksum)
+            outcome = await self._start(source, label=label, rules=rules, on_running=on_running)
+            with self._receiving_from(group):
+                return await self._wait(outcome)
+        except Exception as error:
+            raise self._client_error(error) from None
+
+    async def hold(
+        self, source: Source, *, label: WeightLabel | None, rules: UpdateRules, on_running: OnRunning
+    ) -> int:
+        """Read a source to its end and hold the weights until `commit`; return the version that they will get.
+
+        Raises `ApiError` as `install` does.
+        """
+        try:
+            outcome = await self._start(source, label=label, rules=rules, on_running=on_running, is_held=True)
+            return (await self._wait(outcome)).version + 1
+        except Exception as error:
+            raise self._client_error(error) from None
+
+    async def commit(self) -> WeightInfo:
+        """Install the held weights; return their version. Raises `ApiError` 400 if there are none."""
+        attempt, engine = self._latest, self._engine()
+
+        def commit() -> None:
+            if attempt is None or not attempt.is_held or engine.weight_info().update != "staged":
+                raise ApiError(400, "no weights are held: POST /update_weights with hold first", code="no_update")
+            attempt.is_held = False
+            engine.commit_update(blocking=False)
+
+        try:
+            outcome = await self._link.watch(self._check(attempt or _Attempt()), first=commit)
+            return await self._wait(outcome)
+        except Exception as error:
+            raise self._client_error(error) from None
+
+    async def start(self) -> WeightInfo:
+        """Start an update in parts; return the current version. Raises `ApiError` 409 during another update.
+
+        The update is aborted if `finish` is not called within the timeout.
+        """
+        feed = Feed()
+        engine = self._engine()
+        try:
+            outcome = await self._start(feed.pairs(), label=None, rules=UpdateRules(), on_running="keep")
+        except Exception as error:
+            raise self._client_error(error) from None
+        self._failure = ""
+        opened = _OpenUpdate(feed=feed, outcome=asyncio.ensure_future(self._wait(outcome)))
+        opened.outcome.add_done_callback(lambda task: self._close(opened, task))
+        self._open = opened
+        return await self._link.call(engine.weight_info)
+
+    async def add(self, source: Source, group: str | None = None) -> WeightInfo:
+        """Add a part to the open update and wait until it is read; return the current version.
+
+        `group`: the group that the source receives from. Raises `ApiError` if the update fails.
+        """
+        opened = self.require_open()
+        consumed = opened.feed.put(source)
+        either: set[asyncio.Future[Any]] = {consumed, opened.outcome}
+        with self._receiving_from(group):
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not consumed.done() or consumed.cancelled():
+            await self._result(opened)  # a part fails only if the update does
+        return await self._link.call(self._engine().weight_info)
+
+    @contextmanager
+    def _receiving_from(self, group: str | None) -> Iterator[None]:
+        names = [] if group is None else [group]
+        self.receiving += names
+        try:
+            yield
+        finally:
+            for name in names:
+                self.receiving.remove(name)
+
+    async def finish(self, label: WeightLabel | None, checksum: str | None = None) -> WeightInfo:
+        """Install the open update with a label; return the new version. Raises `ApiError` 400 with the reason.
+
+        `checksum`: expected checksum of all weights.
+        """
+        try:
+            opened, engine = self.require_open(), self._engine()
+        finally:
+            self._open, self._failure = None, ""
+        with suppress(BadRequest):  # the update has failed already; its outcome has the reason
+            if label is not None:
+                await self._link.call(lambda: engine.label_weights(label, are_next=True))
+            if checksum is not None:
+                await self._link.call(lambda: engine.expect_checksum(checksum))
+        opened.feed.end()
+        try:
+            return await self._result(opened)
+        finally:
+            self._failure = ""
+
+    async def abort(self) -> bool:
+        """Abort the current update of any client; return False if there is none or it is already installed.
+
+        Its waiters get their error at once. Its thread ends later by itself: a broadcast cannot be cancelled.
+        """
+        opened, engine = self._open, self._engine()
+        self._open, self._failure = None, ""
+
+        def cancel() -> bool:
+            if self._latest is None or not engine.cancel_update():
+                return False
+            self._latest.is_aborted = True
+            return True
+
+        was_running = await self._link.call(cancel)
+        if opened is not None:
+            opened.feed.abort("the update was aborted")
+            await asyncio.wait({opened.outcome})
+        self._failure = ""
+        return was_running
+
+    async def _start(
+        self,
+        source: Source,
+        *,
+        label: WeightLabel | None,
+        rules: UpdateRules,
+        on_running: OnRunning,
+        is_held: bool = False,
+    ) -> asyncio.Future[WeightInfo]:
+        """Start gathering; return the future of the installed version, with `is_held` set once they are gathered."""
+        engine, attempt = self._engine(), _Attempt(is_held=is_held)
+        update = WeightUpdate(
+            weights=source,
+            rules=rules,
+            label=label,
+            on_running=on_running,
+            hold=is_held,
+            timeout=self._timeout,
+            on_gathered=self._link.wake,
+        )
+
+        def start() -> None:
+            is_waiting = self._latest is not None and self._latest.is_held
+            _require_idle(engine.weight_info().update, is_open=self.is_open, is_held=is_waiting)
+            engine.start_update(update)
+            self._latest = attempt
+
+        return await self._link.watch(self._check(attempt), first=start)
+
+    def _check(self, attempt: _Attempt) -> Callable[[], WeightInfo | None]:
+        """Return a function that returns the version once an update is installed, or gathered if it is held."""
+        engine = self._engine()
+
+        def check() -> WeightInfo | None:
+            if attempt.is_aborted:
+                raise ApiError(409, "the update was aborted", code="aborted")
+            if engine.weight_info().update not in (("idle", "staged") if attempt.is_held else ("idle",)):
+                return None
+            engine.finish_update(0)
+            return engine.weight_info()
+
+        return check
+
+    async def _wait(self, outcome: asyncio.Future[WeightInfo]) -> WeightInfo:
+        """Return the result of an update. A silent source does not wake the engine thread, so its timeout is polled."""
+        delay = self._timeout + 0.05
+        try:
+            while not outcome.done():
+                await asyncio.wait({outcome}, timeout=delay)
+                delay = min(delay, _POLL_S)
+                self._link.wake()
+            return outcome.result()
+        finally:
+            outcome.cancel()
+
+    async def _result(self, opened: _OpenUpdate) -> WeightInfo:
+        try:
+            return await asyncio.shield(opened.outcome)
+        except Exception as error:
+            raise self._client_error(error) from None
+
+    def _client_error(self, error: Exception) -> ApiError:
+        return reworded(client_error(error), self._redact)
+
+    def _close(self, opened: _OpenUpdate, task: asyncio.Task[WeightInfo]) -> None:
+        """Record how an update in parts ended, and end its thread."""
+        if self._open is opened:
+            self._open = None
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failure = self._redact(str(error))
+            opened.feed.abort("the update has failed")
+            _log.warning("a weight update failed, the old weights remain in use: %s", error)
+
+    def require_open(self) -> _OpenUpdate:
+        """Return the open update. Raises `ApiError` 400 if there is none, with the failure of the latest one."""
+        if self._open is not None:
+            return self._open
+        why = f" (the latest one failed: {self._failure})" if self._failure else ""
+        raise ApiError(400, f"no update is open: POST /start_weight_update first{why}", code="no_update")
+
+
+def _require_idle(state: UpdateState, *, is_open: bool, is_held: bool) -> None:
+    """Raise `UpdateBusy` during an update.
+
+    A failed update lasts until its trainer has the error, at the end of the current turn of the engine thread; with a
+    new update in its place, both trainers would get the new one's result.
+    """
+    if state == "failed":
+        raise UpdateBusy("the last update has failed and its trainer is being notified; try again")
+    if state != "idle":
+        how = HOW_TO_END if is_open else HOW_TO_COMMIT if is_held else "wait for its end"
+        raise UpdateBusy(f"an update is {state}; {how}")
+
+
+def client_error(error: Exception) -> ApiError:
+    """Return the reply to a command or an update that failed; log unexpected errors."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UpdateBusy):
+        return ApiError(409, f"busy: {error}", code="busy")
+    if isinstance(error, EnginePaused):
+        return ApiError(409, str(error), code="asleep")
+    if isinstance(error, EngineDead):
+        return ApiError(503, "the engine has failed", code="engine_dead", headers={"x-should-retry": "false"})
+    if isinstance(error, ValueError):  # WeightError, ModelError, BadRequest
+        return ApiError(400, str(error), code="bad_weights")
+    if isinstance(error, OSError):
+        text = f"the operating system reports: {error.strerror or type(error).__name__}"
+        return ApiError(400, text, code="os_error")
+    _log.error("a trainer's command failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return ApiError(500, "internal server error", headers={"x-should-retry": "false"})

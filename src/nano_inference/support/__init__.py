@@ -1,0 +1,1 @@
+"""Errors, checks, files, processes, plugins and memory: what every room uses."""

@@ -1,0 +1,212 @@
+"""Open files from untrusted sources, check who can write to a directory, and replace files atomically."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from nano_inference.support.errors import BadRequest, ModelError
+
+MAX_PATH = 4095
+"""Limit on the bytes of a path on Linux; a system with a lower limit raises an error when the path is used."""
+MAX_NAME = 255  # limit on the bytes of a file's name
+_MAX_LINKS = 40
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """Open a regular file to read, unbuffered. Raises `OSError`, also for a FIFO, socket, device or directory.
+
+    Never blocks, although opening a FIFO would. Symbolic links are followed, because hub caches consist of them.
+    """
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "a path cannot contain a zero byte")
+    _require_regular(path.stat(), path)  # before opening: opening a device can have effects
+    file = io.FileIO(path, opener=_without_waiting)
+    try:
+        _require_regular(os.fstat(file.fileno()), path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def open_buffered(path: Path) -> io.BufferedReader:
+    """Open a regular file like `open_regular`, buffered."""
+    return io.BufferedReader(open_regular(path))
+
+
+def read_file(path: Path, limit: int, what: str = "this file") -> bytes:
+    """Return the bytes of a regular file of at most `limit` bytes. Raises `ModelError` naming the path.
+
+    `what` completes the message "… bytes are too many for …".
+    """
+    try:
+        with open_buffered(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise ModelError(f"{path}: {size} bytes are too many for {what} (limit {limit})")
+            return file.read(size)  # not `limit`, which would be allocated in full; the file may grow meanwhile
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def is_present(path: Path) -> bool:
+    """Return True if a regular file exists at the path; False also for a path that is too long.
+
+    Raises `ModelError` if the path is anything else (a FIFO, a directory, …), which must not count as a missing file.
+    """
+    found = status_of(path)
+    if found is None:
+        return False
+    try:
+        _require_regular(found, path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    return True
+
+
+def path_of(text: str | Path, name: str) -> Path:
+    """Return the path that a user entered, with `~` expanded. `name` is the flag or field for error messages.
+
+    Raises `BadRequest` if it contains a zero byte, is too long, or refers to an unknown home directory.
+    """
+    size = _num_bytes(str(text))
+    if "\0" in str(text):
+        raise BadRequest(name, "a path cannot contain a zero byte")
+    if size > MAX_PATH:
+        raise BadRequest(name, f"a path of {size} bytes is too long (limit {MAX_PATH})")
+    longest = max((_num_bytes(part) for part in Path(text).parts), default=0)
+    if longest > MAX_NAME:
+        raise BadRequest(name, f"a path has a part of {longest} bytes (limit {MAX_NAME})")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise BadRequest(name, f"{text}: {error}") from None
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """Return the status of a path's target; None if it does not exist, also for a path that is too long."""
+    try:
+        return path.stat()
+    except (OSError, ValueError):
+        return None
+
+
+def exists(path: Path) -> bool:
+    """Return True if the path exists. Unlike `Path.exists`, returns False for a path that is too long."""
+    return status_of(path) is not None
+
+
+def untrusted_part(path: Path, user: int | None = None) -> str | None:
+    """Return why users other than `user` (default: this process's) and root can replace a directory's files, else None.
+
+    Every directory from the root to `path`, including those of symbolic links, must belong to one of the two and be
+    writable by no other user; parent directories may be sticky, such as /tmp. Raises `OSError` if `path` is missing.
+    """
+    owners = {0, os.getuid() if user is None else user}
+    here = Path("/")
+    rest = [part for part in reversed(path.absolute().parts) if part != "/"]
+    links = 0
+    while True:
+        reason = _why_open(here, os.lstat(here), owners, is_last=not rest)
+        if reason is not None or not rest:
+            return reason
+        part = rest.pop()
+        found = os.lstat(here / part)
+        if part == "..":
+            here = here.parent
+        elif stat.S_ISLNK(found.st_mode):
+            links += 1
+            if found.st_uid not in owners or links > _MAX_LINKS:
+                return f"{here / part} is a link that belongs to user {found.st_uid}"
+            target = (here / part).readlink()
+            here = Path("/") if target.is_absolute() else here
+            rest += [name for name in reversed(target.parts) if name != "/"]
+        else:
+            here /= part
+
+
+def why_untrusted_file(status: os.stat_result, user: int | None = None) -> str | None:
+    """Return why users other than `user` (default: this process's) and root could have written a file, else None."""
+    if status.st_uid not in {0, os.getuid() if user is None else user}:
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & 0o022:
+        return f"is writable by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+def digest_of(file: io.FileIO) -> str:
+    """Return the SHA-256 of an open file as hexadecimal digits."""
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def move_into(made: Path, target: Path) -> None:
+    """Rename a finished file to `target`, after flushing it to disk, so that a crash leaves it complete or absent."""
+    sync(made)
+    made.replace(target)
+    with suppress(OSError):  # some network file systems refuse it for directories
+        sync(target.parent)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+
+
+def _require_regular(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
+        raise OSError(errno.EINVAL, f"is {kind}, not a regular file", str(path))
+
+
+def _why_open(directory: Path, status: os.stat_result, owners: set[int], *, is_last: bool) -> str | None:
+    """Return why other users can change the entries of a directory, else None."""
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{directory} is not a directory"
+    if status.st_uid not in owners:
+        return f"{directory} belongs to user {status.st_uid}"
+    is_sticky = bool(status.st_mode & stat.S_ISVTX) and not is_last
+    is_group_open = bool(status.st_mode & 0o020) and not _is_private_group(status.st_gid, owners)
+    if (is_group_open or status.st_mode & 0o002) and not is_sticky:
+        return f"{directory} is writable by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+def _is_private_group(group: int, owners: set[int]) -> bool:
+    """Return True for an owner's personal group, to which some systems make the user's directories writable."""
+    import grp
+    import pwd
+
+    try:
+        found = grp.getgrgid(group)
+        users = [pwd.getpwuid(owner) for owner in owners]
+    except KeyError:
+        return False
+    return any(
+        user.pw_gid == group and user.pw_name == found.gr_name and set(found.gr_mem) <= {user.pw_name} for user in users
+    )
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
