@@ -45,6 +45,7 @@ lint: .venv/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python scripts/words.py
 	$(BIN)/python scripts/size.py
 

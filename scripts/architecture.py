@@ -2,9 +2,9 @@
 
     python scripts/architecture.py [--check]
 
-A room is a folder or a top-level module. Bands are listed from the bottom up; a room imports only from bands below its
-own or from rooms of its own band. An arrow is an import that no chain of other imports implies. `--check` writes
-nothing and fails if the picture on disk differs.
+A room is a folder or a top-level module. Bands are the nine floors of pyproject.toml, listed from the bottom up; a room
+imports only from bands below its own or from rooms of its own band. An arrow is an import that no chain of other
+imports implies. `--check` writes nothing and fails if the picture on disk differs.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "nano_inference"
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 BANDS = {
-    "Foundations": "errors frozen registry checks seeds samples types exclusive children files packages memory",
-    "Kernels and sources": "kernels config hub chat_defaults wheels catalog logprobs",
-    "Models and files": "models loader text kinds",
-    "Core": "kv runner matching sequence scheduling admission drafts speculation appending core mailboxes driving",
-    "Executors and weights": "executors weights parallel",
-    "Engine": "ngram_drafter assemble engine rank spmd",
-    "Faces of the engine": "engine_thread async_engine rollout reference first_names pool",
-    "Wings": "server integrations cli nanochat",
+    "1 Records": "support types config",
+    "2 A step, a model, text": "core models text",
+    "3 Files": "loading",
+    "4 Devices": "executors weights",
+    "5 Ranks": "parallel",
+    "6 Engine": "build engine engine_thread async_engine llm compat",
+    "7 Uses of engines": "nanochat rl",
+    "8 HTTP": "server",
+    "9 Commands": "cli",
 }
-WIDTH, BOX, BAND, LEFT = 1180, 30, 104, 185
-MOST_IN_A_ROW = 9
+WIDTH, BOX, BAND, LEFT = 1180, 30, 84, 185
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2430 }
 .band { font-weight: 600 }
@@ -97,14 +97,11 @@ def placed(imports: Mapping[str, set[str]]) -> dict[str, Box]:
     boxes: dict[str, Box] = {}
     for level, names in enumerate(BANDS.values()):
         rooms = sorted(names.split(), key=lambda room: mean_x(imports[room], boxes))
-        rows = [rooms] if len(rooms) <= MOST_IN_A_ROW else [rooms[::2], rooms[1::2]]
-        top = (len(BANDS) - 1 - level) * BAND
-        for number, row in enumerate(rows):
-            widths = [7.4 * len(room) + 14 for room in row]
-            gap = (WIDTH - LEFT - sum(widths)) / (len(row) + 1)
-            for at, room in enumerate(row):
-                x = LEFT + gap * (at + 1) + sum(widths[:at])
-                boxes[room] = Box(x, top + (14 + number * (BOX + 14) if rows[1:] else 34), widths[at])
+        top = (len(BANDS) - 1 - level) * BAND + (BAND - BOX) // 2
+        widths = [7.4 * len(room) + 14 for room in rooms]
+        gap = (WIDTH - LEFT - sum(widths)) / (len(rooms) + 1)
+        for at, room in enumerate(rooms):
+            boxes[room] = Box(LEFT + gap * (at + 1) + sum(widths[:at]), top, widths[at])
     return boxes
 
 

@@ -1,16 +1,17 @@
-"""docs/house.md names every package with its level, and only files, functions and classes that exist."""
+"""docs/house.md names every room with its floor, and only files, functions and classes that exist."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from tests.cases import failures
 from tests.docs.pages import LINKING, ROOT, spans_in
-from tests.test_rooms import HOME, LEVEL
+from tests.test_rooms import HOME
 
 HOUSE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
 ROOTS = (ROOT, HOME, HOME / "executors" / "cpu", HOME / "nanochat", ROOT / "docs", ROOT / "benchmarks" / "reliability")
@@ -24,26 +25,30 @@ USER_FILES = {"config.toml", "my.toml", "serve.toml", "typo.toml", "generation_c
 
 
 def rooms_in(text: str) -> dict[str, int]:
-    """Return the packages of the architecture page's table with their levels."""
-    table = text.partition("## Packages, bottom up")[2].partition("\n## ")[0]
+    """Return the rooms of the architecture page's table with their floors."""
+    table = text.partition("## Floors, bottom up")[2].partition("\n## ")[0]
     rooms: dict[str, int] = {}
-    for level, named in re.findall(r"^\| (\d+) \| (.+?) \|", table, re.MULTILINE):
+    for floor, named in re.findall(r"^\| (\d+) \| (.+?) \|", table, re.MULTILINE):
         plain = re.sub(r"\([^()]*\)", "", named)
-        rooms |= {name: int(level) for name in re.findall(r"`([a-z_]+)`", plain)}
+        rooms |= {name: int(floor) for name in re.findall(r"`([a-z_]+)`", plain)}
     return rooms
 
 
-def test_table_lists_every_package() -> None:
+def test_table_lists_every_room() -> None:
     code = {path.stem for path in HOME.glob("*.py")} | {path.parent.name for path in HOME.glob("*/__init__.py")}
     assert set(rooms_in(HOUSE)) == code - {"__init__", "__main__"}
 
 
-def test_levels_agree_with_import_test() -> None:
+def test_floors_are_those_of_the_contract() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = settings["contracts"][0]["layers"][::-1]
+    level = {room: number for number, layer in enumerate(layers) for room in re.findall(r"\w+", layer)}
     rooms = rooms_in(HOUSE)
+    assert max(rooms.values()) == 9
     for lower in rooms:
         for higher in rooms:
             if rooms[lower] < rooms[higher]:
-                assert LEVEL[lower] < LEVEL[higher], f"{lower} below {higher}"
+                assert level[lower] < level[higher], f"{lower} below {higher}"
 
 
 def missing_files(text: str) -> list[str]:
