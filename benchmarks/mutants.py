@@ -37,7 +37,9 @@ ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent / "mutation"
 ROOMS = (
     f"{runpy.run_path(str(ROOT / 'scripts' / 'size.py'))['CORE_ROOMS']} "
-    "executors/sampling executors/truncation executors/vocabulary ngram_drafter compat "
+    "executors/sampling executors/truncation executors/vocabulary compat "
+    "samples checks admission requests sequence appending scheduling kv seeds matching drafts speculation runner "
+    "recovery state mailboxes driving exclusive calls step_control control ngram_drafter first_names "
     "sampling truncation vocabulary door speculate drafting books ledger delta_stream updates errors"
 )
 """Rooms of the core, and what was part of it: where it is now, and under its names in earlier revisions."""
