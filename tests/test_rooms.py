@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,26 @@ def test_importing_the_package_does_not_wait_for_torch() -> None:
     code += "n.RadixKVCache(2, 2); import nano_inference.async_engine;"
     code += "assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("rollout", "rl.rollout"),
+        ("pool.local", "rl.pool.local"),
+        ("integrations.trl", "rl.trl"),
+        ("integrations.ray_serve", "server.ray_serve"),
+        ("loader.checkpoint", "loading.checkpoint"),
+    ],
+)
+def test_moved_module_is_the_same_module_and_warns(old: str, new: str) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = importlib.import_module(f"nano_inference.{old}")
+    assert str(seen[-1].message) == f"nano_inference.{old} is deprecated: import nano_inference.{new}"
+    assert seen[-1].category is DeprecationWarning
+    assert found is importlib.import_module(f"nano_inference.{new}")
+    assert found.__name__ == f"nano_inference.{new}" and found.__spec__ is not None
 
 
 @pytest.mark.parametrize("words", [["--help"], ["chat", "--help"], ["serve", "--help"]])

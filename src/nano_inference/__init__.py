@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 _HOMES = {
     "AsyncEngine": "async_engine",
@@ -64,6 +67,20 @@ _HOMES = {
     "weights_checksum": "weights.checksum",
     "weights_in": "weights.directory",
 }
+_MOVED = {
+    "catalog": "loading.catalog",
+    "chat_defaults": "text.generation_config",
+    "first_names": "compat",
+    "integrations": "rl",
+    "integrations.ray_serve": "server.ray_serve",
+    "integrations.verl": "server.verl",
+    "kernels": "executors.cpu",
+    "loader": "loading",
+    "pool": "rl.pool",
+    "rollout": "rl.rollout",
+    "seeds": "core.seeds",
+}
+"""Modules and packages that documentation named, and where they are now."""
 
 __all__ = sorted([*_HOMES, "__version__"])
 __version__ = "0.1.0"
@@ -94,3 +111,34 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return list(__all__)
+
+
+class _MovedModules:
+    """Imports a module by a name in `_MOVED`, with a `DeprecationWarning`."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return a specification for a module of `_MOVED` or below one; None for others."""
+        return None if _new_name(name) == name else ModuleSpec(name, self)  # type: ignore[arg-type]  # abc.Loader is slow
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let Python make an empty module, which `exec_module` replaces."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module under its new name in place of the one under its old."""
+        old, new = module.__name__, _new_name(module.__name__)
+        warnings.warn(f"{old} is deprecated: import {new}", DeprecationWarning, stacklevel=2)
+        sys.modules[old] = importlib.import_module(new)
+
+
+def _new_name(name: str) -> str:
+    """Return a module's name with its longest beginning that `_MOVED` has replaced."""
+    package, _, rest = name.partition(".")
+    parts = rest.split(".") if package == __name__ else []
+    for count in range(len(parts), 0, -1):
+        moved = _MOVED.get(".".join(parts[:count]))
+        if moved is not None:
+            return ".".join([package, moved, *parts[count:]])
+    return name
+
+
+sys.meta_path.insert(0, _MovedModules())
