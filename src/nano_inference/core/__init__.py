@@ -1,1 +1,1 @@
-"""One step: plan, apply, run, commit. No torch."""
+"""One step of an engine: plan (`scheduler`), apply, run and commit (`core`), on sequences and blocks. No torch."""

@@ -1,5 +1,6 @@
-"""Reads model files: a `Checkpoint` holds the configuration, the tokenizer's location and named weight sources.
+"""From a model's name to its files and named tensors.
 
-Nothing here runs code from a file: pickles are refused, lengths are checked before use, and every error is a
-`ModelError` naming the file.
+`catalog` finds files, which `hub` and `wheels` fetch. `checkpoint` reads them: a `Checkpoint` holds the configuration,
+the tokenizer's location and named weight sources. Nothing here runs code from a file: pickles are refused, lengths are
+checked before use, and every error is a `ModelError` naming the file.
 """

@@ -1,1 +1,1 @@
-"""Adapters for programs of others that generate with an engine."""
+"""Rollouts, pools of engines, an engine among the ranks of a trainer, and TRL's adapter."""
