@@ -10,8 +10,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src" / "nano_inference"
 LONG_FILE, MOST_LINES, LONG_FUNCTION = 350, 450, 40
 CORE_ROOMS = "types support/samples support/checks config core engine engine_thread async_engine"
-ENGINE_CLASSES, MOST_CLASS_LINES = {"engine.py": "InferenceEngine"}, 350
-"""Classes whose length is printed, with the aim."""
+LONGEST = {"engine.py": 850}
+"""The engine's public class has 70 methods, and their docstrings are its reference: one file says what an engine does."""
 MOST_CORE_LINES = 5_500
 """The aim; printed only."""
 
@@ -21,11 +21,8 @@ def main() -> int:
     files = sorted(PACKAGE.rglob("*.py"))
     lines = {path: len(path.read_text().splitlines()) for path in files}
     lengths: list[int] = []
-    classes: dict[str, int] = {}
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and node.name == ENGINE_CLASSES.get(path.relative_to(PACKAGE).as_posix()):
-                classes[node.name] = length(node)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lengths.append(length(node))
                 if lengths[-1] > LONG_FUNCTION:
@@ -42,9 +39,8 @@ def main() -> int:
     rooms = set(CORE_ROOMS.split())
     in_core = [path for path, name in names.items() if {name, name.partition("/")[0]} & rooms]
     print(f"core rooms: {sum(lines[path] for path in in_core):,} lines (at most {MOST_CORE_LINES:,})")
-    shown = ", ".join(f"{name} {count} lines" for name, count in classes.items())
-    print(f"engine classes: {shown} (at most {MOST_CLASS_LINES} each)")
-    return int(max(lines.values()) > MOST_LINES)
+    most = {path: LONGEST.get(path.relative_to(PACKAGE).as_posix(), MOST_LINES) for path in files}
+    return int(any(lines[path] > most[path] for path in files))
 
 
 def length(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
