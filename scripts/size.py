@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "nano_inference"
 LONG_FILE, MOST_LINES, LONG_FUNCTION = 350, 450, 40
 CORE_ROOMS = "types support/samples support/checks config core engine engine_thread async_engine"
 LONGEST = {"engine.py": 850}
-"""The engine's public class has 70 methods, and their docstrings are its reference: one file says what an engine does."""
+"""The public class has 70 methods, and their docstrings are its reference: one file says what an engine does."""
 MOST_CORE_LINES = 5_500
 """The aim; printed only."""
 
