@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reading.md"
+END = "    # ---- pause and sleep"  # in engine.py: the first evening ends here
 ROW = re.compile(r"^(\| \d+ \| `([\w/.]+\.py)` \| )(\d+)( \|)", re.MULTILINE)
 SUM = re.compile(r"^\S+ files, \S+ lines", re.MULTILINE)
 
@@ -16,7 +17,8 @@ def counted(text: str) -> str:
     lengths: list[int] = []
 
     def with_count(row: re.Match[str]) -> str:
-        lengths.append(len((ROOT / "src" / "nano_inference" / row[2]).read_text(encoding="utf-8").splitlines()))
+        lines = (ROOT / "src" / "nano_inference" / row[2]).read_text(encoding="utf-8").splitlines()
+        lengths.append(next((index for index, line in enumerate(lines) if line.startswith(END)), len(lines)))
         return f"{row[1]}{lengths[-1]}{row[4]}"
 
     text = ROW.sub(with_count, text)

@@ -182,7 +182,6 @@ def as_rollouts(pool: RolloutPool) -> RolloutEngine:
     return pool
 
 
-@pytest.mark.xfail(strict=True, reason="point 23: the rebuilt engine must show views of waiting and running sequences")
 @pytest.mark.parametrize("name", ["waiting", "running"])
 def test_engine_shows_its_queues(tiny: tuple[Path, Any], name: str) -> None:
     with open_engine(tiny) as engine:

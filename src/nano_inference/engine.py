@@ -39,6 +39,7 @@ from nano_inference.types import (
     PauseMode,
     Pooling,
     SamplingParams,
+    SequenceView,
     StepResult,
     TokenProgram,
     TrainingSample,
@@ -752,6 +753,16 @@ class InferenceEngine:
     def model(self) -> Executor | None:
         """The owner of the weights; None without a model."""
         return self.parts.executor
+
+    @property
+    def waiting(self) -> tuple[SequenceView, ...]:
+        """Copies of the samples that wait for a step, in the order of the queue."""
+        return self._core.views(running=False)
+
+    @property
+    def running(self) -> tuple[SequenceView, ...]:
+        """Copies of the samples that steps compute, oldest first."""
+        return self._core.views(running=True)
 
     @property
     def cache(self) -> KVManager:

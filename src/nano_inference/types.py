@@ -259,6 +259,17 @@ class StepResult:
         return replace(self, deltas=before + self.deltas, samples=ended + self.samples) if before else self
 
 
+class SequenceView(NamedTuple):
+    """A copy of what a sample in progress holds."""
+
+    seq_id: int
+    request_id: int
+    token_ids: tuple[int, ...]  # prompt and completion
+    num_prompt_tokens: int
+    num_computed: int  # tokens whose K/V is in the cache
+    block_ids: tuple[int, ...]
+
+
 class WeightInfo(NamedTuple):
     """The installed weights."""
 

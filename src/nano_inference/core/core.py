@@ -21,7 +21,7 @@ from nano_inference.core.scheduler import SeqView, StepPlan, plan_step
 from nano_inference.core.sequence import Sequence, clear_prompt_results, finish, to_delta, to_row
 from nano_inference.core.speculation import Speculator
 from nano_inference.core.step import BlockCopy, Row, RowResult
-from nano_inference.types import Delta, OnRunning, StepResult, StepStats, WeightLabel
+from nano_inference.types import Delta, OnRunning, SequenceView, StepResult, StepStats, WeightLabel
 
 _NOTHING_COUNTED = StepStats()
 
@@ -63,6 +63,14 @@ class Core:
     def has_work(self) -> bool:
         """Return whether any sequence waits or runs."""
         return bool(self._waiting or self._running)
+
+    def views(self, *, running: bool) -> tuple[SequenceView, ...]:
+        """Return copies of the running sequences, or of the waiting ones in the order of the queue."""
+        sequences = self._running if running else self._waiting.values()
+        return tuple(
+            SequenceView(seq.id, seq.request_id, tuple(seq.tokens), seq.num_prompt, seq.num_computed, tuple(seq.blocks))
+            for seq in sequences
+        )
 
     def started_requests(self) -> frozenset[int]:
         """Return the open requests of which a sequence was ever started."""
