@@ -120,6 +120,7 @@ LOGS = {
     ("executors/logprobs.py", "log_"),
     ("executors/cuda/kernels/sampler.py", "log"),  # in float64; tests/cuda compares it with float64 at 512k logits
     ("executors/cuda/kernels/select.py", "log"),  # of min_p
+    ("nanochat/columns.py", "log"),  # of uniform numbers: torch's exponential draws, which upstream uses
 }
 """Who takes the logarithm of a tensor."""
 

@@ -51,7 +51,7 @@ class Parrot:
     def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
         self.questions.append(question)
         if question.turns[-1]["content"] == "refuse":
-            raise BadRequest("refused")
+            raise BadRequest("", "refused")
         if question.turns[-1]["content"] == "fail":
             raise ServerError("failed")
         text = f"{question.turns[-1]['content']} {len(self.questions)}"

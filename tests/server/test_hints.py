@@ -89,8 +89,8 @@ def test_namespace_describes_its_functions_in_the_prompt(scripted: Running) -> N
 
 def test_errors_name_the_functions_place(scripted: Running) -> None:
     for tools, param in (
-        ([SEARCH, {**SPACE, "tools": [{**FUNCTION, "name": "not a name"}]}], "tools.1.tools.0.name"),
-        ([SEARCH, {**FUNCTION, "name": "not a name"}], "tools.1.name"),
+        ([SEARCH, {**SPACE, "tools": [{**FUNCTION, "name": "not a name"}]}], "tools.0.function.name"),
+        ([SEARCH, {**FUNCTION, "name": "not a name"}], "tools.0.function.name"),
         ([{**SPACE, "name": None}], "tools.0.name"),
         ([{"type": "namespace", "name": "n"}], "tools.0.tools"),
     ):

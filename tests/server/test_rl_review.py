@@ -143,7 +143,7 @@ def test_resume_without_memory_tag_does_not_wake(server: Running) -> None:
 
 def test_failed_wake_can_be_retried(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def wake() -> None:
-        raise BadRequest("not now")
+        raise BadRequest("", "not now")
 
     ok(server.post("/sleep", {}))
     with monkeypatch.context() as patch:
@@ -192,7 +192,7 @@ def test_checksum_of_discarded_weights_is_refused(own: Running) -> None:
     ("error", "status", "part"),
     [
         (WeightError("a wrong weight"), 400, "a wrong weight"),
-        (BadRequest("a wrong value"), 400, "a wrong value"),
+        (BadRequest("", "a wrong value"), 400, "a wrong value"),
         (UpdateBusy("another one"), 409, "another one"),
         (EnginePaused("it sleeps"), 409, "it sleeps"),
         (EngineDead("gone"), 503, "the engine has failed"),
