@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from nano_inference.build import chat_params
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
@@ -125,6 +122,9 @@ class LLM:
         self, ids: list[Any], texts: list[Any], params: Params, n: int, is_shown: bool, dialogue: Dialogue | None = None
     ) -> list[RequestOutput]:
         """Generate with a progress bar of samples; `dialogue` is that of chats."""
+        from rich.console import Console  # not needed by users of the engine
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         columns = (TextColumn("Processed prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
             task = bar.add_task("", total=len(ids) * n)

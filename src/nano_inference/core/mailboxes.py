@@ -170,6 +170,8 @@ class DeltaStream(Iterator[Delta]):
     A `next` that raises `EngineBusy` changes nothing.
     """
 
+    _is_closed = True  # of a stream whose constructor was interrupted
+
     def __init__(self, take: Callable[[], Delta | None], end: Callable[[], None]) -> None:
         """`take` runs steps and returns the next delta, or None at the end; `end` ends the request."""
         self._take = take
@@ -195,3 +197,6 @@ class DeltaStream(Iterator[Delta]):
         if not self._is_closed:
             self._end()
             self._is_closed = True
+
+    def __del__(self) -> None:
+        self.close()
