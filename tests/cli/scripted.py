@@ -87,8 +87,11 @@ class Scripted:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
-            with connection, suppress(ValueError, ConnectionError):  # invalid HTTP; a disconnected client
-                self._answer(connection)
+            with connection, suppress(ValueError):  # invalid HTTP
+                try:
+                    self._answer(connection)
+                except ConnectionError:  # the client disconnected while it was sent to
+                    self.left.set()
 
     def close(self) -> None:
         """Stop listening."""

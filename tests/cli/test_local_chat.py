@@ -22,7 +22,8 @@ from tests.cli.screen import terminal
 from tests.warm import Forker
 
 WIDE = 160
-ENDLESS = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos")
+VARIED = ("-t", "2", "--top-p", "1", "--min-p", "0")  # an answer that repeats itself would end
+ENDLESS = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos", *VARIED)
 
 
 @pytest.fixture(autouse=True)

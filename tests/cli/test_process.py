@@ -92,7 +92,8 @@ def test_unencodable_output_is_replaced(tiny: Path) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat_in_a_dumb_terminal(forker: Forker, tiny: Path) -> None:
-    options = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos")
+    varied = ("-t", "2", "--top-p", "1", "--min-p", "0")  # an answer that repeats itself would end
+    options = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos", *varied)
     with terminal("chat", "-m", str(tiny), *options, forker=forker, rows=50, columns=160, TERM="dumb") as screen:
         screen.prompt()
         screen.send("hello\r")

@@ -58,6 +58,10 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NANO_INFERENCE_MODEL", raising=False)
 
 
+VARIED = ("-t", "2", "--top-p", "1", "--min-p", "0")
+"""Sampling with which an answer of a random model does not repeat itself, which would end it."""
+
+
 def ask(capsys: Capture, url: str, *argv: str, code: int = 0) -> tuple[str, str]:
     """Ask one question; return stdout and stderr."""
     found = main(["chat", "--server", url, "-p", "hello", *argv])
@@ -142,7 +146,7 @@ def test_api_key_and_model_name(calculating: Running, capsys: Capture) -> None:
 
 
 def test_context_limit_of_answer_is_printed(calculating: Running, capsys: Capture) -> None:
-    _, err = ask(capsys, calculating.url, "--api-key", KEY, "--max-tokens", "1000", "--ignore-eos")
+    _, err = ask(capsys, calculating.url, "--api-key", KEY, "--max-tokens", "1000", "--ignore-eos", *VARIED)
     assert re.search(r"\[cut off: the model's context is full after \d+ tokens\]", err)
 
 
@@ -161,7 +165,7 @@ def test_ctrl_c_aborts_the_servers_request(forker: Forker, tmp_path: Path) -> No
     model = make_tiny(tmp_path / "tiny", 32768)
     with forked(forker, model) as serving:
         serving.wait_for("^ready: ")
-        argv = ("--ignore-eos", "--max-tokens", "30000")
+        argv = ("--ignore-eos", "--max-tokens", "30000", *VARIED)
         with terminal("chat", "--server", serving.url, *argv, forker=forker, columns=WIDE) as screen:
             screen.prompt()
             screen.send("hello\r")
