@@ -215,3 +215,48 @@ def test_a_call_inside_a_step_is_refused() -> None:
 
     sample = engine.generate([WAITING], PARAMS, program=Calls())[0]
     assert sample.finish_reason == "abort" and EngineBusy.__name__ in str(sample.stop_reason)
+
+
+def test_an_exception_while_a_step_is_undone_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine.parts.runner, "run", broken)
+    monkeypatch.setattr(engine.cache, "release", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        engine.generate(PROMPTS, PARAMS)
+    assert not engine.is_alive
+
+
+def test_requests_of_a_progress_callback_end_with_the_call() -> None:
+    engine = make_engine()
+    added: list[int] = []
+
+    def progress(_: object) -> None:
+        if not added:
+            added.append(engine.add_request(WAITING, replace(PARAMS, max_tokens=40), for_call=True))
+
+    engine.generate(PROMPTS, PARAMS, progress=progress)
+    assert added and not engine.has_pending()
+    assert engine.cache.num_free_blocks() == engine.cache.num_blocks
+
+
+def test_a_call_while_another_takes_the_engine_leaves_the_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the garbage collector does that ends a stream between two lines of a call's beginning."""
+    engine = make_engine()
+    before, really_set = signal.getsignal(signal.SIGINT), signal.signal
+    calls: list[int] = []
+
+    def setting(number: int, handler: Any) -> Any:
+        old = really_set(number, handler)
+        calls.append(number)
+        if len(calls) == 1:
+            engine.flush_cache()
+        return old
+
+    monkeypatch.setattr(signal, "signal", setting)
+    engine.flush_cache()
+    monkeypatch.undo()
+    assert len(calls) > 1 and signal.getsignal(signal.SIGINT) is before

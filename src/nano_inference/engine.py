@@ -344,8 +344,10 @@ class InferenceEngine:
                 is_changing = True
                 result = self._core.free_memory(step, error)
             except BaseException:
+                is_changing = True
                 runner.recover()
                 self._core.preempt(step)
+                is_changing = False
                 raise
             else:
                 is_changing = True
@@ -380,6 +382,8 @@ class InferenceEngine:
         finally:
             for one in ids:
                 samples += self._mail.collect(one)
+            if not self._driving.is_nested:
+                self._mail.end_owned()  # what a progress callback added with `for_call`
         return samples
 
     def _wait_for_any(self, ids: list[int], progress: Progress | None) -> list[int]:
