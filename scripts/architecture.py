@@ -25,7 +25,7 @@ BANDS = {
     "3 Files": "loading",
     "4 Devices": "executors weights",
     "5 Ranks": "parallel",
-    "6 Engine": "build engine engine_thread async_engine llm compat",
+    "6 Engine": "build engine async_engine llm compat",
     "7 Uses of engines": "nanochat rl",
     "8 HTTP": "server",
     "9 Commands": "cli",

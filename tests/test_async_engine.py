@@ -172,7 +172,7 @@ def test_stop_fails_waiting_callers() -> None:
         task = asyncio.create_task(engine.generate([PROMPT], LONG))
         await asyncio.sleep(0)
         await engine.stop()
-        assert not engine.thread.is_alive
+        assert not engine.is_alive
         with pytest.raises(EngineDead, match="stopped"):
             await task
         with pytest.raises(EngineDead, match="stopped"):

@@ -81,7 +81,7 @@ def with_a_call(parts: EngineParts, config: EngineConfig, call: Call) -> tuple[l
             generated = asyncio.create_task(engine.generate([REPEATING], PLAIN, 3))
             assert await asyncio.to_thread(runner.has_started.wait, TIMEOUT_S)
             called = asyncio.create_task(call(engine))
-            while not engine.thread.num_commands:
+            while not engine.num_commands:
                 await asyncio.sleep(0)
             runner.may_end.set()
             answer = await called

@@ -1,7 +1,8 @@
-"""`AsyncEngine`: an engine on its own thread (`engine_thread`), for asyncio.
+"""`AsyncEngine`: `InferenceEngine` for asyncio, on a thread of its own.
 
-An exception that escapes a step ends the thread: every waiter and every later call gets `EngineDead` with this
-exception as its cause.
+The thread runs the commands in its inbox, then one step, in turns. What a step produced is posted to the event loop,
+which puts it into its caller's `Outbox`. Nothing else is shared. An exception that escapes a step ends the thread:
+every waiter and every later call gets `EngineDead` with this exception as its cause.
 """
 
 from __future__ import annotations
@@ -11,50 +12,117 @@ import faulthandler
 import logging
 import math
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from nano_inference.core.admission import requests_for, score_starts, scoring_request
-from nano_inference.engine_thread import DrivenEngine, Engine, EngineThread, Inbox, Receiver, Submission, Turn
+from nano_inference.core.outbox import Outbox
 from nano_inference.types import (
     BadRequest,
     Delta,
     EngineDead,
     EngineRequest,
     OnRunning,
+    PauseMode,
     SamplingParams,
+    StepResult,
     TokenProgram,
     TrainingSample,
+    WeightInfo,
     WeightLabel,
 )
 from nano_inference.weights.updates import NamedWeights, WeightUpdate, update_of
 
 Answer = TypeVar("Answer")
 
-_WATCH_S = 1.0
+_WATCHDOG_S = 1.0
 """Most seconds between two checks of the watchdog."""
+_WATCH_S = 0.25
+"""Seconds between two turns of an idle engine while something is watched: a silent source of weights may time out."""
 _log = logging.getLogger(__name__)
 
 
+class DrivenEngine(Protocol):
+    """The part of `InferenceEngine`, whose module imports torch, that the thread and the server use."""
+
+    @property
+    def failure(self) -> BaseException | None: ...
+    @property
+    def is_halted(self) -> bool: ...
+    @property
+    def is_paused(self) -> bool: ...
+    @property
+    def is_pausing(self) -> bool: ...
+    @property
+    def is_asleep(self) -> bool: ...
+    @property
+    def has_weights(self) -> bool: ...
+    def add(self, request: EngineRequest, *, claim: bool = False) -> int: ...
+    def take_deltas(self, request_ids: Container[int]) -> list[Delta]: ...
+    def collect(self, request_id: int) -> list[TrainingSample]: ...
+    def end_requests(self, request_ids: Iterable[int] | None = None) -> tuple[Delta, ...]: ...
+    def has_pending(self) -> bool: ...
+    def tick(self) -> StepResult: ...
+    def shutdown(self) -> None: ...
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False, blocking: bool = True) -> None: ...
+    def cancel_pause(self) -> bool: ...
+    def resume(self) -> None: ...
+    def flush_cache(self) -> int: ...
+    def sleep(self, *, discard_weights: bool = False) -> None: ...
+    def wake(self) -> None: ...
+    def start_update(self, update: WeightUpdate) -> int: ...
+    def finish_update(self, timeout: float | None = None) -> int: ...
+    def commit_update(self, *, blocking: bool = True) -> int: ...
+    def cancel_update(self) -> bool: ...
+    def label_weights(self, label: WeightLabel, *, are_next: bool = False) -> None: ...
+    def expect_checksum(self, checksum: str) -> None: ...
+    def weight_info(self) -> WeightInfo: ...
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def weights_dtype(self) -> str: ...
+    def weights_checksum(self) -> str: ...
+
+
+Engine = TypeVar("Engine", bound=DrivenEngine)
+
+
+class Turn(NamedTuple):
+    """One step; times are in seconds of the monotonic clock."""
+
+    result: StepResult
+    began: float
+    ended: float
+    is_halted: bool
+    """Whether no further step can run before the engine is resumed or woken."""
+
+
 class Observer(Protocol):
-    """Receives events of the engine, on the event loop: a step whose deltas have been delivered, and its failure."""
+    """Receives events of the engine on the event loop. An exception here counts as a failure of the engine."""
 
-    def on_turn(self, turn: Turn) -> None: ...
+    def on_delta(self, outbox: Outbox, prompt_index: int, delta: Delta, last_token: float | None) -> None:
+        """A delta was put into its caller's outbox; `last_token`: time of the sample's last token before it."""
 
-    def on_death(self, error: BaseException) -> None: ...
+    def on_turn(self, turn: Turn) -> None:
+        """A step's deltas have been delivered."""
+
+    def on_death(self, error: BaseException) -> None:
+        """The engine has failed."""
 
 
 class AsyncEngine(Generic[Engine]):
-    """Owns an engine's thread. Call its methods on the event loop that started it.
+    """Owns an engine and its thread. Call its methods on the event loop that started it.
 
         async with AsyncEngine(lambda: InferenceEngine(config)) as engine:
             samples = await engine.generate(prompts, params)
             async for delta in engine.stream(prompt, params): ...
 
-    Cancelling a `generate` or closing a `stream` aborts its requests at the next step boundary.
+    Cancelling a `generate` or closing a `stream` aborts its requests at the next step boundary. What has no method here
+    is done by `call(lambda engine: ...)`.
     """
 
     def __init__(
@@ -72,33 +140,47 @@ class AsyncEngine(Generic[Engine]):
         """
         self.failure: BaseException | None = None
         """The exception that ended the engine or prevented its opening."""
-        self._open_engine = open_engine
-        self._observer = observer
         self.step_timeout = step_timeout
         """Seconds; None is no limit."""
+        self._open_engine = open_engine
+        self._observer = observer
         self._end_error = end_error or _dead
-        self._submissions: set[Submission] = set()
-        self._owners: dict[int, tuple[Submission, int]] = {}
-        """Request id -> its submission and index there."""
+        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        """Commands for the thread."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._is_stopped = False
+        self._outboxes: set[Outbox] = set()
+        """Those of callers that have not left."""
         self._unanswered: set[asyncio.Future[Any]] = set()
         """Futures of `call` and `watch`."""
-        self._is_stopped = False
-        self._thread: EngineThread[Engine] | None = None
-        self._watchdog: asyncio.Task[None] | None = None
+        self._busy_since: float | None = None
+        """When the current work started; None while the thread waits. Written by the thread."""
+        # Accessed only on the thread:
+        self._queued: dict[int, tuple[Outbox, int]] = {}
+        """Id of a request that was not collected -> its outbox and index there."""
+        self._watches: dict[asyncio.Future[Any], Callable[[], Any]] = {}
+        """Future -> the function to call after every turn."""
+        self._is_draining = False
+        """Whether to end requests that cannot run."""
+        self._is_ending = False
 
     # ---- start and stop ---------------------------------------------------------------------------------------------
 
     async def start(self) -> Engine:
         """Open the engine on its thread and return it. Raises what `open_engine` raised."""
         assert self._thread is None, "started twice"
-        loop = asyncio.get_running_loop()
-        self._thread = EngineThread(loop, self)
+        self._loop = asyncio.get_running_loop()
+        opened: asyncio.Future[Engine] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="engine", daemon=True)
+        self._thread.start()
         try:
-            engine = await self._thread.start(self._open_engine)
+            engine = await opened
         except Exception as error:
             self.failure = error
             raise
-        self._watchdog = loop.create_task(self._watch(engine))
+        self._watchdog = self._loop.create_task(self._watch_thread(engine))
         return engine
 
     async def stop(self, timeout: float = 10.0) -> None:
@@ -110,8 +192,9 @@ class AsyncEngine(Generic[Engine]):
         if self._watchdog is not None:
             self._watchdog.cancel()
         self._fail_all(self._end_error(None))
+        self._inbox.put(self._end)
         if self._thread is not None:
-            await self._thread.stop(timeout)
+            await asyncio.to_thread(self._thread.join, timeout)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -122,18 +205,27 @@ class AsyncEngine(Generic[Engine]):
 
     def drain(self) -> None:
         """From now on, end requests that cannot continue because the engine is paused, asleep or without weights."""
-        self.thread.post(EngineThread.drain)
+        self._inbox.put(self._drain)
 
     @property
-    def thread(self) -> EngineThread[Engine]:
-        """The thread; requires `start`."""
-        assert self._thread is not None, "not started"
-        return self._thread
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def num_unanswered(self) -> int:
         """Number of calls and watches without an answer."""
         return len(self._unanswered)
+
+    @property
+    def num_commands(self) -> int:
+        """Number of commands that wait for the thread."""
+        return self._inbox.qsize()
+
+    @property
+    def num_watches(self) -> int:
+        """Number of functions that the thread calls after every turn."""
+        return len(self._watches)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -146,12 +238,7 @@ class AsyncEngine(Generic[Engine]):
         program: TokenProgram | None = None,
     ) -> list[TrainingSample]:
         """Return n samples of each prompt, as `InferenceEngine.generate` does. Raises `BadRequest`, `EngineDead`."""
-        requests = requests_for(prompts, sampling_params, num_samples_per_prompt, program)
-        found: dict[tuple[int, int], TrainingSample] = {}
-        async for index, delta in self.submit_and_read(requests):
-            if delta.sample is not None:
-                found[index, delta.sample_index] = delta.sample
-        return [found[place] for place in sorted(found)]
+        return await self._samples(requests_for(prompts, sampling_params, num_samples_per_prompt, program))
 
     async def stream(
         self,
@@ -169,57 +256,84 @@ class AsyncEngine(Generic[Engine]):
             program=program,
             is_streamed=True,
         )
-        async for _, delta in self.submit_and_read([request]):
-            yield delta
+        with self.submit([request]) as outbox:
+            while not outbox.is_done:
+                for _, delta in await outbox.take():
+                    yield delta
 
     async def score(self, token_ids: Sequence[int], start: int = 0, *, temperature: float = 1.0) -> list[float]:
         """Return what `InferenceEngine.score` does for one text. Raises `EngineDead` too."""
         (start,) = score_starts(start, 1)
-        async for _, delta in self.submit_and_read([scoring_request(token_ids, start, temperature)]):
-            sample = delta.sample
-        assert sample is not None, "the last delta of a request has its sample"
+        (sample,) = await self._samples([scoring_request(token_ids, start, temperature)])
         if sample.finish_reason == "abort":
             raise ValueError(f"token_ids: {sample.stop_reason or 'the request was aborted'}")
         return list(sample.prompt_logprobs or ())
 
-    async def submit_and_read(self, requests: Sequence[EngineRequest]) -> AsyncIterator[tuple[int, Delta]]:
-        """Queue requests, all or none; yield (index of the request, delta) until all have ended."""
+    @contextmanager
+    def submit(self, requests: Sequence[EngineRequest], *, later: bool = False) -> Iterator[Outbox]:
+        """Queue requests, all or none, and yield their outbox; leaving the block aborts those that have not ended.
+
+        With `later`, `enter` queues them. Raises `BadRequest` for a number of samples, and `EngineDead`; a request that
+        is refused on the thread raises `BadRequest` in `Outbox.take`.
+        """
+        self._require_alive()
         for request in requests:
             if type(request.num_samples) is not int or request.num_samples < 1:
                 raise BadRequest("num_samples", f"must be an integer >= 1, got {request.num_samples!r}")
-        inbox = Inbox()
-        num_open = sum(request.num_samples for request in requests)
-        with self.submit(requests, inbox):
-            while num_open:
-                item = await inbox.items.get()
-                if isinstance(item, Exception):
-                    raise item
-                num_open -= item[1].sample is not None
-                yield item
-
-    @contextmanager
-    def submit(
-        self, requests: Sequence[EngineRequest], receiver: Receiver, first: tuple[int, ...] | None = None
-    ) -> Iterator[Submission]:
-        """Queue requests, all or none; leaving the block aborts those that have not ended. Raises `EngineDead`.
-
-        `first` are the indices of requests to queue now (None: all); `enter` queues the others.
-        """
-        self._require_alive()
-        submission = Submission(requests, receiver)
-        self._submissions.add(submission)
-        self.enter(submission, tuple(range(len(requests))) if first is None else first)
+        outbox = Outbox(requests)
+        self._outboxes.add(outbox)
+        if not later and requests:
+            self.enter(outbox, range(len(requests)))
         try:
-            yield submission
+            yield outbox
         finally:
-            self._close(submission)
+            outbox.close()
+            self._outboxes.discard(outbox)
+            self._inbox.put(lambda: self._collect(outbox))
 
-    def enter(self, submission: Submission, indices: tuple[int, ...]) -> None:
+    def enter(self, outbox: Outbox, indices: Sequence[int]) -> None:
         """Queue the requests with these indices, all or none."""
-        if indices:
-            self.thread.post(lambda thread: thread.submit(submission, indices))
+        self._inbox.put(lambda: self._add(outbox, indices))
 
-    # ---- weights ----------------------------------------------------------------------------------------------------
+    async def abort(
+        self, outboxes: Collection[Outbox] | None = None, *, first: Callable[[Engine], object] | None = None
+    ) -> int:
+        """End the open requests of these callers, of all for None, as "abort"; return the number of samples.
+
+        `first` runs just before, on the engine's thread: requests that are submitted later do not end.
+        """
+        wanted = tuple(self._outboxes if outboxes is None else outboxes)
+
+        def end(engine: Engine) -> int:
+            if first is not None:
+                first(engine)
+            return self._end_requests([one for outbox in wanted for one in outbox.ids])
+
+        return await self.call(end)
+
+    async def _samples(self, requests: Sequence[EngineRequest]) -> list[TrainingSample]:
+        """Return the samples of requests, by request and sample."""
+        found: dict[tuple[int, int], TrainingSample] = {}
+        with self.submit(requests) as outbox:
+            while not outbox.is_done:
+                for index, delta in await outbox.take():
+                    if delta.sample is not None:
+                        found[index, delta.sample_index] = delta.sample
+        return [found[place] for place in sorted(found)]
+
+    # ---- pause and weights ------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> None:
+        """Pause as `InferenceEngine.pause` does; with "wait", return once the started requests have ended."""
+        paused = await self.watch(
+            lambda engine: None if engine.is_pausing else True,
+            first=lambda engine: engine.pause(mode, clear_cache=clear_cache, blocking=False),
+        )
+        await paused
+
+    async def resume(self) -> None:
+        """Resume after `pause`."""
+        await self.call(lambda engine: engine.resume())
 
     async def update_weights(
         self,
@@ -248,70 +362,58 @@ class AsyncEngine(Generic[Engine]):
                 checksum=checksum,
                 timeout=timeout,
             )
-        engine = await self.call(lambda engine: engine)
         update = replace(weights, on_gathered=_both(self.wake, weights.on_gathered))
+        ends = ("idle", "staged") if update.hold else ("idle",)
         started: list[int] = []
-        installed: asyncio.Future[int] | None = None
         try:
-            installed = await self._installed(
-                engine, lambda: started.append(engine.start_update(update)), is_held=update.hold
+            installed = await self.watch(
+                lambda engine: engine.finish_update(0) if engine.weight_info().update in ends else None,
+                first=lambda engine: started.append(engine.start_update(update)),
             )
-            while not installed.done():  # a silent source does not wake the thread, so its timeout is polled
-                await asyncio.wait({installed}, timeout=_WATCH_S)
-                self.wake()
-            return installed.result()
+            return await installed
         except asyncio.CancelledError:  # the thread may start the update after this
-            if installed is not None:
-                installed.cancel()
-            self.thread.post(lambda _: started and engine.cancel_update())
+            self._inbox.put(lambda: started and self._engine.cancel_update())
             raise
 
     async def commit_update(self) -> int:
         """Install a held update, as its `on_running` says; return the installed version. Raises as `update_weights`."""
-        engine = await self.call(lambda engine: engine)
-        return await (await self._installed(engine, lambda: engine.commit_update(blocking=False)))
+        installed = await self.watch(
+            lambda engine: engine.finish_update(0) if engine.weight_info().update == "idle" else None,
+            first=lambda engine: engine.commit_update(blocking=False),
+        )
+        return await installed
 
     async def cancel_update(self) -> bool:
         """Cancel an update that is not installed yet; return whether there was one."""
         return await self.call(lambda engine: engine.cancel_update())
-
-    async def _installed(
-        self, engine: DrivenEngine, start: Callable[[], object], *, is_held: bool = False
-    ) -> asyncio.Future[int]:
-        """Return a future of the version that `start` installs; with `is_held`, set once the weights are gathered."""
-        ends = ("idle", "staged") if is_held else ("idle",)
-        return await self.watch(
-            lambda: engine.finish_update(0) if engine.weight_info().update in ends else None, first=start
-        )
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     async def call(self, work: Callable[[Engine], Answer]) -> Answer:
         """Return `work(engine)`, run on the engine's thread between two steps. Raises `EngineDead`."""
         done: asyncio.Future[Answer] = self._new_future()
-        self.thread.post(lambda thread: thread.call(work, done))
+        self._inbox.put(lambda: self._answer(done, work))
         return await done
 
     async def watch(
-        self, look: Callable[[], Answer | None], first: Callable[[], object] | None = None
+        self, look: Callable[[Engine], Answer | None], first: Callable[[Engine], object] | None = None
     ) -> asyncio.Future[Answer]:
         """Call `look` on the engine's thread after every turn until it returns a value or raises; return its future.
 
         `look` returns None to continue. `first` runs on the thread before; its exception is raised here. Cancelling the
-        future ends the calls. An idle engine takes a turn only after a command: call `wake` after a change on another
-        thread.
+        future ends the calls. An idle engine takes a turn at every command, and a few a second while it is watched.
         """
         found: asyncio.Future[Answer] = self._new_future()
 
-        def start(_: Engine) -> None:
+        def start(engine: Engine) -> None:
             if first is not None:
-                first()
+                first(engine)
             if not found.cancelled():
-                self.thread.watch(look, found)
+                self._watches[found] = lambda: look(engine)
 
         def forget(_: object) -> None:
             if found.cancelled():
-                self.thread.post(lambda thread: thread.forget(found))
+                self._inbox.put(lambda: self._watches.pop(found, None))
 
         found.add_done_callback(forget)
         try:
@@ -323,23 +425,7 @@ class AsyncEngine(Generic[Engine]):
 
     def wake(self) -> None:
         """Make the engine's thread take a turn. Can be called from any thread."""
-        self.thread.post(lambda _: None)
-
-    async def end_submissions(
-        self, receivers: Collection[Receiver], *, first: Callable[[], object] | None = None
-    ) -> int:
-        """End the open requests of these receivers as "abort"; return the number of samples.
-
-        `first` runs just before, on the engine's thread: requests that are submitted later do not end.
-        """
-        wanted = [one for one in self._submissions if one.receiver in receivers]
-
-        def end(_: Engine) -> int:
-            if first is not None:
-                first()
-            return self.thread.end([one for each in wanted for one in each.queued_ids])
-
-        return await self.call(end)
+        self._inbox.put(_nothing)
 
     def _new_future(self) -> asyncio.Future[Any]:
         """Return a future for the thread to set; the engine's end sets an exception."""
@@ -353,52 +439,36 @@ class AsyncEngine(Generic[Engine]):
         if self.failure is not None or self._is_stopped:
             raise self._end_error(self.failure)
 
+    # ---- on the event loop: what the thread posts -------------------------------------------------------------------
+
+    def _deliver(self, deltas: Iterable[tuple[Outbox, int, Delta]], at: float) -> None:
+        """Put deltas into the outboxes of callers that have not left."""
+        for outbox, index, delta in deltas:
+            if not outbox.is_closed:
+                last_token = outbox.put(index, delta, at)
+                if self._observer is not None:
+                    self._observer.on_delta(outbox, index, delta, last_token)
+
+    def _deliver_turn(
+        self, turn: Turn, started: Iterable[tuple[Outbox, int, int]], deltas: Iterable[tuple[Outbox, int, Delta]]
+    ) -> None:
+        """Note which samples left the queue, deliver a step's deltas, and tell the observer."""
+        for outbox, index, sample in started:
+            times = outbox.times[index][sample]
+            times.started = times.started or turn.began  # not again after preemption
+        self._deliver(deltas, turn.ended)
+        if self._observer is not None:
+            self._observer.on_turn(turn)
+
     def _fail_all(self, error: Exception) -> None:
-        for submission in tuple(self._submissions):
-            submission.receiver.on_failure(error)
+        for outbox in tuple(self._outboxes):
+            outbox.fail(error)
         for future in tuple(self._unanswered):
             if not future.done():
                 future.set_exception(error)
 
-    def _close(self, submission: Submission) -> None:
-        """Forget a submission; requests that have not ended are aborted at the next step boundary."""
-        submission.is_closed = True
-        self._submissions.discard(submission)
-        ids = submission.ids
-        for one in ids:
-            self._owners.pop(one, None)
-        if ids:
-            self.thread.post(lambda thread: thread.collect(ids))
-
-    # ---- events from the thread -------------------------------------------------------------------------------------
-
-    def on_submitted(self, submission: Submission, indices: tuple[int, ...], ids: tuple[int, ...]) -> None:
-        """Store the ids of requests that the thread queued; collect them if the submission was closed meanwhile."""
-        if submission.is_closed:
-            self.thread.post(lambda thread: thread.collect(ids))
-            return
-        submission.ids += ids
-        self._owners.update((one, (submission, index)) for index, one in zip(indices, ids, strict=True))
-
-    def on_turn(self, turn: Turn, deltas: Sequence[Delta]) -> None:
-        """Deliver a step's events, the deltas of queued requests among them, to receivers and the observer."""
-        for request_id, sample_index in turn.result.started:
-            if request_id in self._owners:
-                submission, index = self._owners[request_id]
-                submission.receiver.on_started(index, sample_index, turn.began)
-        self.on_deltas(deltas, turn.ended)
-        if self._observer is not None:
-            self._observer.on_turn(turn)
-
-    def on_deltas(self, deltas: Sequence[Delta], at: float) -> None:
-        """Deliver deltas, also from outside a turn's step, to their receivers."""
-        for delta in deltas:
-            if delta.request_id in self._owners:
-                submission, index = self._owners[delta.request_id]
-                submission.receiver.on_delta(index, delta, at)
-
-    def on_failure(self, error: BaseException) -> None:
-        """Fail all submissions and futures: the thread ended with this exception, or a method above raised it."""
+    def _die(self, error: BaseException) -> None:
+        """Fail all callers: the thread ended with this exception, or delivering raised it."""
         if self.failure is not None or self._is_stopped:
             return
         self.failure = error
@@ -407,7 +477,7 @@ class AsyncEngine(Generic[Engine]):
         if self._observer is not None:
             self._observer.on_death(error)
 
-    async def _watch(self, engine: DrivenEngine) -> None:
+    async def _watch_thread(self, engine: DrivenEngine) -> None:
         """Detect a thread or an engine that has ended, and a step that exceeds its timeout (prints all stacks).
 
         Adds up the watchdog's own waits instead of reading a clock: a frozen process (`docker pause`) is no failure.
@@ -415,17 +485,156 @@ class AsyncEngine(Generic[Engine]):
         since, waited = None, 0.0
         while self.failure is None and not self._is_stopped:
             step_timeout = self.step_timeout or math.inf
-            pause = min(_WATCH_S, step_timeout / 2)
+            pause = min(_WATCHDOG_S, step_timeout / 2)
             await asyncio.sleep(pause)
-            is_same = since is not None and since == self.thread.busy_since
-            since, waited = self.thread.busy_since, waited + pause if is_same else 0.0
-            if not self.thread.is_alive:
-                self.on_failure(RuntimeError("the engine's thread has ended"))
+            is_same = since is not None and since == self._busy_since
+            since, waited = self._busy_since, waited + pause if is_same else 0.0
+            if not self.is_alive:
+                self._die(RuntimeError("the engine's thread has ended"))
             elif (failure := engine.failure) is not None:  # a rank was lost while the thread waits for work
-                self.on_failure(failure)
+                self._die(failure)
             elif waited >= step_timeout:
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                self.on_failure(TimeoutError(f"a step has not ended after {step_timeout:g} seconds"))
+                self._die(TimeoutError(f"a step has not ended after {step_timeout:g} seconds"))
+
+    # ---- on the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self, opened: asyncio.Future[Engine]) -> None:
+        """Open the engine, then run turns until stopped."""
+        try:
+            self._engine = self._open_engine()
+        except BaseException as error:
+            cause = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__} while loading")
+            self._settle(opened, error=cause)
+            return
+        self._settle(opened, self._engine)
+        try:
+            while not self._is_ending:
+                self._run_turn()
+            self._engine.shutdown()
+        except BaseException as error:
+            failure = error
+            self._post(lambda: self._die(failure))
+
+    def _run_turn(self) -> None:
+        """Run the commands in the inbox, then one step; without work, wait for a command."""
+        if not self._engine.has_pending():
+            self._busy_since = None
+            try:
+                command = self._inbox.get(timeout=_WATCH_S if self._watches else None)
+            except Empty:
+                command = _nothing
+            self._busy_since = time.monotonic()
+            command()
+        self._busy_since = time.monotonic()
+        while not self._inbox.empty():
+            self._inbox.get()()
+        if self._is_ending:
+            return
+        began = time.monotonic()
+        result = self._engine.tick()
+        turn = Turn(result, began, time.monotonic(), self._engine.is_halted)
+        started = [(*self._queued[one], sample) for one, sample in result.started if one in self._queued]
+        deltas = self._taken()
+        self._post(lambda: self._deliver_turn(turn, started, deltas))
+        if self._is_draining and self._engine.is_halted:  # no later call would resume the engine
+            self._end_requests(None)
+        self._run_watches()
+
+    def _run_watches(self) -> None:
+        """Call every watch, and answer those with a result."""
+        for found, look in tuple(self._watches.items()):
+            try:
+                answer = look()
+            except Exception as error:
+                del self._watches[found]
+                self._settle(found, error=error)
+            else:
+                if answer is not None:
+                    del self._watches[found]
+                    self._settle(found, answer)
+
+    def _add(self, outbox: Outbox, indices: Sequence[int]) -> None:
+        """Queue requests, all or none; an invalid one fails its caller only."""
+        if outbox.is_closed:
+            return
+        ids: list[int] = []
+        try:
+            for index in indices:
+                ids.append(self._engine.add(outbox.requests[index], claim=True))
+        except Exception as error:  # BadRequest, or from a matcher's constructor
+            failure = error
+            for one in ids:
+                self._engine.collect(one)
+            self._post(lambda: outbox.fail(failure))
+            return
+        outbox.ids += ids
+        self._queued.update((one, (outbox, index)) for one, index in zip(ids, indices, strict=True))
+
+    def _collect(self, outbox: Outbox) -> None:
+        """Forget the requests of a caller that has left, aborting those that have not ended."""
+        for one in outbox.ids:
+            del self._queued[one]
+            self._engine.collect(one)
+        outbox.ids.clear()
+
+    def _answer(self, done: asyncio.Future[Answer], work: Callable[[Engine], Answer]) -> None:
+        """Run `work`; `done` gets its result or exception."""
+        try:
+            answer = work(self._engine)
+        except Exception as error:
+            self._settle(done, error=error)
+        else:
+            self._settle(done, answer)
+        self._post_deltas()  # the work may have run steps, with deltas of other requests
+
+    def _end_requests(self, ids: Iterable[int] | None) -> int:
+        """End requests, all of them for None, and post their deltas; return the number of samples."""
+        num_ended = len(self._engine.end_requests(ids))
+        self._post_deltas()
+        return num_ended
+
+    def _drain(self) -> None:
+        self._is_draining = True
+
+    def _end(self) -> None:
+        self._is_ending = True
+
+    def _taken(self) -> list[tuple[Outbox, int, Delta]]:
+        """Return the new deltas of queued requests, with their places."""
+        return [(*self._queued[one.request_id], one) for one in self._engine.take_deltas(self._queued)]
+
+    def _post_deltas(self) -> None:
+        """Post the deltas of queued requests that arose outside a turn's step."""
+        deltas, now = self._taken(), time.monotonic()
+        if deltas:
+            self._post(lambda: self._deliver(deltas, now))
+
+    def _settle(self, done: asyncio.Future[Any], answer: object = None, *, error: Exception | None = None) -> None:
+        """Set a future's result or exception, unless it was cancelled."""
+        if error is not None:
+            self._post(lambda: None if done.done() else done.set_exception(error))
+        else:
+            self._post(lambda: None if done.done() else done.set_result(answer))
+
+    def _post(self, event: Callable[[], None]) -> None:
+        """Call `event` on the event loop, unless the loop has closed."""
+        assert self._loop is not None, "set before the thread starts"
+        try:
+            self._loop.call_soon_threadsafe(self._handle, event)
+        except RuntimeError:
+            _log.debug("the event loop has closed")
+
+    def _handle(self, event: Callable[[], None]) -> None:
+        """Call `event`; an exception would lose a delta, so it counts as a failure of the engine."""
+        try:
+            event()
+        except Exception as error:
+            self._die(error)
+
+
+def _nothing() -> None:
+    """Do nothing: the thread takes a turn."""
 
 
 def _both(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:

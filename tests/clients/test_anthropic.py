@@ -16,7 +16,7 @@ from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.messages_reply import MessagesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.ticket import PromptRequest
+from nano_inference.server.structured import PromptRequest
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event

@@ -225,7 +225,7 @@ def test_tensors_are_loaded_as_tensors_only(trees: dict[str, ast.Module]) -> Non
 
 def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:
     calling = {"weights/member.py", "cli/wire.py"}  # ask whether a trainer is there; talk with a server
-    calling |= {"async_engine.py", "engine_thread.py"}  # asyncio without a socket
+    calling |= {"async_engine.py", "core/outbox.py"}  # asyncio without a socket
     # by the functions of the server
     listening = {
         "cli/serve.py",

@@ -92,7 +92,7 @@ def ended_after(server: Running, num_steps: int, request: Callable[[], T]) -> T:
         assert resume.wait(60)
         return True
 
-    asyncio.run_coroutine_threadsafe(server.link.watch(count), server.loop).result(60)
+    asyncio.run_coroutine_threadsafe(server.link.engine.watch(lambda _: count()), server.loop).result(60)
     try:
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(request)

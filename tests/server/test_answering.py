@@ -7,17 +7,17 @@ import time
 from collections.abc import MutableMapping
 from typing import Any
 
+from nano_inference.core.outbox import Outbox
 from nano_inference.server.answering import Answer, Timing
 from nano_inference.server.call import transcripts_of
-from nano_inference.server.ticket import Ticket
 from nano_inference.server.worker_pool import WorkerPool
 from tests.server.test_detokenizer import TOKENIZER, sample_of
 from tests.server.test_replies import A, B, call_of, delta
 from tests.server.tiny import events_in
 
 
-def streamed(ticket: Ticket, seconds_left: float = 3600.0) -> list[Any]:
-    """Stream a ticket's deltas with usage in every chunk; return the chunks."""
+def streamed(outbox: Outbox, seconds_left: float = 3600.0) -> list[Any]:
+    """Stream a outbox's deltas with usage in every chunk; return the chunks."""
     call = call_of("chat", n=2, stream=True, include_usage=True, continuous_usage=True, token_ids=True)
     sent: list[bytes] = []
 
@@ -31,7 +31,7 @@ def streamed(ticket: Ticket, seconds_left: float = 3600.0) -> list[Any]:
         timing = Timing(deadline=time.monotonic() + seconds_left, keep_alive_s=0.0)
         answer = Answer(
             call=call,
-            ticket=ticket,
+            outbox=outbox,
             tokenizer=TOKENIZER,
             timing=timing,
             pool=WorkerPool("none", 1),
@@ -51,12 +51,12 @@ def ids_of(chunk: Any) -> list[int]:
 
 def test_usage_excludes_unsent_tokens() -> None:
     call = call_of(n=2)
-    ticket = Ticket(call.requests)
+    outbox = Outbox(call.requests)
     for sample in (0, 1, 0, 1):
-        ticket.put(0, delta((A, B, A), at=sample))
+        outbox.put(0, delta((A, B, A), at=sample), 1.0)
     for sample in (0, 1):
-        ticket.put(0, delta((B,), sample=sample_of((A, B, A) * 2 + (B,), "length", None), at=sample))
-    sent = [(len(ids_of(chunk)), chunk["usage"]["completion_tokens"]) for chunk in streamed(ticket)]
+        outbox.put(0, delta((B,), sample=sample_of((A, B, A) * 2 + (B,), "length", None), at=sample), 1.0)
+    sent = [(len(ids_of(chunk)), chunk["usage"]["completion_tokens"]) for chunk in streamed(outbox)]
     counts = [(tokens, count) for tokens, count in sent if tokens]
     assert counts == [(3, 3), (3, 6), (3, 9), (3, 12), (1, 13), (1, 14)]
     assert sent[0] == (0, 0) and sent[-1] == (0, 14)
@@ -64,20 +64,20 @@ def test_usage_excludes_unsent_tokens() -> None:
 
 def test_timeout_sends_tokens_received_before_deadline() -> None:
     call = call_of(n=2)
-    ticket = Ticket(call.requests)
-    ticket.put(0, delta((A, B)))
-    ticket.put(0, delta((A,), sample=sample_of((A,), "length", None), at=1))
-    chunks = streamed(ticket, seconds_left=-1.0)
+    outbox = Outbox(call.requests)
+    outbox.put(0, delta((A, B)), 1.0)
+    outbox.put(0, delta((A,), sample=sample_of((A,), "length", None), at=1), 1.0)
+    chunks = streamed(outbox, seconds_left=-1.0)
     assert [ids_of(chunk) for chunk in chunks if ids_of(chunk)] == [[A, B], [A]]
     ends = [(one["index"], one["stop_reason"]) for chunk in chunks for one in chunk["choices"] if one["finish_reason"]]
-    assert ends == [(1, None), (0, "timeout")] and ticket.end_reason == "length"
+    assert ends == [(1, None), (0, "timeout")] and outbox.end_reason == "length"
 
 
 def test_tokens_before_engine_error_are_sent() -> None:
     call = call_of(n=2)
-    ticket = Ticket(call.requests)
-    ticket.put(0, delta((A, B)))
-    ticket.put(0, delta((), sample=sample_of((A, B), "abort", "out of memory: 1 of 2 blocks")))
-    *chunks, last = streamed(ticket)
+    outbox = Outbox(call.requests)
+    outbox.put(0, delta((A, B)), 1.0)
+    outbox.put(0, delta((), sample=sample_of((A, B), "abort", "out of memory: 1 of 2 blocks")), 1.0)
+    *chunks, last = streamed(outbox)
     assert [ids_of(chunk) for chunk in chunks if ids_of(chunk)] == [[A, B]]
     assert last["error"]["code"] == "out_of_memory"

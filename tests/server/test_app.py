@@ -26,7 +26,7 @@ import transformers
 
 import nano_inference
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.engine_thread import DrivenEngine
+from nano_inference.async_engine import DrivenEngine
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.text.fast import BYTE_OF_CHAR

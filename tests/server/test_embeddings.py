@@ -26,7 +26,7 @@ from nano_inference.server.embedding import EmbeddingBody, embedding_reply, embe
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_PROMPTS
-from nano_inference.server.ticket import PromptRequest
+from nano_inference.server.structured import PromptRequest
 from nano_inference.support.checks import float32
 from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.grammar import Grammars

@@ -1,4 +1,4 @@
-"""`EngineLink`: deltas, failures, shutdown, and aborts reach the right tickets."""
+"""`EngineLink`: deltas, failures, shutdown, and aborts reach the right outboxs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from nano_inference import InferenceEngine, SamplingParams
+from nano_inference import BadRequest, InferenceEngine, SamplingParams
+from nano_inference.core.outbox import Outbox, PromptDelta
 from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Capacity, Dispatcher
-from nano_inference.server.engine_link import EngineLink, LoadedModel
+from nano_inference.server.engine_link import MAX_UNREAD, EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
-from nano_inference.server.ticket import MAX_UNREAD, PromptDelta, PromptRequest, Ticket
+from nano_inference.server.structured import PromptRequest
 from nano_inference.types import Delta, TrainingSample
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference
 
@@ -61,10 +62,10 @@ def run_with_link(
     asyncio.run(main())
 
 
-async def to_end(ticket: Ticket) -> list[PromptDelta]:
+async def to_end(outbox: Outbox) -> list[PromptDelta]:
     deltas: list[PromptDelta] = []
-    while not ticket.is_done:
-        deltas += await ticket.take(30)
+    while not outbox.is_done:
+        deltas += await outbox.take(30)
     return deltas
 
 
@@ -73,14 +74,14 @@ def tokens_of(deltas: list[PromptDelta], prompt: int = 0, sample: int = 0) -> li
     return [token for delta in found for token in delta.token_ids]
 
 
-def test_ticket_returns_every_sample_of_every_prompt() -> None:
+def test_outbox_returns_every_sample_of_every_prompt() -> None:
     async def work(link: EngineLink) -> None:
-        with link.submit([request(num_samples=2), request((1, 2))]) as ticket:
-            deltas = await to_end(ticket)
+        with link.submit([request(num_samples=2), request((1, 2))]) as outbox:
+            deltas = await to_end(outbox)
         for prompt, number, sample in (((5, 9, 30), 0, 0), ((5, 9, 30), 0, 1), ((1, 2), 1, 0)):
             assert tokens_of(deltas, number, sample) == reference(prompt, LONG, sample)[0]
         assert sum(one.delta.sample is not None for one in deltas) == 3
-        assert all(times.started is not None for samples in ticket.times for times in samples)
+        assert all(times.started is not None for samples in outbox.times for times in samples)
 
     run_with_link(work)
 
@@ -90,11 +91,11 @@ def test_leaving_submit_block_aborts_and_frees_blocks() -> None:
 
     async def work(link: EngineLink) -> None:
         for when in ("at once", "after a delta"):
-            with link.submit([request(params=SamplingParams(max_tokens=200, seed=1, ignore_eos=True))]) as ticket:
+            with link.submit([request(params=SamplingParams(max_tokens=200, seed=1, ignore_eos=True))]) as outbox:
                 if when == "after a delta":
-                    await ticket.take(30)
-            await link.call(lambda: None)  # earlier commands are done
-            await link.call(lambda: None)
+                    await outbox.take(30)
+            await link.engine.call(lambda _: None)  # earlier commands are done
+            await link.engine.call(lambda _: None)
             assert not engine.has_pending()
             assert engine.parts.kv.num_free_blocks() == 60
             assert link.num_open == 0
@@ -103,18 +104,19 @@ def test_leaving_submit_block_aborts_and_frees_blocks() -> None:
 
 
 @pytest.mark.parametrize("is_left", [False, True])
-def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -> None:
+def test_a_closed_outbox_is_freed_without_the_garbage_collector(is_left: bool) -> None:
     dispatcher = Dispatcher(Capacity(num_seats=4, num_blocks=60, block_size=4, step_tokens=64))
 
-    async def one(link: EngineLink) -> weakref.ref[Ticket]:
-        with dispatcher.queue_for(Client("key 0")) as enqueue, link.submit([request()], enqueue=enqueue) as ticket:
+    async def one(link: EngineLink) -> weakref.ref[Outbox]:
+        link.start_accepting(dispatcher)
+        with link.submit([request()], client=Client("key 0")) as outbox:
             if not is_left:
-                await to_end(ticket)
-                return weakref.ref(ticket)
-            ticket.fail(ApiError(503, "the client left"))
-            with contextlib.suppress(ApiError):  # `pytest.raises` would keep the traceback, which refers to the ticket
-                await ticket.take(30)
-            return weakref.ref(ticket)
+                await to_end(outbox)
+                return weakref.ref(outbox)
+            outbox.fail(ApiError(503, "the client left"))
+            with contextlib.suppress(ApiError):  # `pytest.raises` would keep the traceback, which refers to the outbox
+                await outbox.take(30)
+            return weakref.ref(outbox)
 
     async def work(link: EngineLink) -> None:
         gc.disable()
@@ -124,7 +126,7 @@ def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -
             while (
                 closed() is not None and time.monotonic() < deadline
             ):  # the thread and the loop drop their references later
-                await link.call(lambda: None)
+                await link.engine.call(lambda _: None)
             assert closed() is None
         finally:
             gc.enable()
@@ -132,7 +134,7 @@ def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -
     run_with_link(work)
 
 
-def test_engine_failure_reaches_every_ticket(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_failure_reaches_every_outbox(caplog: pytest.LogCaptureFixture) -> None:
     engine = fake_engine()
     runner = engine.parts.runner
     assert isinstance(runner, FakeRunner)
@@ -147,8 +149,8 @@ def test_engine_failure_reaches_every_ticket(caplog: pytest.LogCaptureFixture) -
 
     async def work(link: EngineLink) -> None:
         async def wait() -> ApiError:
-            with link.submit([request()]) as ticket, pytest.raises(ApiError) as refused:
-                await to_end(ticket)
+            with link.submit([request()]) as outbox, pytest.raises(ApiError) as refused:
+                await to_end(outbox)
             return refused.value
 
         errors = await asyncio.gather(*(wait() for _ in range(4)))
@@ -184,14 +186,14 @@ class Stuck:
         return self.inner.tick()
 
 
-def test_stuck_step_fails_tickets(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stuck_step_fails_outboxs(capfd: pytest.CaptureFixture[str]) -> None:
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
         try:
             async with asyncio.timeout(30):
-                with link.submit([request()]) as ticket, pytest.raises(ApiError) as raised:
-                    await to_end(ticket)
+                with link.submit([request()]) as outbox, pytest.raises(ApiError) as raised:
+                    await to_end(outbox)
         finally:
             engine.resume.set()
         assert (raised.value.status, link.state) == (500, "dead")
@@ -204,7 +206,7 @@ def test_stuck_step_fails_tickets(capfd: pytest.CaptureFixture[str]) -> None:
 def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     hours = [0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600)
-    monkeypatch.setattr("nano_inference.engine_thread.time", clock)
+    monkeypatch.setattr("nano_inference.async_engine.time", clock)
     sleep, waits = asyncio.sleep, []
 
     async def short_sleep(seconds: float) -> None:
@@ -215,7 +217,7 @@ def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> No
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as ticket:
+        with link.submit([request()]) as outbox:
             assert await asyncio.to_thread(engine.is_stuck.wait, 60)
             hours[0] = 1
             waits.clear()
@@ -224,7 +226,7 @@ def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> No
                     await sleep(0.01)
             assert link.state == "ready"
             engine.resume.set()
-            assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
+            assert tokens_of(await to_end(outbox)) == reference((5, 9, 30), LONG, 0)[0]
 
     run_with_link(work, engine, step_timeout=60)
 
@@ -235,8 +237,8 @@ def test_an_idle_engine_is_not_stuck() -> None:
             await asyncio.sleep(0.1)  # several checks of the watchdog, whose limit is shorter than this test
             assert link.state == "ready"
         link.engine.step_timeout = 60  # the rest may be slow on a busy machine
-        with link.submit([request()]) as ticket:
-            assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
+        with link.submit([request()]) as outbox:
+            assert tokens_of(await to_end(outbox)) == reference((5, 9, 30), LONG, 0)[0]
 
     run_with_link(work, step_timeout=0.1)
 
@@ -246,27 +248,26 @@ def broken_factory() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("bad", "status"),
+    ("bad", "kind"),
     [
-        (request(prompt=(10**6,)), 400),
-        (request(make_matcher=broken_factory), 500),
+        (request(prompt=(10**6,)), BadRequest),
+        (request(make_matcher=broken_factory), RuntimeError),
         (request(make_matcher=Failing), None),
         (request(program=Failing()), None),
     ],
 )
-def test_failed_request_does_not_affect_others(bad: PromptRequest, status: int | None) -> None:
+def test_failed_request_does_not_affect_others(bad: PromptRequest, kind: type[Exception] | None) -> None:
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as good, link.submit([request((1, 2)), bad]) as harmed:
-            if status is None:
+            if kind is None:
                 deltas = await to_end(harmed)
                 reasons = [one.delta.finish_reason for one in deltas if one.prompt_index == 1]
                 assert reasons[-1] == "abort"
             else:
-                with pytest.raises(ApiError) as raised:
+                with pytest.raises(kind):
                     await to_end(harmed)
-                assert raised.value.status == status
             assert tokens_of(await to_end(good)) == reference((5, 9, 30), LONG, 0)[0]
-        await link.call(lambda: None)
+        await link.engine.call(lambda _: None)
         assert link.state == "ready"
 
     run_with_link(work)
@@ -286,8 +287,8 @@ def test_out_of_memory_ends_only_the_youngest_request() -> None:
 
     async def work(link: EngineLink) -> None:
         prompts = [(5, 9, 30), (1, 2), (3, 4), (8, 8)]
-        with link.submit([request(prompt) for prompt in prompts]) as ticket:
-            deltas = await to_end(ticket)
+        with link.submit([request(prompt) for prompt in prompts]) as outbox:
+            deltas = await to_end(outbox)
         for number, prompt in enumerate(prompts[:2]):
             assert tokens_of(deltas, number) == reference(prompt, LONG, 0)[0]
         for number in (2, 3):
@@ -315,26 +316,26 @@ def test_loading_error_is_raised() -> None:
 
 def test_drain_refuses_new_requests_and_finishes_open_ones() -> None:
     async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as ticket:
+        with link.submit([request()]) as outbox:
             link.drain()
             with pytest.raises(ApiError) as refused, link.submit([request()]):
                 pass
             assert (refused.value.status, refused.value.code) == (503, "shutting_down")
-            assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
+            assert tokens_of(await to_end(outbox)) == reference((5, 9, 30), LONG, 0)[0]
         with_open = link.num_open
         assert with_open == 0
 
     run_with_link(work)
 
 
-def test_abort_all_fails_open_tickets() -> None:
+def test_abort_all_fails_open_outboxs() -> None:
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as ticket:
+        with link.submit([request()]) as outbox:
             link.abort_all()
             with pytest.raises(ApiError) as raised:
-                await to_end(ticket)
+                await to_end(outbox)
             assert raised.value.code == "shutting_down"
         engine.resume.set()
 
@@ -348,8 +349,8 @@ def test_observer_error_stops_engine(caplog: pytest.LogCaptureFixture) -> None:
 
         metrics: Any = link.metrics
         metrics.first_token = broken
-        with link.submit([request()]) as ticket, pytest.raises(ApiError) as raised:
-            await to_end(ticket)
+        with link.submit([request()]) as outbox, pytest.raises(ApiError) as raised:
+            await to_end(outbox)
         assert (raised.value.status, link.state) == (500, "dead")
 
     with caplog.at_level(logging.ERROR):
@@ -362,8 +363,8 @@ def test_open_samples_are_recorded_with_end_reason(reason: str) -> None:
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as ticket:
-            ticket.end_reason = reason
+        with link.submit([request()]) as outbox:
+            outbox.end_reason = reason
         metrics: Any = link.metrics
         assert f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="fake"}} 1.0' in (
             metrics.render().decode()
@@ -373,26 +374,29 @@ def test_open_samples_are_recorded_with_end_reason(reason: str) -> None:
     run_with_link(work, engine)
 
 
-def test_unread_limit_fails_ticket() -> None:
-    async def main() -> None:
-        ticket = Ticket([request()])
-        for _ in range(MAX_UNREAD + 1):
-            ticket.put(0, delta())
-        with pytest.raises(ApiError, match="too slowly"):
-            await ticket.take(1)
+def test_unread_limit_fails_outbox() -> None:
+    engine = Stuck()
 
-    asyncio.run(main())
+    async def work(link: EngineLink) -> None:
+        with link.submit([request()]) as outbox:
+            for _ in range(MAX_UNREAD + 1):
+                link.on_delta(outbox, 0, delta(), outbox.put(0, delta(), time.monotonic()))
+            with pytest.raises(ApiError, match="too slowly"):
+                await outbox.take(1)
+        engine.resume.set()
+
+    run_with_link(work, engine)
 
 
 def test_take_times_out_and_wakes_on_delta() -> None:
     async def main() -> None:
-        ticket = Ticket([request()])
-        assert await ticket.take(0.01) == []
-        waiting = asyncio.create_task(ticket.take(60))
+        outbox = Outbox([request()])
+        assert await outbox.take(0.01) == []
+        waiting = asyncio.create_task(outbox.take(60))
         await asyncio.sleep(0)
-        ticket.put(0, delta())
+        outbox.put(0, delta(), time.monotonic())
         assert len(await waiting) == 1
-        assert not ticket.is_done
+        assert not outbox.is_done
 
     asyncio.run(main())
 
@@ -424,17 +428,17 @@ def test_end_requests_includes_just_submitted_and_excludes_later_ones() -> None:
     resume = threading.Event()
 
     async def work(link: EngineLink) -> None:
-        holding = asyncio.create_task(link.call(lambda: resume.wait(60)))
+        holding = asyncio.create_task(link.engine.call(lambda _: resume.wait(60)))
         await asyncio.sleep(0)  # later commands are queued behind it and run before the next step
         with link.submit([request()]) as early:
-            ending = asyncio.create_task(link.end_requests(first=engine.pause))
+            ending = asyncio.create_task(link.end_requests(first=lambda engine: engine.pause()))
             await asyncio.sleep(0)
             with link.submit([request(params=SHORT)]) as late:
                 resume.set()
                 assert await holding and await ending == 1
                 assert [one.delta.finish_reason for one in await to_end(early)] == ["abort"]
                 assert await late.take(0.01) == []
-                await link.call(engine.resume)
+                await link.engine.call(lambda engine: engine.resume())
                 assert tokens_of(await to_end(late)) == reference((5, 9, 30), SHORT, 0)[0]
 
     run_with_link(work, engine)
@@ -444,38 +448,39 @@ def test_watch_returns_after_matching_turn() -> None:
     engine = fake_engine()
 
     async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as ticket:
-            deltas = await ticket.take(30)
-            found = await link.watch(
-                lambda: None if engine.is_pausing else "paused", first=lambda: engine.pause("wait", blocking=False)
+        with link.submit([request()]) as outbox:
+            deltas = await outbox.take(30)
+            found = await link.engine.watch(
+                lambda engine: None if engine.is_pausing else "paused",
+                first=lambda engine: engine.pause("wait", blocking=False),
             )
             assert await found == "paused"
-            assert len(tokens_of(deltas + await ticket.take(0.01))) == 30, "the last delta arrives before the answer"
+            assert len(tokens_of(deltas + await outbox.take(0.01))) == 30, "the last delta arrives before the answer"
         thing: list[int] = []
-        found_thing = await link.watch(lambda: thing[0] if thing else None)
+        found_thing = await link.engine.watch(lambda _: thing[0] if thing else None)
         thing.append(5)
         assert not found_thing.done()
-        link.wake()
+        link.engine.wake()
         assert await found_thing == 5
-        assert await link.call(lambda: link.engine.thread.num_watches) == 0
+        assert await link.engine.call(lambda _: link.engine.num_watches) == 0
 
     run_with_link(work, engine)
 
 
 def test_cancelled_or_failed_watch_is_removed() -> None:
-    def fail() -> None:
+    def fail(_: object) -> None:
         raise ValueError("it failed")
 
     async def work(link: EngineLink) -> None:
-        found = await link.watch(lambda: None)
+        found = await link.engine.watch(lambda _: None)
         found.cancel()
         await asyncio.sleep(0)
-        assert await link.call(lambda: link.engine.thread.num_watches) == 0
+        assert await link.engine.call(lambda _: link.engine.num_watches) == 0
         with pytest.raises(ValueError, match="it failed"):
-            await (await link.watch(fail))
+            await (await link.engine.watch(fail))
         with pytest.raises(ValueError, match="it failed"):
-            await link.watch(lambda: 1, first=fail)
-        assert await link.call(lambda: link.engine.thread.num_watches) == 0 and not link.engine.num_unanswered
+            await link.engine.watch(lambda _: 1, first=fail)
+        assert await link.engine.call(lambda _: link.engine.num_watches) == 0 and not link.engine.num_unanswered
 
     run_with_link(work)
 
@@ -485,13 +490,13 @@ def test_stop_answers_pending_calls(end: str) -> None:
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
-        found = await link.watch(lambda: None)
+        found = await link.engine.watch(lambda _: None)
         with link.submit([request()]):
             await asyncio.to_thread(engine.is_stuck.wait, 60)
-            late = asyncio.create_task(link.call(lambda: None))
+            late = asyncio.create_task(link.engine.call(lambda _: None))
             await asyncio.sleep(0)
             if end == "death":
-                link.engine.on_failure(RuntimeError("the engine broke"))
+                link.engine._die(RuntimeError("the engine broke"))
             else:
                 await link.stop(0.05)
             for one in (found, late):

@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
+from nano_inference.core.outbox import Outbox
 from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.quota import MAX_TAGS, FairQueue, quota
-from nano_inference.server.ticket import PromptRequest, Ticket
-from nano_inference.types import SamplingParams, StepStats
+from nano_inference.types import EngineRequest, SamplingParams, StepStats
 
 GREEDY, OTHER, THIRD = Client("key 0"), Client("key 1"), Client("key 2")
 ADMIN = Client("admin 0", is_exempt=True)
@@ -143,50 +143,45 @@ class World:
     def __init__(self, share: float = 0.75, capacity: Capacity = CAPACITY) -> None:
         self.dispatcher = Dispatcher(capacity, share=share)
         self.capacity = capacity
-        self.entered: list[tuple[Ticket, int]] = []
-        self.holds: list[object] = []
+        self.entered: list[tuple[Outbox, int]] = []
 
-    def request(self, client: Client, *sizes: int, prompt: int = 10, max_tokens: int = 100) -> Ticket:
+    def request(self, client: Client, *sizes: int, prompt: int = 10, max_tokens: int = 100) -> Outbox:
         """Open a call; `sizes`: samples of each prompt."""
         params = SamplingParams(max_tokens=max_tokens)
-        ticket = Ticket(
-            [PromptRequest(prompt=(1,) * prompt, params=params, num_samples=size) for size in sizes or (1,)]
+        outbox = Outbox(
+            [EngineRequest(prompt=(1,) * prompt, params=params, num_samples=size) for size in sizes or (1,)]
         )
-        hold = self.dispatcher.queue_for(client)
-        hold.__enter__()(ticket, lambda one, indices: self.entered.extend((one, index) for index in indices))
-        self.holds.append((ticket, hold))
-        return ticket
+        self.dispatcher.add(outbox, client, lambda index: self.entered.append((outbox, index)))
+        return outbox
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, outbox: Outbox) -> None:
         """Close a call."""
-        for one, hold in self.holds:  # type: ignore[misc]
-            if one is ticket:
-                hold.__exit__(None, None, None)  # type: ignore[has-type]
+        self.dispatcher.remove(outbox)
 
     def step(self, num_free_blocks: int | None = None, *, starts: bool = True) -> StepStats:
         """Run a step in which all entered samples start."""
         if starts:
-            for ticket, index in self.entered:
-                for clock in ticket.times[index]:
+            for outbox, index in self.entered:
+                for clock in outbox.times[index]:
                     clock.started = clock.started or time.monotonic()
         free = self.capacity.num_blocks if num_free_blocks is None else num_free_blocks
         counts = dict.fromkeys(("num_rows", "num_computed", "num_sampled", "num_preempted"), 0)
         stats = StepStats(**counts, num_running=0, num_waiting=0, num_free_blocks=free, weight_version=0)
         return self.dispatcher.after_step(stats)
 
-    def end(self, ticket: Ticket) -> None:
-        """End all samples of a ticket."""
-        for row in ticket.times:
+    def end(self, outbox: Outbox) -> None:
+        """End all samples of a outbox."""
+        for row in outbox.times:
             for clock in row:
                 clock.ended = time.monotonic()
 
-    def has(self, ticket: Ticket) -> bool:
+    def has(self, outbox: Outbox) -> bool:
         """Return True if the engine has all its requests."""
-        return len([one for one, _ in self.entered if one is ticket]) == len(ticket.requests)
+        return len([one for one, _ in self.entered if one is outbox]) == len(outbox.requests)
 
-    def count(self, tickets: list[Ticket]) -> int:
-        """Return how many of the tickets the engine has."""
-        return sum(self.has(ticket) for ticket in tickets)
+    def count(self, outboxs: list[Outbox]) -> int:
+        """Return how many of the outboxs the engine has."""
+        return sum(self.has(outbox) for outbox in outboxs)
 
 
 def test_client_at_share_leaves_seats_to_another() -> None:
@@ -200,10 +195,10 @@ def test_client_at_share_leaves_seats_to_another() -> None:
 
 def test_a_client_without_a_quota_may_take_every_seat() -> None:
     for world, client in ((World(share=1.0), GREEDY), (World(), ADMIN)):
-        tickets = [world.request(client) for _ in range(64)]
+        outboxs = [world.request(client) for _ in range(64)]
         for _ in range(20):
             world.step()
-        assert world.count(tickets) == CAPACITY.num_seats + CAPACITY.num_ahead
+        assert world.count(outboxs) == CAPACITY.num_seats + CAPACITY.num_ahead
 
 
 def test_freed_seats_alternate_between_clients() -> None:
@@ -213,13 +208,13 @@ def test_freed_seats_alternate_between_clients() -> None:
         world.step()
     others = [world.request(OTHER) for _ in range(8)] + [world.request(THIRD) for _ in range(8)]
     before = world.count(greedy)
-    for ticket in greedy[:before]:
-        world.end(ticket)
+    for outbox in greedy[:before]:
+        world.end(outbox)
         world.step()
         world.step()
-    entered = [ticket for ticket, _ in world.entered[before:]]
-    assert sum(ticket in others for ticket in entered[:3]) == 2, "those who came late are not behind 47"
-    counts = Counter("greedy" if ticket in greedy else "others" for ticket in entered[:12])
+    entered = [outbox for outbox, _ in world.entered[before:]]
+    assert sum(outbox in others for outbox in entered[:3]) == 2, "those who came late are not behind 47"
+    counts = Counter("greedy" if outbox in greedy else "others" for outbox in entered[:12])
     assert counts == {"greedy": 4, "others": 8}
 
 
@@ -229,33 +224,33 @@ def test_freed_seats_alternate_between_clients() -> None:
 )
 def test_engine_queue_stays_short(prompt: int, step_tokens: int, ahead: int) -> None:
     world = World(share=1.0, capacity=Capacity(num_seats=256, num_blocks=9999, block_size=16, step_tokens=step_tokens))
-    tickets = [world.request(GREEDY, prompt=prompt) for _ in range(600)]
-    assert world.count(tickets) == ahead, "nothing has started yet"
+    outboxs = [world.request(GREEDY, prompt=prompt) for _ in range(600)]
+    assert world.count(outboxs) == ahead, "nothing has started yet"
     world.step(starts=False)
-    assert world.count(tickets) == ahead
+    assert world.count(outboxs) == ahead
     world.step()
-    assert world.count(tickets) == min(2 * ahead, 272)
+    assert world.count(outboxs) == min(2 * ahead, 272)
     for _ in range(80):
         world.step()
-    assert world.count(tickets) == 256 + 16
+    assert world.count(outboxs) == 256 + 16
     assert world.step().num_waiting == 600 - 272
 
 
 def test_a_full_cache_gets_one_request_at_a_time() -> None:
     world = World(share=1.0)
     world.step(num_free_blocks=10)
-    tickets = [world.request(GREEDY) for _ in range(8)]
-    assert world.count(tickets) == 1
+    outboxs = [world.request(GREEDY) for _ in range(8)]
+    assert world.count(outboxs) == 1
     world.step(num_free_blocks=10)
-    assert world.count(tickets) == 2
+    assert world.count(outboxs) == 2
 
 
 def test_cache_share_includes_lookahead_tokens() -> None:
     world = World(capacity=Capacity(num_seats=16, num_blocks=100, block_size=16, step_tokens=256))
-    tickets = [world.request(GREEDY, prompt=44, max_tokens=1000) for _ in range(8)]
+    outboxs = [world.request(GREEDY, prompt=44, max_tokens=1000) for _ in range(8)]
     world.step()
     world.step()
-    assert world.count(tickets) == 4, "1200 of 1600 tokens, 300 each"
+    assert world.count(outboxs) == 4, "1200 of 1600 tokens, 300 each"
     assert world.has(world.request(OTHER, prompt=44, max_tokens=1000))
     long = World(capacity=Capacity(num_seats=16, num_blocks=100, block_size=16, step_tokens=256))
     assert long.has(long.request(GREEDY, prompt=1500, max_tokens=90)), "what is more than its share runs alone"
@@ -270,7 +265,7 @@ def test_prompts_of_a_call_are_dispatched_separately() -> None:
     assert world.has(world.request(OTHER, 2))
 
 
-def test_closed_ticket_releases_seats_and_turns() -> None:
+def test_closed_outbox_releases_seats_and_turns() -> None:
     world = World(share=1.0)
     running = [world.request(GREEDY) for _ in range(17)]
     for _ in range(5):
@@ -284,16 +279,16 @@ def test_closed_ticket_releases_seats_and_turns() -> None:
     world.leave(running[0])
     world.step()
     assert not world.has(waiting[0]) and world.has(waiting[1])
-    for ticket in [*running[1:], *waiting[1:]]:
-        world.leave(ticket)
+    for outbox in [*running[1:], *waiting[1:]]:
+        world.leave(outbox)
     assert world.dispatcher.num_waiting == 0 and world.step().num_waiting == 0
 
 
-def test_dispatch_now_enters_waiting_requests() -> None:
+def test_enter_all_enters_waiting_requests() -> None:
     world = World(share=1.0)
-    tickets = [world.request(GREEDY) for _ in range(40)]
-    for ticket in tickets:
-        ticket.dispatch_now()
-        ticket.dispatch_now()
-    assert world.count(tickets) == 40 and len(world.entered) == 40
+    outboxs = [world.request(GREEDY) for _ in range(40)]
+    for outbox in outboxs:
+        world.dispatcher.enter_all(outbox)
+        world.dispatcher.enter_all(outbox)
+    assert world.count(outboxs) == 40 and len(world.entered) == 40
     assert world.dispatcher.num_waiting == 0

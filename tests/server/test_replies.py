@@ -12,7 +12,7 @@ import pytest
 from nano_inference.server.call import Call, Kind, Transcript, transcripts_of, usage
 from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.ticket import PromptRequest
+from nano_inference.server.structured import PromptRequest
 from nano_inference.types import Delta, SamplingParams, TokenLogprob
 from tests.server.test_detokenizer import END, PIECES, TOKENIZER, UNKNOWN, sample_of
 

@@ -151,8 +151,8 @@ def test_resume_ends_a_waiting_pause(server: Running) -> None:
         assert stream.is_submitted.wait(60)
         link = server.link
         waiting = pool.submit(server.client.post, "/pause?mode=wait")
-        until(server, lambda: link.engine.thread.num_commands >= 2)
-        server.on_loop(lambda: asyncio.ensure_future(link.call(server.opened.engine.resume)))
+        until(server, lambda: link.engine.num_commands >= 2)
+        server.on_loop(lambda: asyncio.ensure_future(link.engine.call(lambda engine: engine.resume())))
         # The engine thread finds all start_three commands in one turn: submit, pause, resume.
     refused(waiting.result(60), 409, "resumed the engine before it was paused")
     assert len(stream.result().completion_tokens) == 200
@@ -166,7 +166,7 @@ def test_waiting_pause_fails_when_overtaken(server: Running, overtaking: list[st
             replies = []
             for number, path in enumerate(["/pause?mode=wait&clear_cache=false", *overtaking], start=1):
                 replies.append(pool.submit(server.client.post, path))
-                until(server, lambda number=number: server.link.engine.thread.num_commands >= number)
+                until(server, lambda number=number: server.link.engine.num_commands >= number)
         first, *others = [reply.result(60) for reply in replies]
     assert refused(first, 409, "overtaken")["code"] == "overtaken"
     assert all(ok(one) for one in others) and is_paused(server)
@@ -203,19 +203,19 @@ def test_disconnect_cancels_a_waiting_pause(server: Running, was_paused: bool, a
         before = Hold(server)
         assert before.is_active.wait(60)
         leaving = send_raw(server, "/pause?mode=wait&clear_cache=false")
-        until(server, lambda: link.engine.thread.num_commands >= 1)
+        until(server, lambda: link.engine.num_commands >= 1)
         others = [pool.submit(server.client.post, "/pause?mode=wait&clear_cache=false")] if another else []
-        until(server, lambda: link.engine.thread.num_commands >= 1 + another)
+        until(server, lambda: link.engine.num_commands >= 1 + another)
         after = Hold(server)
         before.release()
         assert after.is_active.wait(60)
         assert engine.is_pausing
         leaving.close()
-        until(server, lambda: link.engine.thread.num_commands >= (1 if another else 2))
+        until(server, lambda: link.engine.num_commands >= (1 if another else 2))
         after.release()
         assert all(ok(one.result(60)) for one in others)
     assert server.on_engine(lambda: (engine.is_pausing, engine.is_paused)) == (False, another or was_paused)
-    assert server.on_engine(lambda: link.engine.thread.num_watches) == 0
+    assert server.on_engine(lambda: link.engine.num_watches) == 0
     ok(server.client.post("/resume"))
     assert len(stream.result().completion_tokens) == 200
     assert Stream(server, params=SHORT).result().finish_reason == "length"

@@ -316,7 +316,7 @@ def test_one_of_two_concurrent_updates_is_refused(server: Running) -> None:
     with ThreadPoolExecutor() as pool:
         with held(server):
             both = [pool.submit(server.client.post, "/update_weights_from_disk", json=body) for _ in range(2)]
-            until(server, lambda: server.link.engine.thread.num_commands >= 2)
+            until(server, lambda: server.link.engine.num_commands >= 2)
         replies = [one.result(60) for one in both]
     assert sorted(reply.status_code for reply in replies) == [200, 409]
     (busy,) = [reply for reply in replies if reply.status_code == 409]

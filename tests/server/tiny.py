@@ -82,7 +82,7 @@ class StepBlocker:
     FREE_STEPS = 20
 
     def __init__(self, engine: Any, link: Any) -> None:
-        self._engine, self._driver = engine, link.engine.thread
+        self._engine, self._driver = engine, link.engine
         self._add, self._end_turn = engine.add, self._driver._run_watches
         self._num_free = 0
         self._is_off = threading.Event()
@@ -167,7 +167,7 @@ class Running:
 
     def on_engine(self, work: Any) -> Any:
         """Return `work()`, run on the engine's thread between two steps."""
-        return asyncio.run_coroutine_threadsafe(self.link.call(work), self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(self.link.engine.call(lambda _: work()), self.loop).result(30)
 
 
 def events_in(text: str) -> list[Any]:

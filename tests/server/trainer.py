@@ -16,7 +16,7 @@ import transformers
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.ticket import PromptRequest
+from nano_inference.server.structured import PromptRequest
 from nano_inference.types import Delta
 from tests.server.tiny import Running, running
 
@@ -77,10 +77,10 @@ class Stream:
 
     async def _read(self) -> TrainingSample:
         request = PromptRequest(prompt=tuple(self.prompt), params=self.params)
-        with self.server.link.submit([request], self.names) as ticket:
+        with self.server.link.submit([request], self.names) as outbox:
             self.is_submitted.set()
-            while not ticket.is_done:
-                self.deltas += [piece.delta for piece in await ticket.take(60)]
+            while not outbox.is_done:
+                self.deltas += [piece.delta for piece in await outbox.take(60)]
                 if self.deltas:
                     self.has_started.set()
         sample = self.deltas[-1].sample
@@ -109,7 +109,7 @@ class Hold:
     def __init__(self, server: Running) -> None:
         self.is_active = threading.Event()
         self.released = threading.Event()
-        self._done = asyncio.run_coroutine_threadsafe(server.link.call(self._hold), server.loop)
+        self._done = asyncio.run_coroutine_threadsafe(server.link.engine.call(lambda _: self._hold()), server.loop)
         server.on_loop(lambda: None)  # the command is queued now
 
     def _hold(self) -> None:

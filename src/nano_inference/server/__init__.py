@@ -2,5 +2,5 @@
 
 `run` is the process, `protocol` and `guard` refuse invalid and unauthorised requests, `app` has the routes. `body`,
 `schema`, `unsupported`, `prompts` and `calls` turn JSON into engine requests; `detokenizer`, `replies` and `answering`
-turn deltas into JSON. `engine_link` owns the engine; coroutines on the event loop wait for its deltas with a `ticket`.
+turn deltas into JSON. `engine_link` owns the engine; a coroutine on the event loop awaits its call's deltas.
 """

@@ -15,13 +15,14 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from nano_inference.core.outbox import Outbox
 from nano_inference.server.call import Call, Reply, Transcript, reply_size
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.guard import ClientGone
-from nano_inference.server.ticket import Ticket
 from nano_inference.server.worker_pool import WorkerPool
 from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import BadRequest
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -48,7 +49,7 @@ class Answer:
     """Sends the reply to one call, and fills `transcripts` with its samples."""
 
     call: Call
-    ticket: Ticket
+    outbox: Outbox
     tokenizer: Tokenizer
     timing: Timing
     pool: WorkerPool
@@ -61,7 +62,7 @@ class Answer:
         Raises `ApiError` if nothing has been sent yet, and `ClientGone` if the client disconnected.
         """
         reply = self.call.make_reply(self.call, self.tokenizer, int(time.time()))
-        with _disconnect_watcher(receive, self.ticket):
+        with _disconnect_watcher(receive, self.outbox):
             if self.call.stream:
                 return await self._stream(reply)
             await self._send_body(reply)
@@ -119,10 +120,13 @@ class Answer:
         token. At the deadline, started samples end as "length" with the tokens they have; raises `ApiError` if none has
         started, and for a sample that the engine could not finish. A sample that a client aborted ends as "abort".
         """
-        ticket, keep_alive_s = self.ticket, self.timing.keep_alive_s or float("inf")
-        while not ticket.is_done:
+        outbox, keep_alive_s = self.outbox, self.timing.keep_alive_s or float("inf")
+        while not outbox.is_done:
             left = self.timing.deadline - time.monotonic()
-            deltas = await ticket.take(max(0.0, min(keep_alive_s, left)))
+            try:
+                deltas = await outbox.take(max(0.0, min(keep_alive_s, left)))
+            except BadRequest as error:
+                raise ApiError(400, str(error)) from None
             events: list[bytes] = []
             for prompt_index, delta in deltas:
                 transcript = self.transcripts[prompt_index * self.call.num_samples + delta.sample_index]
@@ -133,8 +137,8 @@ class Answer:
                 events.append(to_events(transcript, decoded))
             if deltas or left > keep_alive_s:
                 yield b"".join(events) if deltas else self.call.form.keep_alive
-            if left <= 0 and not ticket.is_done:
-                ticket.end_reason = "length"
+            if left <= 0 and not outbox.is_done:
+                outbox.end_reason = "length"
                 yield self._cut_short(to_events)
                 return
 
@@ -166,16 +170,16 @@ def _engine_error(call: Call, transcript: Transcript) -> ApiError:
 
 
 @contextmanager
-def _disconnect_watcher(receive: Receive, ticket: Ticket) -> Iterator[None]:
-    """Fail the ticket with `ClientGone` as soon as the client disconnects."""
-    task = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive, ticket))
+def _disconnect_watcher(receive: Receive, outbox: Outbox) -> Iterator[None]:
+    """Fail the call with `ClientGone` as soon as the client disconnects."""
+    task = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive, outbox))
     try:
         yield
     finally:
         task.cancel()
 
 
-async def _wait_for_disconnect(receive: Receive, ticket: Ticket) -> None:
+async def _wait_for_disconnect(receive: Receive, outbox: Outbox) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    ticket.fail(ClientGone())
+    outbox.fail(ClientGone())

@@ -120,8 +120,7 @@ class App:
         )
         dispatcher = Dispatcher(capacity, share=share)
         self.serving = Serving(loaded=loaded, queue_limits=queue_limits, dispatcher=dispatcher)
-        self.link.after_step = dispatcher.after_step
-        self.link.start_accepting()
+        self.link.start_accepting(dispatcher)
 
     def close(self) -> None:
         """End the worker threads."""
@@ -216,8 +215,7 @@ class App:
 
     async def _probe(self, route: Probing, request: Request) -> Response:
         serving = self._require_serving()
-        engine = serving.loaded.engine
-        if await self.link.call(lambda: engine.is_halted):
+        if await self.link.engine.call(lambda engine: engine.is_halted):
             return _json(to_json({"status": "paused"}))
         call = route.to_call(serving.model, self.config)
         seconds = min(_PROBE_SECONDS, self.config.request_timeout)
@@ -361,7 +359,7 @@ class App:
 
     def _require_serving(self) -> Serving:
         """Return the served model. Raises `ApiError` 503 unless requests are accepted."""
-        self.link.require_ready()
+        _ = self.link.engine  # raises unless it accepts requests
         assert self.serving is not None, "requests are accepted after the model is loaded"
         return self.serving
 

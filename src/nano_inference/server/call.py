@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from nano_inference.core.outbox import SampleTimes
 from nano_inference.server.detokenizer import (
     DecodedDelta,
     Detokenizer,
@@ -21,7 +22,7 @@ from nano_inference.server.detokenizer import (
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, SERVER_SENT_EVENTS, StreamForm, events
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.ticket import PromptRequest, SampleTimes
+from nano_inference.server.structured import PromptRequest
 from nano_inference.server.tools import ToolUse, is_reported
 from nano_inference.text.dialogue import Part
 from nano_inference.text.reasoning import ReasoningSplitter

@@ -29,8 +29,7 @@ from nano_inference.server.reasoning import with_reasoning
 from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.schema import ChatBody, CompletionBody, LlamaExtras, Sampling
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.structured import FIELDS, Structure, structure_of
-from nano_inference.server.ticket import PromptRequest
+from nano_inference.server.structured import FIELDS, PromptRequest, Structure, structure_of
 from nano_inference.server.tools import ToolUse, requested_tools
 from nano_inference.server.unsupported import refuse_unsupported, refuse_window
 from nano_inference.text.bad_words import bad_words_matcher, both

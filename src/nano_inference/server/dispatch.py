@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from nano_inference.core.outbox import Outbox
 from nano_inference.server.clients import Client
 from nano_inference.server.quota import FairQueue, quota
-from nano_inference.server.ticket import Ticket
 from nano_inference.types import StepStats
 
-Enter = Callable[[Ticket, tuple[int, ...]], None]
-"""Queues the ticket's requests with these indices in the engine."""
-Enqueue = Callable[[Ticket, Enter], None]
-"""Queues a ticket's requests here; each is passed to `Enter` when it is its turn."""
+Enter = Callable[[int], None]
+"""Queues a call's request with this index in the engine."""
 
 LOOKAHEAD = 256
 """Output tokens for which a running sample is assumed to need room in the KV cache."""
@@ -68,24 +65,24 @@ class _Usage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedRequest:
-    """One request of a ticket."""
+    """One request of a call."""
 
-    ticket: Ticket
+    outbox: Outbox
     index: int
     client: Client
     enter: Enter
 
     @property
     def num_samples(self) -> int:
-        return self.ticket.requests[self.index].num_samples
+        return self.outbox.requests[self.index].num_samples
 
     def usage(self) -> _Usage:
         """Return what its samples occupy now."""
-        request = self.ticket.requests[self.index]
+        request = self.outbox.requests[self.index]
         most = request.params.max_tokens
         seats = unstarted = 0
         tokens = len(request.prompt)
-        for times in self.ticket.times[self.index]:
+        for times in self.outbox.times[self.index]:
             if times.ended is None:
                 seats += 1
                 unstarted += times.started is None
@@ -147,10 +144,10 @@ class Dispatcher:
         self._capacity = capacity
         self._share = share
         self._queue: FairQueue[_QueuedRequest] = FairQueue()
-        self._waiting: dict[Ticket, dict[int, _QueuedRequest]] = {}
-        """Open ticket -> its waiting requests by index."""
-        self._entered: dict[Ticket, list[_QueuedRequest]] = {}
-        """Open ticket -> its requests that the engine has."""
+        self._waiting: dict[Outbox, dict[int, _QueuedRequest]] = {}
+        """Open call -> its waiting requests by index."""
+        self._entered: dict[Outbox, list[_QueuedRequest]] = {}
+        """Open call -> its requests that the engine has."""
         self._num_waiting = 0
         self._is_full = False
         """True if the KV cache was full after the latest step."""
@@ -162,24 +159,31 @@ class Dispatcher:
         """Samples that wait for their turn."""
         return self._num_waiting
 
-    @contextmanager
-    def queue_for(self, client: Client) -> Iterator[Enqueue]:
-        """Yield a function that queues a ticket for this client; leaving the block removes the ticket."""
-        tickets: list[Ticket] = []
+    def add(self, outbox: Outbox, client: Client, enter: Enter) -> None:
+        """Queue a call's requests; each is passed to `enter` when it is its turn."""
+        self._entered[outbox] = []
+        self._waiting[outbox] = {}
+        for index in range(len(outbox.requests)):
+            entry = _QueuedRequest(outbox, index, client, enter)
+            self._waiting[outbox][index] = entry
+            self._queue.push(client.name, entry.num_samples, entry)
+            self._num_waiting += entry.num_samples
+        self._dispatch()
 
-        def enqueue(ticket: Ticket, enter: Enter) -> None:
-            tickets.append(ticket)
-            self._add(ticket, client, enter)
+    def remove(self, outbox: Outbox) -> None:
+        """Forget a call that is closed."""
+        for entry in self._waiting.pop(outbox).values():
+            self._queue.remove(entry.client.name, entry)
+            self._num_waiting -= entry.num_samples
+        if self._entered.pop(outbox):
+            self._occupancy = None  # its requests in the engine end in the next step
 
-        try:
-            yield enqueue
-        finally:
-            for ticket in tickets:
-                for entry in self._waiting.pop(ticket).values():
-                    self._queue.remove(client.name, entry)
-                    self._num_waiting -= entry.num_samples
-                if self._entered.pop(ticket):
-                    self._occupancy = None  # its requests in the engine end in the next step
+    def enter_all(self, outbox: Outbox) -> None:
+        """Pass all requests of a call to the engine, which is about to end them."""
+        self._occupancy = None
+        for entry in tuple(self._waiting.get(outbox, {}).values()):
+            self._queue.remove(entry.client.name, entry)
+            self._enter(entry)
 
     def after_step(self, stats: StepStats) -> StepStats:
         """Dispatch requests after a step; return its counts with the samples that wait here counted as waiting."""
@@ -188,24 +192,6 @@ class Dispatcher:
         counted = replace(stats, num_waiting=stats.num_waiting + self._num_waiting)
         self._dispatch()
         return counted
-
-    def _add(self, ticket: Ticket, client: Client, enter: Enter) -> None:
-        self._entered[ticket] = []
-        self._waiting[ticket] = {}
-        for index in range(len(ticket.requests)):
-            entry = _QueuedRequest(ticket, index, client, enter)
-            self._waiting[ticket][index] = entry
-            self._queue.push(client.name, entry.num_samples, entry)
-            self._num_waiting += entry.num_samples
-        ticket.dispatch_now = lambda: self._enter_all(ticket)
-        self._dispatch()
-
-    def _enter_all(self, ticket: Ticket) -> None:
-        """Pass all requests of a ticket to the engine, which is about to end them."""
-        self._occupancy = None
-        for entry in tuple(self._waiting[ticket].values()):
-            self._queue.remove(entry.client.name, entry)
-            self._enter(entry)
 
     def _dispatch(self) -> None:
         if not self._queue:
@@ -221,7 +207,7 @@ class Dispatcher:
             self._enter(entry)
 
     def _enter(self, entry: _QueuedRequest) -> None:
-        del self._waiting[entry.ticket][entry.index]
-        self._entered[entry.ticket].append(entry)
+        del self._waiting[entry.outbox][entry.index]
+        self._entered[entry.outbox].append(entry)
         self._num_waiting -= entry.num_samples
-        entry.enter(entry.ticket, (entry.index,))
+        entry.enter(entry.index)

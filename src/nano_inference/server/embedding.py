@@ -25,7 +25,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, kept_tokens, too_long
 from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Samples, TokenId, TokenIds
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.ticket import PromptRequest
+from nano_inference.server.structured import PromptRequest
 from nano_inference.server.unsupported import EMPTY, refuse_unsupported
 from nano_inference.support.checks import unit_vector
 from nano_inference.text.tokenizer import Tokenizer

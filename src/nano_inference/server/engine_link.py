@@ -1,28 +1,26 @@
-"""`EngineLink`: wraps an `AsyncEngine` with the server's state, tickets, metrics and errors; `LoadedModel`."""
+"""`EngineLink`: the server's state beside its `AsyncEngine`: who may submit, metrics, errors; `LoadedModel`."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
-from nano_inference.async_engine import AsyncEngine
-from nano_inference.engine_thread import DrivenEngine, Turn
-from nano_inference.server.dispatch import Enqueue
+from nano_inference.async_engine import AsyncEngine, DrivenEngine, Turn
+from nano_inference.core.outbox import Outbox, SampleTimes
+from nano_inference.server.clients import Client
+from nano_inference.server.dispatch import Dispatcher
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.metrics import Metrics, SampleRecord
 from nano_inference.server.model import ServedModel
-from nano_inference.server.ticket import PromptRequest, SampleTimes, Ticket, bare_id
-from nano_inference.types import BadRequest, Delta, StepStats, TrainingSample
+from nano_inference.types import Delta, EngineRequest, StepStats, TrainingSample
 
 State = Literal["loading", "ready", "draining", "stopped", "dead"]
-Answer = TypeVar("Answer")
 
-_log = logging.getLogger("nano_inference.server")
+MAX_UNREAD = 4096
+"""Limit of unread tokens per sample of a client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +42,14 @@ class EngineLink:
         self.failure: BaseException | None = None
         """The error that stopped the engine or its loading."""
         self.last_stats: StepStats | None = None
-        self.after_step: Callable[[StepStats], StepStats] = lambda stats: stats
-        """Called after each step; returns the counts for the metrics."""
-        self._step_timeout = step_timeout
-        self._engine: AsyncEngine[DrivenEngine] | None = None
-        self._open: dict[Ticket, _TicketReceiver] = {}
+        """Counts of the latest step, with the samples that wait for their turn."""
         self.metrics: Metrics | None = None
         """Set by `start`."""
+        self._dispatcher: Dispatcher | None = None
+        self._step_timeout = step_timeout
+        self._engine: AsyncEngine[DrivenEngine] | None = None
+        self._open: dict[Outbox, frozenset[str]] = {}
+        """Open call -> ids by which clients can abort it."""
 
     # ---- lifecycle --------------------------------------------------------------------------------------------------
 
@@ -76,8 +75,9 @@ class EngineLink:
         self.metrics = loaded[0].metrics
         return loaded[0]
 
-    def start_accepting(self) -> None:
-        """Accept requests, unless shutdown has started."""
+    def start_accepting(self, dispatcher: Dispatcher | None = None) -> None:
+        """Accept requests, in the dispatcher's order, unless shutdown has started."""
+        self._dispatcher = dispatcher
         if self.state == "loading":
             self.state = "ready"
 
@@ -89,13 +89,13 @@ class EngineLink:
             self.state = "draining"
 
     def abort_all(self) -> None:
-        """Fail all open tickets."""
-        for ticket in tuple(self._open):
-            ticket.fail(_shutting_down())
+        """Fail all open calls."""
+        for outbox in tuple(self._open):
+            outbox.fail(_shutting_down())
 
     @property
     def num_open(self) -> int:
-        """Open tickets."""
+        """Open calls."""
         return len(self._open)
 
     async def stop(self, timeout: float = 10.0) -> None:
@@ -107,72 +107,7 @@ class EngineLink:
 
     @property
     def engine(self) -> AsyncEngine[DrivenEngine]:
-        """The engine; available after `start`."""
-        assert self._engine is not None, "not started"
-        return self._engine
-
-    # ---- requests ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def submit(
-        self, requests: Sequence[PromptRequest], names: Iterable[str] = (), enqueue: Enqueue | None = None
-    ) -> Iterator[Ticket]:
-        """Queue requests and yield the ticket that receives their deltas; leaving the block aborts open samples.
-
-        `names` are the client's ids of the call, for `end_requests`. `enqueue` passes each request to the engine when
-        it is its turn; without it all are passed at once. Raises `ApiError` unless the engine is ready.
-        """
-        engine = self._ready_engine()
-        assert self.metrics is not None, "set before the engine is ready"
-        ticket = Ticket(requests, names)
-        receiver = self._open[ticket] = _TicketReceiver(ticket, self.metrics)
-        try:
-            with engine.submit(requests, receiver, () if enqueue is not None else None) as submission:
-                if enqueue is not None:
-                    enqueue(ticket, lambda _, indices: engine.enter(submission, indices))
-                    self.wake()  # the metrics of waiting requests are updated after a turn
-                yield ticket
-        finally:
-            ticket.close()
-            self._open.pop(ticket, None)
-            receiver.count_aborted("error" if self.state == "dead" else ticket.end_reason)
-
-    async def call(self, work: Callable[[], Answer]) -> Answer:
-        """Return `work()`, run on the engine's thread between two steps."""
-        return await self._ready_engine().call(lambda _: work())
-
-    async def watch(
-        self, look: Callable[[], Answer | None], first: Callable[[], object] | None = None
-    ) -> asyncio.Future[Answer]:
-        """Call `look` on the engine's thread after each turn until it returns a result: `AsyncEngine.watch`."""
-        return await self._ready_engine().watch(look, first)
-
-    def wake(self) -> None:
-        """Wake the engine's thread for a turn. Can be called from any thread."""
-        if self._engine is not None:
-            self._engine.wake()
-
-    async def end_requests(
-        self, names: Iterable[str] | None = None, *, first: Callable[[], object] | None = None
-    ) -> int:
-        """End open calls now, those with one of these ids or all; return the number of samples ended.
-
-        Their samples end as "abort" with the tokens they have. `first` runs just before, on the engine's thread;
-        requests submitted later are not ended.
-        """
-        engine = self._ready_engine()
-        wanted = None if names is None else frozenset(map(bare_id, names))
-        tickets = [ticket for ticket in self._open if wanted is None or ticket.names & wanted]
-        for ticket in tickets:
-            ticket.dispatch_now()
-        return await engine.end_submissions([self._open[ticket] for ticket in tickets], first=first)
-
-    def require_ready(self) -> None:
-        """Raise `ApiError` 503 unless requests are accepted."""
-        self._ready_engine()
-
-    def _ready_engine(self) -> AsyncEngine[DrivenEngine]:
-        """Return the engine. Raises `ApiError` 503 unless it is ready."""
+        """The engine. Raises `ApiError` 503 unless requests are accepted."""
         if self.state == "ready":
             assert self._engine is not None
             return self._engine
@@ -182,11 +117,68 @@ class EngineLink:
             raise ApiError(503, "the engine has failed", code="engine_dead", headers={"x-should-retry": "false"})
         raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
 
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def submit(
+        self, requests: Sequence[EngineRequest], names: Iterable[str] = (), client: Client | None = None
+    ) -> Iterator[Outbox]:
+        """Queue requests and yield their outbox; leaving the block aborts open samples.
+
+        `names` are the client's ids of the call, for `end_requests`. With a client, each request is passed to the
+        engine when it is its turn; without one, all at once. Raises `ApiError` unless the engine is ready.
+        """
+        engine, dispatcher = self.engine, None if client is None else self._dispatcher
+        with engine.submit(requests, later=dispatcher is not None) as outbox:
+            self._open[outbox] = frozenset(map(bare_id, names))
+            if dispatcher is not None and client is not None:
+                dispatcher.add(outbox, client, lambda index: engine.enter(outbox, (index,)))
+                engine.wake()  # the metrics of waiting requests are updated after a turn
+            try:
+                yield outbox
+            finally:
+                del self._open[outbox]
+                if dispatcher is not None:
+                    dispatcher.remove(outbox)
+                self._count_open(outbox)
+
+    async def end_requests(
+        self, names: Iterable[str] | None = None, *, first: Callable[[DrivenEngine], object] | None = None
+    ) -> int:
+        """End open calls now, those with one of these ids or all; return the number of samples ended.
+
+        Their samples end as "abort" with the tokens they have. `first` runs just before, on the engine's thread;
+        requests submitted later are not ended.
+        """
+        engine, wanted = self.engine, None if names is None else frozenset(map(bare_id, names))
+        outboxes = [one for one, own in self._open.items() if wanted is None or own & wanted]
+        if self._dispatcher is not None:
+            for outbox in outboxes:
+                self._dispatcher.enter_all(outbox)
+        return await engine.abort(outboxes, first=first)
+
     # ---- reports of the engine --------------------------------------------------------------------------------------
 
+    def on_delta(self, outbox: Outbox, prompt_index: int, delta: Delta, last_token: float | None) -> None:
+        """Count a delta's tokens; fail a call whose client has too many unread ones."""
+        assert self.metrics is not None, "set before the engine is ready"
+        times = outbox.times[prompt_index][delta.sample_index]
+        if delta.token_ids and times.last_token is not None:
+            if last_token is None:
+                self.metrics.first_token(times.last_token - outbox.arrived)
+            else:
+                self.metrics.token_gap(times.last_token - last_token, len(delta.token_ids))
+        if delta.sample is not None:
+            failed = delta.finish_reason == "abort" and delta.sample.stop_reason is not None
+            reason = "error" if failed else delta.sample.finish_reason
+            self.metrics.finished(_ended_record(outbox, prompt_index, times, reason, delta.sample))
+        if outbox.num_unread > MAX_UNREAD * sum(map(len, outbox.times)):
+            outbox.fail(ApiError(503, "the client reads too slowly"))
+
     def on_turn(self, turn: Turn) -> None:
-        """Publish the counts of a step."""
-        self.last_stats = self.after_step(turn.result.stats)
+        """Publish the counts of a step, and pass waiting requests to the engine."""
+        stats = turn.result.stats
+        self.last_stats = stats if self._dispatcher is None else self._dispatcher.after_step(stats)
         if self.metrics is not None:
             self.metrics.step(self.last_stats)
             self.metrics.halted(turn.is_halted)
@@ -197,65 +189,28 @@ class EngineLink:
         if self.metrics is not None:
             self.metrics.engine_died()
 
-
-class _TicketReceiver:
-    """Passes the engine's reports to a ticket, and updates its times and the metrics."""
-
-    def __init__(self, ticket: Ticket, metrics: Metrics) -> None:
-        self._ticket = ticket
-        self._metrics = metrics
-
-    def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
-        """Record when a sample first left the queue."""
-        times = self._ticket.times[prompt_index][sample_index]
-        times.started = times.started or at
-
-    def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
-        """Count a delta's tokens and put it into the ticket."""
-        ticket = self._ticket
-        times = ticket.times[prompt_index][delta.sample_index]
-        if delta.token_ids:
-            _count_tokens(self._metrics, times, len(delta.token_ids), at)
-        if delta.sample is not None:
-            times.ended = at
-            failed = delta.finish_reason == "abort" and delta.sample.stop_reason is not None
-            reason = "error" if failed else delta.sample.finish_reason
-            self._metrics.finished(_ended_record(ticket, prompt_index, times, reason, delta.sample))
-        ticket.put(prompt_index, delta)
-
-    def on_failure(self, error: Exception) -> None:
-        """Fail the ticket."""
-        if isinstance(error, BadRequest):
-            self._ticket.fail(ApiError(400, str(error)))
-        else:
-            self._ticket.fail(error if isinstance(error, ApiError) else _unexpected(error))
-
-    def count_aborted(self, reason: str) -> None:
-        """Record the end of samples that were still open when the ticket was closed."""
-        for prompt_index, row in enumerate(self._ticket.times):
+    def _count_open(self, outbox: Outbox) -> None:
+        """Record the end of samples that are still open when a call is closed."""
+        assert self.metrics is not None, "set before the engine is ready"
+        reason = "error" if self.state == "dead" else outbox.end_reason
+        for prompt_index, row in enumerate(outbox.times):
             for times in row:
                 if times.ended is None:
                     times.ended = time.monotonic()
-                    self._metrics.finished(_ended_record(self._ticket, prompt_index, times, reason))
+                    self.metrics.finished(_ended_record(outbox, prompt_index, times, reason))
 
 
-def _count_tokens(metrics: Metrics, times: SampleTimes, num_tokens: int, now: float) -> None:
-    """Count new tokens of a sample; report its time to first token, or the gap since its last token."""
-    times.num_tokens += num_tokens
-    before, times.last_token = times.last_token, now
-    if before is None:
-        times.first_token = now
-        metrics.first_token(now - times.arrived)
-    else:
-        metrics.token_gap(now - before, num_tokens)
+def bare_id(request_id: str) -> str:
+    """Return a request id without the prefix that replies add."""
+    return request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
 def _ended_record(
-    ticket: Ticket, prompt_index: int, times: SampleTimes, reason: str, sample: TrainingSample | None = None
+    outbox: Outbox, prompt_index: int, times: SampleTimes, reason: str, sample: TrainingSample | None = None
 ) -> SampleRecord:
-    """Return the metrics record of an ended sample; `sample` is None if the ticket was closed before its end."""
+    """Return the metrics record of an ended sample; `sample` is None if the call was closed before its end."""
     assert times.ended is not None
-    request, row = ticket.requests[prompt_index], ticket.times[prompt_index]
+    request, row = outbox.requests[prompt_index], outbox.times[prompt_index]
     return SampleRecord(
         prompt_tokens=len(request.prompt),
         cached_tokens=sample.num_cached_tokens if sample else 0,
@@ -275,9 +230,3 @@ def _ended_record(
 
 def _shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
-
-
-def _unexpected(error: Exception) -> ApiError:
-    """Log the failure of one request; return its client's error."""
-    _log.error("a request could not be queued: %s: %s", type(error).__name__, error, exc_info=error)
-    return internal_error()

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from nano_inference.core.outbox import Outbox
 from nano_inference.server.answering import Answer, Timing
 from nano_inference.server.call import Call, Transcript, transcripts_of, usage
 from nano_inference.server.clients import Client
@@ -17,7 +18,6 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
 from nano_inference.server.queue_limits import QueueLimits
-from nano_inference.server.ticket import Ticket
 from nano_inference.server.worker_pool import WorkerPool
 
 
@@ -60,20 +60,19 @@ class CallResponse(Response):
         """Admit the call, submit it to the engine, send the answer."""
         call, serving = self.call, self.serving
         transcripts: list[Transcript] = []
-        ticket: Ticket | None = None
+        outbox: Outbox | None = None
         error: ApiError | None = None
         client: Client = scope["state"]["client"]
         self.open_calls.num += 1
         try:
             with (
                 serving.queue_limits.reserve(call, client),
-                serving.dispatcher.queue_for(client) as enqueue,
-                self.link.submit(call.requests, call.names, enqueue) as ticket,
+                self.link.submit(call.requests, call.names, client) as outbox,
             ):
-                transcripts += transcripts_of(call, ticket.times)  # after admission, since there may be many
+                transcripts += transcripts_of(call, outbox.times)  # after admission, since there may be many
                 answer = Answer(
                     call=call,
-                    ticket=ticket,
+                    outbox=outbox,
                     tokenizer=serving.model.tokenizer,
                     timing=self.timing,
                     pool=self.pool,
@@ -83,19 +82,19 @@ class CallResponse(Response):
                 error = await answer.run(receive)
         finally:
             self.open_calls.num -= 1
-            scope["state"]["log_fields"] = log_fields(call, transcripts, ticket, error)
+            scope["state"]["log_fields"] = log_fields(call, transcripts, outbox, error)
 
 
 def log_fields(
-    call: Call, transcripts: list[Transcript], ticket: Ticket | None, error: ApiError | None
+    call: Call, transcripts: list[Transcript], outbox: Outbox | None, error: ApiError | None
 ) -> dict[str, Any]:
     """Return the access log's fields of a call: token counts, timings in ms, and the end."""
     counts = usage(call, transcripts)
-    times = [] if ticket is None else [one for row in ticket.times for one in row]
+    times = [] if outbox is None else [one for row in outbox.times for one in row]
     first = min((one.first_token for one in times if one.first_token is not None), default=None)
     started = min((one.started for one in times if one.started is not None), default=None)
     last = max((one.last_token for one in times if one.last_token is not None), default=None)
-    arrived = None if ticket is None else ticket.arrived
+    arrived = None if outbox is None else outbox.arrived
     num_new = counts["completion_tokens"]
     return {
         "model": call.model,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nano_inference.server.errors import ApiError
 from nano_inference.text.grammar import Grammar
 from nano_inference.text.grammar_text import Kind
 from nano_inference.text.json_schema import SCHEMA_MAPS, VALUES
+from nano_inference.types import EngineRequest
 
 FIELDS: frozenset[str] = frozenset(
     {
@@ -32,6 +34,14 @@ class Structure(NamedTuple):
 
     field: str
     grammar: Grammar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRequest(EngineRequest):
+    """The engine request of one prompt, checked against the engine's limits."""
+
+    structure: Structure | None = None
+    """Structure of the answer; `make_matcher` includes its matcher only after it was compiled."""
 
 
 _FORMATS = ("text", "json_object", "json_schema")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from contextlib import aclosing
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.async_engine import AsyncEngine
+from nano_inference.async_engine import AsyncEngine, Turn
 from nano_inference.core.admission import Limits
+from nano_inference.core.outbox import Outbox
 from nano_inference.engine import InferenceEngine
-from nano_inference.engine_thread import Turn
 from nano_inference.rl.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
 from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
 from nano_inference.weights.directory import weights_in
@@ -34,13 +33,11 @@ class LocalWorker:
         self.first_version = 0
         self._counters = _Counters()
         self._engine = AsyncEngine(open_engine, observer=self._counters, end_error=self._died)
-        self._control: InferenceEngine | None = None
-        self._receivers: dict[int, _Inbox] = {}  # open jobs
+        self._jobs: dict[int, Outbox] = {}  # open jobs
 
     async def open(self) -> None:
         """Open the engine. Raises what its constructor raises."""
-        engine = await self._engine.start()
-        self._control, self.limits = engine, engine.limits
+        self.limits = (await self._engine.start()).limits
 
     async def generate(self, job: Job) -> list[TrainingSample]:
         found: dict[int, TrainingSample] = {}
@@ -51,19 +48,15 @@ class LocalWorker:
         return [found[index] for index in sorted(found)]
 
     async def stream(self, job: Job) -> AsyncGenerator[Delta]:
-        inbox = self._receivers[job.id] = _Inbox()
-        num_open = job.request.num_samples
-        try:
-            with self._engine.submit([job.request], inbox):
-                while num_open:
-                    item = await inbox.items.get()
-                    if isinstance(item, Exception):
-                        raise item
-                    num_open -= item.sample is not None
-                    yield item
-        finally:
-            if self._receivers.get(job.id) is inbox:
-                del self._receivers[job.id]
+        with self._engine.submit([job.request]) as outbox:
+            self._jobs[job.id] = outbox
+            try:
+                while not outbox.is_done:
+                    for _, delta in await outbox.take():
+                        yield delta
+            finally:
+                if self._jobs.get(job.id) is outbox:
+                    del self._jobs[job.id]
 
     async def stage(self, update: HeldUpdate) -> int:
         directory = directory_of(update)
@@ -85,46 +78,30 @@ class LocalWorker:
         return await self._engine.cancel_update()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        engine = self._opened
-        if mode != "wait":
-            await self._engine.call(lambda _: engine.pause(mode, clear_cache=clear_cache))
-            return
-        paused = await self._engine.watch(
-            lambda: None if engine.is_pausing else True,
-            first=lambda: engine.pause("wait", clear_cache=clear_cache, blocking=False),
-        )
-        await paused
+        await self._engine.pause(mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
-        engine = self._opened
-        await self._engine.call(lambda _: engine.resume())
+        await self._engine.resume()
 
     async def abort(self, job_ids: Collection[int] | None) -> None:
-        wanted = self._receivers if job_ids is None else {one: self._receivers.get(one) for one in job_ids}
-        await self._engine.end_submissions([one for one in wanted.values() if one is not None])
+        wanted = self._jobs if job_ids is None else job_ids
+        await self._engine.abort([self._jobs[one] for one in wanted if one in self._jobs])
 
     async def flush(self) -> int:
-        engine = self._opened
-        return await self._engine.call(lambda _: engine.flush_cache())
+        return await self._engine.call(lambda engine: engine.flush_cache())
 
     async def checksum(self) -> str:
-        engine = self._opened
-        return await self._engine.call(lambda _: engine.weights_checksum())
+        return await self._engine.call(lambda engine: engine.weights_checksum())
 
     async def facts(self) -> WorkerFacts:
-        engine, counters = self._opened, self._counters
-        version = await self._engine.call(lambda _: engine.weight_info().version)
+        counters = self._counters
+        version = await self._engine.call(lambda engine: engine.weight_info().version)
         return WorkerFacts(
             num_computed=counters.num_computed, num_sampled=counters.num_sampled, version=version, pid=os.getpid()
         )
 
     async def close(self) -> None:
         await self._engine.stop()
-
-    @property
-    def _opened(self) -> InferenceEngine:
-        assert self._control is not None, "not opened"
-        return self._control
 
     def _died(self, cause: BaseException | None) -> Exception:
         reason = "the engine was stopped" if cause is None else f"{type(cause).__name__}: {cause}"
@@ -162,28 +139,15 @@ class LocalFleet:
         """Owns nothing."""
 
 
-class _Inbox:
-    """The receiver of one job: a queue of deltas, or the failure."""
-
-    def __init__(self) -> None:
-        self.items: asyncio.Queue[Delta | Exception] = asyncio.Queue()
-
-    def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
-        """Ignored."""
-
-    def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
-        self.items.put_nowait(delta)
-
-    def on_failure(self, error: Exception) -> None:
-        self.items.put_nowait(error)
-
-
 class _Counters:
     """Observes an engine and adds up its steps."""
 
     def __init__(self) -> None:
         self.num_computed = 0
         self.num_sampled = 0
+
+    def on_delta(self, outbox: Outbox, prompt_index: int, delta: Delta, last_token: float | None) -> None:
+        """Ignored."""
 
     def on_turn(self, turn: Turn) -> None:
         self.num_computed += turn.result.stats.num_computed

@@ -14,7 +14,6 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nano_inference.engine_thread import DrivenEngine
 from nano_inference.loading.listing import weight_files
 from nano_inference.server.body import parse, read_json
 from nano_inference.server.call import JSON
@@ -66,11 +65,6 @@ class RLContext:
     groups: Groups
 
     @property
-    def engine(self) -> DrivenEngine:
-        """The engine. Raises `ApiError` while the model is loading."""
-        return self.opened().engine
-
-    @property
     def backend(self) -> Literal["nccl", "gloo"]:
         """The process group backend for the engine's device."""
         return "nccl" if self.opened().model.facts["device"] == "cuda" else "gloo"
@@ -80,7 +74,7 @@ class RLContext:
 
         Raises `ApiError` 400 naming an invalid or unknown field.
         """
-        self.link.require_ready()
+        self.opened()
         data = await read_body(request.receive, self.policy.max_body_bytes, self.policy.body_timeout)
         data = data if data.strip() else b"{}"
         query = query_fields(request, kind)
@@ -90,7 +84,7 @@ class RLContext:
 
     def read_query(self, request: Request, kind: type[B]) -> B:
         """Return the query parameters as a body. Raises `ApiError` 400 naming an invalid or unknown one."""
-        self.link.require_ready()
+        self.opened()
         body = parse(to_json(query_fields(request, kind)), kind)
         refuse_unknown(body)
         return body
@@ -100,8 +94,9 @@ class RLContext:
 
         `info` is read from the engine if not given. After `/sleep?level=2` there are no weights until an update.
         """
-        engine = self.engine
-        found, has_weights = await self.link.call(lambda: (info or engine.weight_info(), engine.has_weights))
+        found, has_weights = await self.link.engine.call(
+            lambda engine: (info or engine.weight_info(), engine.has_weights)
+        )
         lineage = self.opened().model.limits.lineage
         return {"weights": "present" if has_weights else "discarded", **version_facts(found), "lineage": lineage}
 
@@ -162,10 +157,6 @@ def make_context(
     opened: Callable[[], LoadedModel],
 ) -> RLContext:
     """Return a server's context. Raises `ValueError` if `config.weights_dir` is not a directory."""
-
-    def engine() -> DrivenEngine:
-        return opened().engine
-
     root = weights_root(config.weights_dir)
     return RLContext(
         config=config,
@@ -173,9 +164,9 @@ def make_context(
         link=link,
         opened=opened,
         root=root,
-        control=Control(link, engine),
-        updates=Updates(link, engine, config.weight_timeout, relative_paths(root)),
-        groups=Groups(config.weight_timeout, lambda: engine().weight_shapes()),
+        control=Control(link),
+        updates=Updates(link, config.weight_timeout, relative_paths(root)),
+        groups=Groups(config.weight_timeout, lambda: opened().engine.weight_shapes()),
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from starlette.types import Receive
 
-from nano_inference.engine_thread import DrivenEngine
+from nano_inference.async_engine import DrivenEngine
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import ClientGone
@@ -22,9 +22,8 @@ SCHEDULING = "scheduling"  # vLLM's name of the part that sleep level 0 stops
 class Control:
     """Owns the set of sleeping parts and the number of clients that wait for a pause."""
 
-    def __init__(self, link: EngineLink, engine: Callable[[], DrivenEngine]) -> None:
+    def __init__(self, link: EngineLink) -> None:
         self._link = link
-        self._engine = engine
         self._num_pausing = 0  # clients that wait until the engine is paused
         self.asleep: frozenset[str] = frozenset()
         """Sleeping parts. Changed on the engine thread, together with the engine."""
@@ -37,41 +36,40 @@ class Control:
         If the client disconnects during mode "wait", the pause is cancelled unless another client waits for it too.
         Raises `ApiError` 409 if another command resumes or pauses the engine meanwhile, or if the engine sleeps.
         """
-        engine = self._engine()
         if mode == "wait":
             await self._pause_when_drained(clear_cache, receive)
             return 0
 
-        def pause() -> None:
+        def pause(engine: DrivenEngine) -> None:
             self._num_overrides += engine.is_pausing and mode == "keep"
             engine.pause("keep", clear_cache=clear_cache)
 
         if mode == "abort":
             return await self._link.end_requests(first=pause)
-        await self._link.call(pause)
+        await self._link.engine.call(pause)
         return 0
 
     async def _pause_when_drained(self, clear_cache: bool, receive: Receive) -> None:
-        engine = self._engine()
         self._num_pausing += 1
         overrides_at_start = 0
 
-        def start() -> None:
+        def start(engine: DrivenEngine) -> None:
             nonlocal overrides_at_start
             overrides_at_start = self._num_overrides
             engine.pause("wait", clear_cache=clear_cache, blocking=False)
 
-        def check() -> bool | None:
+        def check(engine: DrivenEngine) -> bool | None:
             if self._num_overrides != overrides_at_start:
                 return False
             return None if engine.is_pausing else engine.is_paused
 
         try:
-            paused = await self._link.watch(check, first=start)
-            is_paused = await unless_gone(receive, paused) and await self._link.call(lambda: check() is True)
+            paused = await self._link.engine.watch(check, first=start)
+            is_paused = await unless_gone(receive, paused)
+            is_paused = is_paused and await self._link.engine.call(lambda engine: check(engine) is True)
         except ClientGone:
             if self._num_pausing == 1:
-                await self._link.call(engine.cancel_pause)
+                await self._link.engine.call(lambda engine: engine.cancel_pause())
             raise
         except Exception as error:
             raise client_error(error) from None
@@ -83,14 +81,13 @@ class Control:
 
     async def resume(self) -> None:
         """Resume the engine, also after sleep level 0 and if it is not paused."""
-        engine = self._engine()
 
-        def resume() -> None:
+        def resume(engine: DrivenEngine) -> None:
             self._num_overrides += 1
             engine.resume()
             self.asleep -= {SCHEDULING}
 
-        await self._link.call(resume)
+        await self._link.engine.call(resume)
 
     async def abort(self, names: Iterable[str] | None) -> int:
         """Abort the requests with these names, or all if None; return the number of aborted samples."""
@@ -102,9 +99,8 @@ class Control:
         `recompute` also drops the K/V of running requests, which compute it again. Raises `ApiError` 409 for
         `recompute` while the engine is pausing.
         """
-        engine = self._engine()
 
-        def flush() -> int:
+        def flush(engine: DrivenEngine) -> int:
             if not recompute:
                 return engine.flush_cache()
             if engine.is_pausing:
@@ -115,7 +111,7 @@ class Control:
                 engine.resume()
             return engine.flush_cache()
 
-        return await self._link.call(flush)
+        return await self._link.engine.call(flush)
 
     async def sleep(self, level: int, mode: PauseMode, receive: Receive) -> None:
         """Pause with `mode`, then release memory by vLLM's level: 0 none, 1 KV cache and weights, 2 discards weights.
@@ -123,10 +119,10 @@ class Control:
         On a CPU level 1 keeps the weights in place. Levels 1 and 2 leave no pause behind: a sleeping engine does not
         step.
         """
-        was_paused = self._engine().is_paused
+        was_paused = await self._link.engine.call(lambda engine: engine.is_paused)
         await self.pause(mode, clear_cache=False, receive=receive)
         if level == 0:
-            await self._link.call(lambda: self._add_asleep({SCHEDULING}))
+            await self._link.engine.call(lambda _: self._add_asleep({SCHEDULING}))
             return
         await self.release(MEMORY, discard_weights=level == 2)
         if not was_paused:
@@ -137,14 +133,14 @@ class Control:
 
         Raises `EnginePaused` while the engine is pausing.
         """
-        engine, named = self._engine(), MEMORY.intersection(what)
+        named = MEMORY.intersection(what)
 
-        def release() -> None:
+        def release(engine: DrivenEngine) -> None:
             engine.sleep(discard_weights=discard_weights)
             self._add_asleep(named)
 
         if named:
-            await self._link.call(release)
+            await self._link.engine.call(release)
 
     def _add_asleep(self, what: Iterable[str]) -> None:
         self.asleep |= frozenset(what)
@@ -152,9 +148,8 @@ class Control:
     async def wake(self, what: Iterable[str] | None) -> None:
         """Wake the named parts, or all if None; memory is allocated again once all released parts are named."""
         named = MEMORY | {SCHEDULING} if what is None else frozenset(what)
-        engine = self._engine()
 
-        def wake() -> None:
+        def wake(engine: DrivenEngine) -> None:
             before, left = self.asleep, self.asleep - named
             if engine.is_asleep and not left & MEMORY:
                 engine.wake()
@@ -163,4 +158,4 @@ class Control:
                 engine.resume()
             self.asleep = left
 
-        await self._link.call(wake)
+        await self._link.engine.call(wake)

@@ -15,8 +15,7 @@ from nano_inference.server.trainers.context import Command, RLContext
 
 async def _is_paused(context: RLContext, request: Request) -> JSON:
     """False while a pause still waits for running requests."""
-    engine = context.engine
-    return {"is_paused": await context.link.call(lambda: engine.is_paused), **await context.facts()}
+    return {"is_paused": await context.link.engine.call(lambda engine: engine.is_paused), **await context.facts()}
 
 
 async def _is_sleeping(context: RLContext, request: Request) -> JSON:
@@ -24,7 +23,7 @@ async def _is_sleeping(context: RLContext, request: Request) -> JSON:
 
 
 async def _weight_info(context: RLContext, request: Request) -> JSON:
-    info = await context.link.call(context.engine.weight_info)
+    info = await context.link.engine.call(lambda engine: engine.weight_info())
     return {**await context.facts(info), "label": info.label, "update": info.update}
 
 
@@ -34,7 +33,7 @@ async def _world_size(context: RLContext, request: Request) -> JSON:
 
 async def _loads(context: RLContext, request: Request) -> JSON:
     """SGLang's load report with one entry, because there is one engine."""
-    await (await context.link.watch(lambda: True))  # wait for a turn, so that earlier requests are counted
+    await (await context.link.engine.watch(lambda _: True))  # wait for a turn, so that earlier requests are counted
     stats, limits = context.link.last_stats, context.opened().model.limits
     running, waiting = (stats.num_running, stats.num_waiting) if stats else (0, 0)
     num_slots = limits.num_blocks * limits.block_size
@@ -95,12 +94,12 @@ async def _server_info(context: RLContext, request: Request) -> JSON:
 
 async def _vllm_config(context: RLContext) -> dict[str, Any]:
     """Return the parts of vLLM's configuration that trainers read."""
-    engine, model = context.engine, context.opened().model
+    model = context.opened().model
     return {
         "model_config": {
             "model": model.name,
             "served_model_name": model.name,
-            "dtype": f"torch.{await context.link.call(engine.weights_dtype)}",
+            "dtype": f"torch.{await context.link.engine.call(lambda engine: engine.weights_dtype())}",
             "max_model_len": model.limits.max_model_len,
             "logprobs_mode": f"{context.config.logprobs_mode}_logprobs",
             "max_logprobs": context.config.max_logprobs,

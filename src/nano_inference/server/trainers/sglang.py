@@ -211,7 +211,7 @@ async def _post_process(context: RLContext, request: Request) -> JSON:
 async def _check_weights(context: RLContext, request: Request) -> JSON:
     """Blocks steps while the engine thread reads all weights."""
     await context.read(request, WeightsCheckerBody)
-    checksum = await context.link.call(context.engine.weights_checksum)
+    checksum = await context.link.engine.call(lambda engine: engine.weights_checksum())
     reply = {"success": True, "message": "checksum", "checksum": checksum, "per_engine_checksum": checksum}
     return {**reply, **await context.facts()}
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.engine_thread import DrivenEngine
+from nano_inference.async_engine import DrivenEngine
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.trainers.feed import Feed, Source
@@ -31,7 +31,6 @@ HOW_TO_END = (
 )
 """Advice in errors about an open update."""
 HOW_TO_COMMIT = "install it with /commit_weight_update, or abort it with /abort_weight_update"
-_POLL_S = 1.0  # interval at which the engine thread is woken after the timeout of an update
 _log = logging.getLogger("nano_inference.server")
 
 
@@ -40,7 +39,7 @@ class _OpenUpdate:
     """An update in parts."""
 
     feed: Feed
-    outcome: asyncio.Task[WeightInfo]
+    outcome: asyncio.Future[WeightInfo]
 
 
 @dataclass(slots=True)
@@ -54,12 +53,9 @@ class _Attempt:
 class Updates:
     """Owns the current update. Accessed on the event loop."""
 
-    def __init__(
-        self, link: EngineLink, engine: Callable[[], DrivenEngine], timeout: float, redact: Callable[[str], str] = str
-    ) -> None:
+    def __init__(self, link: EngineLink, timeout: float, redact: Callable[[str], str] = str) -> None:
         """`timeout` is in seconds; `redact` removes from an error's text what clients must not see."""
         self._link = link
-        self._engine = engine
         self._timeout = timeout
         self._redact = redact
         self._latest: _Attempt | None = None  # accessed on the engine thread
@@ -97,7 +93,7 @@ class Updates:
             rules = UpdateRules(partial=partial, checksum=checksum)
             outcome = await self._start(source, label=label, rules=rules, on_running=on_running)
             with self._receiving_from(group):
-                return await self._wait(outcome)
+                return await outcome
         except Exception as error:
             raise self._client_error(error) from None
 
@@ -110,23 +106,22 @@ class Updates:
         """
         try:
             outcome = await self._start(source, label=label, rules=rules, on_running=on_running, is_held=True)
-            return (await self._wait(outcome)).version + 1
+            return (await outcome).version + 1
         except Exception as error:
             raise self._client_error(error) from None
 
     async def commit(self) -> WeightInfo:
         """Install the held weights; return their version. Raises `ApiError` 400 if there are none."""
-        attempt, engine = self._latest, self._engine()
+        attempt = self._latest
 
-        def commit() -> None:
+        def commit(engine: DrivenEngine) -> None:
             if attempt is None or not attempt.is_held or engine.weight_info().update != "staged":
                 raise ApiError(400, "no weights are held: POST /update_weights with hold first", code="no_update")
             attempt.is_held = False
             engine.commit_update(blocking=False)
 
         try:
-            outcome = await self._link.watch(self._check(attempt or _Attempt()), first=commit)
-            return await self._wait(outcome)
+            return await (await self._link.engine.watch(self._check(attempt or _Attempt()), first=commit))
         except Exception as error:
             raise self._client_error(error) from None
 
@@ -136,16 +131,15 @@ class Updates:
         The update is aborted if `finish` is not called within the timeout.
         """
         feed = Feed()
-        engine = self._engine()
         try:
             outcome = await self._start(feed.pairs(), label=None, rules=UpdateRules(), on_running="keep")
         except Exception as error:
             raise self._client_error(error) from None
         self._failure = ""
-        opened = _OpenUpdate(feed=feed, outcome=asyncio.ensure_future(self._wait(outcome)))
-        opened.outcome.add_done_callback(lambda task: self._close(opened, task))
+        opened = _OpenUpdate(feed=feed, outcome=outcome)
+        outcome.add_done_callback(lambda _: self._close(opened))
         self._open = opened
-        return await self._link.call(engine.weight_info)
+        return await self._link.engine.call(lambda engine: engine.weight_info())
 
     async def add(self, source: Source, group: str | None = None) -> WeightInfo:
         """Add a part to the open update and wait until it is read; return the current version.
@@ -159,7 +153,7 @@ class Updates:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not consumed.done() or consumed.cancelled():
             await self._result(opened)  # a part fails only if the update does
-        return await self._link.call(self._engine().weight_info)
+        return await self._link.engine.call(lambda engine: engine.weight_info())
 
     @contextmanager
     def _receiving_from(self, group: str | None) -> Iterator[None]:
@@ -177,14 +171,14 @@ class Updates:
         `checksum`: expected checksum of all weights.
         """
         try:
-            opened, engine = self.require_open(), self._engine()
+            opened = self.require_open()
         finally:
             self._open, self._failure = None, ""
         with suppress(BadRequest):  # the update has failed already; its outcome has the reason
             if label is not None:
-                await self._link.call(lambda: engine.label_weights(label, are_next=True))
+                await self._link.engine.call(lambda engine: engine.label_weights(label, are_next=True))
             if checksum is not None:
-                await self._link.call(lambda: engine.expect_checksum(checksum))
+                await self._link.engine.call(lambda engine: engine.expect_checksum(checksum))
         opened.feed.end()
         try:
             return await self._result(opened)
@@ -196,16 +190,16 @@ class Updates:
 
         Its waiters get their error at once. Its thread ends later by itself: a broadcast cannot be cancelled.
         """
-        opened, engine = self._open, self._engine()
+        opened = self._open
         self._open, self._failure = None, ""
 
-        def cancel() -> bool:
+        def cancel(engine: DrivenEngine) -> bool:
             if self._latest is None or not engine.cancel_update():
                 return False
             self._latest.is_aborted = True
             return True
 
-        was_running = await self._link.call(cancel)
+        was_running = await self._link.engine.call(cancel)
         if opened is not None:
             opened.feed.abort("the update was aborted")
             await asyncio.wait({opened.outcome})
@@ -222,7 +216,7 @@ class Updates:
         is_held: bool = False,
     ) -> asyncio.Future[WeightInfo]:
         """Start gathering; return the future of the installed version, with `is_held` set once they are gathered."""
-        engine, attempt = self._engine(), _Attempt(is_held=is_held)
+        attempt = _Attempt(is_held=is_held)
         update = WeightUpdate(
             weights=source,
             rules=rules,
@@ -230,22 +224,21 @@ class Updates:
             on_running=on_running,
             hold=is_held,
             timeout=self._timeout,
-            on_gathered=self._link.wake,
+            on_gathered=self._link.engine.wake,
         )
 
-        def start() -> None:
+        def start(engine: DrivenEngine) -> None:
             is_waiting = self._latest is not None and self._latest.is_held
             _require_idle(engine.weight_info().update, is_open=self.is_open, is_held=is_waiting)
             engine.start_update(update)
             self._latest = attempt
 
-        return await self._link.watch(self._check(attempt), first=start)
+        return await self._link.engine.watch(self._check(attempt), first=start)
 
-    def _check(self, attempt: _Attempt) -> Callable[[], WeightInfo | None]:
+    def _check(self, attempt: _Attempt) -> Callable[[DrivenEngine], WeightInfo | None]:
         """Return a function that returns the version once an update is installed, or gathered if it is held."""
-        engine = self._engine()
 
-        def check() -> WeightInfo | None:
+        def check(engine: DrivenEngine) -> WeightInfo | None:
             if attempt.is_aborted:
                 raise ApiError(409, "the update was aborted", code="aborted")
             if engine.weight_info().update not in (("idle", "staged") if attempt.is_held else ("idle",)):
@@ -254,18 +247,6 @@ class Updates:
             return engine.weight_info()
 
         return check
-
-    async def _wait(self, outcome: asyncio.Future[WeightInfo]) -> WeightInfo:
-        """Return the result of an update. A silent source does not wake the engine thread, so its timeout is polled."""
-        delay = self._timeout + 0.05
-        try:
-            while not outcome.done():
-                await asyncio.wait({outcome}, timeout=delay)
-                delay = min(delay, _POLL_S)
-                self._link.wake()
-            return outcome.result()
-        finally:
-            outcome.cancel()
 
     async def _result(self, opened: _OpenUpdate) -> WeightInfo:
         try:
@@ -276,11 +257,11 @@ class Updates:
     def _client_error(self, error: Exception) -> ApiError:
         return reworded(client_error(error), self._redact)
 
-    def _close(self, opened: _OpenUpdate, task: asyncio.Task[WeightInfo]) -> None:
+    def _close(self, opened: _OpenUpdate) -> None:
         """Record how an update in parts ended, and end its thread."""
         if self._open is opened:
             self._open = None
-        error = None if task.cancelled() else task.exception()
+        error = None if opened.outcome.cancelled() else opened.outcome.exception()
         if error is not None:
             self._failure = self._redact(str(error))
             opened.feed.abort("the update has failed")

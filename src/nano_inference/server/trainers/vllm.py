@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from starlette.requests import Request
 
+from nano_inference.async_engine import DrivenEngine
 from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
 from nano_inference.server.trainers.body_stream import BodyStream, weights_in_body
@@ -220,7 +221,7 @@ async def _update_from_body(context: RLContext, request: Request) -> JSON:
     receiving = asyncio.create_task(stream.receive_all(request.receive))
     try:
         info = await context.updates.install(
-            weights_in_body(stream, context.engine.weight_shapes()),
+            weights_in_body(stream, context.opened().engine.weight_shapes()),
             label=query.weight_version,
             checksum=query.checksum,
             on_running="abort" if query.abort_all_requests else "keep",
@@ -234,15 +235,14 @@ async def _update_from_body(context: RLContext, request: Request) -> JSON:
 
 async def _set_label(context: RLContext, request: Request) -> JSON:
     body = await context.read(request, LabelBody)
-    engine = context.engine
 
-    def set_label() -> None:
+    def set_label(engine: DrivenEngine) -> None:
         engine.label_weights(body.new_version)
 
     if body.abort_all_requests:
         await context.link.end_requests(first=set_label)
     else:
-        await context.link.call(set_label)
+        await context.link.engine.call(set_label)
     facts = await context.facts()
     text = f"Weight version updated to {facts['weight_version']}"
     return {"success": True, "message": text, "new_version": body.new_version, **facts}
@@ -255,7 +255,7 @@ async def _check_weights(context: RLContext, request: Request) -> JSON:
         raise ApiError(400, f"action must be checksum or compare, got {body.action!r}", param="action")
     if body.action == "compare" and body.checksum is None:
         raise ApiError(400, "checksum: required for the action compare", param="checksum")
-    checksum = await context.link.call(context.engine.weights_checksum)
+    checksum = await context.link.engine.call(lambda engine: engine.weights_checksum())
     reply: JSON = {"success": True, "message": body.action, "checksum": checksum}
     if body.action == "compare":
         reply |= {"success": checksum == body.checksum, "equal": checksum == body.checksum}
