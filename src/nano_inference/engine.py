@@ -335,7 +335,7 @@ class InferenceEngine:
             weights.begin_step()  # an update that is gathered takes turns with steps
         is_changing = True
         try:
-            step = self._core.plan(admit_new=admit_new, is_urgent=weights is not None and weights.takes_turns)
+            step = self._core.plan_and_apply(admit_new=admit_new, is_urgent=weights is not None and weights.takes_turns)
             is_changing = False
             try:
                 with self._driving.window:

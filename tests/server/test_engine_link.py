@@ -374,6 +374,24 @@ def test_open_samples_are_recorded_with_end_reason(reason: str) -> None:
     run_with_link(work, engine)
 
 
+def test_tokens_after_the_client_left_are_not_counted() -> None:
+    engine = Stuck(free_steps=3, num_blocks=30_000)
+
+    async def work(link: EngineLink) -> None:
+        metrics: Any = link.metrics
+        with link.submit([request(params=SHORT)]) as outbox:
+            await outbox.take(30)
+            assert await asyncio.to_thread(engine.is_stuck.wait, 60)
+        before = metrics.render()
+        engine.resume.set()
+        await link.engine.call(lambda _: None)  # after the step that ran when the client left
+        await asyncio.sleep(0)
+        counted = [line for line in metrics.render().splitlines() if b"generation_tokens" in line or b"success" in line]
+        assert counted == [line for line in before.splitlines() if b"generation_tokens" in line or b"success" in line]
+
+    run_with_link(work, engine)
+
+
 def test_unread_limit_fails_outbox() -> None:
     engine = Stuck()
 

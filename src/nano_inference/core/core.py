@@ -1,6 +1,6 @@
 """`Core`: the queues, the block tables, and a step without its model: plan (counts only), apply (take blocks), commit.
 
-`InferenceEngine` runs the rows of a planned step between `plan` and `commit`.
+`InferenceEngine` runs the rows of a planned step between `plan_and_apply` and `commit`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PlannedStep(NamedTuple):
 
 
 class Core:
-    """Owns the queues and hands out block ids through its KV manager. The only place where a `Sequence` changes."""
+    """Owns the queues and hands out block ids through its KV manager. Its methods alone change a queued `Sequence`."""
 
     def __init__(self, kv: KVManager, limits: SchedulerConfig, make_drafter: MakeDrafter, *, vocab_size: int) -> None:
         self.version = 0
@@ -122,10 +122,11 @@ class Core:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def plan(self, *, admit_new: bool = True, is_urgent: bool = False) -> PlannedStep:
-        """Plan the next step and take its blocks. Without `admit_new`, only requests that have started are computed.
+    def plan_and_apply(self, *, admit_new: bool = True, is_urgent: bool = False) -> PlannedStep:
+        """Plan the next step, which changes nothing, and take its blocks.
 
-        With `is_urgent`, a row samples one token, because something waits for the end of the step.
+        Without `admit_new`, only requests that have started are computed. With `is_urgent`, a row samples one token,
+        because something waits for the end of the step.
         """
         hits: dict[int, Hit] = {}
         plan = self._plan(hits, None if admit_new else self.started_requests(), is_urgent=is_urgent)

@@ -14,7 +14,14 @@ from nano_inference.types import Delta, EngineBusy, EngineRequest, TrainingSampl
 
 
 class Mailboxes:
-    """Owns the requests that have not ended, the deltas of claimed requests, and the samples for `step`."""
+    """Owns the requests that have not ended, and what their callers have not taken yet.
+
+    | request | of | where its output waits | who takes it |
+    |---|---|---|---|
+    | claimed | a stream, `AsyncEngine` | `_deltas` | `take_delta`, `take_deltas`, `collect` |
+    | owned by a call | `generate`, `score` | `_collections`, samples only | `collect` at the call's end |
+    | neither | `add_request` | `_finished`, samples only | `take_finished` for `step` |
+    """
 
     def __init__(self, core: Core, admission: Admission) -> None:
         self._core = core
