@@ -13,14 +13,14 @@ import httpx2
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import stream_errors
+from nano_inference.server.front.fleet import Fleet
+from nano_inference.server.front.forwarding import make_client
+from nano_inference.server.front.placement import Placement
+from nano_inference.server.front.replicas import Proxy
+from nano_inference.server.front.supervisor import HealthCheck
 from nano_inference.server.guard import Guard
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.protocol import uvicorn_config
-from nano_inference.server.replicas.fleet import Fleet
-from nano_inference.server.replicas.forwarding import make_client
-from nano_inference.server.replicas.placement import Placement
-from nano_inference.server.replicas.proxy import Proxy
-from nano_inference.server.replicas.supervisor import HealthCheck
 from nano_inference.server.run import Listener, bind
 from nano_inference.server.wiring import guard_policy, installed_dialects
 from tests.server.tiny import close

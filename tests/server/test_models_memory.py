@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nano_inference.server.errors import ApiError
-from nano_inference.server.replicas.child import ReplicaFailed
-from nano_inference.server.several.models import HostedModel, MemoryLimits, ModelEntry, Models
+from nano_inference.server.front.child import ReplicaFailed
+from nano_inference.server.front.models import HostedModel, MemoryLimits, ModelEntry, Models
 
 PATIENCE = 20.0
 

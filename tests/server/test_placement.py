@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.server.replicas.placement import DEFAULT_OUTPUT, MAX_COST, Placement, placement_of
+from nano_inference.server.front.placement import DEFAULT_OUTPUT, MAX_COST, Placement, placement_of
 
 
 def of(body: Any, session: bytes | None = None) -> Placement:

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.replicas.metrics import merge
+from nano_inference.server.front.merging import merge
 from tests.server.proxied import Front, proxied
 from tests.server.served import Process
 from tests.server.tiny import Running, events_in, running

@@ -14,11 +14,11 @@ from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import served_name
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.front.child import ClusterLost, ReplicaFailed
+from nano_inference.server.front.cluster import RayCluster
+from nano_inference.server.front.run import check_remote, replica_setup, serve_fleet
+from nano_inference.server.front.supervisor import Start, Watch, forever
 from nano_inference.server.keys import KeyRing, load_keys
-from nano_inference.server.replicas.actors import RayCluster
-from nano_inference.server.replicas.child import ClusterLost, ReplicaFailed
-from nano_inference.server.replicas.run import check_remote, replica_setup, serve_fleet
-from nano_inference.server.replicas.supervisor import Start, Watch, forever
 from nano_inference.server.wiring import guard_policy
 
 

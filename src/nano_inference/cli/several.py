@@ -13,10 +13,10 @@ from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import served_name
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.front.child import ReplicaFailed
+from nano_inference.server.front.models import ModelEntry
+from nano_inference.server.front.models_run import limits_of, model_setup, serve_models, weight_bytes
 from nano_inference.server.model import tagged
-from nano_inference.server.replicas.child import ReplicaFailed
-from nano_inference.server.several.models import ModelEntry
-from nano_inference.server.several.run import limits_of, model_setup, serve_models, weight_bytes
 
 
 def listen(

@@ -14,20 +14,20 @@ import psutil
 
 from nano_inference.config import EngineConfig
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.front.child import ChildServer
+from nano_inference.server.front.forwarding import make_client
+from nano_inference.server.front.listen import serve_front
+from nano_inference.server.front.models import MemoryLimits, ModelEntry, Models
+from nano_inference.server.front.models_front import ModelsFront
+from nano_inference.server.front.run import replica_setup
 from nano_inference.server.keys import KeyRing, load_keys
-from nano_inference.server.replicas.child import ChildServer
-from nano_inference.server.replicas.forwarding import make_client
-from nano_inference.server.replicas.front import serve_front
-from nano_inference.server.replicas.run import replica_setup
-from nano_inference.server.several.front import ModelsFront
-from nano_inference.server.several.models import MemoryLimits, ModelEntry, Models
 from nano_inference.server.wiring import guard_policy, installed_dialects
 
 _SHARE = 0.8  # part of the memory that is free at the start: the default of `models_memory`
 
 
 def model_setup(engine: EngineConfig, config: ServerConfig, *, names: tuple[str, ...], cache: str) -> dict[str, Any]:
-    """Return the setup of one model's server (`replicas.process.main`) from the configuration of the whole."""
+    """Return the setup of one model's server (`process.main`) from the configuration of the whole."""
     own = replace(config, further_model=(), models_memory=None, max_loaded_models=None, served_model_name=names)
     return replica_setup(engine, own, name=names[0], cache=cache)
 
@@ -90,7 +90,7 @@ class LocalServer:
     """Owns a `ChildServer` and the threads in which its methods block."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        """Start the process. `setup`: see `replicas.process.main`."""
+        """Start the process. `setup`: see `process.main`."""
         self._child = ChildServer(setup)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="model-server")
         self._is_stopped = False

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nano_inference.server.config import SettingError
-from nano_inference.server.replicas.child import ChildServer, ClusterLost, ReplicaFailed
+from nano_inference.server.front.child import ChildServer, ClusterLost, ReplicaFailed
 from nano_inference.support.packages import MissingPackage, ray_address
 
 _MOST_CALLS = 8  # calls of one actor at the same time: `ready`, `wait` and `stop`

@@ -18,9 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from nano_inference.server.dialect import StreamError, openai_stream_error
 from nano_inference.server.errors import queue_full
-from nano_inference.server.guard import GuardPolicy, read_body
-from nano_inference.server.replicas.fleet import Fleet
-from nano_inference.server.replicas.forwarding import (
+from nano_inference.server.front.fleet import Fleet
+from nano_inference.server.front.forwarding import (
     forwarded_headers,
     request_for,
     respond,
@@ -28,8 +27,9 @@ from nano_inference.server.replicas.forwarding import (
     return_reply,
     while_connected,
 )
-from nano_inference.server.replicas.metrics import merge
-from nano_inference.server.replicas.placement import ANYWHERE, Placement, placement_of
+from nano_inference.server.front.merging import merge
+from nano_inference.server.front.placement import ANYWHERE, Placement, placement_of
+from nano_inference.server.guard import GuardPolicy, read_body
 
 _LARGE_BODY = 64 << 10  # bodies of more bytes are parsed in a thread
 _SUMMED = ("server_load", "running", "waiting")

@@ -31,11 +31,7 @@ from nano_inference.server.dialect import (
     stream_errors,
 )
 from nano_inference.server.errors import ApiError, queue_full
-from nano_inference.server.guard import GuardPolicy, read_body
-from nano_inference.server.model import OWNER, unknown_model
-from nano_inference.server.openapi import openapi
-from nano_inference.server.pages import LATER, Page, load_page, page_response
-from nano_inference.server.replicas.forwarding import (
+from nano_inference.server.front.forwarding import (
     forwarded_headers,
     request_for,
     respond,
@@ -43,8 +39,12 @@ from nano_inference.server.replicas.forwarding import (
     return_reply,
     while_connected,
 )
-from nano_inference.server.replicas.metrics import merge
-from nano_inference.server.several.models import HostedModel, ModelEntry, Models
+from nano_inference.server.front.merging import merge
+from nano_inference.server.front.models import HostedModel, ModelEntry, Models
+from nano_inference.server.guard import GuardPolicy, read_body
+from nano_inference.server.model import OWNER, unknown_model
+from nano_inference.server.openapi import openapi
+from nano_inference.server.pages import LATER, Page, load_page, page_response
 
 LOAD_PATH, UNLOAD_PATH = "/models/load", "/models/unload"
 OK, NOT_FOUND = 200, 404
@@ -55,7 +55,7 @@ _MODEL_NAMES = ("model", "name")  # fields with a model's name; Ollama's clients
 
 
 class ModelsFront:
-    """Forwards to the servers of `Models`: see `replicas.front.Front`."""
+    """Forwards to the servers of `Models`: see `listen.Front`."""
 
     def __init__(
         self,

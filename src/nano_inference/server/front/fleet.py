@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nano_inference.rl.pool.routing import PrefixRouter
-from nano_inference.server.replicas.placement import Placement
+from nano_inference.server.front.placement import Placement
 
 State = Literal["starting", "ready", "unreachable", "draining", "stopped"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from nano_inference.server.errors import ApiError, queue_full
+from nano_inference.server.front.child import ReplicaFailed
 from nano_inference.server.model import tagged
-from nano_inference.server.replicas.child import ReplicaFailed
 
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
@@ -51,7 +51,7 @@ class ModelEntry:
 
     names: tuple[str, ...]  # names that requests may use; replies use the name in the request
     file_bytes: int  # bytes of its files: the estimate of its memory until it was loaded once
-    setup: Mapping[str, Any]  # see `replicas.process.main`
+    setup: Mapping[str, Any]  # see `process.main`
 
     @property
     def name(self) -> str:

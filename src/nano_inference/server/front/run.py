@@ -15,14 +15,14 @@ from starlette.types import Receive, Scope, Send
 from nano_inference.config import EngineConfig
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import stream_errors
+from nano_inference.server.front.fleet import Fleet
+from nano_inference.server.front.forwarding import make_client
+from nano_inference.server.front.listen import serve_front
+from nano_inference.server.front.replicas import Proxy
+from nano_inference.server.front.supervisor import HealthCheck, Start, Supervisor, Watch, forever
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.keys import KeyRing, load_keys
-from nano_inference.server.replicas.fleet import Fleet
-from nano_inference.server.replicas.forwarding import make_client
-from nano_inference.server.replicas.front import serve_front
-from nano_inference.server.replicas.proxy import Proxy
-from nano_inference.server.replicas.supervisor import HealthCheck, Start, Supervisor, Watch, forever
 from nano_inference.server.wiring import guard_policy, installed_dialects
 
 _SPARE_CONNECTIONS = 64
@@ -56,7 +56,7 @@ def replica_setup(engine: EngineConfig, config: ServerConfig, *, name: str, cach
 
 
 class FleetFront:
-    """The proxy with the supervisor and the health checks of its fleet: see `front.Front`."""
+    """The proxy with the supervisor and the health checks of its fleet: see `listen.Front`."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class FleetFront:
         self._health.start()
 
     async def run(self) -> None:
-        """See `front.Front`. Raises `ClusterLost`."""
+        """See `listen.Front`. Raises `ClusterLost`."""
         await (forever() if self._supervisor is None else self._supervisor.run())
 
     async def close(self) -> None:

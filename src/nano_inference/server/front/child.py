@@ -17,7 +17,7 @@ from typing import Any
 
 from nano_inference.support.processes import PYTHON, start_worker
 
-COMMAND: tuple[str, ...] = (*PYTHON, "-m", "nano_inference.server.replicas.process")
+COMMAND: tuple[str, ...] = (*PYTHON, "-m", "nano_inference.server.front.process")
 _DIRECTORY = Path(sys.executable).anchor or "/"
 
 

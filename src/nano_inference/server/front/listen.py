@@ -58,7 +58,7 @@ async def serve_front(
     on_listening: Callable[[], None],
     on_ready: Callable[[], None],
 ) -> int:
-    """Serve until a signal; return 0. Raises what `front.open` and `front.run` raise."""
+    """Serve until a signal; return 0. Raises what `listen.open` and `listen.run` raise."""
     shutdown, loop = Shutdown(), asyncio.get_running_loop()
     shutdown.handle_signals(loop)
     guard = Guard(front, policy, log_response, error_bodies(installed_dialects()))

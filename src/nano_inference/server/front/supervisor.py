@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import httpx2
 
-from nano_inference.server.replicas.child import ReplicaFailed
-from nano_inference.server.replicas.fleet import Fleet
+from nano_inference.server.front.child import ReplicaFailed
+from nano_inference.server.front.fleet import Fleet
 
 POLL_S = 1.0  # between two health checks of a replica
 HEALTH_TIMEOUT_S = 10.0  # a busy machine answers late; a stopped process refuses the connection at once
