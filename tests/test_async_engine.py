@@ -22,6 +22,7 @@ from nano_inference import (
 )
 from nano_inference.core.scheduler import STREAM_LOOKAHEAD
 from nano_inference.core.step import BlockCopy, Row, RowResult
+from nano_inference.types import EngineRequest
 from nano_inference.weights.updates import WeightUpdate
 from tests.sim.fakes import Calculator, FakeRunner, fake_config, fake_parts
 from tests.sim.versioned import content
@@ -256,3 +257,58 @@ def test_update_from_a_silent_source_ends_at_its_timeout(untied: Pair, open_engi
         source.resume.set()
 
     run(work, open_engine(untied))
+
+
+def test_the_updates_own_callback_is_called_when_it_is_gathered(untied: Pair, open_engine: OpenEngine) -> None:
+    gathered: list[int] = []
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        update = WeightUpdate(weights=untied.named(), on_gathered=lambda: gathered.append(1))
+        assert await engine.update_weights(update) == 1
+        assert gathered == [1]
+
+    run(work, open_engine(untied))
+
+
+def test_drained_requests_of_a_paused_engine_end_with_what_they_have() -> None:
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        await engine.pause()
+        waiting = asyncio.create_task(engine.generate([PROMPT], LONG, 2))
+        await asyncio.sleep(0)
+        engine.drain()
+        async with asyncio.timeout(30):
+            assert [sample.finish_reason for sample in await waiting] == ["abort"] * 2
+
+    run(work, fake_engine(num_blocks=30_000))
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_pause_and_resume_are_the_engines(mode: Any) -> None:
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        running = asyncio.create_task(engine.generate([PROMPT], replace(PARAMS, max_tokens=2000)))
+        async for _ in engine.stream([7, 8], PARAMS):
+            break  # both requests were started
+        await engine.pause(mode)
+        assert await engine.call(lambda inner: (inner.is_paused, inner.is_pausing)) == (True, False)
+        assert running.done() or mode != "wait"
+        late = asyncio.create_task(engine.generate([[9, 9]], PARAMS))
+        await engine.call(lambda _: None)
+        assert not late.done()
+        await engine.resume()
+        assert content(await late) == content(fake_engine().generate([[9, 9]], PARAMS))
+        (sample,) = await running
+        assert sample.finish_reason == ("abort" if mode == "abort" else "length")
+
+    run(work, fake_engine(num_blocks=3000))
+
+
+def test_abort_ends_the_callers_named_or_all() -> None:
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        request = EngineRequest(prompt=PROMPT, params=LONG, num_samples=2)
+        with engine.submit([request]) as first, engine.submit([request]) as second:
+            assert await engine.abort([first]) == 2
+            while not first.is_done:
+                await first.take()
+            assert not second.is_done and await engine.abort() == 2
+
+    run(work, fake_engine(num_blocks=30_000))

@@ -95,6 +95,20 @@ def test_prompt_preempted_while_it_is_scored_has_each_score_once() -> None:
     assert sample.completion_tokens == expected.completion_tokens
 
 
+def test_a_fault_after_a_step_ran_out_of_memory_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreleasable(fake_parts("paged", 60, 4).kv.__class__):  # type: ignore[misc]
+        def release(self, blocks: list[int]) -> None:
+            raise RuntimeError("the free list broke")
+
+    parts = fake_parts("paged", 60, 4)
+    engine = InferenceEngine(fake_config(), parts=replace(parts, runner=ShortOfMemory(60, 4)))
+    parts.kv.__class__ = Unreleasable
+    with pytest.raises(RuntimeError, match="the free list broke"):
+        engine.generate([PROMPT], LONG)
+    with pytest.raises(EngineDead, match="the free list broke"):
+        engine.generate([PROMPT], LONG)
+
+
 def test_interruption_before_the_first_step_is_short() -> None:
     gate = StepGate(100, clock=lambda: 1e6)
     gate.end_step()

@@ -287,7 +287,7 @@ class InferenceEngine:
                 with self._driving.callers_window:
                     return work()
             finally:
-                if not self._driving.is_nested:
+                if not self._driving.is_nested and self._end is None:
                     self._mail.end_owned()
 
     # ---- steps ------------------------------------------------------------------------------------------------------
@@ -380,10 +380,11 @@ class InferenceEngine:
             for one in ids:  # one by one: the cost of a step must not grow with the number of ids
                 self._wait_for_any([one], progress)
         finally:
-            for one in ids:
-                samples += self._mail.collect(one)
-            if not self._driving.is_nested:
-                self._mail.end_owned()  # what a progress callback added with `for_call`
+            if self._end is None:  # the queues of a dead engine may be half changed
+                for one in ids:
+                    samples += self._mail.collect(one)
+                if not self._driving.is_nested:
+                    self._mail.end_owned()  # what a progress callback added with `for_call`
         return samples
 
     def _wait_for_any(self, ids: list[int], progress: Progress | None) -> list[int]:
@@ -420,7 +421,8 @@ class InferenceEngine:
         """End the requests of closed streams: now, or at the next step boundary while another call runs."""
         try:
             with self._driving:
-                self._mail.end_streams()
+                if self._end is None:
+                    self._mail.end_streams()
         except EngineBusy:
             _log.debug("the requests of a closed stream are aborted at the end of the running step")
 
