@@ -61,8 +61,8 @@ def test_package_command_runs_with_filled_options(capsys: Capture) -> None:
 
 
 def test_help_lists_package_command_and_heading(capsys: Capture) -> None:
-    assert main(["--help"]) == 0 and "  hello                         Greet.\n" in capsys.readouterr().out
-    assert main(["hello", "--help"]) == 0 and "\nGreeting:\n  --name" in capsys.readouterr().out
+    assert main(["--help"]) == 0 and "│ hello        Greet. " in capsys.readouterr().out
+    assert main(["hello", "--help"]) == 0 and "╭─ Greeting ─" in capsys.readouterr().out
 
 
 def test_package_command_replaces_built_in_one(capsys: Capture) -> None:

@@ -78,8 +78,8 @@ def run(changed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_option_touches_six_files() -> None:
-    assert len({name for name, _, _ in hunks()}) == 6
+def test_option_touches_five_files() -> None:
+    assert len({name for name, _, _ in hunks()}) == 5
 
 
 def test_ranks_draw_what_one_process_does(changed: Path) -> None:

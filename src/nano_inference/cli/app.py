@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
+from cyclopts import App, CoercionError, CycloptsError, Group, MissingArgumentError, Parameter, UnusedCliTokensError
 from cyclopts.config import Env
 
 import nano_inference
 from nano_inference.cli.arguments import ENV_PREFIX, fill_defaults
-from nano_inference.cli.command import Command, installed_commands
+from nano_inference.cli.command import installed_commands
 from nano_inference.cli.config_file import apply_files, apply_sizes
-from nano_inference.cli.help_page import page
 from nano_inference.cli.parsed import ParsedCommand
 from nano_inference.cli.spelling import Typed, error_text, names_of
 from nano_inference.support.packages import needed
@@ -26,7 +25,10 @@ from nano_inference.types import BadRequest, ModelError
 BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
 _ASKED = "__complete"  # first argument when a shell's completion script requests candidates
-_HELP = ("--help", "-h")
+_SOURCES = (
+    "Every option can be set by an environment variable (--model: NANO_INFERENCE_MODEL) and in a file (--config); "
+    "--print-config prints the values. NANO_INFERENCE_TRACEBACK=1 prints the traceback of an error."
+)
 _KINDS: Mapping[object, str] = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -52,22 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> object:
-    """Run a command and return its result; with --help, print help without parsing the other options (slow)."""
+    """Run a command and return its result."""
     parsed = ParsedCommand()
-    rows = installed_commands()
-    app = build_app(parsed, rows)
+    app = build_app(parsed)
     if argv[:1] == [_ASKED]:
         app.config = ()  # candidates do not depend on other options' values, which are slow to read
         return app(argv)
-    num_before = argv.index("--") if "--" in argv else len(argv)
-    plain = [word for index, word in enumerate(argv) if index >= num_before or word not in _HELP]
-    words, apps, rest = app.parse_commands(plain)
-    is_group = apps[-1].default_command is None
-    if (len(plain) < len(argv) or is_group) and not (is_group and rest):
-        print(page(apps[-1], words, str(apps[-1].usage)))
-        return 0
     try:
-        command, bound, unparsed = app.parse_args(plain)
+        command, bound, unparsed = app.parse_args(argv)
     except (ValueError, CycloptsError) as error:
         raise BadRequest("", error_text(_reworded(error), names_of(parsed))) from error
     if not parsed.wants_print:
@@ -96,32 +90,43 @@ def _reworded(error: Exception) -> Exception:
     return error
 
 
-def build_app(parsed: ParsedCommand | None = None, rows: Sequence[Command] | None = None) -> App:
-    """Return the application with the given commands, by default the installed ones, without importing them."""
+def build_app(parsed: ParsedCommand | None = None) -> App:
+    """Return the application with the installed commands, without importing them."""
     app = App(
         name="nano-inference",
         usage="Usage: nano-inference COMMAND",
         help="An exact, fast and readable LLM inference engine.",
         version=nano_inference.__version__,
+        help_format="plaintext",
+        help_epilogue=_SOURCES,
+        group_parameters=Group("Options", sort_key=0),
         print_error=False,
         exit_on_error=False,
         suppress_keyboard_interrupt=False,
         result_action="return_value",
-        default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that scripts can append options
+        default_parameter=Parameter(allow_repeating=True, show_default=_shown),  # the last one counts
     )
     models = App(
         name="models", usage="Usage: nano-inference models COMMAND", help="List, fetch, inspect and delete models."
     )
-    rows = installed_commands() if rows is None else rows
+    rows = installed_commands()
     for row in rows:
         *group, name = row.words.split()
         usage = f"Usage: nano-inference {row.words} [OPTIONS]{row.arguments}"
-        (models if group else app).command(row.target, name=name, help=row.text, usage=usage)
+        above = models if group else app
+        above.command(row.target, name=name, help=row.text or None, usage=usage)
+        if not row.text:
+            above[name]  # imports the function, whose docstring is the text
     app.command(models)
     sources = (Env(ENV_PREFIX, command=False, show=False), partial(apply_files, app), apply_sizes)
     fills = tuple(row.fill for row in rows if row.fill is not None)
     app.config = (*sources, *fills, fill_defaults, parsed or ParsedCommand())
     return app
+
+
+def _shown(default: object) -> object:
+    """Return a default for --help; False, empty values and None say nothing."""
+    return default or None
 
 
 def report(error: Exception) -> int:

@@ -8,8 +8,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from cyclopts import App, Argument, ArgumentCollection, Group, Token
 
-from nano_inference.loading.catalog import find_builtin
-
 Kind = Literal["boolean", "integer", "number", "string"]  # type of a value in a configuration file
 
 SECRETS = ("api_key", "admin_key")  # fields whose values are never printed
@@ -104,6 +102,8 @@ def fill_defaults(_app: App, _commands: tuple[str, ...], arguments: ArgumentColl
         fill(model, SERVED if is_served else DEFAULT, BUILT_IN)
     if is_served:
         return  # the server has its own defaults
+    from nano_inference.loading.catalog import find_builtin
+
     builtin = find_builtin(str(model.tokens[0].value))
     own = {} if builtin is None else {name: f"{value:g}" for name, value in builtin.sampling.items()}
     for name, value in own.items():

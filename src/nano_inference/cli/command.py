@@ -14,7 +14,7 @@ COMMANDS_GROUP = "nano_inference.commands"
 _LAST = "models rm"  # listed after the commands of other packages
 
 Fill = Callable[[App, tuple[str, ...], ArgumentCollection], None]
-"""Sets unset options; called for every command, before `fallback.fill_defaults`."""
+"""Sets unset options; called for every command, before `arguments.fill_defaults`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Command:
 
     words: str  # name as typed: "chat", or "models export"
     target: str  # function as "module:name"; imported when the command runs
-    text: str  # one line for --help
+    text: str = ""  # text of --help; by default the function's docstring
     arguments: str = ""  # positional arguments in the usage line, each preceded by a space
     fill: Fill | None = None
 
@@ -33,24 +33,16 @@ class Command:
             raise ValueError(f"a command's words must be NAME or models NAME, got {self.words!r}")
 
 
-def _own(words: str, text: str, arguments: str = "") -> Command:
+def _own(words: str, arguments: str = "") -> Command:
     """Return a command of this package; its function has the name of its words."""
     target = f"nano_inference.cli.commands:{words.replace(' ', '_')}"
-    return Command(words=words, target=target, text=text, arguments=arguments)
+    return Command(words=words, target=target, arguments=arguments)
 
 
 OWN_COMMANDS = (
-    _own("chat", "Chat with a model in the terminal."),
-    _own("generate", "Answer or continue one prompt, or many as one batch.", " [PROMPT]"),
-    _own("serve", "Serve a model behind an OpenAI-compatible URL."),
-    _own("bench", "Measure this engine on the benchmark workloads."),
-    _own("tokenize", "Show a text's token ids, or the text of ids.", " [TEXT]"),
-    _own("doctor", "Show what this machine can run."),
-    _own("completion", "Install shell completion."),
-    _own("models list", "List the models on this machine."),
-    _own("models pull", "Fetch a model into the cache.", " NAME"),
-    _own("models info", "Show a model's facts and memory use.", " [NAME]"),
-    _own(_LAST, "Delete a model from the cache.", " NAME"),
+    *(_own("chat"), _own("generate", " [PROMPT]"), _own("serve"), _own("bench"), _own("tokenize", " [TEXT]")),
+    *(_own("doctor"), _own("completion"), _own("models list"), _own("models pull", " NAME")),
+    *(_own("models info", " [NAME]"), _own(_LAST, " NAME")),
 )
 
 

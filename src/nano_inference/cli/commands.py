@@ -95,9 +95,13 @@ def generate(
     common: CommonFlags = COMMON,
     typed: TypedFields,
 ) -> int:
-    """Answer a prompt, or continue it with --raw. A single sample is streamed; several run as one batch.
+    """Answer or continue one prompt, or many as one batch. A single sample is streamed.
 
     --json prints one object per sample: text, token ids, log-probabilities, mask, weight versions and finish reason.
+
+    nano-inference generate "The capital of France is" --raw
+    nano-inference generate --file prompts.jsonl --n 4 --json
+    nano-inference generate - < letter.txt
     """
     from nano_inference.cli import generate as work
     from nano_inference.cli.conversation import requested_sampling
@@ -120,6 +124,10 @@ def serve(
     """Serve a model behind an OpenAI-compatible URL; reachable from this machine only, unless --host is given.
 
     The first Ctrl-C or SIGTERM drains open requests, the second aborts them.
+
+    nano-inference serve -m Qwen/Qwen3-0.6B --port 9000
+    nano-inference serve --host 0.0.0.0 --api-key-file keys.txt
+    nano-inference serve --print-config > serve.toml
     """
     from nano_inference.cli.collection import no_collection
 
@@ -139,7 +147,10 @@ def bench(
     engine: EngineFlags,
     common: CommonFlags = COMMON,
 ) -> int:
-    """Measure this engine: prints a table of medians and ranges, and JSON on the last line."""
+    """Measure this engine: prints a table of medians and ranges, and JSON on the last line.
+
+    nano-inference bench --workload decode1 --repeat 5
+    """
     from nano_inference.cli import bench as work
 
     return work.run(workload, repeat, engine, common)
@@ -180,7 +191,11 @@ def models_list(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> i
 
 
 def models_pull(name: KnownName, /, *, common: CommonFlags = COMMON) -> int:
-    """Fetch a model: a known name, or a hub id `org/name`, `org/name@revision`, `org/name:file.gguf`."""
+    """Fetch a model: a known name, or a hub id `org/name`, `org/name@revision`, `org/name:file.gguf`.
+
+    nano-inference models pull default
+    nano-inference models pull org/name:model-q4.gguf
+    """
     from nano_inference.cli import models as work
 
     return work.pull_model(name, common)
@@ -221,6 +236,8 @@ def completion(
     """Install shell completion for this user and print the path of the script.
 
     TAB then completes commands, options, their choices, and the names of models on this machine.
+
+    nano-inference completion --shell zsh --print > ~/.zfunc/_nano-inference
     """
     from nano_inference.cli import shells as work
     from nano_inference.cli.app import build_app

@@ -29,11 +29,9 @@ from nano_inference.cli.options import (
     flags,
 )
 from nano_inference.config import EngineConfig, helped
-from nano_inference.loading.catalog import find_builtin
 from nano_inference.support.files import exists, path_of
 from nano_inference.types import BadRequest, ModelError
 
-HEADING = "nanochat"  # heading of the options in --help
 BASE = "(nanochat's base directory)"  # value of --model that means nanochat's base directory
 _ROUNDED = (
     "[rotary tables of this generation are bfloat16: Transformers rounds them if it computes in bfloat16; in float32 "
@@ -69,7 +67,7 @@ class NanochatOptions:
             raise BadRequest("", "--device-type mps: Apple GPUs are not supported; use cpu")
 
 
-NanochatFlags = Annotated[NanochatOptions, flags(Group(HEADING), short=_SHORT)]
+NanochatFlags = Annotated[NanochatOptions, flags(Group("nanochat", sort_key=4), short=_SHORT)]
 NOT_NANOCHAT = NanochatOptions()
 
 
@@ -84,9 +82,14 @@ def chat(
     common: CommonFlags = COMMON,
     typed: TypedFields,
 ) -> int:
-    """Chat with a model in the terminal, as `cli.commands.chat`.
+    """Chat with a model in the terminal; each line of piped input is one message.
 
+    The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists the slash commands.
+    With --server, a running OpenAI-compatible server answers; --model then selects one of its models.
     With --nanochat the options are those of nanochat's chat_cli, with its defaults: -i -g -s -p -t -k -d.
+
+    nano-inference chat -m Qwen/Qwen3-0.6B -t 0.7
+    echo "Why is the sky blue?" | nano-inference chat
     """
     if not nanochat.nanochat:
         return commands.chat(
@@ -113,6 +116,7 @@ def chat(
 def _chosen_checkpoint(config: EngineConfig, wishes: NanochatOptions) -> EngineConfig:
     """Return the configuration with the path of the chosen checkpoint, and the chosen device."""
     from nano_inference.build import environment
+    from nano_inference.loading.catalog import find_builtin
     from nano_inference.nanochat.configs import is_exported
     from nano_inference.nanochat.files import find_files, nanochat_home
 
@@ -182,16 +186,8 @@ def fill_options(_app: App, _commands: tuple[str, ...], arguments: ArgumentColle
             fill(by_name[name], value, "nanochat's own default")
 
 
-CHAT_COMMAND = Command(
-    words="chat",
-    target="nano_inference.cli.nanochat:chat",
-    text="Chat with a model in the terminal.",
-    fill=fill_options,
-)
+CHAT_COMMAND = Command(words="chat", target="nano_inference.cli.nanochat:chat", fill=fill_options)
 """Replaces the built-in `chat`, which has no --nanochat."""
 EXPORT_COMMAND = Command(
-    words="models export",
-    target="nano_inference.cli.nanochat:models_export",
-    arguments=" NAME DIRECTORY",
-    text="Write a nanochat model in another format.",
+    words="models export", target="nano_inference.cli.nanochat:models_export", arguments=" NAME DIRECTORY"
 )

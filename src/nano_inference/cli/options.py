@@ -13,7 +13,6 @@ from cyclopts import Argument, Group, Parameter
 
 from nano_inference.cli.spelling import Typed
 from nano_inference.config import EngineConfig, helped
-from nano_inference.loading.catalog import WHEELS, default_cache, installed_builtins, list_models
 from nano_inference.server.config import ServerConfig
 from nano_inference.support.files import path_of
 from nano_inference.types import BadRequest, SamplingParams
@@ -38,6 +37,8 @@ def cached_names(context: CompletionContext) -> list[tuple[str, str]]:
     """Return the models on this machine with their sources; for an option that names no model, its choices."""
     if context.argument.field_info.name not in _NAMING:
         return [(choice, "") for choice in context.argument.get_choices(force=True) or ()]
+    from nano_inference.loading.catalog import default_cache, list_models
+
     cache = context.get("--cache")
     place = path_of(cache.raw, "--cache") if cache is not None and cache.raw else default_cache(os.environ)
     return [(entry.name, entry.source) for entry in list_models(place)]
@@ -50,6 +51,8 @@ def removable_names(context: CompletionContext) -> list[tuple[str, str]]:
 
 def known_names(_context: CompletionContext) -> list[tuple[str, str]]:
     """Return the models that can be fetched by a built-in name."""
+    from nano_inference.loading.catalog import WHEELS, installed_builtins
+
     wheels = [(name, wheel.requirement) for wheel in WHEELS for name in (wheel.name, *wheel.aliases[:1])]
     return wheels + [(one.name, "comes with the package") for one in installed_builtins()]
 
@@ -59,9 +62,10 @@ _SHORT = {"model_path": "-m", "temperature": "-t", "top_k": "-k", "dtype": "-d"}
 _BOTH_HAVE = ("seed", "logprobs_mode")  # fields of `EngineConfig` and `SamplingParams`: the flag sets the latter
 WITHOUT_FLAG = ("logit_bias", "allowed_token_ids", "logprob_token_ids")  # sampling fields without a flag
 
-_ENGINE_GROUP = Group("Engine")
-_SAMPLING_GROUP = Group("Sampling")
-_COMMON_GROUP = Group("Common")
+_CHAT_GROUP, _SERVER_GROUP = Group("Chat", sort_key=1), Group("Server", sort_key=1)
+_ENGINE_GROUP = Group("Engine", sort_key=2)
+_SAMPLING_GROUP = Group("Sampling", sort_key=3, help="Defaults are the model's (generation_config.json), else these.")
+_COMMON_GROUP = Group("Common", sort_key=5)
 
 CONFIG_HELP = "TOML file with options; takes precedence over ~/.config/nano-inference/config.toml"
 PRINT_HELP = "print every option's value as such a file, and exit"
@@ -125,9 +129,9 @@ class ChatOptions:
 
 EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
 ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode", "max_tokens_per_batch"))]
-ServerFlags = Annotated[ServerConfig, flags(Group("Server"))]
+ServerFlags = Annotated[ServerConfig, flags(_SERVER_GROUP)]
 SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, WITHOUT_FLAG)]
-ChatFlags = Annotated[ChatOptions, flags(Group("Chat"))]
+ChatFlags = Annotated[ChatOptions, flags(_CHAT_GROUP)]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
 TypedFields = Annotated[Typed, Parameter(parse=False)]  # not a flag: `app.run` passes the options that the user gave
