@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nano_inference.cli import blocks
-from nano_inference.cli.blocks import Block
 from nano_inference.cli.conversation import Piece
 from nano_inference.cli.printable import one_line, printable
-from nano_inference.cli.render import Painter, console_of, output_for
+from nano_inference.cli.render import MarkdownOutput, console_of, output_for, split
 
 TEXT = """# Head
 
@@ -52,60 +50,56 @@ LINES = st.sampled_from(
 )
 
 
-def cut(text: str, sizes: list[int]) -> list[Block]:
-    """Return the blocks of a text in chunks whose sizes cycle through `sizes`."""
-    state, done, at, turn = blocks.START, [], 0, 0
-    while at < len(text):
-        size = sizes[turn % len(sizes)]
-        state, some = blocks.push(state, text[at : at + size])
-        done, at, turn = [*done, *some], at + size, turn + 1
-    return [*done, *blocks.finish(state)]
+def cut(text: str, most_lines: int = 1000) -> list[str]:
+    """Return the blocks of a text that arrives line by line."""
+    done, rest = [], ""
+    for line in text.splitlines(keepends=True):
+        block, rest, _ = split(rest + line, most_lines)
+        done += [block] if block else []
+    return [*done, rest]
 
 
 @settings(max_examples=100, deadline=None)
-@given(lines=st.lists(LINES, max_size=12), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5))
-def test_blocks_do_not_depend_on_chunking(lines: list[str], sizes: list[int]) -> None:
-    assert_same_blocks("\n".join(lines), sizes)
+@given(lines=st.lists(LINES, max_size=12))
+def test_blocks_contain_every_line_once(lines: list[str]) -> None:
+    text = "\n".join(lines)
+    assert "\n".join(block.rstrip("\n") for block in cut(text)).split() == text.split()
 
 
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_blocks_of_every_kind(size: int) -> None:
-    assert_same_blocks(TEXT, [size])
+def test_block_is_finished_when_the_next_begins() -> None:
+    assert split("a\n\nb", 9) == ("", "a\n\nb", False)
+    assert split("a\n\nb\n", 9) == ("a\n", "b\n", False)
+    assert cut("a\n\n- c\n- d\n\n```py\nx\n\ny\n```\nz") == ["a\n", "- c\n- d\n", "```py\nx\n\ny\n```\nz"]
 
 
-def assert_same_blocks(text: str, sizes: list[int]) -> None:
-    found = cut(text, sizes)
-    assert "".join(block.text for block in found).rstrip() == text.rstrip()
-    assert found == cut(text, [len(text) + 1])
+def test_long_lists_and_code_are_printed_in_parts() -> None:
+    assert split("- a\n- b\n- c", 1) == ("- a", "- b\n- c", True)
+    assert split("~~~py\na\nb\nc", 2) == ("~~~py\na\nb\n~~~", "~~~py\nc", True)
+    assert split("~~~py\na\n~~~\nc", 2) == ("", "~~~py\na\n~~~\nc", False)
+    assert plain("1. a\n2. b\n3. c\n4. d", 1) == " 1 a\n 2 b\n 3 c\n 4 d"
+    assert plain("```\na\nb\n\nc\nd\n```", 2) == "a\nb\n\nc\nd"
 
 
-def test_block_is_complete_when_the_next_begins() -> None:
-    state, done = blocks.push(blocks.START, "a\n\nb\n\n- c\n- d\n")
-    assert [(block.text, block.continues_list) for block in done] == [
-        ("a\n\n", False),
-        ("b\n\n", False),
-        ("- c\n", False),
-    ]
-    state, done = blocks.push(state, "```py\nx\ny")
-    assert [block.kind for block in done] == ["markdown", "fence", "code"] and done[0].continues_list
-    assert done[1].language == "py" and blocks.open_block(state) == Block("code", "y")
+def painted(text: str, height: int = 100, **options: object) -> str:
+    out = io.StringIO()
+    sizes = {"width": 42, "height": height}
+    console = Console(file=out, force_terminal=True, color_system="truecolor", **sizes, **options)  # type: ignore[arg-type]
+    output = MarkdownOutput(console)
+    for line in text.splitlines(keepends=True):
+        output.write([Piece(line)])
+    output.finish()
+    return out.getvalue().removesuffix("\n")
 
 
-def painted(text: str, width: int = 40, **options: object) -> str:
-    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", **options)  # type: ignore[arg-type]
-    painter = Painter(console)
-    return "\n".join(row for block in cut(text, [len(text) + 1]) for row in painter.keep(block, width))
-
-
-def plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", painted(text))
+def plain(text: str, height: int = 100) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", painted(text, height))
 
 
 def test_painted_markdown() -> None:
     assert plain(TEXT).splitlines() == [
         *("Head", "", "One two", "three", "", " • a", " • b", "   c", "   d", "", " 1 x", " 2 y", ""),
-        *("~~~~python", "```", "x = 1", "~~~", "~~~~", "", " a     b", " ───────", " 1     2", " #tag"),
-        *("", "-" * 40, "", " indented", "", "▌ quote", "▌ on", "", "<div>", "[1]: http://x.y", "last"),
+        *("```", "x = 1", "~~~", "", " a     b", " ───────", " 1     2", " #tag"),
+        *("", "-" * 40, "", "indented", "", "▌ quote", "▌ on", "", "<div>", "[1]: http://x.y", "last"),
     ]  # fmt: skip
 
 
@@ -116,7 +110,7 @@ def test_markup_and_html_are_shown_as_text(text: str) -> None:
 
 def test_highlighting_uses_preceding_lines() -> None:
     rows = painted('```python\n"""\nx = 1\n"""\nx = 1\n```').splitlines()
-    assert rows[2] != rows[4], "the first one is in a string"
+    assert rows[1] != rows[3], "the first one is in a string"
 
 
 def test_no_color_keeps_bold() -> None:

@@ -57,7 +57,7 @@ def test_answer_is_rendered_while_streamed(forker: Forker, server: Scripted) -> 
         screen.wait("[7 prompt tokens (5 cached), 3 generated")
         screen.prompt()
         rows = [row.strip() for row in answer_of(screen).partition("\n[7")[0].splitlines()]
-        assert rows == ["Bold is", "", "a  b", "────", "1  2", "", "```python", "print(1)", "```", "", "last"]
+        assert rows == ["Bold is", "", "a  b", "────", "1  2", "", "print(1)", "", "last"]
         screen.send("\x04")
         assert screen.leave() == 0
 

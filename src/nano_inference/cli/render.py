@@ -7,36 +7,29 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
+from functools import cache
 from itertools import pairwise
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from markdown_it import MarkdownIt  # a dependency of rich
 from markdown_it.token import Token
-from rich.console import Console, RenderableType
-from rich.markdown import Markdown
-from rich.segment import Segment, Segments
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.markdown import CodeBlock, Markdown
+from rich.segment import Segment
 from rich.style import Style
 from rich.syntax import Syntax
-from rich.text import Text
 from rich.theme import Theme
 
-from nano_inference.cli import blocks
-from nano_inference.cli.blocks import Block
 from nano_inference.cli.conversation import Piece
-from nano_inference.cli.pane import Pane
 from nano_inference.cli.printable import END_FORCED, FORCED, printable
 
 _THEME = Theme({"markdown.code": "bold cyan"})  # rich's own has a black background
 _FORCED_STYLE = Style(dim=True, underline=True)
-_CODE_THEME = "ansi_dark"
 _MARKS = re.compile(f"([{FORCED}{END_FORCED}])")
-_CONTEXT_LINES = 40  # preceding lines of code that the syntax highlighter receives with a line
-_MIN_PAUSE_S, _PAUSE_RATIO = 0.03, 4
-"""Pause between two drawings of an incomplete block: seconds, and a multiple of the last drawing's time."""
+_REFRESHES_PER_S = 12
 
 
 class AnswerOutput(Protocol):
@@ -99,122 +92,134 @@ class PlainOutput:
 
 
 class MarkdownOutput:
-    """Rendered Markdown: complete blocks are printed once, the incomplete one is redrawn in place.
-
-    If the last drawing is too recent, a timer thread draws after the pause, so that no text waits for the next token.
-    """
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        self._pane = Pane(console.file)  # type: ignore[arg-type]
-        self._is_live = console.file.isatty()
-        self._state = blocks.START
-        self._painter = Painter(console)
-        self._drawing = threading.Lock()
-        self._later: threading.Timer | None = None
-        self._next_draw_at = 0.0
-
-    def write(self, pieces: Sequence[Piece]) -> None:
-        """Print completed blocks, and draw the rest now or after the pause."""
-        text = "".join(_marked(piece) for piece in pieces)
-        with self._drawing:
-            self._state, done = blocks.push(self._state, text)
-            wait = self._next_draw_at - self._clock()
-            if done or (self._is_live and wait <= 0):
-                self._draw(done)
-            elif self._is_live and self._later is None:
-                self._later = threading.Timer(wait, self._draw_late)
-                self._later.daemon = True
-                self._later.start()
-
-    def finish(self) -> None:
-        """Print the remaining blocks."""
-        with self._drawing:
-            if self._later is not None:
-                self._later.cancel()
-            done = blocks.finish(self._state)
-            self._state, self._is_live = blocks.START, False
-            self._draw(done)
-
-    def _draw_late(self) -> None:
-        with self._drawing:
-            self._later = None
-            if self._is_live:
-                self._draw(())
-
-    def _draw(self, done: Sequence[Block]) -> None:
-        start = self._clock()
-        while True:
-            size, painter = self._pane.size, copy(self._painter)
-            width = max(1, size.columns - 2)
-            kept = [row for block in done for row in painter.keep(block, width)]
-            rest = blocks.open_block(self._state) if self._is_live else None
-            live = [] if rest is None else painter.rows(rest, width)
-            current = self._pane.size
-            if current.columns >= size.columns and current.rows >= size.rows:
-                break  # else the window has shrunk: the rows would wrap, and the pane's count would be wrong
-        self._painter = painter
-        self._pane.draw(kept, live[-max(1, size.rows // 2) :])  # still fits if the window loses rows
-        now = self._clock()
-        self._next_draw_at = now + max(_MIN_PAUSE_S, _PAUSE_RATIO * (now - start))
-
-
-class Painter:
-    """Renders blocks as terminal rows. Stores the preceding code, and whether any row was printed."""
+    """Rendered Markdown: finished blocks are printed once, and `Live` redraws the unfinished one below them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._code: tuple[str, ...] = ()
-        self._language = ""
-        self._has_rows = False
+        self._open = ""  # text that later text can change
+        self._has_printed = self._continues = False
+        self._live = Live(
+            console=console,
+            get_renderable=lambda: AnswerMarkdown(self._open, self._tallest),
+            refresh_per_second=_REFRESHES_PER_S,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
 
-    def keep(self, block: Block, width: int) -> list[str]:
-        """Return the rows of a complete block, and record it as printed."""
-        rows = self.rows(block, width)
-        if block.kind == "fence":
-            self._code, self._language = (), block.language
-        elif block.kind == "code":
-            self._code = (*self._code[-_CONTEXT_LINES:], block.text)
-        self._has_rows = self._has_rows or bool(rows)
-        return rows
+    @property
+    def _tallest(self) -> int:
+        """Most rows of the unfinished block, so that they still fit if the window becomes smaller."""
+        return max(1, self._console.height // 2)
 
-    def rows(self, block: Block, width: int) -> list[str]:
-        """Return the rows of a block, after a blank row if it is not the first one."""
-        if not block.text.strip() and block.kind == "markdown":
-            return []
-        if block.kind in ("code", "fence_end"):
-            return self._code_rows(block, width)
-        renderable = _dim(block.text.strip("\n")) if block.kind == "fence" else markdown_of(block.text)
-        rows = without_blank_ends(self._painted(renderable, width))
-        return ["", *rows] if self._has_rows and not block.continues_list else rows
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Print the blocks that the pieces finish."""
+        text = "".join(map(_marked, pieces))
+        self._open += text
+        if "\n" in text:
+            done, self._open, continues = split(self._open, self._tallest)
+            self._print(done, continues)
+        if self._open and self._console.file.isatty():
+            self._live.start()
 
-    def _code_rows(self, block: Block, width: int) -> list[str]:
-        line = block.text.rstrip("\n")
-        if block.kind == "fence_end":
-            return self._painted(_dim(line), width)
-        lexer = Syntax("", self._language or "text", theme=_CODE_THEME, background_color="default")
-        coloured = lexer.highlight("".join(self._code) + line).split("\n", allow_blank=True)
-        text = coloured[len(self._code)] if len(coloured) > len(self._code) else Text(line)
-        text.expand_tabs(4)
-        return self._painted(text, width) or [""]
+    def finish(self) -> None:
+        """Print the last block."""
+        text, self._open = self._open, ""
+        self._live.stop()
+        self._print(text, False)
 
-    def _painted(self, renderable: RenderableType, width: int) -> list[str]:
-        options = self._console.options.update(width=width, height=None)
-        lines = self._console.render_lines(renderable, options, pad=False)
-        return ansi_rows(lines, self._console)
-
-
-def _dim(text: str) -> Text:
-    return Text(text, style="dim")
+    def _print(self, text: str, continues: bool) -> None:
+        """Print finished blocks, after an empty line unless they continue the last one."""
+        if text.strip():
+            if self._has_printed and not self._continues:
+                self._console.print()
+            self._console.print(AnswerMarkdown(text))
+            self._has_printed, self._continues = True, continues
 
 
-def markdown_of(text: str) -> Markdown:
-    """Return rich Markdown in which newlines are kept, headings are bold lines and HTML is text."""
-    output = Markdown("", code_theme=_CODE_THEME, hyperlinks=False)
-    tokens = blocks.parser().parse(text)
-    output.parsed = [_simpler(token, before) for before, token in pairwise([None, *tokens]) if token is not None]
-    return output
+@cache
+def parser() -> MarkdownIt:
+    """Return a parser that keeps HTML, entities, images and link definitions as text.
+
+    So no part of an answer is hidden, and `&#13;` does not become a control character.
+    """
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    return parser.disable(["reference", "entity", "image"])
+
+
+def split(text: str, most_lines: int) -> tuple[str, str, bool]:
+    """Return the blocks that later text cannot change, the rest, and whether the rest continues the last of them.
+
+    If the last block is a list or code of more than `most_lines`, its finished items or lines are returned too.
+    """
+    *lines, partial = text.split("\n")
+    tokens = parser().parse("\n".join(lines) + "\n")
+    tops = [token for token in tokens if token.level == 0 and token.map is not None and token.nesting >= 0]
+    if not tops or tops[-1].map is None:
+        return "", text, False
+    last, start = tops[-1], tops[-1].map[0]
+    if len(lines) - start <= most_lines:
+        return _at(lines, start, partial, False)
+    if last.type == "fence" and lines[-1].strip() and not _closes(lines[-1], last.markup):
+        return "\n".join([*lines, last.markup]), f"{lines[start]}\n{partial}", True
+    items = [token.map[0] for token in tokens if token.type == "list_item_open" and token.level == 1 and token.map]
+    is_list = bool(items) and items[-1] > start
+    return _at(lines, items[-1] if is_list else start, partial, is_list)
+
+
+def _at(lines: list[str], start: int, partial: str, continues: bool) -> tuple[str, str, bool]:
+    return "\n".join(lines[:start]), "\n".join([*lines[start:], partial]), continues
+
+
+def _closes(line: str, markup: str) -> bool:
+    """True if a line ends a fence."""
+    return line.strip().startswith(markup) and set(line.strip()) == {markup[0]}
+
+
+class _Code(CodeBlock):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = self.text.plain.rstrip("\n")
+        yield Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, background_color="default")
+
+
+class AnswerMarkdown(Markdown):
+    """Markdown in which newlines are kept, headings are bold lines and HTML is text.
+
+    It leaves two columns empty, and renders the last `most_rows` rows if that is given.
+    """
+
+    elements: ClassVar = {**Markdown.elements, "fence": _Code, "code_block": _Code}
+
+    def __init__(self, text: str, most_rows: int = 0) -> None:
+        super().__init__("", code_theme="ansi_dark", hyperlinks=False)
+        tokens = parser().parse(text)
+        self.parsed = [_simpler(token, before) for before, token in pairwise([None, *tokens]) if token is not None]
+        self._most_rows = most_rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        inner = options.update(width=max(1, options.max_width - 2), height=None)
+        parts = (part for part in super().__rich_console__(console, inner) if isinstance(part, Segment))
+        rows = list(_rows(Segment.split_lines(parts)))
+        filled = [number for number, row in enumerate(rows) if row]
+        first = 0 if self.parsed and self.parsed[0].type == "fence" else min(filled, default=0)  # keeps code's own
+        for row in rows[first : max(filled, default=-1) + 1][-self._most_rows :]:
+            yield from (*row, Segment.line())
+
+
+def _rows(lines: Iterable[list[Segment]]) -> Iterator[list[Segment]]:
+    """Yield rendered lines with forced text styled, and without trailing spaces, which would be copied."""
+    is_forced = False
+    for line in lines:
+        row: list[Segment] = []
+        for text, style, _ in line:
+            for part in _MARKS.split(text):
+                if part in (FORCED, END_FORCED):
+                    is_forced = part == FORCED
+                elif part:
+                    row.append(Segment(printable(part), (style or Style()) + _FORCED_STYLE if is_forced else style))
+        while row and not row[-1].text.strip():
+            row.pop()
+        yield [*row[:-1], Segment(row[-1].text.rstrip(), row[-1].style)] if row else row
 
 
 def _simpler(token: Token, before: Token | None) -> Token:
@@ -227,37 +232,6 @@ def _simpler(token: Token, before: Token | None) -> Token:
     if before is not None and before.type == "heading_open":
         children = [Token("strong_open", "strong", 1), *children, Token("strong_close", "strong", -1)]
     return token.copy(children=children)
-
-
-def ansi_rows(lines: Iterable[Sequence[Segment]], console: Console) -> list[str]:
-    """Return rendered lines as ANSI text, with forced text styled and trailing spaces removed."""
-    segments, is_forced = [], False
-    for line in lines:
-        for text, style in _trimmed(line):
-            for part in _MARKS.split(text):
-                if part in (FORCED, END_FORCED):
-                    is_forced = part == FORCED
-                elif part:
-                    marked = (style or Style()) + _FORCED_STYLE if is_forced else style
-                    segments.append(Segment(printable(part), marked))
-        segments.append(Segment.line())
-    with console.capture() as printed:
-        console.print(Segments(segments), crop=False)
-    return printed.get().split("\n")[:-1]
-
-
-def without_blank_ends(rows: Sequence[str]) -> list[str]:
-    """Return rows without leading and trailing empty ones, which rich adds to some blocks."""
-    filled = [i for i, row in enumerate(rows) if row]
-    return list(rows[filled[0] : filled[-1] + 1]) if filled else []
-
-
-def _trimmed(line: Sequence[Segment]) -> list[tuple[str, Style | None]]:
-    """Return a line's texts and styles without trailing spaces."""
-    parts = [(segment.text, segment.style) for segment in line if not segment.control]
-    while parts and not parts[-1][0].strip():
-        parts.pop()
-    return [*parts[:-1], (parts[-1][0].rstrip(), parts[-1][1])] if parts else []
 
 
 def _marked(piece: Piece) -> str:
