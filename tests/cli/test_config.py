@@ -8,15 +8,16 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 from cyclopts import Argument
 
 from nano_inference.cli import main
 from nano_inference.cli.app import build_app
-from nano_inference.cli.arguments import kind_of, options_of, takes_list, variable_of, walk_commands
-from nano_inference.cli.config_file import NOT_IN_FILES, default_file, line_of
+from nano_inference.cli.arguments import NOT_IN_FILES, options_of, variable_of, walk_commands
+from nano_inference.cli.config_file import default_file
 
 Capture = pytest.CaptureFixture[str]
 NEEDED = {"models pull": ("x",), "models rm": ("x",), "models export": ("x", "y")}
@@ -99,17 +100,19 @@ def write(path: Path, text: str) -> str:
 
 def sample(option: Argument) -> tuple[str, object]:
     """Return a value other than the default, as text in the environment and as the command receives it."""
-    hint = next((h for h in get_args(option.hint) if get_origin(h) is not None), option.hint)
+    hints = get_args(option.hint) if get_origin(option.hint) in (Union, UnionType) else (option.hint,)
+    is_list = any(get_origin(hint) not in (None, Literal) for hint in hints)
+    first = next(hint for hint in hints if hint is not NoneType)
+    kind = get_args(first)[0] if get_origin(first) not in (None, Literal) else first
     choices = [choice for choice in (option.get_choices(force=True) or ()) if choice not in ("", "auto", "mps")]
-    if choices and kind_of(option.hint) == "string":
+    if choices and kind not in (bool, int, float):
         wanted = next(choice for choice in reversed(choices) if choice != option.field_info.default)
         return wanted, wanted
-    kind = kind_of(option.hint)
-    if kind == "boolean":
+    if kind is bool:
         is_on = option.field_info.default is not True
         return str(is_on).lower(), is_on
-    one: tuple[str, object] = {"integer": ("9", 9), "number": ("0.5", 0.5), "string": ("/x", "/x")}[kind]
-    return (one[0], [one[1]]) if takes_list(hint) else one
+    one: tuple[str, object] = {int: ("9", 9), float: ("0.5", 0.5)}.get(kind, ("/x", "/x"))
+    return (one[0], [one[1]]) if is_list else one
 
 
 def every_option() -> list[tuple[tuple[str, ...], list[Argument]]]:
@@ -202,24 +205,18 @@ def test_command_uses_values_of_file(tiny: Path, tmp_path: Path, capsys: Capture
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("\nport = ", "is not TOML: Invalid value"),
-        ("x = 1\n", "line 1: x is not an option"),
-        ("# a\n[serve]\n\nprot = 1\n", "line 4: prot in [serve] is not an option; did you mean port?"),
-        ("[serv]\nport = 1\n", "line 1: serv is not a command; did you mean serve?"),
-        ("[chat]\nport = 1\n", "line 2: port in [chat] is not an option"),
-        ("serve = 1\n", "line 1: serve is a command: put its options in a table of that name"),
-        ("port = '80'\n", "line 1: port must be a whole number, not a string"),
-        ("port = 80.5\n", "port must be a whole number, not a number"),
-        ("port = true\n", "port must be a whole number, not true or false"),
-        ("port = [80]\n", "port must be a whole number, not a list"),
-        ("port = 1979-05-27\n", "port must be a whole number, not a date or time"),
-        ("strict = 1\n", "strict must be true or false, not a whole number"),
-        ("host = 1\n", "host must be a string, not a whole number"),
-        ("host = 'none'\nport = 'none'\n", "line 2: port must be a whole number, not a string"),
-        ("[serve.port]\nx = 1\n", "port in [serve] must be a whole number, not a table"),
-        ("stop = ['a', 2]\n", "stop must be a string, or a list of them, not a whole number"),
-        ("api-key = 12345678\n", "api-key must be a string, or a list of them"),
-        ("max-n = 1\nmax_n = 2\n", "line 2: max_n is given twice"),
+        ("\nport = ", "is not TOML in UTF-8: Invalid value"),
+        ("x = 1\n", ": x is not an option"),
+        ("# a\n[serve]\n\nprot = 1\n", ": serve.prot is not an option; did you mean port?"),
+        ("[serv]\nport = 1\n", ": serv is not a command; did you mean serve?"),
+        ("[chat]\nport = 1\n", ": chat.port is not an option"),
+        ("serve = 1\n", ": serve is not an option"),
+        ("port = 'eighty'\n", "Invalid value for [port] from file"),
+        ("port = true\n", "Invalid value for [port] from file"),
+        ("port = 1979-05-27\n", "Invalid value for [port] from file"),
+        ("strict = 2\n", "Invalid value for [strict] from file"),
+        ("host = 'none'\nport = 'none'\n", "Invalid value for [port] from file"),
+        ("[serve.port]\nx = 1\n", ": serve.port is not a command"),
         ("config = 'x'\n", "config can only be set on the command line or in the environment"),
         ("print-config = true\n", "print-config can only be set on the command line"),
         ("dtype = 'float8'\n", 'Invalid value "float8" for [dtype] from file'),
@@ -229,7 +226,7 @@ def test_command_uses_values_of_file(tiny: Path, tmp_path: Path, capsys: Capture
 def test_invalid_file_is_one_line(tmp_path: Path, capsys: Capture, text: str, said: str) -> None:
     file = write(tmp_path / "c.toml", text)
     out, err = run(capsys, "serve", "--config", file, "--print-config", code=2)
-    assert out == "" and err.count("\n") == 1 and file in err and said in err and "12345678" not in err
+    assert out == "" and err.count("\n") == 1 and file in err and said in err
 
 
 def test_unreadable_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
@@ -237,7 +234,7 @@ def test_unreadable_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "large.toml").write_bytes(b"#" * (1 << 20) + b"\n")
     os.mkfifo(tmp_path / "pipe.toml")
     said = {
-        "latin.toml": "is not UTF-8",
+        "latin.toml": "is not TOML in UTF-8",
         "large.toml": "is larger than 1048576 bytes",
         "pipe.toml": "is not a file",
         ".": "Is a directory",
@@ -271,12 +268,6 @@ def test_default_file_path() -> None:
     assert default_file({"HOME": "/h"}) == Path("/h/.config/nano-inference/config.toml")
     assert default_file({"HOME": "/h", "XDG_CONFIG_HOME": "/x"}) == Path("/x/nano-inference/config.toml")
     assert default_file({"HOME": "/h", "XDG_CONFIG_HOME": "x"}) == Path("/h/.config/nano-inference/config.toml")
-
-
-def test_line_of_finds_every_spelling() -> None:
-    text = '"a" = 1\n[ serve ] # here\n  b= 2\n[models.info]\nc =3\n[models . "rm"]\nd = {a = 1}\n'
-    where = [((), "a"), (("serve",), "b"), (("models", "info"), "c"), (("models", "rm"), "d"), (("serve",), "a")]
-    assert [line_of(text, table, key) for table, key in where] == [1, 3, 5, 7, None]
 
 
 # ---- --print-config

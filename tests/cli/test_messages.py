@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.cli import main
-from nano_inference.cli.config_file import size_of
+from nano_inference.cli.arguments import size_of
 from nano_inference.executors.devices import available_memory
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.keys import KeyRing, load_keys
@@ -111,7 +111,7 @@ def test_kv_cache_bytes_accepts_units(
     [
         ("flag", "--kv-cache-bytes"),
         ("environment", "NANO_INFERENCE_KV_CACHE_BYTES"),
-        ("file", "--kv-cache-bytes"),
+        ("file", "kv-cache-bytes"),
     ],
 )
 def test_invalid_kv_cache_bytes_names_its_source(

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import io
 import os
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from cyclopts import App, CoercionError, CycloptsError, Group, MissingArgumentError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env
 
 import nano_inference
-from nano_inference.cli.arguments import ENV_PREFIX, fill_defaults
+from nano_inference.cli.arguments import ENV_PREFIX, ParsedCommand, apply_sizes, error_text, fill_defaults
 from nano_inference.cli.command import installed_commands
-from nano_inference.cli.config_file import apply_files, apply_sizes
-from nano_inference.cli.parsed import ParsedCommand
-from nano_inference.cli.spelling import Typed, error_text, names_of
+from nano_inference.cli.config_file import apply_files
 from nano_inference.support.packages import needed
 from nano_inference.types import BadRequest, ModelError
 
@@ -29,7 +26,6 @@ _SOURCES = (
     "Every option can be set by an environment variable (--model: NANO_INFERENCE_MODEL) and in a file (--config); "
     "--print-config prints the values. NANO_INFERENCE_TRACEBACK=1 prints the traceback of an error."
 )
-_KINDS: Mapping[object, str] = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,32 +58,15 @@ def run(argv: list[str]) -> object:
         return app(argv)
     try:
         command, bound, unparsed = app.parse_args(argv)
+        if parsed.wants_print:
+            bound.apply_defaults()
+            print(parsed.as_toml(bound.arguments))
+            return 0
+        return command(*bound.args, **bound.kwargs, **({"typed": parsed.typed} if "typed" in unparsed else {}))
+    except ModelError:
+        raise  # names fields of the model's files, not options
     except (ValueError, CycloptsError) as error:
-        raise BadRequest("", error_text(_reworded(error), names_of(parsed))) from error
-    if not parsed.wants_print:
-        typed = {"typed": Typed(parsed.given, names_of(parsed))} if "typed" in unparsed else {}
-        try:
-            return command(*bound.args, **bound.kwargs, **typed)
-        except ModelError:
-            raise  # names fields of the model's files, not options
-        except ValueError as error:
-            raise BadRequest("", error_text(error, names_of(parsed))) from error
-    bound.apply_defaults()
-    print(parsed.as_toml(bound.arguments))
-    return 0
-
-
-def _reworded(error: Exception) -> Exception:
-    """Return an error of cyclopts that speaks of tokens and Python's types in this program's words."""
-    if isinstance(error, UnusedCliTokensError):
-        return BadRequest("", f"unexpected argument: {shlex.join(error.unused_tokens or ())}; --help lists the options")
-    if error.__class__ is MissingArgumentError and error.argument is not None:
-        name = error.argument.name if error.argument.field_info.is_keyword else error.argument.names[0]
-        return BadRequest("", f"{name} needs a value")
-    if isinstance(error, CoercionError) and error.argument is not None and error.token is not None:
-        name, kind = error.token.keyword or error.argument.name, _KINDS.get(error.target_type)
-        return error if kind is None or error.msg else BadRequest(name, f"must be {kind}, got {error.token.value!r}")
-    return error
+        raise BadRequest("", error_text(error, parsed.typed.names)) from error
 
 
 def build_app(parsed: ParsedCommand | None = None) -> App:
@@ -148,37 +127,16 @@ def _leave_pipe() -> int:
     return BROKEN_PIPE
 
 
-_STDERR = 2
-
-
-class LossyFile(io.RawIOBase):
+class LossyFile(io.FileIO):
     """Writes to a descriptor and ignores errors (full disk, closed pipe or terminal).
 
     Used for stderr only; failed writes to stdout end the command.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._descriptor
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def isatty(self) -> bool:
-        """True if the descriptor is a terminal."""
-        try:
-            return os.isatty(self._descriptor)
-        except OSError:
-            return False
-
     def write(self, data: Any) -> int:
         """Write bytes; return how many were written or dropped."""
         try:
-            return os.write(self._descriptor, data)
+            return super().write(data) or 0
         except OSError:
             return len(data)
 
@@ -190,24 +148,15 @@ def prepare() -> None:
     Streams that were replaced in this process are unchanged.
     """
     for descriptor in (0, 1, 2):
-        open_if_closed(descriptor)
+        try:
+            os.fstat(descriptor)
+        except OSError:  # the lower ones are open, so this opens the descriptor
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
-        file = io.BufferedWriter(LossyFile(_STDERR))
+        file = io.BufferedWriter(LossyFile(2, "w", closefd=False))
         sys.stderr = io.TextIOWrapper(file, encoding, errors="backslashreplace", line_buffering=True)
-
-
-def open_if_closed(descriptor: int) -> None:
-    """Open the null device as `descriptor` if that is closed; lower numbers must be open."""
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        opened = os.open(os.devnull, os.O_RDWR)
-        if opened != descriptor:
-            os.dup2(opened, descriptor)
-            os.close(opened)
-        os.set_inheritable(descriptor, True)

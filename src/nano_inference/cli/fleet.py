@@ -7,9 +7,9 @@ import socket
 from contextlib import closing
 from dataclasses import replace
 
+from nano_inference.cli.arguments import Typed, error_text
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of, fetch, for_any_directory
-from nano_inference.cli.spelling import Typed, error_text
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import served_name

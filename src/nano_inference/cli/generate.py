@@ -9,11 +9,11 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from nano_inference.cli.answer import cut_by, stream_answer, text_of
+from nano_inference.cli.arguments import Typed
 from nano_inference.cli.conversation import Sampling
 from nano_inference.cli.options import Common
 from nano_inference.cli.prompts import Prompt
 from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults, with_model_defaults
-from nano_inference.cli.spelling import Typed
 from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.text.dialogue import spelled

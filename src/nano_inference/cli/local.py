@@ -10,7 +10,7 @@ from typing import Any
 
 from nano_inference.cli import chat
 from nano_inference.cli.answer import Answer, cut_by, stream_answer
-from nano_inference.cli.arguments import DEFAULT
+from nano_inference.cli.arguments import DEFAULT, Typed
 from nano_inference.cli.conversation import (
     NUM_ALTERNATIVES,
     Piece,
@@ -24,7 +24,6 @@ from nano_inference.cli.conversation import (
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults
-from nano_inference.cli.spelling import Typed
 from nano_inference.cli.terminal import Interrupts
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import find_builtin, find_wheel

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from cyclopts import App, ArgumentCollection, Group, Parameter
 
 from nano_inference.cli import commands
-from nano_inference.cli.arguments import BUILT_IN, drop_inherited, fill, is_on
+from nano_inference.cli.arguments import BUILT_IN, fill
 from nano_inference.cli.command import Command
 from nano_inference.cli.commands import CachedName, PromptFlag, SystemFlag
 from nano_inference.cli.options import (
@@ -174,8 +174,9 @@ def fill_options(_app: App, _commands: tuple[str, ...], arguments: ArgumentColle
     switch, model = by_name.get("nanochat"), by_name.get("model_path")
     if switch is None or model is None:
         return
-    if not is_on(switch):
-        drop_inherited([by_name[field.name] for field in fields(NanochatOptions) if field.name != "nanochat"])
+    if not (switch.tokens and switch.convert()):
+        for name in (field.name for field in fields(NanochatOptions) if field.name != "nanochat"):
+            by_name[name].tokens[:] = [token for token in by_name[name].tokens if token.source == "cli"]
         return
     if not model.tokens:
         fill(model, BASE, BUILT_IN)

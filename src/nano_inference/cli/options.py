@@ -11,7 +11,7 @@ from typing import Annotated, Any, Protocol
 
 from cyclopts import Argument, Group, Parameter
 
-from nano_inference.cli.spelling import Typed
+from nano_inference.cli.arguments import Typed
 from nano_inference.config import EngineConfig, helped
 from nano_inference.server.config import ServerConfig
 from nano_inference.support.files import path_of

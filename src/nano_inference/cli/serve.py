@@ -11,10 +11,10 @@ import socket
 import sys
 import threading
 
+from nano_inference.cli.arguments import Typed, error_text
 from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
-from nano_inference.cli.spelling import Typed, error_text
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import served_name

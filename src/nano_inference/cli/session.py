@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from nano_inference.build import EngineParts, assemble
+from nano_inference.cli.arguments import Typed
 from nano_inference.cli.conversation import CHAT_HINT, Sampling, print_defaults, with_defaults
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.prompts import Prompt
-from nano_inference.cli.spelling import Typed
 from nano_inference.cli.terminal import bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
