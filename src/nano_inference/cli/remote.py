@@ -30,7 +30,7 @@ from nano_inference.cli.conversation import (
 )
 from nano_inference.cli.options import ChatOptions, Common
 from nano_inference.cli.printable import one_line
-from nano_inference.cli.terminal import Interrupts, note
+from nano_inference.cli.terminal import Interrupts, Stopped, note
 from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.text.chat import Message
 from nano_inference.text.generation_config import CHAT_FIELDS, CHAT_MAX_TOKENS
@@ -50,7 +50,7 @@ def run(options: chat.Options, where: ChatOptions, model: str, sampling: Samplin
     try:
         backend = open_server(address, None if model == SERVED else model)
         if address.exposes_key:
-            note(f"[the API key is sent to {address.host} unencrypted: the URL is not https://]")
+            note(f"[the API key is sent to {address.url} unencrypted: the URL is not https://]")
         note(f"[{backend.model} at {address.url}]", common.quiet)
         if backend.is_ours:
             print_defaults(sampling, backend.defaults, "the server's", common.quiet)
@@ -72,7 +72,7 @@ def open_server(address: Address, wanted: str | None) -> RemoteBackend:
     card: Mapping[str, Any] = next((card for card in cards if card.get("id") == wanted), {})
     if _mapping(card.get("status")).get("value", "loaded") != "loaded":
         note(f"[the server loads {one_line(wanted)}]")
-        for _ in stream_json(address, "/models/load", {"model": wanted}, lambda end: None):
+        for _ in stream_json(address, "/models/load", {"model": wanted}):
             pass
         card = _mapping(get_json(address, f"/models/{quote(wanted, safe='')}"))
     length = card.get("max_model_len")
@@ -179,24 +179,21 @@ class RemoteBackend:
         body = self._body(question, turns)
         partial, failure = PartialReply(start=time.perf_counter()), None
 
-        def on_connect(end: Any) -> None:
-            interrupts.on_press = end
-            if interrupts.pressed:
-                end()
-
         try:
-            events = stream_json(self.address, "/chat/completions", body, on_connect, partial.add_headers)
-            with closing(events):  # after a repetition this aborts the answer on the server
-                for event in events:
-                    pieces = partial.add_event(event)
-                    if pieces:
+            with closing(stream_json(self.address, "/chat/completions", body, partial.add_headers)) as events:
+                while partial.finish_reason != "repetition":
+                    with interrupts.raising():
+                        event = next(events, ...)
+                    if event is ...:
+                        break
+                    if pieces := partial.add_event(event):
                         write(pieces)
                     if partial.finish_reason is None and repeats(partial.units):
                         partial.finish_reason = "repetition"
-                        break
+        except Stopped:
+            pass
         except ServerError as error:
-            is_complete = isinstance(error, CutOff) and partial.finish_reason is not None
-            if not interrupts.pressed and not is_complete:
+            if not (isinstance(error, CutOff) and partial.finish_reason is not None):
                 if not partial.text:
                     raise
                 failure = str(error)

@@ -85,6 +85,10 @@ def no_echo() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
+class Stopped(Exception):
+    """Ctrl-C was pressed within `Interrupts.raising`."""
+
+
 class Interrupts:
     """Handles SIGINT while its block runs: the first Ctrl-C sets `pressed`, the second raises `KeyboardInterrupt`.
 
@@ -93,7 +97,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.pressed = False
-        self.on_press: Callable[[], None] = lambda: None  # called at the first press, to wake up a blocked reader
+        self._raises = False
         self._before: Any = None
 
     def __enter__(self) -> Self:
@@ -103,8 +107,20 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Raise `Stopped` in the block at the first press, which ends a blocked read; at once if it was earlier."""
+        self._raises = True
+        try:
+            if self.pressed:
+                raise Stopped
+            yield
+        finally:
+            self._raises = False
+
     def _on_press(self, _number: int, _frame: FrameType | None) -> None:
         if self.pressed:
             raise KeyboardInterrupt
         self.pressed = True
-        self.on_press()
+        if self._raises:
+            raise Stopped
