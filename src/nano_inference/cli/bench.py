@@ -10,12 +10,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
-from nano_inference.cli.models import print_table
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import open_session
-from nano_inference.cli.terminal import Interrupts, bar
+from nano_inference.cli.terminal import Interrupts, bar, print_rows
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import BadRequest, SamplingParams
@@ -69,11 +66,14 @@ def run(names: Sequence[str], repeat: int, config: EngineConfig, common: Common)
         for i, name in enumerate(names):
             progress(i, len(names))
             rows.append(measure_one(session.engine, name, known[name], repeat, interrupts))
-    table = Table("workload", "figure", "median", "min-max", "what it is", box=None)
-    for row in rows:
-        meaning = " ".join((inspect.getdoc(known[row["name"]]) or "").split())
-        table.add_row(row["name"], row["unit"], f"{row['median']:.1f}", f"{row['min']:.1f}-{row['max']:.1f}", meaning)
-    print_table(table)
+    shown = [
+        (
+            *(row["name"], row["unit"], f"{row['median']:.1f}", f"{row['min']:.1f}-{row['max']:.1f}"),
+            " ".join((inspect.getdoc(known[row["name"]]) or "").split()),
+        )
+        for row in rows
+    ]
+    print_rows(("workload", "figure", "median", "min-max", "what it is"), shown)
     print(json.dumps({"workloads": rows}))
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -28,6 +30,7 @@ from nano_inference.cli.options import (
     known_names,
     removable_names,
 )
+from nano_inference.types import BadRequest
 
 CachedName = Annotated[str, Parameter(completer=cached_names, help="a model, as for --model")]
 RemovableName = Annotated[str, Parameter(completer=removable_names, help="a model in the caches")]
@@ -169,11 +172,26 @@ def tokenize(
     common: CommonFlags = COMMON,
 ) -> int:
     """Show the token ids of a text, or with --decode the text of token ids."""
-    from nano_inference.cli import tokenize as work
+    from nano_inference.cli.place import fetch, tokenizer_source
+    from nano_inference.text.tokenizer import load_tokenizer
 
+    if text is None and not decode and sys.stdin.isatty():
+        raise BadRequest("", "no text: give one, or pipe it in")
+    tokenizer = load_tokenizer(tokenizer_source(fetch(model, common)))
     if decode:
-        return work.show_text(decode, as_json, model, common)
-    return work.show_ids(text, not no_special, as_json, model, common)
+        for token in decode:
+            if not 0 <= token < tokenizer.vocab_size:
+                raise BadRequest("--decode", f"token id {token} is not in [0, {tokenizer.vocab_size - 1}]")
+        shown = tokenizer.decode(decode, skip_special=False)
+        print(json.dumps({"token_ids": decode, "text": shown}) if as_json else shown)
+        return 0
+    ids = tokenizer.encode(sys.stdin.read() if text is None else text, add_special=not no_special)
+    if as_json:
+        pieces = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
+        print(json.dumps({"token_ids": ids, "pieces": pieces, "count": len(ids)}))
+    else:
+        print(*ids)
+    return 0
 
 
 def doctor(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
@@ -185,9 +203,22 @@ def doctor(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
 
 def models_list(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
     """List the models in the caches."""
-    from nano_inference.cli import models as work
+    from rich.filesize import decimal
 
-    return work.show_list(as_json, common)
+    from nano_inference.cli.place import cache_of
+    from nano_inference.cli.terminal import note, print_rows
+    from nano_inference.loading.catalog import list_models
+
+    entries = list_models(cache_of(common))
+    if as_json:
+        rows = [{"name": e.name, "path": str(e.path), "bytes": e.bytes, "source": e.source} for e in entries]
+        print(json.dumps(rows))
+    elif entries:
+        lines = [(e.name, decimal(e.bytes), e.source, str(e.path)) for e in entries]
+        print_rows(("name", "size", "source", "path"), lines)
+    else:
+        note(f"no models in {cache_of(common)}; `nano-inference models pull default` fetches one", common.quiet)
+    return 0
 
 
 def models_pull(name: KnownName, /, *, common: CommonFlags = COMMON) -> int:
@@ -196,9 +227,22 @@ def models_pull(name: KnownName, /, *, common: CommonFlags = COMMON) -> int:
     nano-inference models pull default
     nano-inference models pull org/name:model-q4.gguf
     """
-    from nano_inference.cli import models as work
+    from rich.filesize import decimal
 
-    return work.pull_model(name, common)
+    from nano_inference.cli.place import cache_of
+    from nano_inference.cli.terminal import bar, note
+    from nano_inference.loading.catalog import files_of, pull
+
+    with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as progress:
+        path = pull(name, cache_of(common), progress)
+    files = files_of(path)
+    for file in files:
+        checked = f"sha256 {file.sha256}" if file.sha256 else "the source gives no sha256"
+        note(f"  {file.name}: {file.bytes:,} bytes, {checked}", common.quiet)
+    total = sum(file.bytes for file in files)
+    note(f"{name}: {total:,} bytes ({decimal(total)}) in {path}", common.quiet)
+    print(path)
+    return 0
 
 
 def models_info(
@@ -220,9 +264,14 @@ def models_info(
 
 def models_rm(name: RemovableName, /, *, common: CommonFlags = COMMON) -> int:
     """Delete a model from the caches."""
-    from nano_inference.cli import models as work
+    from rich.filesize import decimal
 
-    return work.remove_model(name, common)
+    from nano_inference.cli.place import cache_of
+    from nano_inference.cli.terminal import note
+    from nano_inference.loading.catalog import remove
+
+    note(f"removed {name}: {decimal(remove(name, cache_of(common)))} freed", common.quiet)
+    return 0
 
 
 def completion(

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
+from rich.filesize import decimal
 
 import nano_inference
 from nano_inference.build import kernels_here
 from nano_inference.cli import estimate
 from nano_inference.cli.arguments import ENV_PREFIX
 from nano_inference.cli.config_file import default_file
-from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of
 from nano_inference.cli.shells import installed
+from nano_inference.cli.terminal import print_rows
 from nano_inference.executors.devices import available_memory, free_bytes
 from nano_inference.loading.catalog import WHEELS, list_models
 
@@ -39,7 +41,10 @@ def run(as_json: bool, common: Common) -> int:
         return 0
     for heading, part in facts.items():
         print(heading)
-        print("\n".join(_table(part) if isinstance(part, list) else _facts(part)))
+        if isinstance(part, list):
+            print_rows(_HEAD, map(_cells, part))
+        else:
+            print("\n".join(f"  {key.replace('_', ' '):<26}{_shown(key, value)}" for key, value in part.items()))
     print(_NOTE)
     return 0
 
@@ -47,7 +52,9 @@ def run(as_json: bool, common: Common) -> int:
 def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
     """Return facts as JSON values: each heading has a dictionary, or a list of rows."""
     kernels = kernels_here()
-    entries = list_models(cache)
+    entries, own = list_models(cache), default_file(os.environ)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     basis = estimate.Machine(
         available=available_memory(),
         kv_budget=free_bytes(torch.device("cpu"), 0.9),
@@ -60,15 +67,25 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
             "platform": platform.platform(),
         },
         "processor": processor() | limits(),
-        "memory": {"total_bytes": _total_memory(), "available_bytes": basis.available},
-        "torch": {"threads": torch.get_num_threads(), "cuda_devices": gpus()},
+        "memory": {
+            "total_bytes": total,
+            "available_bytes": basis.available,
+        },
+        "torch": {
+            "threads": torch.get_num_threads(),
+            "cuda_devices": devices,
+        },
         "kernels": kernels,
-        "libraries": libraries(),
-        "settings": _settings(config),
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "settings": {
+            "config_files": [str(path) for path in (config, own if own.exists() else None) if path is not None],
+            "environment": sorted(name for name in os.environ if name.startswith(ENV_PREFIX)),
+            "completion": installed(Path.home()),
+        },
         "models": {
             "cache": str(cache),
             "cache_free_bytes": free_disk(cache),
-            "hub_offline": _is_offline(),
+            "hub_offline": bool(constants.HF_HUB_OFFLINE),
             "kv_budget_bytes": basis.kv_budget,
             "here": [entry.name for entry in entries],
         },
@@ -78,51 +95,16 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
     }
 
 
-def _settings(config: Path | None) -> dict[str, Any]:
-    """Return the configuration files, the names of environment variables that are set, and installed completions."""
-    own = default_file(os.environ)
-    return {
-        "config_files": [str(path) for path in (config, own if own.exists() else None) if path is not None],
-        "environment": sorted(name for name in os.environ if name.startswith(ENV_PREFIX)),
-        "completion": installed(Path.home()),
-    }
-
-
-def _is_offline() -> bool:
-    import huggingface_hub.constants
-
-    return bool(huggingface_hub.constants.HF_HUB_OFFLINE)
-
-
-def _facts(part: dict[str, Any]) -> list[str]:
-    return [f"  {key.replace('_', ' '):<26}{_shown(key, value)}" for key, value in part.items()]
-
-
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """Format rows of estimates as aligned lines."""
-    cells = [_HEAD, *([row.get("model") or row["size"], *_cells(row)] for row in rows)]
-    widths = [max(len(row[i]) for row in cells if len(row) > i and len(row) > 2) for i in range(len(_HEAD))]
-    return ["  " + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in cells]
-
-
 def _cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of an estimate."""
+    name = row.get("model") or row["size"]
     if "problem" in row:
-        return [row["problem"]]
+        return [name, row["problem"]]
     return [
-        row["precision"],
-        human_bytes(row["weight_bytes"]),
-        human_bytes(row["kv_bytes_per_token"]),
-        f"{human_bytes(row['context_kv_bytes'])} / {row['context']}",
-        f"{row['kv_budget_tokens']:,}",
-        "yes" if row["fits"] else "no",
+        *(name, row["precision"], decimal(row["weight_bytes"]), decimal(row["kv_bytes_per_token"])),
+        f"{decimal(row['context_kv_bytes'])} / {row['context']}",
+        *(f"{row['kv_budget_tokens']:,}", "yes" if row["fits"] else "no"),
     ]
-
-
-def _total_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _shown(key: str, value: Any) -> str:
@@ -136,22 +118,14 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, list):
         return " ".join(value) or "none"
     if "bytes" in key:
-        return human_bytes(value)
+        return decimal(value)
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
 LIBRARIES = (
-    "torch",
-    "safetensors",
-    "tokenizers",
-    "tiktoken",
-    "gguf",
-    "jinja2",
-    "huggingface-hub",
-    "rich",
-    "cyclopts",
-    "numpy",
+    *("torch", "safetensors", "tokenizers", "tiktoken", "gguf", "jinja2", "huggingface-hub"),
+    *("rich", "cyclopts", "numpy"),
 )
 
 
@@ -202,16 +176,6 @@ def free_disk(directory: Path) -> int | None:
     """Return the free bytes of the file system of a directory, which may not exist yet."""
     here = next((place for place in (directory, *directory.absolute().parents) if place.exists()), None)
     return None if here is None else shutil.disk_usage(here).free
-
-
-def gpus() -> list[str]:
-    """Return the names of the CUDA devices that torch sees."""
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-
-
-def libraries() -> dict[str, str]:
-    """Return the installed versions of the main dependencies."""
-    return {name: _version(name) for name in LIBRARIES}
 
 
 def _version(name: str) -> str:

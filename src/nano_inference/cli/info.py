@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from nano_inference.build import end_token_ids
-from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
@@ -105,5 +106,5 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if key.endswith("_bytes") or key == "kv_bytes_per_token":
-        return f"{value:,} ({human_bytes(value)})"
+        return f"{value:,} ({decimal(value)})"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.filesize import decimal
+
 from nano_inference.cli import chat
 from nano_inference.cli.answer import Answer, cut_by, stream_answer
 from nano_inference.cli.arguments import DEFAULT, Typed
@@ -21,7 +23,6 @@ from nano_inference.cli.conversation import (
     Write,
     fit_turns,
 )
-from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults
 from nano_inference.cli.terminal import Interrupts
@@ -72,7 +73,7 @@ class LocalBackend:
         assert checkpoint is not None and executor is not None, "assemble opens a checkpoint and loads it"
         known = find_wheel(self.name) or find_builtin(self.name)
         code = "torch" if executor.code == "torch" else f"kernels in C for {executor.code}"
-        size = human_bytes(executor.weight_bytes)
+        size = decimal(executor.weight_bytes)
         return {
             "model": f"{self.name if known is None else known.name} ({checkpoint.config.architecture})",
             "parameters": f"{checkpoint.num_parameters:,}",

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, ModuleType
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 from rich.progress import TransferSpeedColumn as Speed
+from rich.table import Table
 
 from nano_inference.cli.printable import printable
 
@@ -52,6 +53,14 @@ def _wrap(line: str, indent: int) -> str:
     if 2 * indent > width:  # a narrow window: text below the name
         return f"{line[:indent].rstrip()}\n{fill(line[indent:], initial_indent='  ', subsequent_indent='  ')}"
     return fill(line, subsequent_indent=" " * indent)
+
+
+def print_rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table to stdout; in a pipe, rows are not wrapped at 80 columns."""
+    table = Table(*head, box=None)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
 
 
 @contextmanager
