@@ -230,7 +230,6 @@ def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:
     listening = {
         "cli/serve.py",
         "cli/fleet.py",
-        "cli/several.py",
         "server/verl/server.py",
     }  # by the server's functions
     others = "rl/"  # asyncio, and clients of servers

@@ -35,14 +35,10 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed
     warn(config)
     with bind(config) as listening:
         url = url_of(config, listening)
-        if config.replicas is not None or config.workers:
+        if config.replicas is not None or config.workers or config.further_model:
             from nano_inference.cli import fleet
 
             return fleet.listen(engine, config, common, typed, listening, url)
-        if config.further_model:
-            from nano_inference.cli import several
-
-            return several.listen(engine, config, common, typed, listening, url)
         return listen(engine, config, common, typed, listening, url)
 
 
@@ -119,20 +115,6 @@ def url_of(config: ServerConfig, listening: socket.socket) -> str:
     return f"http://{host}:{listening.getsockname()[1]}{config.root_path}"
 
 
-def tool_lines(opened: LoadedModel) -> list[str]:
-    """Return the banner's line about the calculator."""
-    line = '  the model\'s calculator answers in requests with "calculator": true'
-    return [line] if opened.model.calculates else []
-
-
-def rl_lines(config: ServerConfig) -> list[str]:
-    """Return the banner's line about reinforcement learning."""
-    if not config.enable_rl:
-        return []
-    source = f"a process group, or a directory below {config.weights_dir}" if config.weights_dir else "a process group"
-    return [f"  routes for trainers are enabled; weights come from {source}; logprobs are {config.logprobs_mode}"]
-
-
 def context_of(opened: LoadedModel, wanted: int) -> str:
     """Describe the context's length and its limit; `wanted` is the user's --max-model-len, or 0."""
     length, models_own = opened.model.limits.max_model_len, opened.model.max_positions
@@ -148,42 +130,40 @@ def place_lines(config: ServerConfig, url: str) -> list[str]:
     return [f"  chat page {url}/, dashboard {url}/dashboard, API {url}/docs"] if config.pages else []
 
 
-def cache_limit_lines(opened: LoadedModel) -> list[str]:
-    """Return the banner's line about a KV cache smaller than the context."""
-    limits = opened.model.limits
-    num_slots = limits.num_blocks * limits.block_size
-    if num_slots >= limits.max_model_len:
-        return []
-    return [f"  a request has at most {num_slots} tokens, the size of the KV cache (--kv-cache-bytes sets it)"]
-
-
 def banner(opened: LoadedModel, config: ServerConfig, url: str, wanted_context: int = 0) -> str:
-    """Return the text printed when the server accepts requests."""
+    """Return the text printed when the server accepts requests; its last line is a command to copy."""
     model, limits = opened.model, opened.model.limits
     num_slots = limits.num_blocks * limits.block_size
     has_key = bool(config.api_key or config.api_key_file)
+    own = "the model's generation_config.json"
+    origin = own if model.generation else f"--generation-config {config.generation_config}"
+    lines = [
+        f"ready: {', '.join(model.names)}",
+        *place_lines(config, url),
+        f"  context {context_of(opened, wanted_context)}, KV cache {num_slots} tokens, "
+        + ("API key required" if has_key else "no API key"),
+        f"  default sampling of requests: {differing(model.generation) or 'temperature 1.0'} ({origin})",
+    ]
+    if config.pages:
+        lines.append(f"  sampling of the chat page: {described(*model.chat_defaults)}")
+    if num_slots < limits.max_model_len:
+        lines.append(f"  a request has at most {num_slots} tokens, the size of the KV cache (--kv-cache-bytes sets it)")
+    if model.calculates:
+        lines.append('  the model\'s calculator answers in requests with "calculator": true')
+    if config.enable_rl:
+        source = (
+            f"a process group, or a directory below {config.weights_dir}" if config.weights_dir else "a process group"
+        )
+        lines.append(
+            f"  routes for trainers are enabled; weights come from {source}; logprobs are " + config.logprobs_mode
+        )
+    path, body = "completions", '"prompt": "Once upon a time", "stream": true'
+    if model.dialogue is not None:
+        path, sampling = "chat/completions", model.chat_defaults.sampling
+        body = '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true'
+        shape = {name: value for name, value in sampling.items() if value != getattr(SamplingParams(), name)}
+        body += "".join(f', "{name}": {value}' for name, value in shape.items() if name != "max_tokens")
+        body += ', "calculator": true' if model.calculates else ""
     key = ' -H "authorization: Bearer $KEY"' if has_key else ""
-    talk = '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true'
-    shape = {name: value for name, value in model.chat_defaults.sampling.items() if name != "max_tokens"}
-    talk += "".join(f', "{name}": {value}' for name, value in shape.items() if value != getattr(SamplingParams(), name))
-    talk += ', "calculator": true' if model.calculates else ""
-    origin = (
-        "the model's generation_config.json" if model.generation else f"--generation-config {config.generation_config}"
-    )
-    curl = "-N" if config.uds is None else f"--unix-socket {shlex.quote(config.uds)} -N"
-    path = "chat/completions" if model.dialogue is not None else "completions"
-    body = talk if model.dialogue is not None else '"prompt": "Once upon a time", "stream": true'
-    return "\n".join(
-        [
-            f"ready: {', '.join(model.names)}",
-            *place_lines(config, url),
-            f"  context {context_of(opened, wanted_context)}, KV cache {num_slots} tokens, "
-            + ("API key required" if has_key else "no API key"),
-            f"  default sampling of requests: {differing(model.generation) or 'temperature 1.0'} ({origin})",
-            *([f"  sampling of the chat page: {described(*model.chat_defaults)}"] if config.pages else []),
-            *cache_limit_lines(opened),
-            *tool_lines(opened),
-            *rl_lines(config),
-            f"  curl {curl} {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",
-        ]
-    )
+    curl = "curl -N" if config.uds is None else f"curl --unix-socket {shlex.quote(config.uds)} -N"
+    return "\n".join([*lines, f"  {curl} {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'"])
