@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "prompt-toolkit": "chat --model {tiny}",
         "psutil": "serve --model {tiny} --further-model two={tiny}",
         "pydantic": "serve --model {tiny}",
+        "regex": "serve --model {tiny}",
         "rich": "generate hello --model {tiny}",
         "starlette": "serve --model {tiny}",
         "tiktoken": "tokenize hello --model calculator",

@@ -845,7 +845,11 @@ def test_stop_regex_ends_an_answer_with_its_match(server: Running, path: str) ->
     *_, last, _ = server.events(path, {**fields, "stop_regex": "ab+a", "stream": True})
     assert last["choices"][0]["matched_stop"] == "ab+a"
     refused = server.post(path, {**fields, "stop_regex": "^a"}).json()["error"]
-    assert refused["param"] == "stop_regex" and refused["message"].startswith("stop_regex: the anchor ^")
+    assert refused["param"] == "stop_regex" and refused["message"].startswith(
+        "stop_regex: '^a' at position 0 is not supported"
+    )
+    endless = server.post(path, {**fields, "logit_bias": {str(ids("a")[0]): 100.0}, "stop_regex": "(a|aa)+b"})
+    assert endless.status_code == 500 and "stop_regex: '(a|aa)+b' needs more than" in endless.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT])

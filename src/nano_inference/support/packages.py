@@ -24,6 +24,7 @@ PACKAGES: Mapping[str, str] = {
     "psutil": "psutil",
     "pydantic": "pydantic",
     "pydantic_core": "pydantic",
+    "regex": "regex",
     "rich": "rich",
     "starlette": "starlette",
     "tiktoken": "tiktoken",
