@@ -1,7 +1,7 @@
 """Check the grammar of a request and convert it to llguidance's form.
 
-llguidance's native compiler cannot be interrupted, so everything whose compile time grows faster than the text has a
-limit here. The limits are from measurements with version 1.9.1.
+llguidance's native compiler cannot be interrupted. Its own limits (`grammar.py`) end what takes long, except for long
+texts and a large common multiple of all `multipleOf`. These have limits here, from measurements with version 1.9.1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-from nano_inference.text.json_schema import KNOWN_FORMATS, for_llguidance, looks_around
+from nano_inference.text.json_schema import for_llguidance
 from nano_inference.types import BadRequest
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "calls"]
@@ -30,9 +30,7 @@ MAX_BYTES: Mapping[Kind, int] = {
     "calls": 131072,
 }
 """Limits on a grammar's UTF-8 bytes; compile time is at worst quadratic in a regex and linear in a schema."""
-MAX_PATTERN = MAX_BYTES["regex"]  # limit on the characters of a `pattern` in a schema
 MAX_CHOICES = 10_000
-MAX_NESTING = 64  # limit on the levels of objects and arrays in a schema, of brackets in other grammars
 MAX_MULTIPLE = 1000
 """Limit on the least common multiple of all `multipleOf` in a schema, without decimal points: the automaton has that
 many states, and an `allOf` of two builds their product."""
@@ -66,16 +64,13 @@ def check_grammar(grammar: Grammar) -> None:
     """Raise `BadRequest` naming the limit that a grammar exceeds."""
     _check_size(grammar)
     if grammar.kind == "json_schema":
-        _check_schema(_schema_of(grammar))
+        _schema_of(grammar)
     elif grammar.kind == "choice":
         _choices_of(grammar)
-    elif grammar.kind not in ("json_object", "calls") and _depth(grammar.text) > MAX_NESTING:
-        raise BadRequest(grammar.kind, f"nested more than {MAX_NESTING} levels deep")
-    if grammar.kind == "lark":
-        _check_lark(grammar.text)
-    if grammar.kind in ("lark", "calls"):
-        for schema, _, _ in _inline_schemas(grammar.text):
-            _check_schema(schema)
+    elif grammar.kind in ("lark", "calls"):
+        if grammar.kind == "lark":
+            _check_lark(grammar.text)
+        list(_inline_schemas(grammar.text))  # checks them
 
 
 def for_library(grammar: Grammar) -> str:
@@ -100,6 +95,8 @@ def for_library(grammar: Grammar) -> str:
                 text = library.grammar_from_lark(_lark_of(grammar.text))
     except BadRequest:
         raise
+    except RecursionError:
+        raise BadRequest(grammar.kind, "nested too deep") from None
     except Exception as error:  # the converters raise ValueError, IndexError and plain Exception
         raise BadRequest(grammar.kind, f"{reason_of(str(error))}") from None
     return text
@@ -129,13 +126,25 @@ def _check_size(grammar: Grammar) -> None:
 
 
 def _parsed(grammar: Grammar) -> Any:
+    multiples: list[object] = []
     try:
-        value = json.loads(grammar.text, parse_constant=_no_constant)
+        value = _decoder(multiples).decode(grammar.text)
     except RecursionError:
-        raise BadRequest(grammar.kind, f"nested more than {MAX_NESTING} levels deep") from None
+        raise BadRequest(grammar.kind, "nested too deep") from None
     except ValueError as error:
         raise BadRequest(grammar.kind, f"is not valid JSON: {error}") from None
+    _check_multiples(multiples)
     return value
+
+
+def _decoder(multiples: list[object]) -> json.JSONDecoder:
+    """Return a decoder that appends the `multipleOf` of every object to `multiples`."""
+
+    def noted(value: dict[str, Any]) -> dict[str, Any]:
+        multiples.append(value.get("multipleOf"))
+        return value
+
+    return json.JSONDecoder(object_hook=noted, parse_constant=_no_constant)
 
 
 def _no_constant(name: str) -> None:
@@ -159,29 +168,9 @@ def _choices_of(grammar: Grammar) -> list[str]:
     return choices
 
 
-def _check_schema(schema: dict[str, Any]) -> None:
-    """Raise `BadRequest` for anything in the schema that takes long to compile."""
-    multiple = 1
-    for level, holder in _containers(schema):
-        if level > MAX_NESTING:
-            raise BadRequest("json_schema", f"nested more than {MAX_NESTING} levels deep")
-        if not isinstance(holder, dict):
-            continue
-        if any(map(looks_around, _patterns(holder))) and holder.get("format") not in KNOWN_FORMATS:
-            raise BadRequest("json_schema", "pattern: look-around, (?= and the like, is not supported")
-        if any(len(pattern) > MAX_PATTERN or _depth(pattern) > MAX_NESTING for pattern in _patterns(holder)):
-            raise BadRequest("json_schema", f"a pattern is over {MAX_PATTERN} characters or {MAX_NESTING} levels deep")
-        multiple = math.lcm(multiple, _digits(holder.get("multipleOf")))
-        if multiple > MAX_MULTIPLE:
-            raise BadRequest("json_schema", f"the multipleOf have a common multiple above {MAX_MULTIPLE}")
-
-
-def _patterns(holder: dict[str, Any]) -> Iterator[str]:
-    """Yield the regexes of one object of a schema."""
-    if isinstance(holder.get("pattern"), str):
-        yield holder["pattern"]
-    if isinstance(holder.get("patternProperties"), dict):
-        yield from holder["patternProperties"]
+def _check_multiples(multiples: list[object]) -> None:
+    if math.lcm(*map(_digits, multiples)) > MAX_MULTIPLE:
+        raise BadRequest("json_schema", f"the multipleOf have a common multiple above {MAX_MULTIPLE}")
 
 
 def _digits(number: object) -> int:
@@ -190,17 +179,6 @@ def _digits(number: object) -> int:
         return 1
     digits = format(Decimal(str(number)), "f").replace(".", "").lstrip("-0")
     return int(digits[:20] or 1)
-
-
-def _containers(value: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the objects and arrays in a JSON value, each with its level; the value itself has level 1."""
-    todo = [(1, value)]
-    while todo:
-        level, holder = todo.pop()
-        yield level, holder
-        for inner in holder.values() if isinstance(holder, dict) else holder:
-            if isinstance(inner, dict | list):
-                todo.append((level + 1, inner))
 
 
 def _split_rules(schema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -212,19 +190,6 @@ def _split_rules(schema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 def _rules(*, is_compact: bool) -> dict[str, Any]:
     return {_NO_SPACES: False} if is_compact else {"whitespace_pattern": WHITESPACE}
-
-
-def _depth(text: str) -> int:
-    """Return the nesting depth of brackets in a regex or grammar, ignoring escaped ones."""
-    plain = re.sub(r"\\.", "", text, flags=re.S)
-    level = deepest = 0
-    for char in plain:
-        if char in "([{":
-            level += 1
-            deepest = max(deepest, level)
-        elif char in ")]}":
-            level = max(0, level - 1)
-    return deepest
 
 
 def _literal(text: str) -> str:
@@ -242,12 +207,13 @@ def _check_lark(text: str) -> None:
 
 def _inline_schemas(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
     """Yield the schemas after %json in a Lark grammar, with their places; for invalid JSON the library raises."""
-    reader = json.JSONDecoder()
     for found in re.finditer(r"%json\s*(?=\{)", text):
+        multiples: list[object] = []
         try:
-            schema, end = reader.raw_decode(text, found.end())
+            schema, end = _decoder(multiples).raw_decode(text, found.end())
         except (ValueError, RecursionError):
             continue
+        _check_multiples(multiples)
         yield schema, found.end(), end
 
 
@@ -264,10 +230,7 @@ def _lark_of(text: str) -> str:
     """Convert llama.cpp's GBNF to Lark, with `\\u` and `\\U` decoded, which the library's converter cannot do."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    try:
-        return gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, text))
-    except RecursionError:
-        raise BadRequest("gbnf", f"nested more than {MAX_NESTING} levels deep") from None
+    return gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, text))
 
 
 def _unescaped(found: re.Match[str]) -> str:
