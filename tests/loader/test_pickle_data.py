@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nano_inference.loading import pickle_data
-from nano_inference.loading.pickle_data import Call, Instance, Named, PickleError, read_data
+from nano_inference.loading.pickle_data import Named, PickleError, name_of, read_data
 
 NOTHING = frozenset[str]()
 SHARED = ("a", b"b", [1])
@@ -58,9 +58,10 @@ def test_calls_and_instances_are_records(tmp_path: Path, protocol: int) -> None:
         pickle.dumps([Runs(open, str(marker), "w"), Plain(7), Plain], protocol), frozenset({"io open", here})
     )
     call, instance, named = value
-    assert isinstance(call, Call) and (call.function, call.arguments) == (Named("io open"), (str(marker), "w"))
-    assert isinstance(instance, Instance) and (instance.cls, instance.state) == (Named(here), {"value": 7})
-    assert named == Named(here) and not marker.exists()
+    assert isinstance(call, Named) and (call.name, call.arguments) == ("io open", (str(marker), "w"))
+    assert isinstance(instance, Named) and (instance.name, instance.arguments) == (here, ())
+    assert instance.state == {"value": 7} and (name_of(named), name_of(call)) == (here, "")
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("value", [open, Plain, Plain(1), Runs(eval, "1"), {1}, 1.5, 1 << 80, bytearray(1)])
@@ -79,30 +80,38 @@ def test_a_value_may_contain_itself() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"h\0", "gets a value that was not memoized"),
+        (b"h\0", "it is damaged"),
         (b"q\0", "memoizes a value that is not there"),
-        (b"0", "opcode b'0' at byte 2"),
+        (b"(q\0", "memoizes a value that is not there"),
+        (b"Nr\xff\xff\xff\xff", "memoizes a value that is not there"),
+        (b"0", "opcode '0' at byte 2"),
         (b"]K\1", "does not end with exactly one value"),
+        (b"N.N", "does not end with exactly one value"),
         (b"(", "pops from an empty stack"),
         (b"e", "ends a batch without a mark"),
-        (b"(" * 17, "nested too deep"),
-        (b"K\1K\1a", "appends to something other than a list"),
-        (b"](K\1u", "adds pairs to something other than a dict"),
-        (b"}(K\1u", "adds pairs to something other than a dict"),
-        (b"}K\1K\1s", "a key of a dict is a duplicate, or neither text nor a name"),
-        (b"}(\x8c\1aK\1\x8c\1aK\2u", "a key of a dict is a duplicate"),
-        (b"K\1)R", "calls something that is not a named function"),
-        (b"ca\nb\nK\1R", "calls something that is not a named function"),
-        (b"K\1)\x81", "creates an instance of something that is not a named class"),
-        (b"ca\nb\nK\1\x85\x81", "creates an instance of something that is not a named class"),
-        (b"]K\1b", "sets the state of something other than a new instance"),
-        (b"ca\nb\n)\x81}b}b", "sets the state of something other than a new instance"),
-        (b"K\1K\1\x93", "the name of a class or function is not text"),
-        (b"c" + b"a" * 300, "does not end"),
+        (b"(\x85", "pops from an empty stack"),
+        (b")" + b"\x85" * 65, "nested more than 64 deep"),
+        (b")" + b"\x94\x85h\0\x86" * 40, "nested more than 64 deep"),
+        (b"K\1K\1a", "it is damaged"),
+        (b"](K\1u", "it is damaged"),
+        (b"}(K\1u", "it is damaged"),
+        (b"}]K\1s", "it is damaged"),
+        (b"K\1)R", "it is damaged"),
+        (b"ca\nb\nK\1R", "it is damaged"),
+        (b"K\1)\x81", "it is damaged"),
+        (b"ca\nb\n}b", "it is damaged"),
+        (b"]K\1b", "it is damaged"),
+        (b"ca\nb\n)\x81}b}b", "sets the state of an instance twice"),
+        (b"K\1K\1\x93", "it is damaged"),
+        (b"c" + b"a" * 300, "it is damaged"),
         (b"cos\nsystem\n", "it names 'os system'"),
-        (b"\x8c\1\xff", "not UTF-8"),
-        (b"\x8a\xff" + b"\1" * 255, "an integer of 255 bytes"),
-        (b"\x8e" + b"\xff" * 8, "ends too early"),
+        (b"\x8c\2os\x8c\6system\x93", "it names 'os system'"),
+        (b"\x8c\1\xff", "it is damaged"),
+        (b"\x8c\3\xed\xa0\x80", "it is damaged"),
+        (b"\x8a\xff" + b"\1" * 255, "an integer of more than 8 bytes"),
+        (b"\x8e" + b"\xff" * 8, "it is damaged"),
+        (b"Pab\n", "opcode 'P'"),
+        (b"\x82\1", "opcode '\\\\x82'"),
     ],
 )
 def test_invalid_opcodes_are_named(body: bytes, message: str) -> None:

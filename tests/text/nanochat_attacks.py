@@ -186,5 +186,5 @@ def wrong_states() -> Mapping[str, tuple[object, str]]:
         "a special token of bytes": (state(special_tokens={b"<|bos|>": first}), "does not map text to integers"),
         "an empty special token": (state(special_tokens={"": first}), "does not map text to integers"),
         "a special token without id": (state(special_tokens={"a": "b"}), "does not map text to integers"),
-        "a dict as the name": (state(name={}), "more dicts than an encoding has"),
+        "a dict as the name": (state(name={}), "name is dict, not str"),
     }

@@ -161,7 +161,7 @@ BAD_DESCRIPTIONS = [
     (pickle.dumps([1]), "not a dict of dtypes"),
     (pickle.dumps({"a": [1]}), "a dtype is not one of"),
     (pickle.dumps(print), "names 'builtins print'"),
-    (b"\x80\x04", "ends too early"),
+    (b"\x80\x04", "it is damaged"),
 ]
 
 

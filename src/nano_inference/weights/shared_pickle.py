@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from nano_inference.loading.pickle_data import Call, Instance, Named, PickleError, read_data
+from nano_inference.loading.pickle_data import Named, PickleError, name_of, read_data
 from nano_inference.loading.pieces import DTYPES
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
@@ -61,7 +61,7 @@ _MAX_HANDLE = 4096  # most bytes of a CUDA handle; those of memory that can grow
 _HANDLE = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,10}_[0-9]{1,10}")
 _MANAGER = re.compile(rb"/[^\0]{1,200}/torch-shm-dir-[A-Za-z0-9]{6}/manager\.sock")
 _CUDA_KINDS = (
-    *(Named, object, object, int, Named, Named, int | str, bytes, int, int, bool),
+    *(type, object, object, int, type, type, int | str, bytes, int, int, bool),
     *(bytes, int, bytes, bool),
 )
 """Types of the arguments of `rebuild_cuda_tensor`: class, size, stride, offset, storage class, dtype, device, handle,
@@ -76,7 +76,7 @@ class SharedFile:
     manager: bytes  # socket of the process that deletes the file when its users have died
     handle: bytes
     num_bytes: int
-    call: Call  # its call in the pickle: tensors may share it, and torch counts users of a file by calls
+    call: Named  # its call in the pickle: tensors may share it, and torch counts users of a file by calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +142,12 @@ def read_tensors(text: str) -> list[tuple[str, SharedTensor]]:
         if not isinstance(item, tuple) or len(item) != 2:
             raise PickleError("an entry is not a pair of a name and a tensor")
         name, value = item
-        found.append((_name(name), _local_tensor(value, inner) if isinstance(value, Instance) else _tensor(value)))
+        found.append(
+            (
+                _name(name),
+                _local_tensor(value, inner) if isinstance(value, Named) and value.name in _LOCAL else _tensor(value),
+            )
+        )
     return found
 
 
@@ -163,12 +168,12 @@ def _name(value: Any) -> str:
     return value
 
 
-def _local_tensor(value: Instance, inner: dict[int, SharedTensor]) -> SharedTensor:
+def _local_tensor(value: Named, inner: dict[int, SharedTensor]) -> SharedTensor:
     """Return the tensor of the pickle inside a `LocalSerializedTensor`, which must be for one rank.
 
     `inner` are the tensors read so far, by the ids of their pickles, which the caller keeps alive.
     """
-    values = value.state.get("values") if value.cls.text in _LOCAL and isinstance(value.state, dict) else None
+    values = value.state.get("values") if isinstance(value.state, dict) else None
     if not isinstance(values, list) or not all(isinstance(one, bytes) for one in values):
         raise PickleError("a value is neither a tensor nor a LocalSerializedTensor")
     if len(values) != 1:
@@ -181,14 +186,14 @@ def _local_tensor(value: Instance, inner: dict[int, SharedTensor]) -> SharedTens
 
 def _tensor(value: Any) -> SharedTensor:
     """Return the tensor that a call would rebuild."""
-    if not isinstance(value, Call):
+    if not isinstance(value, Named):
         raise PickleError("a value is not a tensor in shared memory")
-    if value.function.text in _CUDA:
+    if value.name in _CUDA:
         return _cuda_tensor(value.arguments)
-    if value.function.text != _TENSOR or len(value.arguments) != 3:
-        raise PickleError(f"{value.function.text} does not rebuild a tensor")
+    if value.name != _TENSOR or len(value.arguments) != 3:
+        raise PickleError(f"{value.name} does not rebuild a tensor")
     kind, typed, metadata = value.arguments
-    if not isinstance(kind, Named) or kind.text not in _CLASSES:
+    if name_of(kind) not in _CLASSES:
         raise PickleError("a tensor is of another class than Tensor and Parameter")
     storage, dtype = _typed_storage(typed)
     if not isinstance(metadata, tuple) or len(metadata) != 4:
@@ -199,16 +204,16 @@ def _tensor(value: Any) -> SharedTensor:
 
 
 def _typed_storage(value: Any) -> tuple[SharedFile | None, torch.dtype]:
-    is_call = isinstance(value, Call) and value.function.text == _TYPED and len(value.arguments) == 2
-    if not is_call or not isinstance(value.arguments[0], Call):
+    is_call = isinstance(value, Named) and value.name == _TYPED and len(value.arguments) == 2
+    if not is_call or not isinstance(value.arguments[0], Named):
         raise PickleError("a tensor has no storage")
     storage, dtype = value.arguments
     return _storage(storage), _dtype(dtype)
 
 
-def _storage(call: Call) -> SharedFile | None:
-    function, arguments = call.function.text, call.arguments
-    if not arguments or not isinstance(arguments[0], Named) or arguments[0].text != _UNTYPED:
+def _storage(call: Named) -> SharedFile | None:
+    function, arguments = call.name, call.arguments
+    if not arguments or name_of(arguments[0]) != _UNTYPED:
         raise PickleError("a storage is of another class than UntypedStorage")
     if function == _FD:
         raise PickleError(
@@ -229,7 +234,7 @@ def _storage(call: Call) -> SharedFile | None:
 
 def _cuda_tensor(arguments: tuple[Any, ...]) -> SharedTensor:
     is_known = len(arguments) == len(_CUDA_KINDS) and all(map(isinstance, arguments, _CUDA_KINDS))
-    if not is_known or arguments[0].text not in _CLASSES:
+    if not is_known or name_of(arguments[0]) not in _CLASSES:
         raise PickleError("the arguments of rebuild_cuda_tensor are not those of torch")
     _, shape, stride, offset, _, dtype, device, handle, num_bytes, start, _, counter, counter_offset, event, waits = (
         arguments
@@ -262,7 +267,7 @@ def _checked(tensor: SharedTensor) -> SharedTensor:
 
 
 def _bucket_part(value: Any) -> BucketPart:
-    state = value.state if isinstance(value, Instance) and value.cls.text in _METADATA else None
+    state = value.state if isinstance(value, Named) and value.name in _METADATA else None
     if not isinstance(state, dict) or not state.keys() >= _PART_FIELDS:
         raise PickleError("an entry of metadata is not a FlattenedTensorMetadata")
     start, end = _count(state["start_idx"]), _count(state["end_idx"])
@@ -270,9 +275,9 @@ def _bucket_part(value: Any) -> BucketPart:
 
 
 def _dtype(value: Any) -> torch.dtype:
-    if not isinstance(value, Named) or value.text not in _DTYPES:
+    if name_of(value) not in _DTYPES:
         raise PickleError("a dtype is not one of float64, float32, float16, bfloat16 and uint8")
-    return _DTYPES[value.text]
+    return _DTYPES[name_of(value)]
 
 
 def _count(value: Any) -> int:
@@ -289,6 +294,6 @@ def _counts(value: Any) -> tuple[int, ...]:
 
 def _shape(value: Any) -> tuple[int, ...]:
     """Return the sizes of a `torch.Size`, which pickles as a call with a tuple, or of a plain sequence."""
-    if isinstance(value, Call) and value.function.text == _SIZE and len(value.arguments) == 1:
+    if isinstance(value, Named) and value.name == _SIZE and len(value.arguments) == 1:
         return _counts(value.arguments[0])
     return _counts(value)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.loading.pickle_data import MAX_BYTES, Call, Named, PickleError, read_data
+from nano_inference.loading.pickle_data import MAX_BYTES, Named, PickleError, name_of, read_data
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
@@ -78,18 +78,18 @@ def read_description(data: bytes) -> list[list[PlainSpec]]:
 
 
 def _specs(dtype: Any, entries: Any) -> list[PlainSpec]:
-    if not isinstance(dtype, Named) or dtype.text not in _DTYPES:
+    if name_of(dtype) not in _DTYPES:
         raise PickleError(f"a dtype is not one of {', '.join(DTYPES)}")
     if not isinstance(entries, list) or not entries:
         raise PickleError("the entry of a dtype is not a list of tensors")
-    return [_spec(_DTYPES[dtype.text], entry) for entry in entries]
+    return [_spec(_DTYPES[name_of(dtype)], entry) for entry in entries]
 
 
 def _spec(dtype: str, entry: Any) -> PlainSpec:
     if not isinstance(entry, tuple) or len(entry) != 3:
         raise PickleError("a tensor is not described by its name, size and number of values")
     name, size, count = entry
-    is_size = isinstance(size, Call) and size.function.text == _SIZE and len(size.arguments) == 1
+    is_size = isinstance(size, Named) and size.name == _SIZE and len(size.arguments) == 1
     shape: Any = size.arguments[0] if is_size else None
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
         raise PickleError(f"a tensor's name must be text of 1 to {_MAX_NAME} characters")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nano_inference.loading.pickle_data import Call, Named, PickleError, read_data
+from nano_inference.loading.pickle_data import Named, PickleError, name_of, read_data
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
@@ -128,9 +128,9 @@ def read_unique_id(data: bytes) -> bytes:
     Raises `PickleError`.
     """
     value = read_data(data, _CLASSES | {_REBUILD})
-    if isinstance(value, Call) and value.function.text == _REBUILD and len(value.arguments) == 2:
+    if isinstance(value, Named) and value.name == _REBUILD and len(value.arguments) == 2:
         kind, state = value.arguments
-        if isinstance(kind, Named) and kind.text in _CLASSES and isinstance(state, tuple) and len(state) == 2:
+        if name_of(kind) in _CLASSES and isinstance(state, tuple) and len(state) == 2:
             attributes, found = state
             if attributes == {} and isinstance(found, bytes) and len(found) == UNIQUE_ID_BYTES:
                 return found
