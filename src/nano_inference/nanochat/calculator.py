@@ -1,8 +1,8 @@
 """nanochat's calculator without `eval`: arithmetic and methods of texts, evaluated on the syntax tree.
 
 Accepts the expressions of nanochat's `use_calculator` and gives the same results. The text is matched against known
-tokens before it is parsed, the tree is evaluated without recursion, and the size of every value is bounded. So no code
-runs, time and memory are bounded, and any thread can call it.
+tokens before it is parsed, and the size of every value is bounded. So no code runs, time and memory are bounded, and
+any thread can call it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from types import EllipsisType
 from typing import Any
@@ -55,11 +54,6 @@ _TOKENS = re.compile(
     )*+""",
     re.VERBOSE,
 )
-_FAILED = object()
-"""The value of a subexpression that Python or a bound refuses; it propagates unless its value is not needed."""
-
-_Operation = Callable[[list[Any]], Any]
-_Constants = dict[tuple[type, Any], Any]
 
 
 def calculate(expression: str) -> Value | None:
@@ -67,21 +61,26 @@ def calculate(expression: str) -> Value | None:
     if len(expression) > MAX_EXPRESSION:
         return None
     text = expression.replace(",", "")
-    return evaluate(text) if _is_allowed(text) else None
+    if _ARITHMETIC.issuperset(text):
+        return None if "**" in text else evaluate(text)
+    is_denied = any(word in text.lower() for word in _DENIED)
+    return evaluate(text) if _COUNTING.fullmatch(text) and not is_denied and ".count(" in text else None
 
 
 def evaluate(expression: str) -> Value | None:
     """Return the value of a supported expression within the limits, else None. Never raises.
 
     Supported: numbers, strings, True, False, None, `()` and `...`; operators of numbers; comparisons; and, or, not, if;
-    the methods of texts, lists and numbers in `calculator_methods`, with at most one argument. "None" also returns
-    None.
+    the methods of texts, lists and numbers in `_METHODS`, with at most one argument. "None" also returns None.
     """
     if len(expression) > MAX_EXPRESSION or not _TOKENS.fullmatch(expression) or _depth(expression) > MAX_DEPTH:
         return None
     try:
-        value = _walk(ast.parse(expression.lstrip(" \t"), mode="eval").body)
-    except (Refused, SyntaxError, ValueError, MemoryError, RecursionError):
+        tree = ast.parse(expression.lstrip(" \t"), mode="eval").body
+        if not all(_is_supported(node) for node in ast.walk(tree)):
+            return None
+        value = _value(tree, {})
+    except (Refused, ArithmeticError, LookupError, TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
         return None
     return None if result_text(value) is None else value
 
@@ -100,104 +99,63 @@ def result_text(value: Any) -> str | None:
     return text if len(text) <= MAX_RESULT else None
 
 
-def _is_allowed(text: str) -> bool:
-    """Apply nanochat's filters to an expression without commas."""
-    if _ARITHMETIC.issuperset(text):
-        return "**" not in text
-    lowered = text.lower()
-    denied = any(word in lowered for word in _DENIED)
-    return _COUNTING.fullmatch(text) is not None and not denied and ".count(" in text
-
-
-def _walk(root: ast.expr) -> Any:
-    """Return the value of a tree. Raises `Refused` if it is not supported or if Python raises."""
-    waiting: list[ast.expr] = [root]
-    steps: list[tuple[int, _Operation]] = []
-    constants: _Constants = {}
-    while waiting:
-        operands, operation = _plan(waiting.pop(), constants)
-        steps.append((len(operands), operation))
-        waiting += operands
-    values: list[Any] = []
-    for count, operation in reversed(steps):  # operands before their operation, in order
-        first = len(values) - count
-        values[first:] = [operation(values[first:])]
-    if values[0] is _FAILED:
-        raise Refused
-    return values[0]
-
-
-def _plan(node: ast.expr, constants: _Constants) -> tuple[Sequence[ast.expr], _Operation]:
-    """Return a node's operands and the operation on their values. Raises `Refused` for unsupported nodes."""
+def _is_supported(node: ast.AST) -> bool:
     match node:
-        case ast.Constant(value=value) if value is None or isinstance(value, int | float | str | EllipsisType):
-            return [], partial(_constant, constants, value)
-        case ast.JoinedStr(values=parts) if all(isinstance(part, ast.Constant) for part in parts):
-            texts = (part.value for part in parts if isinstance(part, ast.Constant))
-            return [], partial(_constant, constants, "".join(map(str, texts)))
-        case ast.Tuple(elts=[]):
-            return [], lambda _: ()
-        case ast.Name():
-            return [], lambda _: _FAILED  # there are no names; the value may not be needed
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return [operand], _strict(_UNARY[type(op)])
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return [left, right], _strict(partial(arithmetic, _BINARY[type(op)]))
+        case ast.Constant(value=value):
+            return value is None or isinstance(value, int | float | str | EllipsisType)
+        case ast.JoinedStr(values=parts):
+            return all(isinstance(part, ast.Constant) for part in parts)
+        case ast.Tuple(elts=elements):
+            return not elements
+        case ast.Call(func=function, args=arguments, keywords=keywords):
+            return not keywords and (len(arguments) < 2 or not isinstance(function, ast.Attribute))
+        case ast.expr():
+            return isinstance(
+                node, ast.Name | ast.UnaryOp | ast.BinOp | ast.BoolOp | ast.IfExp | ast.Compare | ast.Attribute
+            )
+    return not isinstance(node, ast.MatMult)
+
+
+def _value(node: ast.expr, constants: dict[tuple[type, Any], Any]) -> Any:
+    """Return the value of a tree of supported nodes. Raises whatever its operations raise.
+
+    `constants` are those found so far: equal ones are one object, as of Python's compiler, because `is` compares
+    objects.
+    """
+    match node:
+        case ast.Constant(value=value):
+            return constants.setdefault((type(value), value), value)
+        case ast.JoinedStr(values=parts):
+            text = "".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
+            return constants.setdefault((str, text), text)
+        case ast.Tuple():
+            return ()
+        case ast.UnaryOp(op=op, operand=operand):
+            return _UNARY[type(op)](_value(operand, constants))
+        case ast.BinOp(left=left, op=op, right=right):
+            return arithmetic(_BINARY[type(op)], _value(left, constants), _value(right, constants))
         case ast.BoolOp(op=op, values=operands):
-            return operands, partial(_choice, isinstance(op, ast.Or))
+            value = None
+            for operand in operands:
+                value = _value(operand, constants)
+                if bool(value) is isinstance(op, ast.Or):
+                    break
+            return value
         case ast.IfExp(test=test, body=body, orelse=orelse):
-            return [test, body, orelse], _either
-        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op).__name__ in COMPARISONS for op in ops):
-            return [left, *others], partial(_compared, [COMPARISONS[type(op).__name__] for op in ops])
+            return _value(body if _value(test, constants) else orelse, constants)
+        case ast.Compare(left=first, ops=ops, comparators=others):
+            left = _value(first, constants)
+            for op, other in zip(ops, others, strict=True):
+                right = _value(other, constants)
+                if not _COMPARISONS[type(op)](left, right):
+                    return False
+                left = right
+            return True
         case ast.Attribute(value=subject, attr=name):
-            return [subject], _strict(partial(attribute, name))
-        case ast.Call(func=ast.Attribute(value=subject, attr=name), args=arguments, keywords=[]) if len(arguments) < 2:
-            return [subject, *arguments], _strict(partial(call, name))
-        case ast.Call(func=function, args=arguments, keywords=[]):
-            return [function, *arguments], lambda _: _FAILED  # no other value can be called
-    raise Refused
-
-
-def _constant(constants: _Constants, value: Any, _: list[Any]) -> Any:
-    """Return a constant, the same object for equal ones, as Python's compiler does: `is` compares objects."""
-    return constants.setdefault((type(value), value), value)
-
-
-def _strict(function: Callable[..., Any]) -> _Operation:
-    """Return an operation whose value is `_FAILED` if an operand's is or if `function` raises."""
-
-    def run(values: list[Any]) -> Any:
-        if any(value is _FAILED for value in values):
-            return _FAILED
-        try:
-            return function(*values)
-        except (ArithmeticError, LookupError, TypeError, ValueError, Refused):
-            return _FAILED
-
-    return run
-
-
-def _choice(wanted: bool, values: list[Any]) -> Any:
-    """Return the first true value for `or`, the first false one for `and`, else the last; skip the rest."""
-    found = (value for value in values[:-1] if value is _FAILED or bool(value) is wanted)
-    return next(found, values[-1])
-
-
-def _either(values: list[Any]) -> Any:
-    """Return the second value if the first is true, else the third."""
-    test, body, orelse = values
-    if test is _FAILED:
-        return _FAILED
-    return body if test else orelse
-
-
-def _compared(functions: Sequence[Callable[[Any, Any], bool]], values: list[Any]) -> Any:
-    """Return whether each value compares true with the next; values after a false comparison are not needed."""
-    for function, left, right in zip(functions, values, values[1:], strict=False):
-        found = _strict(function)([left, right])
-        if found is not True:
-            return found
-    return True
+            return attribute(name, _value(subject, constants))
+        case ast.Call(func=ast.Attribute(value=subject, attr=name), args=arguments):
+            return call(name, _value(subject, constants), *[_value(one, constants) for one in arguments])
+    raise Refused  # there are no names and no functions; the value may not be needed
 
 
 def arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> int | float | str | tuple[()]:
@@ -332,16 +290,15 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
-    "Is": operator.is_,
-    "IsNot": operator.is_not,
-    "In": lambda left, right: left in right,
-    "NotIn": lambda left, right: left not in right,
-    "Eq": operator.eq,
-    "NotEq": operator.ne,
-    "Lt": operator.lt,
-    "LtE": operator.le,
-    "Gt": operator.gt,
-    "GtE": operator.ge,
+_COMPARISONS: Mapping[type, Callable[[Any, Any], bool]] = {
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
-"""Name of a comparison's node -> its function."""
