@@ -30,8 +30,7 @@ from nano_inference.loading.pt_file import read_pt
 from nano_inference.loading.safetensors_file import read_header
 from nano_inference.nanochat.convert import SAMPLES, check_same, from_hf, to_hf
 from nano_inference.nanochat.export import export_hf, export_nanochat, export_safetensors
-from nano_inference.nanochat.pickled import PickledEncoding, read_fields
-from nano_inference.nanochat.tokenizer_file import nanochat_tokenizer
+from nano_inference.nanochat.pickled import PickledEncoding, nanochat_tokenizer, read_fields
 from nano_inference.text.chat import chat_template
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tiktoken
 
-from nano_inference.nanochat.tokenizer_file import from_encoding
+from nano_inference.nanochat.pickled import from_encoding
 from nano_inference.text.tiktoken_file import TiktokenTokenizer
 
 PATTERN = (

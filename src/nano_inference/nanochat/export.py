@@ -31,12 +31,11 @@ from nano_inference.nanochat.convert import from_hf, to_hf
 from nano_inference.nanochat.files import TOKENIZER_FILES, find_files
 from nano_inference.nanochat.names import ASSISTANT_END, FILE_NAME
 from nano_inference.nanochat.opening import TOKENIZERS, open_hf_nanochat, open_nanochat, open_own
-from nano_inference.nanochat.pickled import encoding_of, read_fields, token_sizes
+from nano_inference.nanochat.pickled import encoding_of, nanochat_tokenizer, read_fields, token_sizes
 from nano_inference.nanochat.program import hf_name
 from nano_inference.nanochat.rendering import CHAT_TEMPLATE
 from nano_inference.nanochat.rules import GENERATIONS
 from nano_inference.nanochat.terms import NanochatTerms
-from nano_inference.nanochat.tokenizer_file import nanochat_tokenizer
 from nano_inference.support.files import exists, path_of, sync
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer

@@ -16,7 +16,7 @@ from nano_inference.text.kinds import Tokenizer, TokenizerKind, TokenizerSource
 
 def _load(directory: Path) -> Tokenizer:
     with needed(f"{directory / FILE_NAME}: nanochat's tokenizer"):
-        from nano_inference.nanochat.tokenizer_file import nanochat_tokenizer
+        from nano_inference.nanochat.pickled import nanochat_tokenizer
     return nanochat_tokenizer(directory)
 
 

@@ -1,4 +1,4 @@
-"""Read nanochat's tokenizer.pkl, a pickled tiktoken.Encoding, without unpickling it.
+"""nanochat's tokenizer.pkl, a pickled tiktoken.Encoding, read without unpickling it.
 
 Its state is a dict of name, pat_str, mergeable_ranks and special_tokens. Protocol 2 encodes bytes as calls of
 `_codecs.encode` with Latin-1 text.
@@ -10,14 +10,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tiktoken
 
 from nano_inference.loading.fields import shown
 from nano_inference.loading.pickle_data import Named, PickleError, read_data
+from nano_inference.nanochat.names import ASSISTANT_END, BOS_TOKENS, FILE_NAME
 from nano_inference.support.files import open_buffered
 from nano_inference.text.fast import no_panic
+from nano_inference.text.tiktoken_file import TiktokenTokenizer
 from nano_inference.types import MissingFile, ModelError
 
 _ENCODING, _TO_BYTES = "tiktoken.core Encoding", "_codecs encode"
@@ -38,6 +41,34 @@ class PickledEncoding:
     pat_str: str
     mergeable_ranks: Mapping[bytes, int]
     special_tokens: Mapping[str, int]
+
+
+def nanochat_tokenizer(directory: Path) -> TiktokenTokenizer:
+    """Load a directory's tokenizer.pkl. Raises `ModelError` naming the file if it is not one of nanochat's."""
+    path = directory / FILE_NAME
+    core = read_encoding(path)
+    bos = next((text for text in BOS_TOKENS if text in core.special_tokens_set), None)
+    if bos is None:
+        raise ModelError(f"{path}: has neither of the special tokens {' and '.join(BOS_TOKENS)}")
+    return from_encoding(core, bos)
+
+
+def from_encoding(core: tiktoken.Encoding, bos: str) -> TiktokenTokenizer:
+    """Return the tokenizer of an encoding; it prepends the special token `bos` to texts.
+
+    End tokens are <|assistant_end|> and `bos`, as in nanochat's engine.
+    """
+    special = {text: core.encode_single_token(text) for text in core.special_tokens_set}
+    eos = ASSISTANT_END if ASSISTANT_END in special else bos
+    return TiktokenTokenizer(
+        core=core,
+        vocab_size=core.max_token_value + 1,
+        bos_id=special[bos],
+        eos_ids=tuple(dict.fromkeys((special[eos], special[bos]))),
+        special_ids=frozenset(special.values()),
+        named=MappingProxyType({"bos_token": bos, "eos_token": eos}),
+        adds_bos=True,
+    )
 
 
 def read_encoding(path: Path) -> tiktoken.Encoding:

@@ -18,9 +18,15 @@ from torch import Tensor
 
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.names import FILE_NAME
-from nano_inference.nanochat.pickled import PickledEncoding, encoding_of, read_fields, token_sizes
+from nano_inference.nanochat.pickled import (
+    PickledEncoding,
+    encoding_of,
+    from_encoding,
+    nanochat_tokenizer,
+    read_fields,
+    token_sizes,
+)
 from nano_inference.nanochat.rendering import Conversation, OutOfTurn, render_conversation, render_for_completion
-from nano_inference.nanochat.tokenizer_file import from_encoding, nanochat_tokenizer
 from nano_inference.support.packages import MissingPackage
 from nano_inference.text.fast import no_panic
 from nano_inference.text.tiktoken_file import TiktokenTokenizer
