@@ -17,6 +17,7 @@ from torch import Tensor
 from nano_inference import EngineConfig, TrainingSample
 from nano_inference.nanochat.gpt import GPT
 from tests.models.families import FAMILIES, gap_to, make_model, reference_logprobs
+from tests.nanochat.plain import plain_logits
 from tests.nanochat.tiny import GENERATIONS, base_meta, model_config, write_checkpoint
 
 NAMES = (*FAMILIES, *GENERATIONS)
@@ -33,7 +34,7 @@ def wide_heads(name: str) -> dict[str, Any]:
 
 
 def write_model(name: str, directory: Path) -> Reference:
-    """Write a model; the reference is Transformers, for nanochat the plain forward pass of `GPT`."""
+    """Write a model; the reference is Transformers, for nanochat its formulas."""
     if name in FAMILIES:
         return partial(reference_logprobs, make_model(name, directory, wide_heads(name)))
     path = write_checkpoint(directory, name, config=model_config(name, sequence_len=512), meta=base_meta(name))
@@ -42,7 +43,7 @@ def write_model(name: str, directory: Path) -> Reference:
 
 def _plain_logprobs(path: Path, tokens: list[int]) -> Tensor:
     model = GPT.from_checkpoint(path, device="cpu", dtype="float32")
-    return model(torch.tensor([tokens]))[0, :-1].double().log_softmax(-1).float()
+    return plain_logits(model, torch.tensor([tokens]))[0, :-1].double().log_softmax(-1).float()
 
 
 def config_of(path: Path, **options: Any) -> EngineConfig:

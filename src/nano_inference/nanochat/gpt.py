@@ -26,11 +26,17 @@ from nano_inference.executors.loading import load_weights
 from nano_inference.executors.opening import ROUNDINGS, load_model
 from nano_inference.executors.protocol import Executor
 from nano_inference.executors.step import Sampler
-from nano_inference.executors.torch.executor import TorchExecutor
+from nano_inference.executors.step_input import ForwardInput
+from nano_inference.executors.torch.attention import AttentionSpec, StepContext
+from nano_inference.executors.torch.compiled import OPERATIONS, CompiledPart
+from nano_inference.executors.torch.executor import TorchExecutor, new_store
+from nano_inference.executors.torch.store import KVStore
 from nano_inference.loading.checkpoint import OWN_FORMATS, open_checkpoint
 from nano_inference.loading.opened import Checkpoint
 from nano_inference.loading.sources import TensorSource, check_names, load_into
 from nano_inference.models.config import LayerConfig, ModelConfig
+from nano_inference.models.ops import Store
+from nano_inference.models.rope import RotaryTable
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import candidates
 from nano_inference.nanochat.configs import model_config_of
@@ -69,6 +75,11 @@ class GPT:
         self.config = GPTConfig(**{"window_pattern": "L", **model_config_of(config)})
         self.weights: Mapping[str, Tensor] = MappingProxyType(own_names(model))
         """nanochat's name -> tensor in the model's memory."""
+        device, program = self.get_device(), model.program
+        without_store = [op for op in program.body if not isinstance(op, Store)]
+        self._body = CompiledPart(without_store, model.model.weights, {}, "x", OPERATIONS)
+        self._no_store = new_store(program, 0, 1, model.dtype, device)
+        self._ropes = tuple(RotaryTable(rope, device) for rope in program.ropes)
         self.version = 0  # number of `load_state_dict` calls; engines clear their caches when it changes
 
     @classmethod
@@ -230,26 +241,28 @@ class GPT:
     def _logits(self, ids_BT: Tensor, kv_cache: KVCache | None) -> Tensor:
         if ids_BT.dim() != 2 or not ids_BT.size(1):
             raise ValueError(f"ids must be (B, T) with at least one token, got {tuple(ids_BT.shape)}")
-        before_B1 = torch.full_like(ids_BT[:, :1], -1)
-        if kv_cache is not None and kv_cache.prev_token is not None:
-            before_B1 = kv_cache.prev_token
-        prev_BT = torch.cat((before_B1, ids_BT[:, :-1]), dim=1)
-        x_BTE = start_BTE = self._embed(ids_BT, prev_BT)
-        middle_BTE = x_BTE
-        rope = self._rotation(kv_cache.get_pos() if kv_cache is not None else 0, ids_BT.size(1), x_BTE.dtype)
-        for index, layer in enumerate(self.model.config.layers):
-            x_BTE = self._mixed(x_BTE, start_BTE, ids_BT, prev_BT, index)
-            x_BTE = x_BTE + self._attend(self._norm(x_BTE), ids_BT, index, layer, rope, kv_cache)
-            x_BTE = x_BTE + self._mlp(self._norm(x_BTE), index)
-            if index == self.config.n_layer // 2:
-                middle_BTE = x_BTE
-        if self.terms.has_backout:
-            x_BTE = x_BTE - self.weights["backout_lambda"][0] * middle_BTE
+        (num_rows, num_tokens), start = ids_BT.shape, 0 if kv_cache is None else kv_cache.get_pos()
+        before_B1 = None if kv_cache is None else kv_cache.prev_token
+        before_B1 = torch.full_like(ids_BT[:, :1], -1) if before_B1 is None else before_B1
+        position_N = torch.arange(start, start + num_tokens, device=ids_BT.device).repeat(num_rows)
+        windows = self.model.program.windows
+        context = StepContext(
+            step=ForwardInput(
+                token_T=ids_BT.flatten(),
+                prev_T=torch.cat((before_B1, ids_BT[:, :-1]), dim=1).flatten(),
+                position_T=position_N,
+                slot_T=position_N,
+                spans=(),
+            ),
+            store=self._no_store,
+            backend=_DenseAttention(num_rows, start, kv_cache),
+            plans={one: None if start and self.terms.has_full_decode else one for one in windows},
+            ropes=tuple(table.at(position_N, self.model.dtype) for table in self._ropes),
+        )
+        hidden_NE = self._body.run([], context)
         if kv_cache is not None:
             kv_cache.prev_token = ids_BT[:, -1:].clone()
-        logits_BTV = (self._norm(x_BTE) @ self.weights["lm_head.weight"][: self.config.vocab_size].T).float()
-        cap = self.model.config.logits_softcap
-        return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
+        return self.model.logits(hidden_NE).view(num_rows, num_tokens, -1)
 
     def generate(
         self,
@@ -278,80 +291,48 @@ class GPT:
             if token == stop_token:
                 return
 
-    # ---- the formulas -----------------------------------------------------------------------------------------------
 
-    def _norm(self, x: Tensor) -> Tensor:
-        """Return x · rsqrt(mean(x²) + ε)."""
-        x32 = x.float()
-        return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.model.config.norm_eps)).to(x.dtype)
+class _DenseAttention:
+    """Attention of B rows over a `KVCache`, or over the tokens of the call alone; a `Backend` that needs no store."""
 
-    def _embed(self, ids_BT: Tensor, prev_BT: Tensor) -> Tensor:
-        """Return norm(wte[id]), plus λ·σ(w·e[:24]) times that of the predecessor from the second token on (G4)."""
-        table_VE = self.weights["transformer.wte.weight"]
-        e_BTE = self._norm(table_VE[ids_BT])
-        if not self.terms.smear_columns:
-            return e_BTE
-        gate_BT1 = torch.sigmoid(e_BTE[..., : self.terms.smear_columns] @ self.weights["smear_gate.weight"].T)
-        smeared_BTE = e_BTE + self.weights["smear_lambda"][0] * gate_BT1 * self._norm(table_VE[prev_BT.clamp(min=0)])
-        return torch.where(prev_BT[..., None] < 0, e_BTE, smeared_BTE)
+    def __init__(self, num_rows: int, start: int, cache: KVCache | None) -> None:
+        self._num_rows, self._start, self._cache = num_rows, start, cache
 
-    def _mixed(self, x_BTE: Tensor, start_BTE: Tensor, ids_BT: Tensor, prev_BT: Tensor, index: int) -> Tensor:
-        """Return r·x + z·x0 (from G1), plus b times the hashed pair's embedding (G2e)."""
-        if not self.terms.has_lambdas:
-            return x_BTE
-        x_BTE = self.weights["resid_lambdas"][index] * x_BTE + self.weights["x0_lambdas"][index] * start_BTE
-        if not self.terms.bigram_rows:
-            return x_BTE
-        last = self.terms.bigram_rows - 1
-        row_BT = torch.where(prev_BT < 0, last, ((36313 * ids_BT) ^ (27191 * prev_BT)) % last)
-        pair_BTE = self.weights["bigram_embed.embed.weight"][row_BT]
-        return x_BTE + self.weights["bigram_lambdas"][index] * pair_BTE
+    def plan(self, step: ForwardInput, block_size: int, window: int | None) -> int | None:
+        """Return the window."""
+        return window
 
-    def _rotation(self, start: int, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (1, T, 1, D/2) of position · base^(-2j/D), rounded to `rope.table_dtype`."""
-        head_dim, rope = self.model.config.head_dim, self.model.config.ropes[0]
-        device = self.get_device()
-        theta_D = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-        position_T = torch.arange(start, start + num_tokens, dtype=torch.float32, device=device)
-        angle_TD = torch.outer(position_T, theta_D)[None, :, None]
-        rounded = torch.bfloat16 if rope.table_dtype == "bfloat16" else torch.float32
-        return angle_TD.cos().to(rounded).to(dtype), angle_TD.sin().to(rounded).to(dtype)
-
-    def _attend(
+    def attend(
         self,
-        a_BTE: Tensor,
-        ids_BT: Tensor,
-        index: int,
-        layer: LayerConfig,
-        rope: tuple[Tensor, Tensor],
-        kv_cache: KVCache | None,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        store: KVStore,
+        layer: int,
+        spec: AttentionSpec,
+        plan: int | None,
     ) -> Tensor:
-        """Return one layer's attention: q and k rotated, normed and scaled; v plus gated value embedding (from G2)."""
-        q_BTHD, k_BTKD, v_BTKD = (self._heads(a_BTE, index, part) for part in ("c_q", "c_k", "c_v"))
-        gate = self.weights.get(f"transformer.h.{index}.attn.ve_gate.weight")
-        if gate is not None:
-            value_BTKD = self.weights[f"value_embeds.{index}.weight"][ids_BT].view_as(v_BTKD)
-            gate_BTK = self.terms.gate_scale * torch.sigmoid(a_BTE[..., : self.terms.gate_columns] @ gate.T)
-            v_BTKD = v_BTKD + gate_BTK[..., None] * value_BTKD
-        q_BTHD, k_BTKD = (self.terms.qk_scale * self._norm(_rotated(x, *rope)) for x in (q_BTHD, k_BTKD))
-        start = 0
-        if kv_cache is not None:
-            start = kv_cache.get_pos()
-            all_BKSD = kv_cache.insert_kv(index, k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2))
-            k_BTKD, v_BTKD = (x_BKSD.transpose(1, 2) for x_BKSD in all_BKSD)
-        window = None if start and self.terms.has_full_decode else layer.window
-        out_BTHD = _attention(q_BTHD, k_BTKD, v_BTKD, start, window)
-        return out_BTHD.flatten(2) @ self.weights[f"transformer.h.{index}.attn.c_proj.weight"].T
-
-    def _heads(self, a_BTE: Tensor, index: int, part: str) -> Tensor:
-        """Return a projection split into heads, (B, T, H or K, D)."""
-        x = a_BTE @ self.weights[f"transformer.h.{index}.attn.{part}.weight"].T
-        return x.view(*x.shape[:-1], -1, self.model.config.head_dim)
-
-    def _mlp(self, a_BTE: Tensor, index: int) -> Tensor:
-        """Return W2 · relu(W1 · a)²."""
-        inner = functional.relu(a_BTE @ self.weights[f"transformer.h.{index}.mlp.c_fc.weight"].T).square()
-        return inner @ self.weights[f"transformer.h.{index}.mlp.c_proj.weight"].T
+        """Append keys and values to the cache; return causal softmax(scale q·k) v over at most `plan` keys."""
+        q, k, v = (x.unflatten(0, (self._num_rows, -1)).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
+        if self._cache is not None:
+            k, v = self._cache.insert_kv(layer, k, v)
+        num_queries, num_keys = q.size(2), k.size(2)
+        is_plain = self._start == 0 and (plan is None or plan >= num_keys)
+        mask_TS = None
+        if not is_plain and (num_queries > 1 or (plan is not None and plan < num_keys)):
+            query_T1 = torch.arange(self._start, self._start + num_queries, device=q.device)[:, None]
+            key_S = torch.arange(num_keys, device=q.device)
+            mask_TS = (key_S <= query_T1) & (key_S > query_T1 - (plan or num_keys + 1))
+        out_BHTD = functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask_TS,
+            is_causal=is_plain and num_queries > 1,
+            scale=spec.scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        return out_BHTD.transpose(1, 2).flatten(0, 1)
 
 
 def own_names(model: TorchExecutor) -> dict[str, Tensor]:
@@ -375,33 +356,6 @@ def stretch(config: ModelConfig) -> ModelConfig:
     long = terms_of(config).long_window
     layers = tuple(LayerConfig(window=long if layer.window is None else layer.window) for layer in config.layers)
     return replace(config, layers=layers, max_positions=STRETCH * config.max_positions)
-
-
-def _rotated(x_BTHD: Tensor, cos_1T1D: Tensor, sin_1T1D: Tensor) -> Tensor:
-    """Rotate the pairs (j, j + D/2) by minus the angle."""
-    first, second = x_BTHD.chunk(2, dim=-1)
-    turned = (first * cos_1T1D + second * sin_1T1D, -first * sin_1T1D + second * cos_1T1D)
-    return torch.cat(turned, dim=-1)
-
-
-def _attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, start: int, window: int | None) -> Tensor:
-    """Return causal softmax(q·k / sqrt(D))·v over at most `window` keys, (B, T, H, D)."""
-    num_queries, num_keys = q_BTHD.size(1), k_BSKD.size(1)
-    is_plain = start == 0 and (window is None or window >= num_keys)
-    mask_TS = None
-    if not is_plain and (num_queries > 1 or (window is not None and window < num_keys)):
-        query_T = torch.arange(start, start + num_queries, device=q_BTHD.device)[:, None]
-        key_S = torch.arange(num_keys, device=q_BTHD.device)
-        mask_TS = (key_S <= query_T) & (key_S > query_T - (window or num_keys + 1))
-    out_BHTD = functional.scaled_dot_product_attention(
-        q_BTHD.transpose(1, 2),
-        k_BSKD.transpose(1, 2),
-        v_BSKD.transpose(1, 2),
-        attn_mask=mask_TS,
-        is_causal=is_plain and num_queries > 1,
-        enable_gqa=q_BTHD.size(2) != k_BSKD.size(2),
-    )
-    return out_BHTD.transpose(1, 2)
 
 
 def sample_over_vocabulary(
