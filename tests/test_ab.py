@@ -126,7 +126,7 @@ def test_a_changed_constant_is_found(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(ab.ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "web", "*.egg-info"))
     shutil.copytree(ab.ROOT / "tests" / "cuda", tree / "tests" / "cuda")
-    rules = tree / "src" / "nano_inference" / "nanochat" / "rules.py"
+    rules = tree / "src" / "nano_inference" / "nanochat" / "checkpoint.py"
     text = rules.read_text()
     assert "FLOAT32_EPS = 1.1920929e-07" in text
     rules.write_text(text.replace("FLOAT32_EPS = 1.1920929e-07", "FLOAT32_EPS = 1e-03"))

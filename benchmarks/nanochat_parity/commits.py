@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import NamedTuple
 
-from nano_inference.nanochat.rules import constants_at
+from nano_inference.nanochat.checkpoint import constants_at
 
 EACH_FIRST_TOKEN = datetime.fromisoformat("2025-12-28T04:52:13+00:00")
 """8f979a8: each sample draws its first token; before, the samples shared one."""

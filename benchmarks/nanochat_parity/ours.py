@@ -11,7 +11,7 @@ from benchmarks.nanochat_parity import cases
 from benchmarks.nanochat_parity.commits import Conditions
 from nano_inference.config import EngineConfig, KernelsName
 from nano_inference.nanochat import GPT, Engine
-from nano_inference.nanochat.opening import open_tensors
+from nano_inference.nanochat.format import open_tensors
 
 TOLERANCE = 2e-5
 """Of float32 logits, whose size is up to 15."""

@@ -18,7 +18,7 @@ from nano_inference.cli.answer import Answer
 from nano_inference.cli.conversation import plain_value, sampling_fields
 from nano_inference.cli.session import Session
 from nano_inference.nanochat.builtin import CALCULATOR
-from nano_inference.nanochat.rules import GENERATIONS
+from nano_inference.nanochat.checkpoint import GENERATIONS
 from nano_inference.text.generation_config import CHAT_MAX_TOKENS, MODELS_OWN
 from nano_inference.types import SamplingParams
 from tests.nanochat.tiny import SPECIAL_IDS, base_meta, state_dict, write_checkpoint, write_tokenizer

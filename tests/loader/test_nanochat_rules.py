@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nano_inference.loading.fields import Fields
-from nano_inference.nanochat.rules import Constants, Inferred, infer, parse_overrides
+from nano_inference.nanochat.checkpoint import Constants, Inferred, infer, parse_overrides
 from nano_inference.types import BadRequest, ModelError
 from tests.nanochat.tiny import GENERATIONS, model_config, state_dict
 

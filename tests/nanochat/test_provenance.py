@@ -13,9 +13,9 @@ import pytest
 import tiktoken
 
 from nano_inference.nanochat import Engine, get_tokenizer, load_model
+from nano_inference.nanochat.checkpoint import Inferred
 from nano_inference.nanochat.files import find_files
-from nano_inference.nanochat.opening import open_nanochat
-from nano_inference.nanochat.rules import Inferred
+from nano_inference.nanochat.format import open_nanochat
 from nano_inference.types import ModelError
 from tests.nanochat.talkative import Uniform
 from tests.nanochat.tiny import PATTERN, SPECIAL_IDS, base_meta, model_config, write_checkpoint, write_tokenizer

@@ -17,8 +17,8 @@ from nano_inference.nanochat.checkpoint_manager import describe
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.engine import Engine
 from nano_inference.nanochat.files import SOURCES, find_files
+from nano_inference.nanochat.format import open_nanochat
 from nano_inference.nanochat.gpt import GPT
-from nano_inference.nanochat.opening import open_nanochat
 from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from nano_inference.types import ModelError, SamplingParams
 

@@ -145,9 +145,9 @@ def _value(node: ast.expr, constants: dict[tuple[type, Any], Any]) -> Any:
             return _value(body if _value(test, constants) else orelse, constants)
         case ast.Compare(left=first, ops=ops, comparators=others):
             left = _value(first, constants)
-            for op, other in zip(ops, others, strict=True):
+            for comparison, other in zip(ops, others, strict=True):
                 right = _value(other, constants)
-                if not _COMPARISONS[type(op)](left, right):
+                if not _COMPARISONS[type(comparison)](left, right):
                     return False
                 left = right
             return True

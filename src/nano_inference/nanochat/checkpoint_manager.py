@@ -18,9 +18,9 @@ from nano_inference.loading.opened import Checkpoint
 from nano_inference.loading.pt_file import read_pt
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.files import NanochatFiles, find_files, largest_tag, last_step
+from nano_inference.nanochat.format import open_nanochat
 from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.names import FILE_NAME
-from nano_inference.nanochat.opening import open_nanochat
 from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from nano_inference.types import MissingFile
 

@@ -6,20 +6,13 @@ Sizes in `model_config` are compared with the shapes of the weights; a contradic
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nano_inference.loading.fields import Fields, read_json
-from nano_inference.models.config import (
-    ROPE_DTYPES,
-    LayerConfig,
-    ModelConfig,
-    RopeConfig,
-)
-from nano_inference.nanochat.rules import Constants, Shapes
-from nano_inference.nanochat.terms import NanochatTerms, terms_of
+from nano_inference.models.config import ROPE_DTYPES, LayerConfig, ModelConfig, RopeConfig
+from nano_inference.nanochat.checkpoint import CONFIG_KEYS, Constants, NanochatTerms, Shapes, has_lambdas, terms_of
 from nano_inference.support.files import is_present
 from nano_inference.types import ModelError
 
@@ -28,7 +21,6 @@ OWN_TYPE = "nanochat_"  # prefix of `model_type` in exported directories of any 
 HF_ROPE_DTYPE = "nanochat_rope_dtype"
 """Field of config.json with the precision of rotary tables; written by `models export`, ignored by Transformers."""
 MAX_LAYERS = 10_000
-_SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
 
 
 def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Constants) -> ModelConfig:
@@ -42,9 +34,11 @@ def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Cons
     if hidden % num_heads:
         raise ModelError(f"{origin}: n_embd ({hidden}) must be a multiple of n_head ({num_heads})")
     head_dim = hidden // num_heads
-    _check_layers(origin, shapes, num_layers)
-    _check_tables(origin, shapes, vocab_size, hidden)
-    _check_rows(origin, shapes, "transformer.h.0.attn.c_k.weight", num_kv_heads * head_dim, "n_kv_head and n_embd")
+    _check_shapes(origin, shapes, num_layers, vocab_size, hidden, num_kv_heads * head_dim)
+    # The pattern is tiled over the layers; the last one has no window. N tokens before a query give N + 1 keys.
+    pattern = constants.window_pattern or "L"
+    kinds = [pattern[i % len(pattern)] for i in range(num_layers - 1)]
+    windows = [constants.short_window + 1 if kind == "S" else None for kind in kinds]
     try:
         rope = RopeConfig(
             theta=constants.rope_base, rotary_dim=head_dim, reverse=True, table_dtype=constants.rope_dtype
@@ -58,7 +52,7 @@ def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Cons
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            layers=_layers(constants, num_layers),
+            layers=tuple(LayerConfig(window=window) for window in (*windows, None)),
             ropes=(rope,),
             max_positions=constants.sequence_len,
             norm_eps=constants.norm_eps,
@@ -69,62 +63,42 @@ def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Cons
         raise ModelError(f"{origin}: {error}") from None
 
 
-def _check_layers(origin: str, shapes: Shapes, num_layers: int) -> None:
+def _check_shapes(origin: str, shapes: Shapes, num_layers: int, vocab_size: int, hidden: int, num_keys: int) -> None:
+    """Compare shapes with `model_config`, before memory is allocated. Raises `ModelError`."""
     found = {int(match[1]) for name in shapes if (match := re.match(r"transformer\.h\.(\d{1,6})\.", name))}
     if found != set(range(num_layers)):
         raise ModelError(f"{origin}: n_layer is {num_layers}, but there are weights of {len(found)} layers")
-
-
-def _check_tables(origin: str, shapes: Shapes, vocab_size: int, hidden: int) -> None:
-    """Compare the embeddings' shapes with the configuration, before memory is allocated."""
-    rows, columns = _matrix(origin, shapes, "transformer.wte.weight")
-    if rows < vocab_size:
-        raise ModelError(f"{origin}: vocab_size is {vocab_size}, but the embedding has {rows} rows")
-    if columns != hidden:
-        raise ModelError(f"{origin}: n_embd is {hidden}, but the embedding has {columns} columns")
+    tables = {"transformer.wte.weight": None, "transformer.h.0.attn.c_k.weight": (num_keys, "n_kv_head and n_embd")}
     if "bigram_embed.embed.weight" in shapes:
-        _check_rows(origin, shapes, "bigram_embed.embed.weight", 5 * vocab_size, "vocab_size")
-
-
-def _check_rows(origin: str, shapes: Shapes, name: str, wanted: int, fields: str) -> None:
-    rows, _ = _matrix(origin, shapes, name)
-    if rows != wanted:
-        raise ModelError(f"{origin}: {name} must have {wanted} rows by {fields}, the file has {rows}")
-
-
-def _matrix(origin: str, shapes: Shapes, name: str) -> tuple[int, int]:
-    shape = shapes.get(name)
-    if shape is None:
-        raise ModelError(f"{origin}: has no {name}")
-    if len(shape) != 2:
-        raise ModelError(f"{origin}: {name} must be a matrix, got the shape {shape}")
-    return shape[0], shape[1]
-
-
-def _layers(constants: Constants, num_layers: int) -> tuple[LayerConfig, ...]:
-    """Tile the pattern over the layers; the last one has no window. N tokens before a query give N + 1 keys."""
-    pattern = constants.window_pattern or "L"
-    kinds = [pattern[i % len(pattern)] for i in range(num_layers - 1)]
-    windows = [constants.short_window + 1 if kind == "S" else None for kind in kinds]
-    return tuple(LayerConfig(window=window) for window in (*windows, None))
+        tables["bigram_embed.embed.weight"] = (5 * vocab_size, "vocab_size")
+    for name, wanted in tables.items():
+        shape = shapes.get(name)
+        if shape is None:
+            raise ModelError(f"{origin}: has no {name}")
+        if len(shape) != 2:
+            raise ModelError(f"{origin}: {name} must be a matrix, got the shape {shape}")
+        if wanted is not None and shape[0] != wanted[0]:
+            raise ModelError(f"{origin}: {name} must have {wanted[0]} rows by {wanted[1]}, the file has {shape[0]}")
+        if wanted is None and shape[0] < vocab_size:
+            raise ModelError(f"{origin}: vocab_size is {vocab_size}, but the embedding has {shape[0]} rows")
+        if wanted is None and shape[1] != hidden:
+            raise ModelError(f"{origin}: n_embd is {hidden}, but the embedding has {shape[1]} columns")
 
 
 def _terms(shapes: Shapes, constants: Constants) -> NanochatTerms:
     """Determine the terms of the forward pass from the names and shapes of the weights."""
     gates = [shape[-1] for name, shape in shapes.items() if name.endswith(".ve_gate.weight")]
-    bigrams = shapes.get("bigram_embed.embed.weight")
-    smear = shapes.get("smear_gate.weight")
     return NanochatTerms(
         generation=constants.generation,
         padded_vocab_size=shapes["transformer.wte.weight"][0],
         qk_scale=constants.qk_scale,
         long_window=constants.sequence_len + 1 if constants.window_pattern else None,
-        has_lambdas=bool({"resid_lambdas", "x0_lambdas"} & set(shapes)),
+        has_lambdas=has_lambdas(shapes),
         gate_columns=gates[0] if gates else 0,
         gate_scale=constants.gate_scale,
-        smear_columns=smear[-1] if smear else 0,
+        smear_columns=shapes.get("smear_gate.weight", (0,))[-1],
         has_backout="backout_lambda" in shapes,
-        bigram_rows=bigrams[0] if bigrams else 0,
+        bigram_rows=shapes.get("bigram_embed.embed.weight", (0,))[0],
         has_full_decode=constants.decode_window == "full",
     )
 
@@ -133,7 +107,7 @@ def model_config_of(config: ModelConfig) -> dict[str, Any]:
     """Return `model_config` as in nanochat's meta files."""
     kinds = "".join("L" if layer.window is None else "S" for layer in config.layers)
     values = (config.max_positions, config.vocab_size, config.num_layers, config.num_heads, config.num_kv_heads)
-    out: dict[str, Any] = dict(zip(_SIZES, (*values, config.hidden_size, kinds), strict=True))
+    out: dict[str, Any] = dict(zip(CONFIG_KEYS, (*values, config.hidden_size, kinds), strict=True))
     if isinstance(config.terms, NanochatTerms) and config.terms.long_window is None:
         del out["window_pattern"]
     return out
@@ -144,32 +118,27 @@ def own_config(config: ModelConfig) -> dict[str, Any]:
 
     Transformers does not know its `model_type`; as "nanochat" it would load a later generation as G0.
     """
-    generation = terms_of(config).generation
-    return {
-        "model_type": f"{OWN_TYPE}{generation.lower()}",
-        "architectures": [f"Nanochat{generation}"],
-        "model_config": model_config_of(config),
-        "constants": asdict(constants_of(config)),
-    }
-
-
-def constants_of(config: ModelConfig) -> Constants:
-    """Return the constants of a model."""
-    terms = terms_of(config)
+    terms, model_config = terms_of(config), model_config_of(config)
     windows = [layer.window for layer in config.layers if layer.window is not None]
-    return Constants(
+    constants = Constants(
         generation=terms.generation,
         sequence_len=config.max_positions,
         rope_base=config.ropes[0].theta,
         qk_scale=terms.qk_scale,
         softcap=config.logits_softcap or 0.0,
         gate_scale=terms.gate_scale,
-        window_pattern=str(model_config_of(config).get("window_pattern", "")),
+        window_pattern=model_config.get("window_pattern", ""),
         short_window=windows[0] - 1 if windows else 0,
         norm_eps=config.norm_eps,
         rope_dtype=config.ropes[0].table_dtype,
         decode_window="full" if terms.has_full_decode else "short",
     )
+    return {
+        "model_type": f"{OWN_TYPE}{terms.generation.lower()}",
+        "architectures": [f"Nanochat{terms.generation}"],
+        "model_config": model_config,
+        "constants": asdict(constants),
+    }
 
 
 def is_exported(directory: Path) -> bool:
@@ -179,12 +148,6 @@ def is_exported(directory: Path) -> bool:
         return False
     kind = read_json(path).get("model_type")
     return isinstance(kind, str) and (kind == HF_TYPE or kind.startswith(OWN_TYPE))
-
-
-def own_overrides(config: Fields) -> dict[str, str]:
-    """Return the constants of `own_config` as overrides, without those that are zero or None."""
-    found: Mapping[str, Any] = config.mapping("constants")
-    return {name: str(value) for name, value in found.items() if value not in (0, 0.0, None)}
 
 
 def hf_nanochat_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
@@ -197,6 +160,14 @@ def hf_nanochat_config(config: Fields, generation: Fields | None = None) -> Mode
     activation = config.text("hidden_act", "relu2")
     if activation != "relu2" or config.flag("attention_bias", False) or config.flag("tie_word_embeddings", False):
         raise ModelError(f"{config.origin}: only relu2 without attention_bias or tie_word_embeddings is supported")
+    parameters = config.within("rope_parameters")  # or the older rope_theta beside them
+    kind = parameters.text("rope_type", "default")
+    if kind != "default" or config.get("rope_scaling"):
+        raise ModelError(f"{config.origin}: rope type {kind!r} is not supported for nanochat")
+    table_dtype = config.text(HF_ROPE_DTYPE, "float32")
+    if table_dtype not in ROPE_DTYPES:
+        raise config.bad(HF_ROPE_DTYPE, f"one of {', '.join(ROPE_DTYPES)}")
+    theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
     vocab_size = config.integer("vocab_size", 50304)
     num_layers = config.integer("num_hidden_layers", 12, high=MAX_LAYERS)
     ends = [*_ids(config), *(_ids(generation) if generation else [])]
@@ -211,7 +182,7 @@ def hf_nanochat_config(config: Fields, generation: Fields | None = None) -> Mode
             num_kv_heads=config.integer("num_key_value_heads", num_heads),
             head_dim=head_dim,
             layers=(LayerConfig(),) * num_layers,
-            ropes=(_hf_rope(config, head_dim),),
+            ropes=(RopeConfig(theta=theta, rotary_dim=head_dim, reverse=True, table_dtype=table_dtype),),
             max_positions=config.integer("max_position_embeddings", 2048),
             norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
             logits_softcap=config.number("final_logit_softcapping", 15.0),
@@ -232,19 +203,3 @@ def _ids(fields: Fields) -> list[int]:
     if value is not None and any(type(token) is not int or token < 0 for token in ids):
         raise fields.bad("eos_token_id", "a token id or a list of them")
     return [] if value is None else ids
-
-
-def _hf_rope(config: Fields, head_dim: int) -> RopeConfig:
-    """Return the rotary embedding from `rope_parameters` or the older `rope_theta`. Raises for rope scalings.
-
-    Tables are float32, as in the port, unless `HF_ROPE_DTYPE` names another precision.
-    """
-    parameters = config.within("rope_parameters")
-    kind = parameters.text("rope_type", "default")
-    if kind != "default" or config.get("rope_scaling"):
-        raise ModelError(f"{config.origin}: rope type {kind!r} is not supported for nanochat")
-    table_dtype = config.text(HF_ROPE_DTYPE, "float32")
-    if table_dtype not in ROPE_DTYPES:
-        raise config.bad(HF_ROPE_DTYPE, f"one of {', '.join(ROPE_DTYPES)}")
-    theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
-    return RopeConfig(theta=theta, rotary_dim=head_dim, reverse=True, table_dtype=table_dtype)

@@ -20,22 +20,20 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.staging import rows_of
-from nano_inference.loading.fields import read_json
 from nano_inference.loading.opened import Checkpoint
 from nano_inference.loading.pieces import DTYPES, PIECE_BYTES
 from nano_inference.loading.safetensors_file import SINGLE_NAME
 from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
+from nano_inference.nanochat.checkpoint import GENERATIONS, NanochatTerms
 from nano_inference.nanochat.configs import HF_ROPE_DTYPE, HF_TYPE, model_config_of, own_config
 from nano_inference.nanochat.convert import from_hf, to_hf
 from nano_inference.nanochat.files import TOKENIZER_FILES, find_files
+from nano_inference.nanochat.format import TOKENIZERS, open_hf_nanochat, open_nanochat, open_own
 from nano_inference.nanochat.names import ASSISTANT_END, FILE_NAME
-from nano_inference.nanochat.opening import TOKENIZERS, open_hf_nanochat, open_nanochat, open_own
 from nano_inference.nanochat.pickled import encoding_of, nanochat_tokenizer, read_fields, token_sizes
 from nano_inference.nanochat.program import hf_name
 from nano_inference.nanochat.rendering import CHAT_TEMPLATE
-from nano_inference.nanochat.rules import GENERATIONS
-from nano_inference.nanochat.terms import NanochatTerms
 from nano_inference.support.files import exists, path_of, sync
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
@@ -63,10 +61,7 @@ def export_hf(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path)
         _write_json(hidden / "generation_config.json", _hf_generation(config))
         _write_safetensors(hidden / SINGLE_NAME, sources)
         _write_hf_tokenizer(hidden, tokenizer_dir, config)
-        again = open_hf_nanochat(
-            hidden, read_json(hidden / "config.json"), read_json(hidden / "generation_config.json")
-        )
-        _check_same(checkpoint, config, again.config)
+        _check_same(checkpoint, config, open_hf_nanochat(hidden).config)
     return out_dir
 
 
@@ -82,8 +77,7 @@ def export_safetensors(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_d
         if tokenizer_dir is not None:
             _copy(tokenizer_dir, hidden, (FILE_NAME, *_HF_FILES))
             _check_vocabulary(hidden, tokenizer_dir, config)
-        again = open_own(hidden, read_json(hidden / "config.json"))
-        _check_same(checkpoint, config, again.config, _ENDS)
+        _check_same(checkpoint, config, open_own(hidden).config, _ENDS)
     return out_dir
 
 

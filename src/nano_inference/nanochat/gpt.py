@@ -38,14 +38,12 @@ from nano_inference.models.config import LayerConfig, ModelConfig
 from nano_inference.models.ops import Store
 from nano_inference.models.rope import RotaryTable
 from nano_inference.nanochat.cache import KVCache
+from nano_inference.nanochat.checkpoint import NanochatTerms, terms_of
 from nano_inference.nanochat.columns import candidates
 from nano_inference.nanochat.configs import model_config_of
-from nano_inference.nanochat.costs import Costs, costs_of
-from nano_inference.nanochat.format import FORMAT
+from nano_inference.nanochat.format import FORMAT, named_sources, open_tensors
 from nano_inference.nanochat.kinds import FAMILY
-from nano_inference.nanochat.opening import named_sources, open_tensors
 from nano_inference.nanochat.program import program
-from nano_inference.nanochat.terms import NanochatTerms, terms_of
 from nano_inference.types import ModelError
 
 LossReduction = Literal["mean", "sum", "none"]
@@ -201,22 +199,27 @@ class GPT:
 
     def estimate_decode_flops(self, context_len: int) -> int:
         """Return the operations of one token with `context_len` tokens of context, as upstream counts."""
-        return self._costs().decode_flops(context_len)
+        config = self.model.config  # 2 operations per weight, 4 per visible key and element of the queries
+        return 2 * self.num_matmul_params() + 4 * config.num_heads * config.head_dim * sum(self._visible(context_len))
 
     def estimate_prefill_flops(self, num_tokens: int) -> int:
         """Return the operations of a prompt with logits of every token, as upstream counts."""
-        return self._costs().prefill_flops(num_tokens)
+        config = self.model.config
+        seen = sum(full * (full + 1) // 2 + (num_tokens - full) * full for full in self._visible(num_tokens))
+        return 2 * self.num_matmul_params() * num_tokens + 4 * config.num_heads * config.head_dim * seen
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes of one token's keys and values in all layers."""
-        return self._costs().kv_layer_bytes * self.config.n_layer
+        return self.model.config.kv_bytes_per_token(self.model.dtype.itemsize)
 
     def kv_read_bytes(self, context_len: int) -> int:
         """Return the bytes of keys and values read by one token with `context_len` tokens of context."""
-        return self._costs().kv_read_bytes(context_len)
+        return self.kv_bytes_per_token() // self.config.n_layer * sum(self._visible(context_len))
 
-    def _costs(self) -> Costs:
-        return costs_of(self.model.config, self.num_matmul_params(), self.model.dtype.itemsize)
+    def _visible(self, num_context: int) -> list[int]:
+        """Return the tokens to which one attends in each layer, as upstream counts: a window without its own key."""
+        windows = (layer.window for layer in self.model.config.layers)
+        return [num_context if window is None else min(num_context, window - 1) for window in windows]
 
     @torch.inference_mode()
     def forward(
@@ -313,7 +316,7 @@ class _DenseAttention:
         plan: int | None,
     ) -> Tensor:
         """Append keys and values to the cache; return causal softmax(scale q·k) v over at most `plan` keys."""
-        q, k, v = (x.unflatten(0, (self._num_rows, -1)).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
+        q, k, v = (x.view(self._num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
         if self._cache is not None:
             k, v = self._cache.insert_kv(layer, k, v)
         num_queries, num_keys = q.size(2), k.size(2)

@@ -25,7 +25,7 @@ from nano_inference.models.ops import (
 )
 from nano_inference.models.parts import attend, logits
 from nano_inference.models.program import Program
-from nano_inference.nanochat.terms import NanochatTerms, terms_of
+from nano_inference.nanochat.checkpoint import NanochatTerms, terms_of
 
 _HF_NAMES = (
     ("transformer.wte.", "model.embed_tokens."),
@@ -124,7 +124,7 @@ def _attention(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op
     rows = {"q": num_q, "k": num_kv, "v": num_kv}
     matrices = tuple(_matrix(terms, f"{at}.c_{name}.weight", num_out, size) for name, num_out in rows.items())
     ops: list[Op] = [Linear(x="n", out=tuple(rows), matrices=matrices)]
-    if terms.has_value_embedding(index, config.num_layers):
+    if terms.gate_columns and index % 2 == (config.num_layers - 1) % 2:  # every other layer, including the last
         gate = _matrix(terms, f"{at}.ve_gate.weight", config.num_kv_heads, terms.gate_columns)
         table = _matrix(terms, f"value_embeds.{index}.weight", terms.padded_vocab_size, num_kv)
         ops += [
