@@ -26,11 +26,9 @@ _DIRECTORIES: Mapping[str, str] = {
     "chatsft_checkpoints": "sft",
     "chatrl_checkpoints": "rl",
 }
-_DIRECTORIES_TEXT = ", ".join(f"{name}/" for name in _DIRECTORIES)
 _MODEL = re.compile(r"model_([0-9]+)\.pt")
 _DEPTH = re.compile(r"d([0-9]+)")
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
-_DEFAULT_EXPERIMENT = "default"
 _SHOWN_NAMES = 10
 
 _Tags = dict[str, Path]  # model tag -> directory with checkpoints
@@ -65,37 +63,17 @@ def find_files(
     counts as 24; of equals the first by name), else the directory modified last; the highest step. Ignores directories
     without a checkpoint. Raises `ModelError` with the path and the choices if the selection fails or is ambiguous.
     """
-    _check_names(path, source, model_tag)
-    if _is_file(path):
-        return _named_file(path, source, model_tag, step)
-    sources = _tags_by_source(path)
-    if not sources:
-        return None
-    found = _choose_source(path, sources, source)
-    directory = sources[found][_choose_tag(path, sources[found], model_tag)]
-    return _files(found, _choose_step(directory, step))
-
-
-def largest_tag(directory: Path) -> str | None:
-    """Return the tag that `find_files` selects among a directory's, None if none has a checkpoint."""
-    tags = {child.name: child for child in _directories(directory) if _steps(child)}
-    return _choose_tag(directory, tags, None) if tags else None
-
-
-def last_step(directory: Path) -> int | None:
-    """Return the highest step among the model files of a directory, None if it has none."""
-    return max(_steps(directory), default=None)
-
-
-def _check_names(path: Path, source: str | None, model_tag: str | None) -> None:
     if source is not None and source not in SOURCES:
         raise UnknownName(f"{path}: the source must be one of {', '.join(SOURCES)}, got {shown(source)}")
     if model_tag is not None and (model_tag in ("", ".", "..") or any(c in model_tag for c in "/\\\0")):
         raise ModelError(f"{path}: the model tag must be a plain directory name, got {shown(model_tag)}")
-
-
-def _named_file(path: Path, source: str | None, model_tag: str | None, step: int | None) -> NanochatFiles | None:
-    """Return the checkpoint of a model file. Raises `ModelError` if source, tag or step disagree with its path."""
+    if not _is_file(path):
+        sources = _tags_by_source(path)
+        if not sources:
+            return None
+        found = _choose_source(path, sources, source)
+        directory = sources[found][_choose_tag(path, sources[found], model_tag)]
+        return _files(found, _choose_step(directory, step))
     match = _MODEL.fullmatch(path.name)
     if match is None:
         return None
@@ -107,44 +85,47 @@ def _named_file(path: Path, source: str | None, model_tag: str | None, step: int
     return _files(found, path)
 
 
+def largest_tag(directory: Path) -> str | None:
+    """Return the tag that `find_files` selects among a directory's, None if none has a checkpoint."""
+    tags = _tags(directory)
+    return _choose_tag(directory, tags, None) if tags else None
+
+
+def last_step(directory: Path) -> int | None:
+    """Return the highest step among the model files of a directory, None if it has none."""
+    return max(_steps(directory), default=None)
+
+
 def _files(source: str | None, weights: Path) -> NanochatFiles:
-    """Return a checkpoint with its meta file, tokenizer and commit."""
-    directory = weights.parent
+    """Return a checkpoint with its meta file, tokenizer and commit.
+
+    The tokenizer is beside the weights, else in `tokenizer/` there or up to three levels above, else one of these
+    levels has a tokenizer.pkl itself. The commit is in an experiment's meta.json, else in the checkpoint's meta file.
+    Raises `ModelError` naming a tokenizer file that is a directory or a FIFO.
+    """
     digits = weights.name.removeprefix("model_").removesuffix(".pt")
-    meta = directory / f"meta_{digits}.json"
+    meta, whole = weights.parent / f"meta_{digits}.json", _whole(weights.parent)
     if not is_present(meta):
         raise MissingFile(f"{weights}: its meta file {meta.name} is missing")
+    levels = (whole, *whole.parents[:3])
+    places = (place for place in (whole, *(level / "tokenizer" for level in levels)) if has_tokenizer(place))
+    bare = (level for level in levels if is_present(level / FILE_NAME))
+    experiment = whole.parent.parent / "meta.json"
+    metas = (experiment, meta) if _in_experiment(whole) and _is_file(experiment) else (meta,)
+    commits = (read_json(one).get("git_commit") for one in metas)
     return NanochatFiles(
         weights=weights,
         meta=meta,
         step=int(digits),
-        tokenizer=_tokenizer(directory),
+        tokenizer=next(places, None) or next(bare, None),
         source=source,
-        git_commit=_git_commit(directory, meta),
+        git_commit=next((one for one in commits if isinstance(one, str) and _COMMIT.fullmatch(one)), None),
     )
 
 
-def _tokenizer(directory: Path) -> Path | None:
-    """Return the tokenizer's directory: that of the weights, else `tokenizer/` there or up to three levels above.
-
-    Else one of these levels that has a tokenizer.pkl itself. Raises `ModelError` naming a tokenizer file that is a
-    directory or a FIFO.
-    """
-    whole = _whole(directory)
-    levels = (whole, *whole.parents[:3])
-    for place in (whole, *(level / "tokenizer" for level in levels)):
-        if any(is_present(place / name) for name in TOKENIZER_FILES):
-            return place
-    return next((level for level in levels if is_present(level / FILE_NAME)), None)
-
-
-def _git_commit(directory: Path, meta: Path) -> str | None:
-    """Return the commit in an experiment's meta.json, else in the checkpoint's meta file; None if there is none."""
-    whole = _whole(directory)
-    experiment = whole.parent.parent / "meta.json"
-    places = (experiment, meta) if _in_experiment(whole) and _is_file(experiment) else (meta,)
-    commits = (read_json(place).get("git_commit") for place in places)
-    return next((one for one in commits if isinstance(one, str) and _COMMIT.fullmatch(one)), None)
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory has a file of `TOKENIZER_FILES`. Raises `ModelError` if that is no regular file."""
+    return any(is_present(directory / name) for name in TOKENIZER_FILES)
 
 
 def _whole(directory: Path) -> Path:
@@ -158,27 +139,29 @@ def _in_experiment(whole: Path) -> bool:
     return whole.name in SOURCES and (_is_file(above / "meta.json") or (above / "tokenizer").is_dir())
 
 
-def _source_and_tag(directory: Path) -> tuple[str | None, str]:
-    """Return source and tag from the names of a checkpoint's parent directories."""
-    whole = _whole(directory)
-    if _in_experiment(whole):
-        return whole.name, whole.parent.name
-    if whole.name in _DIRECTORIES:
-        return _DIRECTORIES[whole.name], whole.parent.name
-    return _DIRECTORIES.get(whole.parent.name), whole.name
-
-
 def _tags_by_source(path: Path) -> _TagsBySource:
-    """Return all tags of all sources at a path, in any layout; empty if there is no checkpoint."""
+    """Return all tags of all sources at a path, in any layout; empty if there is no checkpoint.
+
+    Raises `ModelError` if nanochat's directories have none, or if there is an experiments/ beside them.
+    """
     if _steps(path):
         return _leaf(path)
-    base = _base_directory(path)
+    present = [directory for directory in _directories(path) if directory.name in _DIRECTORIES]
+    base: _TagsBySource = {}
+    for directory in sorted(present, key=lambda one: list(_DIRECTORIES).index(one.name)):
+        tags = _tags(directory) | ({_whole(path).name: directory} if _steps(directory) else {})
+        if tags:
+            base[_DIRECTORIES[directory.name]] = tags
+    if present and not base:
+        names = ", ".join(f"{name}/" for name in _DIRECTORIES if path / name in present)
+        raise MissingFile(f"{path}: there is no <tag>/model_*.pt in {names}")
     experiment = _experiment(path / "experiments")
     if base and experiment:
-        raise ModelError(f"{path}: contains both experiments/ and {_DIRECTORIES_TEXT}: name one of these directories")
+        names = ", ".join(f"{name}/" for name in _DIRECTORIES)
+        raise ModelError(f"{path}: contains both experiments/ and {names}: name one of these directories")
     if base or experiment:
         return base or experiment
-    tags = {child.name: child for child in _directories(path) if _steps(child)}
+    tags = _tags(path)
     if tags and set(tags) <= set(SOURCES):
         return {source: {_whole(path).name: directory} for source, directory in tags.items()}
     if tags:
@@ -187,24 +170,17 @@ def _tags_by_source(path: Path) -> _TagsBySource:
 
 
 def _leaf(directory: Path) -> _TagsBySource:
-    source, tag = _source_and_tag(directory)
-    return {source: {tag: directory}}
+    """Return source and tag of a checkpoint's directory, from its name and that of the one above."""
+    whole = _whole(directory)
+    if _in_experiment(whole):
+        return {whole.name: {whole.parent.name: directory}}
+    if whole.name in _DIRECTORIES:
+        return {_DIRECTORIES[whole.name]: {whole.parent.name: directory}}
+    return {_DIRECTORIES.get(whole.parent.name): {whole.name: directory}}
 
 
-def _base_directory(path: Path) -> _TagsBySource:
-    """Return the contents of nanochat's base directory. Raises `ModelError` if its directories have no checkpoint."""
-    names = {child.name for child in _directories(path)}
-    present = {name: source for name, source in _DIRECTORIES.items() if name in names}
-    sources: _TagsBySource = {}
-    for name, source in present.items():
-        tags = {child.name: child for child in _directories(path / name) if _steps(child)}
-        if _steps(path / name):
-            tags |= {_whole(path).name: path / name}
-        if tags:
-            sources[source] = tags
-    if present and not sources:
-        raise MissingFile(f"{path}: there is no <tag>/model_*.pt in {', '.join(f'{name}/' for name in present)}")
-    return sources
+def _tags(path: Path) -> _Tags:
+    return {child.name: child for child in _directories(path) if _steps(child)}
 
 
 def _by_source(experiment: Path) -> _TagsBySource:
@@ -224,9 +200,9 @@ def _by_source(experiment: Path) -> _TagsBySource:
 def _experiment(path: Path) -> _TagsBySource:
     """Return the contents of the only experiment in a directory, or of the one named "default"."""
     found = {child.name: sources for child in _directories(path) if (sources := _by_source(child))}
-    if len(found) > 1 and _DEFAULT_EXPERIMENT not in found:
+    if len(found) > 1 and "default" not in found:
         raise ModelError(f"{path}: contains several experiments; name the directory of one: {_listed(found)}")
-    return found.get(_DEFAULT_EXPERIMENT) or next(iter(found.values()), {})
+    return found.get("default") or next(iter(found.values()), {})
 
 
 def _choose_source(path: Path, sources: _TagsBySource, wanted: str | None) -> str | None:
