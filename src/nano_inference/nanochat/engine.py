@@ -24,8 +24,8 @@ from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.calculator import Value, calculate, evaluate
 from nano_inference.nanochat.columns import Columns, ColumnSampler, sample_next_token
 from nano_inference.nanochat.gpt import GPT
-from nano_inference.nanochat.loop import Call, ChatTokenizer, Column, RowState, Specials, find_specials, plain_columns
-from nano_inference.types import Delta, SamplingParams, TrainingSample
+from nano_inference.nanochat.loop import Call, ChatTokenizer, Column, RowState, find_specials, plain_columns
+from nano_inference.types import Delta, SamplingParams
 
 __all__ = [
     "Engine",
@@ -134,11 +134,10 @@ class Engine:
         the trained length without `max_tokens`.
         """
         call = self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
-        specials = find_specials(self.tokenizer)
         if not isinstance(self.model, GPT):
-            yield from plain_columns(self.model, specials, call, self._cache_dtype)
+            yield from plain_columns(self.model, call, self._cache_dtype)
         elif call.limit and num_samples:
-            yield from self._core_columns(self.model, specials, call)
+            yield from self._core_columns(self.model, call)
 
     def generate_batch(
         self,
@@ -184,12 +183,14 @@ class Engine:
         each = [seeds] * len(prompts) if isinstance(seeds, int) else list(seeds)
         if len(each) != len(prompts):
             raise ValueError(f"seeds must be one for each of {len(prompts)} prompts, got {len(each)}")
-        return self._batches(
-            [
-                self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
-                for tokens, seed in zip(prompts, each, strict=True)
-            ]
-        )
+        calls = [
+            self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
+            for tokens, seed in zip(prompts, each, strict=True)
+        ]
+        if not isinstance(self.model, GPT):
+            return [_batch_of(plain_columns(self.model, call, self._cache_dtype), call) for call in calls]
+        with self._lock:
+            return self._core_batches(self.model, calls)
 
     @property
     def core(self) -> InferenceEngine:
@@ -228,6 +229,7 @@ class Engine:
             )
             # The last token is not computed, so its position may be one past the trained length.
             max_tokens = length - len(tokens) + 1
+        tool, terminals = find_specials(self.tokenizer)
         return Call(
             tokens=[index(token) for token in tokens],
             num_samples=index(num_samples),
@@ -236,24 +238,17 @@ class Engine:
             top_k=None if top_k is None else index(top_k),
             seed=index(seed),
             top_p=None if top_p is None else float(top_p),
+            tool=tool,
+            terminals=terminals,
         )
 
-    def _batches(self, calls: Sequence[Call]) -> list[Batch]:
-        specials = find_specials(self.tokenizer)
-        if not isinstance(self.model, GPT):
-            each = [(call, plain_columns(self.model, specials, call, self._cache_dtype)) for call in calls]
-            return [_batch_of(columns, specials, call) for call, columns in each]
-        with self._lock:
-            samples = self._samples(self.model, specials, calls)
-        return [_rows_of(samples.get(place, []), call) for place, call in enumerate(calls)]
-
-    def _samples(self, model: GPT, specials: Specials, calls: Sequence[Call]) -> dict[int, list[TrainingSample]]:
-        """Run calls on the core engine; return the samples of each by its index."""
+    def _core_batches(self, model: GPT, calls: Sequence[Call]) -> list[Batch]:
+        """Run calls together on the core engine. Raises `RuntimeError` for an aborted one."""
         core, asked = self.core, dict[int, int]()
         try:
             for place, call in enumerate(calls):
                 if call.limit and call.num_samples:
-                    asked[place], _ = self._ask(model, specials, call)
+                    asked[place], _ = self._ask(model, call)
             left = set(asked.values())
             while left:
                 left.difference_update(core.wait_for_any(left))
@@ -261,14 +256,22 @@ class Engine:
             samples = {place: core.collect(request_id) for place, request_id in asked.items()}
             for request_id in asked.values():
                 self._sampler.close(request_id)
-        return samples
+        batches = [_empty_batch(call) for call in calls]
+        for place, found in samples.items():
+            for result, mask, sample in zip(*batches[place], found, strict=False):
+                if sample.finish_reason == "abort":
+                    raise RuntimeError(f"generation was aborted: {sample.stop_reason}")
+                end = len(sample.mask) - (sample.finish_reason == "stop")  # without the terminal
+                result += sample.completion_tokens[:end]
+                mask += sample.mask[:end]
+        return batches
 
-    def _ask(self, model: GPT, specials: Specials, call: Call) -> tuple[int, Columns]:
+    def _ask(self, model: GPT, call: Call) -> tuple[int, Columns]:
         """Queue a call on the core engine; return its request id and its random numbers."""
         params = SamplingParams(
             temperature=min(call.temperature, _HOTTEST),
             max_tokens=call.limit,
-            stop_token_ids=specials.terminals,
+            stop_token_ids=call.terminals,
             ignore_eos=True,
             top_k=max(call.top_k or 0, 0),
             top_p=1.0 if call.top_p is None else call.top_p,
@@ -276,15 +279,15 @@ class Engine:
         )
         device = model.get_device()
         columns = Columns(call.num_samples, call.seed, call.temperature, call.top_k, call.top_p, device)
-        request_id = self.core.add_request(call.tokens, params, call.num_samples, program=specials.tool, claim=True)
+        request_id = self.core.add_request(call.tokens, params, call.num_samples, program=call.tool, claim=True)
         if self.exact:
             self._sampler.open(request_id, columns)
         return request_id, columns
 
-    def _core_columns(self, model: GPT, specials: Specials, call: Call) -> Iterator[Column]:
+    def _core_columns(self, model: GPT, call: Call) -> Iterator[Column]:
         """Run one call on the core engine and yield its columns."""
         with self._lock:
-            request_id, columns = self._ask(model, specials, call)
+            request_id, columns = self._ask(model, call)
             deltas = self.core.deltas(request_id)
         found = _columns_of(deltas, call.num_samples, columns)
         try:
@@ -316,12 +319,18 @@ def _config_for(model: GPT) -> EngineConfig:
     return EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, kv_cache_bytes=num_bytes)
 
 
-def _batch_of(columns: Iterator[Column], specials: Specials, call: Call) -> Batch:
+def _empty_batch(call: Call) -> Batch:
+    """Return rows with the prompt, and their masks."""
+    rows = range(call.num_samples)
+    return [call.tokens.copy() for _ in rows], [[0] * len(call.tokens) for _ in rows]
+
+
+def _batch_of(columns: Iterator[Column], call: Call) -> Batch:
     """Collect columns into rows, each up to its terminal."""
     results, masks = _empty_batch(call)
     open_rows = set(range(call.num_samples))
     for token_column, token_masks in columns:
-        open_rows -= {row for row in open_rows if token_column[row] in specials.terminals}
+        open_rows -= {row for row in open_rows if token_column[row] in call.terminals}
         for row in open_rows:
             results[row].append(token_column[row])
             masks[row].append(token_masks[row])
@@ -330,48 +339,29 @@ def _batch_of(columns: Iterator[Column], specials: Specials, call: Call) -> Batc
     return results, masks
 
 
-def _rows_of(samples: Sequence[TrainingSample], call: Call) -> Batch:
-    """Return samples as rows without their terminals. Raises `RuntimeError` for an aborted one."""
-    results, masks = _empty_batch(call)
-    for result, mask, sample in zip(results, masks, samples, strict=False):
-        if sample.finish_reason == "abort":
-            raise RuntimeError(f"generation was aborted: {sample.stop_reason}")
-        end = len(sample.mask) - (sample.finish_reason == "stop")
-        result += sample.completion_tokens[:end]
-        mask += sample.mask[:end]
-    return results, masks
-
-
-def _empty_batch(call: Call) -> Batch:
-    """Return rows with the prompt, and their masks."""
-    rows = range(call.num_samples)
-    return [call.tokens.copy() for _ in rows], [[0] * len(call.tokens) for _ in rows]
-
-
 def _columns_of(deltas: Iterator[Delta], num_rows: int, columns: Columns) -> Iterator[Column]:
-    """Collect deltas of rows into columns; a row that has ended repeats its last token with mask 0."""
+    """Collect deltas of rows into columns; a row that has ended repeats its last token with mask 0.
+
+    Raises `RuntimeError` if a row was aborted.
+    """
     waiting: list[deque[tuple[int, int]]] = [deque() for _ in range(num_rows)]
     ended = [False] * num_rows
     last = [0] * num_rows
     while True:
         missing = {row for row, queue in enumerate(waiting) if not (queue or ended[row])}
         while missing:
-            row, is_over = _take(next(deltas), waiting)
-            ended[row] = is_over
-            if is_over:
+            delta = next(deltas)
+            if delta.finish_reason == "abort" and delta.sample is not None:
+                raise RuntimeError(f"generation was aborted: {delta.sample.stop_reason}")
+            row = delta.sample_index
+            ended[row] = delta.sample is not None
+            waiting[row].extend(zip(delta.token_ids, delta.mask, strict=True))
+            if ended[row]:
                 columns.end(row)
-            if waiting[row] or is_over:
+            if waiting[row] or ended[row]:
                 missing.discard(row)
         if not any(waiting):
             return
         taken = [queue.popleft() if queue else (last[row], 0) for row, queue in enumerate(waiting)]
         last = [token for token, _ in taken]
         yield last.copy(), [mask for _, mask in taken]
-
-
-def _take(delta: Delta, waiting: list[deque[tuple[int, int]]]) -> tuple[int, bool]:
-    """Append a delta's tokens to its row; return the row and whether it ended. Raises `RuntimeError` if aborted."""
-    waiting[delta.sample_index].extend(zip(delta.token_ids, delta.mask, strict=True))
-    if delta.finish_reason == "abort" and delta.sample is not None:
-        raise RuntimeError(f"generation was aborted: {delta.sample.stop_reason}")
-    return delta.sample_index, delta.sample is not None
