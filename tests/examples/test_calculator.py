@@ -14,7 +14,7 @@ import torch
 
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.nanochat import GPT
-from nano_inference.nanochat.rendering import render_conversation
+from nano_inference.nanochat.dialogue import render_conversation
 from nano_inference.text.tokenizer import load_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.loading.checkpoint import open_checkpoint
-from nano_inference.nanochat.rendering import render_conversation
+from nano_inference.nanochat.dialogue import render_conversation
 from nano_inference.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -14,13 +13,12 @@ from nanochat_samples import SPECIAL, tokenizer
 from tokenizer_samples import byte_level
 
 from nano_inference.nanochat.calculator import calculate, result_text
-from nano_inference.nanochat.rendering import (
+from nano_inference.nanochat.dialogue import (
     CHAT_TEMPLATE,
     OutOfTurn,
     answer_message,
     render_conversation,
     render_for_completion,
-    tool_calls,
 )
 from nano_inference.text.chat import ChatTemplate, chat_template, encode_chat
 from nano_inference.text.fast import fast_tokenizer
@@ -251,7 +249,7 @@ def test_generated_call_is_rendered_again_with_its_special_tokens() -> None:
         "So <|python_start|>6*7<|python_end|><|output_start|>42<|output_end|> it is", add_special=False
     )
     message = answer_message(tokenizer(), tokens)
-    assert tool_calls(message) == [("6*7", "42")]
+    assert {"type": "python", "text": "6*7"} in message["content"]
     ids = render_for_completion(tokenizer(), [user("x"), message, user("y"), assistant("")])
     start = ids.index(ID["assistant_start"])
     assert ids[start + 1 : start + 1 + len(tokens)] == tokens and ids[start + 1 + len(tokens)] == ID["assistant_end"]
@@ -290,8 +288,5 @@ def test_message_of_any_tokens_can_be_rendered(tokens: list[int]) -> None:
     assert answer_message(tokenizer(), written) == message
 
 
-def test_tool_calls() -> None:
-    assert tool_calls(assistant("no call")) == [] and tool_calls(assistant(PARTS)) == [("6*7", "42")]
-    call: Mapping[str, str] = {"type": "python", "text": "1/0"}
-    assert tool_calls(assistant([call, *PARTS[1:], call])) == [("1/0", None), ("6*7", "42"), ("1/0", None)]
+def test_example_parts_are_a_call_and_its_result() -> None:
     assert result_text(calculate(PARTS[1]["text"])) == PARTS[2]["text"]

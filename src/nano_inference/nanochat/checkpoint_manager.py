@@ -57,6 +57,29 @@ def load_model(
     return _load(base_path(base_dir), device, phase, source, model_tag, step, dtype, overrides)
 
 
+def _load(
+    root: Path,
+    device: torch.device | str,
+    phase: str,
+    source: str | None,
+    model_tag: str | None,
+    step: int | None,
+    dtype: Dtype = "auto",
+    overrides: Iterable[str] = (),
+) -> Loaded:
+    if phase != "eval":
+        raise ValueError(f'phase must be "eval", got {phase!r}: this model does not train')
+    files = _find(root, source, model_tag, step)
+    shared = base_path(None) / "tokenizer"
+    if files.tokenizer is None and (shared / FILE_NAME).is_file():
+        files = replace(files, tokenizer=shared)  # where upstream reads it
+    checkpoint = open_nanochat(files, overrides)
+    for line in describe(checkpoint, files):
+        print(line, file=sys.stderr)
+    model = GPT.of(checkpoint, device=str(device), dtype=dtype)
+    return model, get_tokenizer(checkpoint.tokenizer.path), dict(read_json(files.meta).values)
+
+
 def load_model_from_dir(
     checkpoints_dir: str | Path,
     device: torch.device | str,
@@ -115,7 +138,9 @@ def save_checkpoint(
     directory = Path(checkpoint_dir)
     directory.mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        weights = {name: _alone(tensor) for name, tensor in model_data.items()}
+        # `torch.save` writes whole storages, and projections of a `GPT` share one.
+        shares = {name: tensor.untyped_storage().nbytes() != tensor.nbytes for name, tensor in model_data.items()}
+        weights = {name: one.detach().clone() if shares[name] else one.detach() for name, one in model_data.items()}
         _write(directory / f"model_{step:06d}.pt", lambda file: torch.save(weights, file))
         text = json.dumps(dict(meta_data), indent=2).encode()
         _write(directory / f"meta_{step:06d}.json", lambda file: file.write(text))
@@ -142,40 +167,11 @@ def find_last_step(checkpoint_dir: str | Path) -> int:
     return step
 
 
-def _load(
-    root: Path,
-    device: torch.device | str,
-    phase: str,
-    source: str | None,
-    model_tag: str | None,
-    step: int | None,
-    dtype: Dtype = "auto",
-    overrides: Iterable[str] = (),
-) -> Loaded:
-    if phase != "eval":
-        raise ValueError(f'phase must be "eval", got {phase!r}: this model does not train')
-    files = _find(root, source, model_tag, step)
-    shared = base_path(None) / "tokenizer"
-    if files.tokenizer is None and (shared / FILE_NAME).is_file():
-        files = replace(files, tokenizer=shared)  # where upstream reads it
-    checkpoint = open_nanochat(files, overrides)
-    for line in describe(checkpoint, files):
-        print(line, file=sys.stderr)
-    model = GPT.of(checkpoint, device=str(device), dtype=dtype)
-    return model, get_tokenizer(checkpoint.tokenizer.path), dict(read_json(files.meta).values)
-
-
 def _find(root: Path, source: str | None, model_tag: str | None, step: int | None) -> NanochatFiles:
     files = find_files(root, source=source, model_tag=model_tag, step=step)
     if files is None:
         raise MissingFile(f"{root}: contains no nanochat checkpoints")
     return files
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares no storage: `torch.save` writes whole storages, and projections are fused in one."""
-    is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor.detach() if is_whole else tensor.detach().clone()
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import torch
 from torch import distributed
@@ -116,7 +116,11 @@ def get_dist_info() -> tuple[bool, int, int, int]:
     """
     if not is_ddp_requested():
         return False, 0, 0, 1
-    rank, local_rank, world_size = (_integer(name) for name in _RANKS)
+    texts = [environment()[name] for name in _RANKS]
+    for name, text in zip(_RANKS, texts, strict=True):
+        if not text.isdecimal():
+            raise ValueError(f"{name} must be a number from 0, got {text[:80]!r}")
+    rank, local_rank, world_size = map(int, texts)
     return True, rank, local_rank, world_size
 
 
@@ -166,73 +170,36 @@ def base_path(directory: str | Path | None) -> Path:
     return nanochat_home(environment()) if directory is None else Path(directory)
 
 
-def _integer(name: str) -> int:
-    text = environment()[name]
-    if not text.isdecimal():
-        raise ValueError(f"{name} must be a number from 0, got {text[:80]!r}")
-    return int(text)
-
-
 _log = logging.getLogger("nano_inference.nanochat")
 
 
-class Peak(NamedTuple):
-    """Peak speed of GPUs whose name has every word."""
-
-    words: str
-    flops: float
-    bandwidth: float
-
-
-PEAKS = (
-    Peak("gb200", 2.5e15, 8e12),
-    Peak("grace blackwell", 2.5e15, 8e12),
-    Peak("b200", 2.25e15, 8e12),
-    Peak("b100", 1.8e15, 8e12),
-    Peak("h200 nvl", 836e12, 4.8e12),
-    Peak("h200 pcie", 836e12, 4.8e12),
-    Peak("h200", 989e12, 4.8e12),
-    Peak("h100 nvl", 835e12, 3.9e12),
-    Peak("h100 pcie", 756e12, 2e12),
-    Peak("h100", 989e12, 3.35e12),
-    Peak("h800 nvl", 989e12, 3.35e12),
-    Peak("h800 pcie", 756e12, 2e12),
-    Peak("h800", 756e12, 3.35e12),
-    Peak("a100", 312e12, 2e12),
-    Peak("a800", 312e12, 2e12),
-    Peak("a40", 149.7e12, 696e9),
-    Peak("a30", 165e12, 933e9),
-    Peak("l40s", 362e12, 864e9),
-    Peak("l40-s", 362e12, 864e9),
-    Peak("l40 s", 362e12, 864e9),
-    Peak("l4", 121e12, 300e9),
-    Peak("mi355", 2.5e15, 8e12),
-    Peak("mi325", 1.3074e15, 6e12),
-    Peak("mi300x", 1.3074e15, 5.3e12),
-    Peak("mi300a", 980.6e12, 5.3e12),
-    Peak("mi250x", 383e12, 3.28e12),
-    Peak("mi250", 362.1e12, 3.28e12),
-    Peak("5090", 209.5e12, 1.79e12),
-    Peak("4090", 165.2e12, 1.01e12),
-    Peak("3090", 71e12, 936e9),
-)
-"""The first that matches a name counts, so more specific ones come first."""
+PEAKS: Mapping[str, tuple[float, float]] = {
+    **{"gb200": (2.5e15, 8e12), "grace blackwell": (2.5e15, 8e12), "b200": (2.25e15, 8e12), "b100": (1.8e15, 8e12)},
+    **{"h200 nvl": (836e12, 4.8e12), "h200 pcie": (836e12, 4.8e12), "h200": (989e12, 4.8e12)},
+    **{"h100 nvl": (835e12, 3.9e12), "h100 pcie": (756e12, 2e12), "h100": (989e12, 3.35e12)},
+    **{"h800 nvl": (989e12, 3.35e12), "h800 pcie": (756e12, 2e12), "h800": (756e12, 3.35e12)},
+    **{"a100": (312e12, 2e12), "a800": (312e12, 2e12), "a40": (149.7e12, 696e9), "a30": (165e12, 933e9)},
+    **{"l40s": (362e12, 864e9), "l40-s": (362e12, 864e9), "l40 s": (362e12, 864e9), "l4": (121e12, 300e9)},
+    **{"mi355": (2.5e15, 8e12), "mi325": (1.3074e15, 6e12), "mi300x": (1.3074e15, 5.3e12)},
+    **{"mi300a": (980.6e12, 5.3e12), "mi250x": (383e12, 3.28e12), "mi250": (362.1e12, 3.28e12)},
+    **{"5090": (209.5e12, 1.79e12), "4090": (165.2e12, 1.01e12), "3090": (71e12, 936e9)},
+}
+"""Words in a GPU's name -> dense bfloat16 operations and bytes of memory per second. The first that matches counts."""
 
 
 def get_peak_flops(device_name: str) -> float:
     """Return a GPU's dense bfloat16 operations per second, infinity with a warning for an unknown one."""
-    return _known(device_name, "flops")
+    return _peak(device_name, "flops")[0]
 
 
 def get_peak_bandwidth(device_name: str) -> float:
     """Return a GPU's bytes of memory per second, infinity with a warning for an unknown one."""
-    return _known(device_name, "bandwidth")
+    return _peak(device_name, "bandwidth")[1]
 
 
-def _known(device_name: str, field: str) -> float:
-    name = device_name.lower()
-    found = next((peak for peak in PEAKS if all(word in name for word in peak.words.split())), None)
-    if found is None:
-        _log.warning("the peak %s of %r is not known: shares of it are 0%%", field, device_name)
-        return math.inf
-    return float(getattr(found, field))
+def _peak(device_name: str, field: str) -> tuple[float, float]:
+    for words, peak in PEAKS.items():
+        if all(word in device_name.lower() for word in words.split()):
+            return peak
+    _log.warning("the peak %s of %r is not known: shares of it are 0%%", field, device_name)
+    return math.inf, math.inf

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.nanochat.common import base_path
+from nano_inference.nanochat.dialogue import Conversation, OutOfTurn, render_conversation, render_for_completion
 from nano_inference.nanochat.names import FILE_NAME
 from nano_inference.nanochat.pickled import (
     PickledEncoding,
@@ -26,7 +27,6 @@ from nano_inference.nanochat.pickled import (
     read_fields,
     token_sizes,
 )
-from nano_inference.nanochat.rendering import Conversation, OutOfTurn, render_conversation, render_for_completion
 from nano_inference.support.packages import MissingPackage
 from nano_inference.text.fast import no_panic
 from nano_inference.text.tiktoken_file import TiktokenTokenizer

@@ -60,13 +60,8 @@ class PythonTool:
             return None, ()
         if token != self.python_end:
             return (state if len(state) > _MAX_TOKENS else (*state, token)), ()
-        return None, self._forced(state)
-
-    def _forced(self, block: Sequence[int]) -> tuple[int, ...]:
-        if len(block) > _MAX_TOKENS:
-            return ()
-        text = result_text(calculate(self.decode(block)))
-        return () if text is None else (self.output_start, *self.encode(text), self.output_end)
+        text = result_text(calculate(self.decode(state))) if len(state) <= _MAX_TOKENS else None
+        return None, () if text is None else (self.output_start, *self.encode(text), self.output_end)
 
 
 def python_tool(tokenizer: Tokenizer) -> PythonTool | None:
@@ -75,12 +70,8 @@ def python_tool(tokenizer: Tokenizer) -> PythonTool | None:
     names = (PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END)
     if not all(name in special for name in names):
         return None
-    python_start, python_end, output_start, output_end = (special[name] for name in names)
-
-    def decode(tokens: Sequence[int]) -> str:
-        return tokenizer.decode(tokens, skip_special=False)
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special=False, parse_special=False)
-
-    return PythonTool(python_start, python_end, output_start, output_end, decode, encode)
+    return PythonTool(
+        *(special[name] for name in names),
+        decode=lambda tokens: tokenizer.decode(tokens, skip_special=False),
+        encode=lambda text: tokenizer.encode(text, add_special=False, parse_special=False),
+    )
