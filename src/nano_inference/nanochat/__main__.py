@@ -22,8 +22,6 @@ from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from nano_inference.types import ModelError, SamplingParams
 
-_EMPTY_ANSWER = {"role": "assistant", "content": ""}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both times and whether all tokens match; return 0 if they do, 1 if not, 2 for wrong arguments or files."""
@@ -70,7 +68,8 @@ def _prompt(wish: argparse.Namespace, model: GPT, tokenizer: RustBPETokenizer) -
     """Return the prompt's tokens. Raises `ValueError` if the answer does not fit after them."""
     prompt = tokenizer.encode(wish.prompt, prepend=tokenizer.get_bos_token_id())
     if wish.chat:
-        prompt = tokenizer.render_for_completion([{"role": "user", "content": wish.prompt}, _EMPTY_ANSWER])
+        messages = [{"role": "user", "content": wish.prompt}, {"role": "assistant", "content": ""}]
+        prompt = tokenizer.render_for_completion(messages)
     length = model.config.sequence_len
     if len(prompt) >= length:
         raise ValueError(f"--prompt has {len(prompt)} tokens; it must be shorter than the model's length of {length}")

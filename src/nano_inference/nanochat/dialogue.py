@@ -155,10 +155,10 @@ def _pieces(messages: list[Message]) -> Iterator[_Piece]:
     """Yield the texts and special tokens of messages; a leading system message is merged into the next one."""
     first, system = 0, ""
     if messages and messages[0]["role"] == "system":
-        first, system = 1, messages[0].get("content")
-        if not isinstance(system, str):
-            raise BadRequest("messages[0].content", f"must be a string, not {type(system).__name__}")
-        system += "\n\n"
+        found = messages[0].get("content")
+        if not isinstance(found, str):
+            raise BadRequest("messages[0].content", f"must be a string, not {type(found).__name__}")
+        first, system = 1, f"{found}\n\n"
     if len(messages) == first:
         raise OutOfTurn(f"messages[{first}]", f"messages[{first}] is missing: a user message is required")
     for index, message in enumerate(messages[first:], first):

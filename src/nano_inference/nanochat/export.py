@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.executors.staging import rows_of
 from nano_inference.loading.opened import Checkpoint
-from nano_inference.loading.pieces import DTYPES, PIECE_BYTES
+from nano_inference.loading.pieces import DTYPES
 from nano_inference.loading.safetensors_file import SINGLE_NAME
 from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
@@ -40,7 +42,6 @@ from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError
 
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_CODES: Mapping[str, str] = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _SHOWN = 80
 _ENDS = frozenset({"eos_token_ids", "bos_token_id"})
 """Fields that nanochat's own files lack: the tokenizer's special tokens define them."""
@@ -58,7 +59,9 @@ def export_hf(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path)
         sources[name] = rows_of(sources[name], 0, config.vocab_size)
     with _appearing(out_dir) as hidden:
         _write_json(hidden / "config.json", _hf_config(config, sources))
-        _write_json(hidden / "generation_config.json", _hf_generation(config))
+        ends = list(config.eos_token_ids)
+        ids = {"bos_token_id": config.bos_token_id, "eos_token_id": ends or None, "pad_token_id": [*ends, None][0]}
+        _write_json(hidden / "generation_config.json", ids)
         _write_safetensors(hidden / SINGLE_NAME, sources)
         _write_hf_tokenizer(hidden, tokenizer_dir, config)
         _check_same(checkpoint, config, open_hf_nanochat(hidden).config)
@@ -98,7 +101,14 @@ def export_nanochat(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir:
         )
         _write_json(hidden / "meta_000000.json", {"step": 0, "model_config": model_config_of(config)})
         if tokenizer_dir is not None:
-            _write_own_tokenizer(hidden, tokenizer_dir)
+            if (tokenizer_dir / FILE_NAME).is_file():
+                found = read_fields(tokenizer_dir / FILE_NAME)
+                _copy(tokenizer_dir, hidden, (FILE_NAME,))
+            else:
+                _copy(tokenizer_dir, hidden, ())
+                found = from_hf(tokenizer_dir / "tokenizer.json")
+                (hidden / FILE_NAME).write_bytes(pickle.dumps(encoding_of(found), protocol=4))
+            torch.save(torch.tensor(token_sizes(found), dtype=torch.int32), hidden / "token_bytes.pt")
             _check_vocabulary(hidden, tokenizer_dir, config)
         files = find_files(hidden)
         assert files is not None
@@ -218,15 +228,6 @@ def _hf_config(config: ModelConfig, sources: Mapping[str, WeightSource]) -> dict
     }
 
 
-def _hf_generation(config: ModelConfig) -> dict[str, Any]:
-    ends = list(config.eos_token_ids)
-    return {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": ends or None,
-        "pad_token_id": next(iter(ends), None),
-    }
-
-
 def _write_hf_tokenizer(directory: Path, tokenizer_dir: Path | None, config: ModelConfig) -> None:
     """Write the files of a Hugging Face tokenizer, converted from tokenizer.pkl if there is one, else copied."""
     if tokenizer_dir is None:
@@ -238,35 +239,17 @@ def _write_hf_tokenizer(directory: Path, tokenizer_dir: Path | None, config: Mod
         path = tokenizer_dir / FILE_NAME
         core = to_hf(read_fields(path), named["bos_token"], str(path))
         core.save(str(directory / "tokenizer.json"))
-        _write_json(directory / "tokenizer_config.json", _hf_tokenizer_config(named, config))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **named,
+            "pad_token": named["eos_token"],
+            "model_max_length": config.max_positions,
+            "clean_up_tokenization_spaces": False,
+        }
+        _write_json(directory / "tokenizer_config.json", settings)
         if core.token_to_id(ASSISTANT_END) is not None:
             (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     _check_vocabulary(directory, tokenizer_dir, config)
-
-
-def _hf_tokenizer_config(named: Mapping[str, str], config: ModelConfig) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **named,
-        "pad_token": named["eos_token"],
-        "model_max_length": config.max_positions,
-        "clean_up_tokenization_spaces": False,
-    }
-
-
-def _write_own_tokenizer(directory: Path, tokenizer_dir: Path) -> None:
-    """Write tokenizer.pkl, copied or converted from tokenizer.json, and token_bytes.pt (bytes per id, 0 if special).
-
-    A pickle is copied only after `read_fields` has accepted it.
-    """
-    if (tokenizer_dir / FILE_NAME).is_file():
-        found = read_fields(tokenizer_dir / FILE_NAME)
-        _copy(tokenizer_dir, directory, (FILE_NAME,))
-    else:
-        _copy(tokenizer_dir, directory, ())
-        found = from_hf(tokenizer_dir / "tokenizer.json")
-        (directory / FILE_NAME).write_bytes(pickle.dumps(encoding_of(found), protocol=4))
-    torch.save(torch.tensor(token_sizes(found), dtype=torch.int32), directory / "token_bytes.pt")
 
 
 def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
@@ -282,43 +265,25 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _write_safetensors(path: Path, sources: Mapping[str, WeightSource]) -> None:
-    """Write a file with one tensor in memory at a time, widest dtypes first.
-
-    So every tensor starts at a multiple of its item size, as in huggingface/safetensors.
-    """
-    widths = {name: _dtype(name, source).itemsize for name, source in sources.items()}
-    ordered = sorted(sources, key=lambda name: -widths[name])
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in ordered:
-        start, shape = end, sources[name].shape
-        end += widths[name] * torch.Size(shape).numel()
-        header[name] = {"dtype": _CODES[sources[name].dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in ordered:
-            for piece in _pieces(_tensor(name, sources[name])):
-                file.write(piece)
-
-
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    flat = tensor.reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), PIECE_BYTES):
-        yield flat[start : start + PIECE_BYTES].numpy().data
-
-
-def _dtype(name: str, source: WeightSource) -> torch.dtype:
-    if source.dtype not in DTYPES:
-        raise ModelError(f"{name}: the dtype {source.dtype} cannot be exported")
-    return DTYPES[source.dtype]
+    found: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, source in sources.items():  # the library refuses tensors that share memory
+        tensor = _tensor(name, source)
+        storage = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    try:
+        save_file(found, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise ModelError(f"{path}: cannot be written: {error}") from None
 
 
 def _tensor(name: str, source: WeightSource) -> Tensor:
     """Return a weight as a tensor, in its own precision."""
     if isinstance(source, TensorSource):
         return source.tensor
-    tensor = torch.empty(source.shape, dtype=_dtype(name, source))
+    if source.dtype not in DTYPES:
+        raise ModelError(f"{name}: the dtype {source.dtype} cannot be exported")
+    tensor = torch.empty(source.shape, dtype=DTYPES[source.dtype])
     source.read_into(tensor)
     return tensor

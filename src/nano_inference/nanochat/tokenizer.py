@@ -41,8 +41,6 @@ SPLIT_PATTERN = (
 )
 """Pattern that splits texts into words in training: GPT-4's, with at most two digits per word."""
 
-_RED, _GREEN, _GREY, _PLAIN = "\033[91m", "\033[92m", "\033[90m", "\033[0m"
-
 
 class RustBPETokenizer:
     """nanochat's tokenizer, with upstream's `enc` and `bos_token_id`; `text` is the same for this package's engine."""
@@ -50,7 +48,7 @@ class RustBPETokenizer:
     def __init__(self, enc: tiktoken.Encoding, bos_token: str) -> None:
         self.enc = enc
         self.bos_token_id = self.encode_special(bos_token)
-        self._text = from_encoding(enc, bos_token)
+        self.text: TiktokenTokenizer = from_encoding(enc, bos_token)
 
     @classmethod
     def from_directory(cls, tokenizer_dir: str | Path) -> RustBPETokenizer:
@@ -84,11 +82,6 @@ class RustBPETokenizer:
             name="rustbpe", pat_str=trainer.get_pattern(), mergeable_ranks=ranks, special_tokens=special
         )
         return cls(encoding_of(fields), SPECIAL_TOKENS[0])
-
-    @property
-    def text(self) -> TiktokenTokenizer:
-        """The same tokenizer as a `TiktokenTokenizer`."""
-        return self._text
 
     def get_vocab_size(self) -> int:
         """Return the number of ids, including special ones."""
@@ -175,7 +168,7 @@ class RustBPETokenizer:
         Raises `AssertionError` for messages of the wrong role, order or kind, `ValueError` for other mistakes.
         """
         with _asserting():
-            return render_conversation(self._text, conversation, max_tokens)
+            return render_conversation(self.text, conversation, max_tokens)
 
     def render_for_completion(self, conversation: Conversation) -> list[int]:
         """Return the tokens of a conversation without its last message, the assistant's, then <|assistant_start|>.
@@ -183,14 +176,14 @@ class RustBPETokenizer:
         Raises as `render_conversation`.
         """
         with _asserting():
-            return render_for_completion(self._text, conversation)
+            return render_for_completion(self.text, conversation)
 
     def visualize_tokenization(self, ids: list[int], mask: list[int], with_token_id: bool = False) -> str:
         """Return the tokens with terminal colours: green to train on, red otherwise."""
         shown = []
         for token, is_learnt in zip(ids, mask, strict=False):
-            shown.append(f"{_GREEN if is_learnt else _RED}{self.decode([token])}{_PLAIN}")
-            shown += [f"{_GREY}({token}){_PLAIN}"] if with_token_id else []
+            shown.append(f"\033[{92 if is_learnt else 91}m{self.decode([token])}\033[0m")
+            shown += [f"\033[90m({token})\033[0m"] if with_token_id else []
         return "|".join(shown)
 
     def _around(self, token: int | str | None) -> list[int]:
@@ -201,11 +194,7 @@ class RustBPETokenizer:
 
 def get_tokenizer(directory: str | Path | None = None) -> RustBPETokenizer:
     """Read a directory's tokenizer.pkl; default: tokenizer/ in nanochat's base directory."""
-    return RustBPETokenizer.from_directory(_directory(directory))
-
-
-def _directory(named: str | Path | None) -> Path:
-    return base_path(None) / "tokenizer" if named is None else Path(named)
+    return RustBPETokenizer.from_directory(base_path(None) / "tokenizer" if directory is None else directory)
 
 
 def get_token_bytes(device: str | torch.device = "cpu", directory: str | Path | None = None) -> Tensor:
@@ -213,7 +202,8 @@ def get_token_bytes(device: str | torch.device = "cpu", directory: str | Path | 
 
     Computed from tokenizer.pkl, because token_bytes.pt was wrong before July 2026 for tokens with parts of characters.
     """
-    sizes = token_sizes(read_fields(_directory(directory) / FILE_NAME))
+    named = base_path(None) / "tokenizer" if directory is None else Path(directory)
+    sizes = token_sizes(read_fields(named / FILE_NAME))
     return torch.tensor(sizes, dtype=torch.int32, device=device)
 
 

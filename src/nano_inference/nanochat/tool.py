@@ -70,8 +70,12 @@ def python_tool(tokenizer: Tokenizer) -> PythonTool | None:
     names = (PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END)
     if not all(name in special for name in names):
         return None
+    start, end, out, out_end = (special[name] for name in names)
     return PythonTool(
-        *(special[name] for name in names),
+        python_start=start,
+        python_end=end,
+        output_start=out,
+        output_end=out_end,
         decode=lambda tokens: tokenizer.decode(tokens, skip_special=False),
         encode=lambda text: tokenizer.encode(text, add_special=False, parse_special=False),
     )
