@@ -17,8 +17,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.nanochat.checkpoint import Inferred
-from nano_inference.nanochat.configs import own_config
-from nano_inference.nanochat.format import open_tensors
+from nano_inference.nanochat.format import open_tensors, own_config
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest, ModelError, SamplingParams
 from tests.nanochat.tiny import (

@@ -117,8 +117,8 @@ def _chosen_checkpoint(config: EngineConfig, wishes: NanochatOptions) -> EngineC
     """Return the configuration with the path of the chosen checkpoint, and the chosen device."""
     from nano_inference.build import environment
     from nano_inference.loading.catalog import find_builtin
-    from nano_inference.nanochat.configs import is_exported
     from nano_inference.nanochat.files import find_files, nanochat_home
+    from nano_inference.nanochat.format import is_exported
 
     builtin = find_builtin(config.model_path)
     named = path_of(config.model_path, "model") if builtin is None else builtin.directory

@@ -28,11 +28,19 @@ from nano_inference.loading.safetensors_file import SINGLE_NAME
 from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.nanochat.checkpoint import GENERATIONS, NanochatTerms
-from nano_inference.nanochat.configs import HF_ROPE_DTYPE, HF_TYPE, model_config_of, own_config
 from nano_inference.nanochat.convert import from_hf, to_hf
 from nano_inference.nanochat.dialogue import CHAT_TEMPLATE
 from nano_inference.nanochat.files import TOKENIZER_FILES, find_files
-from nano_inference.nanochat.format import TOKENIZERS, open_hf_nanochat, open_nanochat, open_own
+from nano_inference.nanochat.format import (
+    HF_ROPE_DTYPE,
+    HF_TYPE,
+    TOKENIZERS,
+    model_config_of,
+    open_hf_nanochat,
+    open_nanochat,
+    open_own,
+    own_config,
+)
 from nano_inference.nanochat.names import ASSISTANT_END, FILE_NAME
 from nano_inference.nanochat.pickled import encoding_of, nanochat_tokenizer, read_fields, token_sizes
 from nano_inference.nanochat.program import hf_name

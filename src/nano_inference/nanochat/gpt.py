@@ -40,8 +40,7 @@ from nano_inference.models.rope import RotaryTable
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.checkpoint import NanochatTerms, terms_of
 from nano_inference.nanochat.columns import candidates
-from nano_inference.nanochat.configs import model_config_of
-from nano_inference.nanochat.format import FORMAT, named_sources, open_tensors
+from nano_inference.nanochat.format import FORMAT, model_config_of, named_sources, open_tensors
 from nano_inference.nanochat.kinds import FAMILY
 from nano_inference.nanochat.program import program
 from nano_inference.types import ModelError
