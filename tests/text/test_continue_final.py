@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from nanochat_samples import tokenizer as nanochat_tokenizer
 
+from nano_inference.nanochat.calculator import python_tool
 from nano_inference.nanochat.dialogue import NanochatDialogue
-from nano_inference.nanochat.tool import python_tool
 from nano_inference.text.chat import chat_template, encode_chat, render
 from nano_inference.text.dialogue import ANSWER, Rendering, TemplateDialogue
 from nano_inference.text.kinds import TokenizerSource

@@ -10,9 +10,9 @@ from nanochat_samples import SPECIAL, encoding, tokenizer, write_pickle
 from tokenizer_samples import byte_level, save
 
 from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.nanochat.calculator import PythonTool, python_tool
 from nano_inference.nanochat.dialogue import NanochatDialogue, render_for_completion
 from nano_inference.nanochat.export import export_hf
-from nano_inference.nanochat.tool import PythonTool, python_tool
 from nano_inference.text import stream
 from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue, require, shown, spelled

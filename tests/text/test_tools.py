@@ -10,8 +10,7 @@ from tokenizer_samples import byte_level
 
 from nano_inference.core.appending import advance
 from nano_inference.core.sequence import start_sequences
-from nano_inference.nanochat.calculator import calculate
-from nano_inference.nanochat.tool import PythonTool, python_tool
+from nano_inference.nanochat.calculator import PythonTool, calculate, python_tool
 from nano_inference.text.fast import fast_tokenizer
 from nano_inference.text.tools import special_tokens
 from nano_inference.types import EngineRequest, SamplingParams, TokenProgram

@@ -117,18 +117,14 @@ class KVCache:
         self._data = old.new_zeros(*old.shape[:3], self.max_seq_len, *old.shape[4:])
         self._data[:, :, :, : old.size(3)] = old
 
-    def take_dtype(self, dtype: torch.dtype) -> None:
-        """Set the precision if the cache is empty; otherwise later keys are converted to the present one."""
-        if self.get_pos() == 0:
-            self._data = self._data.to(dtype)
-
     def insert_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, H, T, D) of one layer; return all of that layer in the same layout.
 
         Advances after the last layer. The first keys determine the precision.
         """
         num_tokens, pos = k.size(2), self.get_pos()
-        self.take_dtype(k.dtype)
+        if pos == 0:
+            self._data = self._data.to(k.dtype)
         self.grow(num_tokens)
         self._is_used = True
         end = pos + num_tokens
@@ -161,9 +157,6 @@ class KVCache:
         self.v_cache[:, :, :pos] = other.v_cache[:, :, :pos]
         self._is_used = True
         self.cache_seqlens.fill_(pos)
-        self.prev_embedding = _spread(other.prev_embedding, self.batch_size)
-        self.prev_token = _spread(other.prev_token, self.batch_size)
-
-
-def _spread(state: Tensor | None, num_rows: int) -> Tensor | None:
-    return None if state is None else state.expand(num_rows, *state.shape[1:]).clone()
+        for name in ("prev_embedding", "prev_token"):
+            state = getattr(other, name)
+            setattr(self, name, None if state is None else state.expand(self.batch_size, *state.shape[1:]).clone())

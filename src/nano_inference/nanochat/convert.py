@@ -8,9 +8,8 @@ sample texts, because the libraries use different regular expression engines.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tiktoken
 import tokenizers
@@ -43,9 +42,11 @@ def to_hf(fields: PickledEncoding, bos: str, where: str) -> tokenizers.Tokenizer
 
     Raises `ModelError` naming `where` if the format cannot represent it or the ids of a sample differ.
     """
-    pieces = {word: "".join(CHAR_OF_BYTE[byte] for byte in word) for word in fields.mergeable_ranks}
-    vocabulary = {pieces[word]: rank for word, rank in fields.mergeable_ranks.items()}
-    merges = [(pieces[left], pieces[right]) for left, right in _pairs(fields.mergeable_ranks)]
+    ranks, special = fields.mergeable_ranks, fields.special_tokens
+    pieces = {word: "".join(CHAR_OF_BYTE[byte] for byte in word) for word in ranks}
+    vocabulary = {pieces[word]: rank for word, rank in ranks.items()}
+    cuts = ((word[:i], word[i:]) for word in sorted(ranks, key=lambda word: ranks[word]) for i in range(1, len(word)))
+    merges = [(pieces[left], pieces[right]) for left, right in cuts if left in ranks and right in ranks]
     core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     try:
         cut = pre_tokenizers.Split(Regex(fields.pat_str), "isolated")
@@ -54,7 +55,11 @@ def to_hf(fields: PickledEncoding, bos: str, where: str) -> tokenizers.Tokenizer
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
     core.decoder = decoders.ByteLevel()
-    _add_special(core, fields.special_tokens, where)
+    ordered = sorted(special, key=lambda text: special[text])
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ordered])
+    for text, token in special.items():
+        if core.token_to_id(text) != token:
+            raise ModelError(f"{where}: the special token {text!r} cannot have the id {token} in tokenizer.json")
     set_bos_eos(core, bos, None)
     check_same(core, encoding_of(fields), where)
     return core
@@ -70,53 +75,6 @@ def from_hf(path: Path) -> PickledEncoding:
         core = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception for every damaged file
         raise ModelError(f"{path}: cannot be read as a tokenizer.json: {error}") from None
-    special = _special(core, path)
-    state = json.loads(core.to_str())
-    fields = PickledEncoding(
-        name=ENCODING_NAME,
-        pat_str=_pattern(state, path),
-        mergeable_ranks=_ranks(core, special, path),
-        special_tokens=special,
-    )
-    check_same(core, encoding_of(fields), str(path))
-    return fields
-
-
-def check_same(core: tokenizers.Tokenizer, encoding: tiktoken.Encoding, where: str) -> None:
-    """Raise `ModelError` naming the first sample text for which the ids differ."""
-    for text in (*SAMPLES, *_token_texts(encoding)):
-        if core.encode(text, add_special_tokens=False).ids != encoding.encode_ordinary(text):
-            raise ModelError(f"{where}: tokenizer.json and tiktoken would give different ids for {ascii(text)[:80]}")
-
-
-def _token_texts(encoding: tiktoken.Encoding) -> Iterator[str]:
-    """Yield the text of every ordinary token that is valid UTF-8 and contains no special token."""
-    special = encoding.special_tokens_set
-    for data in encoding.token_byte_values():
-        text = data.decode("utf-8", "ignore")
-        if text.encode() == data and not any(word in text for word in special):
-            yield text
-
-
-def _pairs(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield every split of a token into two tokens, by rank."""
-    for word in sorted(ranks, key=lambda word: ranks[word]):
-        cuts = ((word[:i], word[i:]) for i in range(1, len(word)))
-        yield from ((left, right) for left, right in cuts if left in ranks and right in ranks)
-
-
-def _add_special(core: tokenizers.Tokenizer, special: Mapping[str, int], where: str) -> None:
-    ordered = sorted(special, key=lambda text: special[text])
-    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ordered])
-    for text in ordered:
-        if core.token_to_id(text) != special[text]:
-            raise ModelError(
-                f"{where}: the special token {text!r} cannot have the id {special[text]} in tokenizer.json"
-            )
-
-
-def _special(core: tokenizers.Tokenizer, path: Path) -> dict[str, int]:
-    """Return the special tokens in the order of ids. Raises `ModelError` without a bos token."""
     added = sorted(core.get_added_tokens_decoder().items())
     plain = [entry.content for _, entry in added if not entry.special]
     if plain:
@@ -124,11 +82,7 @@ def _special(core: tokenizers.Tokenizer, path: Path) -> dict[str, int]:
     special = {entry.content: token for token, entry in added}
     if not any(text in special for text in BOS_TOKENS):
         raise ModelError(f"{path}: has neither of the special tokens {' and '.join(BOS_TOKENS)}")
-    return special
-
-
-def _pattern(state: Mapping[str, Any], path: Path) -> str:
-    """Return the regular expression that splits a text into words."""
+    state = json.loads(core.to_str())
     parts = state["pre_tokenizer"] or {}
     first, *rest = parts.get("pretokenizers", [parts])
     is_cut = first.get("type") == "Split" and first["behavior"] == "Isolated" and not first["invert"]
@@ -137,7 +91,23 @@ def _pattern(state: Mapping[str, Any], path: Path) -> str:
         raise ModelError(f"{path}: must split with one pattern and have no normalizer, as nanochat's tokenizer")
     if rest[0]["add_prefix_space"] or rest[0]["use_regex"]:
         raise ModelError(f"{path}: ByteLevel must not add spaces or split, as in nanochat's tokenizer")
-    return str(first["pattern"]["Regex"])
+    pattern, ranks = str(first["pattern"]["Regex"]), _ranks(core, special, path)
+    fields = PickledEncoding(name=ENCODING_NAME, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    check_same(core, encoding_of(fields), str(path))
+    return fields
+
+
+def check_same(core: tokenizers.Tokenizer, encoding: tiktoken.Encoding, where: str) -> None:
+    """Raise `ModelError` naming the first sample text for which the ids differ.
+
+    Samples are also the texts of all ordinary tokens that are valid UTF-8 and contain no special token.
+    """
+    texts = [(data, data.decode("utf-8", "ignore")) for data in encoding.token_byte_values()]
+    special = encoding.special_tokens_set
+    own = (text for data, text in texts if text.encode() == data and not any(word in text for word in special))
+    for text in (*SAMPLES, *own):
+        if core.encode(text, add_special_tokens=False).ids != encoding.encode_ordinary(text):
+            raise ModelError(f"{where}: tokenizer.json and tiktoken would give different ids for {ascii(text)[:80]}")
 
 
 def _ranks(core: tokenizers.Tokenizer, special: Mapping[str, int], path: Path) -> dict[bytes, int]:

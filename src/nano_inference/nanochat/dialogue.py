@@ -11,8 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nano_inference.nanochat.calculator import (
+    OUTPUT_END,
+    OUTPUT_START,
+    PYTHON_END,
+    PYTHON_START,
+    PythonTool,
+    python_tool,
+)
 from nano_inference.nanochat.names import ASSISTANT_END
-from nano_inference.nanochat.tool import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool, python_tool
 from nano_inference.text.chat import with_one_system_message
 from nano_inference.text.kinds import ANSWER, Message, Rendering, Tokenizer
 from nano_inference.text.tools import special_tokens

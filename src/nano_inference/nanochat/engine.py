@@ -180,7 +180,7 @@ class Engine:
         `seeds` is one seed for all prompts, or one for each. Raises as `generate`, and `ValueError` for another number
         of seeds.
         """
-        each = [seeds] * len(prompts) if isinstance(seeds, int) else list(seeds)
+        each = list(seeds) if isinstance(seeds, Sequence) else [seeds] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"seeds must be one for each of {len(prompts)} prompts, got {len(each)}")
         calls = [
@@ -223,10 +223,8 @@ class Engine:
         _require(temperature >= 0.0, "temperature must be non-negative")
         if max_tokens is None:
             length = int(self.model.config.sequence_len)  # type: ignore[attr-defined]
-            _require(
-                len(tokens) <= length,
-                f"a prompt of {len(tokens)} tokens is longer than the model's {length}; set max_tokens",
-            )
+            too_long = f"a prompt of {len(tokens)} tokens is longer than the model's {length}; set max_tokens"
+            _require(len(tokens) <= length, too_long)
             # The last token is not computed, so its position may be one past the trained length.
             max_tokens = length - len(tokens) + 1
         tool, terminals = find_specials(self.tokenizer)

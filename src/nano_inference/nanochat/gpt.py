@@ -70,13 +70,14 @@ class GPT:
         self.model = model
         self.terms = terms_of(model.config)
         self.config = GPTConfig(**{"window_pattern": "L", **model_config_of(config)})
-        self.weights: Mapping[str, Tensor] = MappingProxyType(own_names(model))
-        """nanochat's name -> tensor in the model's memory."""
-        device, program = self.get_device(), model.program
-        without_store = [op for op in program.body if not isinstance(op, Store)]
+        own = program(replace(model.config, terms=replace(self.terms, has_hf_names=False)))
+        tensors, pairs = dict(model.weight_values()), zip(own.weights, model.program.weights, strict=True)
+        self.weights: Mapping[str, Tensor] = MappingProxyType({one.name: tensors[spec.name] for one, spec in pairs})
+        """nanochat's name, whatever those of the checkpoint -> tensor in the model's memory."""
+        without_store = [op for op in model.program.body if not isinstance(op, Store)]
         self._body = CompiledPart(without_store, model.model.weights, {}, "x", OPERATIONS)
-        self._no_store = new_store(program, 0, 1, model.dtype, device)
-        self._ropes = tuple(RotaryTable(rope, device) for rope in program.ropes)
+        self._no_store = new_store(model.program, 0, 1, model.dtype, model.device)
+        self._ropes = tuple(RotaryTable(rope, model.device) for rope in model.program.ropes)
         self.version = 0  # number of `load_state_dict` calls; engines clear their caches when it changes
 
     @classmethod
@@ -106,7 +107,10 @@ class GPT:
 
         `model_config` has the fields of meta files, as a mapping or as an object (the model's `config`).
         """
-        named = model_config if isinstance(model_config, Mapping) else _fields_of(model_config)
+        named = model_config
+        if not isinstance(named, Mapping):  # old versions lack some fields
+            names = [field.name for field in fields(GPTConfig) if hasattr(model_config, field.name)]
+            named = {name: getattr(model_config, name) for name in names}
         return cls.of(open_tensors(weights, named, overrides), device=device, dtype=dtype)
 
     @classmethod
@@ -148,23 +152,19 @@ class GPT:
         self.version += 1
 
     def executor(self, config: EngineConfig, sampler: Sampler) -> Executor:
-        """Return an executor for this model: CPU kernels if `config` selects them, else torch.
+        """Return an executor for this model: CPU kernels if it is float32 or `config` asks for them, else torch.
 
         The torch executor shares this model's memory; the kernels have a packed copy (see `refresh`). Raises
         `ValueError` as `pick_kernels`.
         """
-        library = pick_kernels(config, self.get_device()) if self._can_pack(config) else None
+        can_pack = config.kernels not in ("auto", "off") or config.dtype != "auto" or self.model.dtype == torch.float32
+        library = pick_kernels(config, self.get_device()) if can_pack else None
         if library is None:
             return self.model.on_same_weights(sampler)
         model, rounding = self.model.config, ROUNDINGS[config.dtype]
         packed = CpuExecutor(model, self.model.program, library, model.max_positions, rounding, sampler)
         self.refresh(packed)
         return packed
-
-    def _can_pack(self, config: EngineConfig) -> bool:
-        """Return whether the kernels can be used: the model is float32, or `config` requests kernels or a dtype."""
-        is_asked = config.kernels not in ("auto", "off") or config.dtype != "auto"
-        return is_asked or self.model.dtype == torch.float32
 
     def refresh(self, executor: Executor) -> None:
         """Update an executor of this model with the present weights."""
@@ -305,49 +305,23 @@ class _DenseAttention:
         return window
 
     def attend(
-        self,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        store: KVStore,
-        layer: int,
-        spec: AttentionSpec,
-        plan: int | None,
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, store: KVStore, layer: int, spec: AttentionSpec, plan: Any
     ) -> Tensor:
         """Append keys and values to the cache; return causal softmax(scale q·k) v over at most `plan` keys."""
         q, k, v = (x.view(self._num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
         if self._cache is not None:
             k, v = self._cache.insert_kv(layer, k, v)
         num_queries, num_keys = q.size(2), k.size(2)
-        is_plain = self._start == 0 and (plan is None or plan >= num_keys)
-        mask_TS = None
+        is_plain, mask_TS = self._start == 0 and (plan is None or plan >= num_keys), None
         if not is_plain and (num_queries > 1 or (plan is not None and plan < num_keys)):
             query_T1 = torch.arange(self._start, self._start + num_queries, device=q.device)[:, None]
             key_S = torch.arange(num_keys, device=q.device)
             mask_TS = (key_S <= query_T1) & (key_S > query_T1 - (plan or num_keys + 1))
+        is_causal, has_groups = is_plain and num_queries > 1, q.size(1) != k.size(1)
         out_BHTD = functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask_TS,
-            is_causal=is_plain and num_queries > 1,
-            scale=spec.scale,
-            enable_gqa=q.size(1) != k.size(1),
+            q, k, v, attn_mask=mask_TS, is_causal=is_causal, scale=spec.scale, enable_gqa=has_groups
         )
         return out_BHTD.transpose(1, 2).flatten(0, 1)
-
-
-def own_names(model: TorchExecutor) -> dict[str, Tensor]:
-    """Return a model's weights by nanochat's names, whatever names its checkpoint has."""
-    own = program(replace(model.config, terms=replace(terms_of(model.config), has_hf_names=False)))
-    tensors = dict(model.weight_values())
-    return {one.name: tensors[spec.name] for one, spec in zip(own.weights, model.program.weights, strict=True)}
-
-
-def _fields_of(config: object) -> dict[str, Any]:
-    """Return the fields of `GPTConfig` that an object has; old versions lack some."""
-    names = (field.name for field in fields(GPTConfig))
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def stretch(config: ModelConfig) -> ModelConfig:

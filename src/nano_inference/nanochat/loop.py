@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from nano_inference.nanochat.cache import KVCache
+from nano_inference.nanochat.calculator import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
 from nano_inference.nanochat.columns import sample_next_token
 from nano_inference.nanochat.names import ASSISTANT_END, UnknownName
-from nano_inference.nanochat.tool import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
 
 Column = tuple[list[int], list[int]]  # one token per row, and its mask: 1 if sampled, 0 if forced
 
