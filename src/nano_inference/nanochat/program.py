@@ -6,6 +6,8 @@ every step. No state is kept between steps, so chunks, prefix hits and preemptio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import (
     Activate,
@@ -27,53 +29,26 @@ from nano_inference.models.parts import attend, logits
 from nano_inference.models.program import Program
 from nano_inference.nanochat.checkpoint import NanochatTerms, terms_of
 
-_HF_NAMES = (
-    ("transformer.wte.", "model.embed_tokens."),
-    ("transformer.h.", "model.layers."),
-    (".attn.c_proj.", ".self_attn.o_proj."),
-    (".attn.c_", ".self_attn."),
-    (".mlp.c_fc.", ".mlp.fc1."),
-    (".mlp.c_proj.", ".mlp.fc2."),
-)
+_HF_NAMES: Mapping[str, str] = {
+    **{"transformer.wte.": "model.embed_tokens.", "transformer.h.": "model.layers."},
+    **{".attn.c_proj.": ".self_attn.o_proj.", ".mlp.c_fc.": ".mlp.fc1.", ".mlp.c_proj.": ".mlp.fc2."},
+    **{f".attn.c_{part}.": f".self_attn.{part}_proj." for part in "qkv"},
+}
 
 
 def hf_name(name: str) -> str:
     """Return the name of a weight in Transformers' port (models/nanochat, G0 only)."""
-    for ours, theirs in _HF_NAMES:
+    for ours, theirs in _HF_NAMES.items():
         name = name.replace(ours, theirs)
-    for part in ("q", "k", "v"):
-        name = name.replace(f".self_attn.{part}.", f".self_attn.{part}_proj.")
     return name
 
 
 def program(config: ModelConfig) -> Program:
     """Return the program of any generation. Buffers: x, start, middle, pair; before and gate for smear."""
-    terms = terms_of(config)
-    ops = _start(config, terms)
-    for index in range(config.num_layers):
-        ops += _layer(config, terms, index)
-        if terms.has_backout and index == config.num_layers // 2:
-            ops.append(Copy(x="x", out="middle"))
-    if terms.has_backout:
-        ops.append(Mix(x="x", y="middle", out="x", a=None, b=_number("backout_lambda", 1), sign=-1))
-    matrix = _matrix(terms, "lm_head.weight", terms.padded_vocab_size, config.hidden_size)
-    head = Linear(x="h", out=("logits",), matrices=(matrix,), num_rows=config.vocab_size)
-    return Program(
-        body=tuple(ops),
-        final=(_norm(config, "x", "h"),),
-        head=logits(head, config.logits_softcap),
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        ropes=config.ropes,
-        has_full_decode=terms.has_full_decode,
-    )
-
-
-def _start(config: ModelConfig, terms: NanochatTerms) -> list[Op]:
-    """Normalised embedding, with a gated share of the previous token's (G4)."""
-    table = _matrix(terms, "transformer.wte.weight", terms.padded_vocab_size, config.hidden_size)
+    terms, size = terms_of(config), config.hidden_size
+    table = _matrix(terms, "transformer.wte.weight", terms.padded_vocab_size, size)
     ops: list[Op] = [Embed(out="n", table=table), _norm(config, "n", "x")]
-    if terms.smear_columns:
+    if terms.smear_columns:  # a gated share of the previous token's embedding (G4)
         gate = _matrix(terms, "smear_gate.weight", 1, terms.smear_columns)
         ops += [
             Embed(out="n", table=table, rows="previous"),
@@ -84,16 +59,38 @@ def _start(config: ModelConfig, terms: NanochatTerms) -> list[Op]:
     if terms.has_lambdas:
         ops.append(Copy(x="x", out="start"))
     if terms.bigram_rows:
-        pairs = _matrix(terms, "bigram_embed.embed.weight", terms.bigram_rows, config.hidden_size)
+        pairs = _matrix(terms, "bigram_embed.embed.weight", terms.bigram_rows, size)
         ops.append(Embed(out="pair", table=pairs, rows="pair"))
-    return ops
+    for index in range(config.num_layers):
+        ops += _layer(config, terms, index)
+        if terms.has_backout and index == config.num_layers // 2:
+            ops.append(Copy(x="x", out="middle"))
+    if terms.has_backout:
+        ops.append(Mix(x="x", y="middle", out="x", a=None, b=_number("backout_lambda", 1), sign=-1))
+    matrix = _matrix(terms, "lm_head.weight", terms.padded_vocab_size, size)
+    head = Linear(x="h", out=("logits",), matrices=(matrix,), num_rows=config.vocab_size)
+    return Program(
+        body=tuple(ops),
+        final=(_norm(config, "x", "h"),),
+        head=logits(head, config.logits_softcap),
+        vocab_size=config.vocab_size,
+        hidden_size=size,
+        ropes=config.ropes,
+        has_full_decode=terms.has_full_decode,
+    )
 
 
 def _layer(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
     """Mix the residual, then x += attention(norm(x)), then x += mlp(norm(x))."""
-    at, size, inner = f"transformer.h.{index}", config.hidden_size, config.intermediate_size
+    at, size, inner, count = f"transformer.h.{index}", config.hidden_size, config.intermediate_size, config.num_layers
+    ops: list[Op] = []
+    if terms.has_lambdas:  # x = r · x + z · start (from G1), plus b · pair (G2e)
+        a, b = (_number(f"{name}_lambdas", count, index) for name in ("resid", "x0"))
+        ops.append(Mix(x="x", y="start", out="x", a=a, b=b))
+        if terms.bigram_rows:
+            ops.append(Mix(x="x", y="pair", out="x", a=None, b=_number("bigram_lambdas", count, index)))
     return [
-        *_mixed(config, terms, index),
+        *ops,
         _norm(config, "x", "n"),
         *_attention(config, terms, index),
         Add(x="x", y="n", out="x"),
@@ -103,18 +100,6 @@ def _layer(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
         Linear(x="act", out=("n",), matrices=(_matrix(terms, f"{at}.mlp.c_proj.weight", size, inner),)),
         Add(x="x", y="n", out="x"),
     ]
-
-
-def _mixed(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
-    """x = r · x + z · start (from G1), plus b · pair (G2e)."""
-    if not terms.has_lambdas:
-        return []
-    count = config.num_layers
-    a, b = (_number(f"{name}_lambdas", count, index) for name in ("resid", "x0"))
-    ops: list[Op] = [Mix(x="x", y="start", out="x", a=a, b=b)]
-    if terms.bigram_rows:
-        ops.append(Mix(x="x", y="pair", out="x", a=None, b=_number("bigram_lambdas", count, index)))
-    return ops
 
 
 def _attention(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
