@@ -11,24 +11,25 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nano_inference.loading.opened import Checkpoint
 from nano_inference.nanochat.builtin import CALCULATOR
-from nano_inference.nanochat.checkpoint_manager import describe
+from nano_inference.nanochat.checkpoint_manager import load_from
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.engine import Engine
-from nano_inference.nanochat.files import SOURCES, find_files
-from nano_inference.nanochat.format import open_nanochat
+from nano_inference.nanochat.files import SOURCES
 from nano_inference.nanochat.gpt import GPT
-from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
-from nano_inference.types import ModelError, SamplingParams
+from nano_inference.nanochat.tokenizer import RustBPETokenizer
+from nano_inference.types import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both times and whether all tokens match; return 0 if they do, 1 if not, 2 for wrong arguments or files."""
     wish = _parser().parse_args(argv)
     try:
-        checkpoint = _open(wish)
-        model, tokenizer = GPT.of(checkpoint, device=wish.device), get_tokenizer(checkpoint.tokenizer.path)
+        is_named = any(value is not None for value in (wish.path, wish.source, wish.model_tag, wish.step))
+        root, device = base_path(wish.path) if is_named else CALCULATOR.directory, wish.device
+        model, tokenizer, _ = load_from(
+            root, device, source=wish.source, model_tag=wish.model_tag, step=wish.step, out=sys.stdout
+        )
         prompt = _prompt(wish, model, tokenizer)
     except ValueError as error:
         print(f"nano_inference.nanochat: {error}", file=sys.stderr)
@@ -89,19 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--device", default="auto")
     return parser
-
-
-def _open(wish: argparse.Namespace) -> Checkpoint:
-    """Open the requested checkpoint and print what was inferred of it."""
-    is_named = any(value is not None for value in (wish.path, wish.source, wish.model_tag, wish.step))
-    root = base_path(wish.path) if is_named else CALCULATOR.directory
-    files = find_files(root, source=wish.source, model_tag=wish.model_tag, step=wish.step)
-    if files is None:
-        raise ModelError(f"{root}: contains no nanochat checkpoint")
-    checkpoint = open_nanochat(files)
-    for line in describe(checkpoint, files):
-        print(line)
-    return checkpoint
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import torch
 from torch import Tensor
 
 from nano_inference.config import Dtype
 from nano_inference.loading.fields import read_json
-from nano_inference.loading.opened import Checkpoint
 from nano_inference.loading.pt_file import read_pt
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.files import NanochatFiles, find_files, largest_tag, last_step
@@ -54,19 +53,21 @@ def load_model(
     `base_dir` is any directory with checkpoints; `overrides` set constants that the file does not contain. Prints the
     inferred constants to stderr. Raises `ModelError` for files that cannot be used.
     """
-    return _load(base_path(base_dir), device, phase, source, model_tag, step, dtype, overrides)
+    return load_from(base_path(base_dir), device, phase, source, model_tag, step, dtype, overrides)
 
 
-def _load(
+def load_from(
     root: Path,
     device: torch.device | str,
-    phase: str,
-    source: str | None,
-    model_tag: str | None,
-    step: int | None,
+    phase: str = "eval",
+    source: str | None = None,
+    model_tag: str | None = None,
+    step: int | None = None,
     dtype: Dtype = "auto",
     overrides: Iterable[str] = (),
+    out: TextIO | None = None,
 ) -> Loaded:
+    """Return what `load_model` does, from any path with checkpoints; print to `out`, default: stderr."""
     if phase != "eval":
         raise ValueError(f'phase must be "eval", got {phase!r}: this model does not train')
     files = _find(root, source, model_tag, step)
@@ -74,8 +75,11 @@ def _load(
     if files.tokenizer is None and (shared / FILE_NAME).is_file():
         files = replace(files, tokenizer=shared)  # where upstream reads it
     checkpoint = open_nanochat(files, overrides)
-    for line in describe(checkpoint, files):
-        print(line, file=sys.stderr)
+    if checkpoint.inferred is not None:
+        lines = [f"{checkpoint.inferred.headline}: {checkpoint.path}", *checkpoint.inferred.notes]
+        lines += [f"trained with nanochat's commit {files.git_commit}"] if files.git_commit else []
+        lines += [f"warning: {warning}" for warning in checkpoint.inferred.warnings]
+        print(*lines, sep="\n", file=out or sys.stderr)
     model = GPT.of(checkpoint, device=str(device), dtype=dtype)
     return model, get_tokenizer(checkpoint.tokenizer.path), dict(read_json(files.meta).values)
 
@@ -88,12 +92,12 @@ def load_model_from_dir(
     step: int | None = None,
 ) -> Loaded:
     """Return what `load_model` does, from a directory of tags or of one checkpoint. Raises as `load_model`."""
-    return _load(Path(checkpoints_dir), device, phase, None, model_tag, step)
+    return load_from(Path(checkpoints_dir), device, phase, None, model_tag, step)
 
 
 def build_model(checkpoint_dir: str | Path, step: int, device: torch.device | str, phase: str) -> Loaded:
     """Return what `load_model` does, from the directory of a checkpoint. Raises as `load_model`."""
-    return _load(Path(checkpoint_dir), device, phase, None, None, step)
+    return load_from(Path(checkpoint_dir), device, phase, None, None, step)
 
 
 def load_checkpoint(
@@ -187,14 +191,3 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def _optimizer_name(step: int, rank: int) -> str:
     return f"optim_{step:06d}_rank{rank:d}.pt"
-
-
-def describe(checkpoint: Checkpoint, files: NanochatFiles | None = None) -> list[str]:
-    """Return lines with the inferred generation, notes and warnings of a checkpoint."""
-    if checkpoint.inferred is None:
-        return []
-    lines = [f"{checkpoint.inferred.headline}: {checkpoint.path}"]
-    lines += checkpoint.inferred.notes
-    if files is not None and files.git_commit:
-        lines.append(f"trained with nanochat's commit {files.git_commit}")
-    return lines + [f"warning: {warning}" for warning in checkpoint.inferred.warnings]
