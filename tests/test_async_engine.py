@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from nano_inference import (
 )
 from nano_inference.core.scheduler import STREAM_LOOKAHEAD
 from nano_inference.core.step import BlockCopy, Row, RowResult
-from nano_inference.types import EngineRequest
+from nano_inference.types import Delta, EngineRequest, UpdateBusy, UpdateCancelled
 from nano_inference.weights.updates import WeightUpdate
 from tests.sim.fakes import Calculator, FakeRunner, fake_config, fake_parts
 from tests.sim.versioned import content
@@ -31,6 +31,7 @@ from tests.weights.test_update import PausedSource
 
 PROMPT = [5, 9, 30, 2, 44]
 PARAMS = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
+NORM = "model.norm.weight"
 LONG = SamplingParams(max_tokens=100_000 - 100, seed=4, ignore_eos=True)
 
 Work = Callable[[AsyncEngine[InferenceEngine]], Awaitable[None]]
@@ -282,23 +283,27 @@ def test_drained_requests_of_a_paused_engine_end_with_what_they_have() -> None:
     run(work, fake_engine(num_blocks=30_000))
 
 
+async def started(engine: AsyncEngine[InferenceEngine], num_tokens: int) -> AsyncIterator[Delta]:
+    """Return a stream of a request that has a token."""
+    stream = engine.stream(PROMPT, replace(LONG, max_tokens=num_tokens))
+    await anext(stream)
+    return stream
+
+
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_pause_and_resume_are_the_engines(mode: Any) -> None:
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:
-        running = asyncio.create_task(engine.generate([PROMPT], replace(PARAMS, max_tokens=2000)))
-        async for _ in engine.stream([7, 8], PARAMS):
-            break  # both requests were started
-        await engine.pause(mode)
+        stream = await started(engine, 2000)
+        assert await engine.pause(mode)
         assert await engine.call(lambda inner: (inner.is_paused, inner.is_pausing)) == (True, False)
-        if mode == "wait":  # it has ended, as no step can run now
-            await running
         late = asyncio.create_task(engine.generate([[9, 9]], PARAMS))
         await engine.call(lambda _: None)
+        rest = [delta async for delta in stream] if mode != "keep" else []
         assert not late.done()
         await engine.resume()
         assert content(await late) == content(fake_engine().generate([[9, 9]], PARAMS))
-        (sample,) = await running
-        assert sample.finish_reason == ("abort" if mode == "abort" else "length")
+        rest = rest or [delta async for delta in stream]
+        assert rest[-1].finish_reason == ("abort" if mode == "abort" else "length")
 
     run(work, fake_engine(num_blocks=3000))
 
@@ -313,3 +318,62 @@ def test_abort_ends_the_callers_named_or_all() -> None:
             assert not second.is_done and await engine.abort() == 2
 
     run(work, fake_engine(num_blocks=30_000))
+
+
+@pytest.mark.parametrize("how", ["resume", "pause", "resume by call"])
+def test_a_pause_that_waits_is_overtaken(how: str) -> None:
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        stream = await started(engine, 90_000)
+        waiting = asyncio.create_task(engine.pause("wait"))
+        while not await engine.call(lambda inner: inner.is_pausing):
+            await asyncio.sleep(0)
+        if how == "resume":
+            await engine.resume()
+        elif how == "pause":
+            assert await engine.pause()
+        else:
+            await engine.call(lambda inner: inner.resume())
+        async with asyncio.timeout(30):
+            assert await waiting is False
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    run(work, fake_engine(num_blocks=30_000))
+
+
+def test_a_cancelled_pause_is_cancelled_unless_another_call_waits() -> None:
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        stream = await started(engine, 90_000)
+        first, second = (asyncio.create_task(engine.pause("wait")) for _ in range(2))
+        while not await engine.call(lambda inner: inner.is_pausing):
+            await asyncio.sleep(0)
+        for task, is_pausing in ((first, True), (second, False)):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await engine.call(lambda inner: inner.is_pausing) is is_pausing
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    run(work, fake_engine(num_blocks=30_000))
+
+
+def test_callers_of_a_cancelled_or_failed_update_get_their_own_error(untied: Pair, open_engine: OpenEngine) -> None:
+    source = PausedSource(untied.named())
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        update = asyncio.create_task(engine.update_weights(source))
+        while not await engine.cancel_update():
+            await asyncio.sleep(0)
+        with pytest.raises(UpdateCancelled):
+            await update
+        source.resume.set()
+        failing = await engine.start_update(WeightUpdate(weights={"no such weight": untied.named()[NORM]}))
+        while True:
+            try:
+                assert await engine.update_weights(untied.named()) == 1
+            except UpdateBusy:  # the first is gathered, or has failed and is told so
+                continue
+            break
+        with pytest.raises(WeightError, match="no such weight"):
+            await failing
+
+    run(work, open_engine(untied))

@@ -50,6 +50,7 @@ _HOMES = {
     "TrainingSample": "types",
     "Turn": "rl.rollout",
     "UpdateBusy": "types",
+    "UpdateCancelled": "types",
     "UrlFleet": "rl.pool.urls",
     "VersionSpan": "types",
     "WeightError": "types",

@@ -47,6 +47,7 @@ from nano_inference.types import ModelError as ModelError
 from nano_inference.types import SamplingParams as SamplingParams
 from nano_inference.types import TrainingSample as TrainingSample
 from nano_inference.types import UpdateBusy as UpdateBusy
+from nano_inference.types import UpdateCancelled as UpdateCancelled
 from nano_inference.types import VersionSpan as VersionSpan
 from nano_inference.types import WeightError as WeightError
 from nano_inference.types import WeightInfo as WeightInfo

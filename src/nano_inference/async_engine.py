@@ -34,6 +34,8 @@ from nano_inference.types import (
     StepResult,
     TokenProgram,
     TrainingSample,
+    UpdateBusy,
+    UpdateCancelled,
     WeightInfo,
     WeightLabel,
 )
@@ -155,6 +157,8 @@ class AsyncEngine(Generic[Engine]):
         """Those of callers that have not left."""
         self._unanswered: set[asyncio.Future[Any]] = set()
         """Futures of `call` and `watch`."""
+        self._num_pausing = 0
+        """Calls that wait until the engine is paused."""
         self._busy_since: float | None = None
         """When the current work started; None while the thread waits. Written by the thread."""
         # Accessed only on the thread:
@@ -165,6 +169,12 @@ class AsyncEngine(Generic[Engine]):
         self._is_draining = False
         """Whether to end requests that cannot run."""
         self._is_ending = False
+        self._num_overrides = 0
+        """Commands that ended a waiting pause: resumes, and pauses with mode "keep"."""
+        self._num_updates = 0
+        """Updates that were started here; the number of each is its place."""
+        self._num_cancelled = 0
+        """The largest number of a cancelled update."""
 
     # ---- start and stop ---------------------------------------------------------------------------------------------
 
@@ -323,17 +333,47 @@ class AsyncEngine(Generic[Engine]):
 
     # ---- pause and weights ------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> None:
-        """Pause as `InferenceEngine.pause` does; with "wait", return once the started requests have ended."""
-        paused = await self.watch(
-            lambda engine: None if engine.is_pausing else True,
-            first=lambda engine: engine.pause(mode, clear_cache=clear_cache, blocking=False),
-        )
-        await paused
+    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> bool:
+        """Pause as `InferenceEngine.pause` does, with "wait" until the started requests have ended; return True.
 
-    async def resume(self) -> None:
-        """Resume after `pause`."""
-        await self.call(lambda engine: engine.resume())
+        A call that waits returns False if another one resumes the engine or pauses it at once. Cancelling it cancels
+        the pause, unless another call waits for it too.
+        """
+        overrides: list[int] = []
+
+        def start(engine: Engine) -> None:
+            self._num_overrides += engine.is_pausing and mode == "keep"
+            overrides.append(self._num_overrides)
+            engine.pause(mode, clear_cache=clear_cache, blocking=False)
+
+        def look(engine: Engine) -> bool | None:
+            if overrides[0] != self._num_overrides:
+                return False
+            return None if engine.is_pausing else engine.is_paused
+
+        self._num_pausing += 1
+        try:
+            paused = await (await self.watch(look, first=start))
+            return paused and await self.call(lambda engine: look(engine) is True)
+        except asyncio.CancelledError:
+            if self._num_pausing == 1:
+                self._inbox.put(lambda: self._engine.cancel_pause())
+            raise
+        finally:
+            self._num_pausing -= 1
+
+    async def resume(self, *, first: Callable[[Engine], object] | None = None) -> None:
+        """Resume after `pause`.
+
+        `first` runs just before, on the engine's thread; if it returns False, nothing is resumed.
+        """
+
+        def resume(engine: Engine) -> None:
+            if first is None or first(engine) is not False:
+                self._num_overrides += 1
+                engine.resume()
+
+        await self.call(resume)
 
     async def update_weights(
         self,
@@ -362,30 +402,62 @@ class AsyncEngine(Generic[Engine]):
                 checksum=checksum,
                 timeout=timeout,
             )
-        update = replace(weights, on_gathered=_both(self.wake, weights.on_gathered))
-        ends = ("idle", "staged") if update.hold else ("idle",)
-        started: list[int] = []
+        number: list[int] = []
         try:
-            installed = await self.watch(
-                lambda engine: engine.finish_update(0) if engine.weight_info().update in ends else None,
-                first=lambda engine: started.append(engine.start_update(update)),
-            )
-            return await installed
+            return (await (await self._started_update(weights, number))).version
         except asyncio.CancelledError:  # the thread may start the update after this
-            self._inbox.put(lambda: started and self._engine.cancel_update())
+            self._inbox.put(lambda: number and self._cancel_update(number[0]))
             raise
+
+    async def start_update(self, update: WeightUpdate) -> asyncio.Future[WeightInfo]:
+        """Start to gather new weights; return the future of what is installed then, with `hold` of what is installed.
+
+        The future raises `WeightError`, `UpdateCancelled` if it is cancelled. Raises `UpdateBusy` during another one.
+        """
+        return await self._started_update(update, [])
+
+    async def _started_update(self, update: WeightUpdate, number: list[int]) -> asyncio.Future[WeightInfo]:
+        """Do what `start_update` does; append the update's number once the thread has started it."""
+        update = replace(update, on_gathered=_both(self.wake, update.on_gathered))
+
+        def start(engine: Engine) -> None:
+            if engine.weight_info().update == "failed":  # its caller would get the end of the next one
+                raise UpdateBusy("the last update has failed and its caller is being told; try again")
+            engine.start_update(update)
+            self._num_updates += 1
+            number.append(self._num_updates)
+
+        ends = ("idle", "staged") if update.hold else ("idle",)
+        return await self.watch(lambda engine: self._end_of_update(engine, number[0], ends), first=start)
 
     async def commit_update(self) -> int:
         """Install a held update, as its `on_running` says; return the installed version. Raises as `update_weights`."""
+        number = self._num_updates
         installed = await self.watch(
-            lambda engine: engine.finish_update(0) if engine.weight_info().update == "idle" else None,
+            lambda engine: self._end_of_update(engine, number, ("idle",)),
             first=lambda engine: engine.commit_update(blocking=False),
         )
-        return await installed
+        return (await installed).version
 
     async def cancel_update(self) -> bool:
-        """Cancel an update that is not installed yet; return whether there was one."""
-        return await self.call(lambda engine: engine.cancel_update())
+        """Cancel an update that is not installed yet, for its callers too; return whether there was one."""
+        return await self.call(lambda _: self._cancel_update(self._num_updates))
+
+    def _end_of_update(self, engine: Engine, number: int, ends: Collection[str]) -> WeightInfo | None:
+        """Return what is installed once an update has reached one of these states. Raises `WeightError`."""
+        if number <= self._num_cancelled:
+            raise UpdateCancelled("the update was cancelled")
+        if engine.weight_info().update not in ends:
+            return None
+        engine.finish_update(0)
+        return engine.weight_info()
+
+    def _cancel_update(self, number: int) -> bool:
+        """Cancel the latest update on the thread, if it has this number."""
+        if number != self._num_updates or not self._engine.cancel_update():
+            return False
+        self._num_cancelled = number
+        return True
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from nano_inference.support.errors import EnginePaused as EnginePaused
 from nano_inference.support.errors import MissingFile as MissingFile
 from nano_inference.support.errors import ModelError as ModelError
 from nano_inference.support.errors import UpdateBusy as UpdateBusy
+from nano_inference.support.errors import UpdateCancelled as UpdateCancelled
 from nano_inference.support.errors import WeightError as WeightError
 from nano_inference.support.frozen import FrozenDict
 from nano_inference.support.samples import Delta as Delta

@@ -49,5 +49,9 @@ class WeightError(ValueError):
     """New weights were rejected: a wrong name, shape or value, or a failed sender. The old weights stay installed."""
 
 
+class UpdateCancelled(WeightError):
+    """The weight update was cancelled before it was installed."""
+
+
 class UpdateBusy(RuntimeError):
     """A weight update is already in progress; only one is allowed at a time."""

@@ -16,7 +16,15 @@ import torch
 
 from nano_inference.executors.protocol import Executor, Staged
 from nano_inference.support.files import path_of
-from nano_inference.types import EngineDead, OnRunning, UpdateBusy, UpdateState, WeightError, WeightLabel
+from nano_inference.types import (
+    EngineDead,
+    OnRunning,
+    UpdateBusy,
+    UpdateCancelled,
+    UpdateState,
+    WeightError,
+    WeightLabel,
+)
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.directory import weights_in
 from nano_inference.weights.gate import StepGate, share_of
@@ -320,7 +328,7 @@ class _Job:
 
     def _check_cancelled(self) -> None:
         if self.is_cancelled.is_set():
-            raise WeightError("the update was cancelled")
+            raise UpdateCancelled("the update was cancelled")
 
     def state(self) -> UpdateState:
         """Return the state; once the deadline has passed it stays "failed"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 from starlette.types import Receive
@@ -20,15 +21,12 @@ SCHEDULING = "scheduling"  # vLLM's name of the part that sleep level 0 stops
 
 
 class Control:
-    """Owns the set of sleeping parts and the number of clients that wait for a pause."""
+    """Owns the set of sleeping parts."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
-        self._num_pausing = 0  # clients that wait until the engine is paused
         self.asleep: frozenset[str] = frozenset()
         """Sleeping parts. Changed on the engine thread, together with the engine."""
-        self._num_overrides = 0
-        """Commands that ended a waiting pause: resumes, and pauses with mode "keep". Accessed on the engine thread."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, receive: Receive) -> int:
         """Pause the engine, which may be paused already; return the number of aborted samples.
@@ -36,58 +34,27 @@ class Control:
         If the client disconnects during mode "wait", the pause is cancelled unless another client waits for it too.
         Raises `ApiError` 409 if another command resumes or pauses the engine meanwhile, or if the engine sleeps.
         """
-        if mode == "wait":
-            await self._pause_when_drained(clear_cache, receive)
-            return 0
-
-        def pause(engine: DrivenEngine) -> None:
-            self._num_overrides += engine.is_pausing and mode == "keep"
-            engine.pause("keep", clear_cache=clear_cache)
-
         if mode == "abort":
-            return await self._link.end_requests(first=pause)
-        await self._link.engine.call(pause)
-        return 0
-
-    async def _pause_when_drained(self, clear_cache: bool, receive: Receive) -> None:
-        self._num_pausing += 1
-        overrides_at_start = 0
-
-        def start(engine: DrivenEngine) -> None:
-            nonlocal overrides_at_start
-            overrides_at_start = self._num_overrides
-            engine.pause("wait", clear_cache=clear_cache, blocking=False)
-
-        def check(engine: DrivenEngine) -> bool | None:
-            if self._num_overrides != overrides_at_start:
-                return False
-            return None if engine.is_pausing else engine.is_paused
-
+            return await self._link.end_requests(first=lambda engine: engine.pause("keep", clear_cache=clear_cache))
+        pausing = asyncio.ensure_future(self._link.engine.pause(mode, clear_cache=clear_cache))
         try:
-            paused = await self._link.engine.watch(check, first=start)
-            is_paused = await unless_gone(receive, paused)
-            is_paused = is_paused and await self._link.engine.call(lambda engine: check(engine) is True)
+            is_paused = await unless_gone(receive, pausing)
         except ClientGone:
-            if self._num_pausing == 1:
-                await self._link.engine.call(lambda engine: engine.cancel_pause())
             raise
         except Exception as error:
             raise client_error(error) from None
-        finally:
-            self._num_pausing -= 1
         if not is_paused:
             text = "overtaken by a command that resumed the engine before it was paused, or paused it in another mode"
             raise ApiError(409, text, code="overtaken")
+        return 0
 
     async def resume(self) -> None:
         """Resume the engine, also after sleep level 0 and if it is not paused."""
 
-        def resume(engine: DrivenEngine) -> None:
-            self._num_overrides += 1
-            engine.resume()
+        def wake(_: object) -> None:
             self.asleep -= {SCHEDULING}
 
-        await self._link.engine.call(resume)
+        await self._link.engine.resume(first=wake)
 
     async def abort(self, names: Iterable[str] | None) -> int:
         """Abort the requests with these names, or all if None; return the number of aborted samples."""
@@ -149,13 +116,11 @@ class Control:
         """Wake the named parts, or all if None; memory is allocated again once all released parts are named."""
         named = MEMORY | {SCHEDULING} if what is None else frozenset(what)
 
-        def wake(engine: DrivenEngine) -> None:
+        def wake(engine: DrivenEngine) -> bool:
             before, left = self.asleep, self.asleep - named
             if engine.is_asleep and not left & MEMORY:
                 engine.wake()
-            if SCHEDULING in before - left:
-                self._num_overrides += 1
-                engine.resume()
             self.asleep = left
+            return SCHEDULING in before - left
 
-        await self._link.engine.call(wake)
+        await self._link.engine.resume(first=wake)

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.async_engine import DrivenEngine
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.trainers.feed import Feed, Source
@@ -20,7 +19,7 @@ from nano_inference.types import (
     EnginePaused,
     OnRunning,
     UpdateBusy,
-    UpdateState,
+    UpdateCancelled,
     WeightInfo,
     WeightLabel,
 )
@@ -42,14 +41,6 @@ class _OpenUpdate:
     outcome: asyncio.Future[WeightInfo]
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """State of the latest update. Accessed on the engine thread."""
-
-    is_aborted: bool = False
-    is_held: bool = False  # whether the engine waits for `commit` once the weights are gathered
-
-
 class Updates:
     """Owns the current update. Accessed on the event loop."""
 
@@ -58,7 +49,8 @@ class Updates:
         self._link = link
         self._timeout = timeout
         self._redact = redact
-        self._latest: _Attempt | None = None  # accessed on the engine thread
+        self._holds = False
+        """Whether the latest update waits for `commit` once it is gathered."""
         self.receiving: list[str] = []  # groups with tensors still to be received
         self._open: _OpenUpdate | None = None
         self._failure = ""
@@ -112,16 +104,12 @@ class Updates:
 
     async def commit(self) -> WeightInfo:
         """Install the held weights; return their version. Raises `ApiError` 400 if there are none."""
-        attempt = self._latest
-
-        def commit(engine: DrivenEngine) -> None:
-            if attempt is None or not attempt.is_held or engine.weight_info().update != "staged":
-                raise ApiError(400, "no weights are held: POST /update_weights with hold first", code="no_update")
-            attempt.is_held = False
-            engine.commit_update(blocking=False)
-
         try:
-            return await (await self._link.engine.watch(self._check(attempt or _Attempt()), first=commit))
+            if not self._holds or await self._link.engine.call(lambda engine: engine.weight_info().update) != "staged":
+                raise ApiError(400, "no weights are held: POST /update_weights with hold first", code="no_update")
+            self._holds = False
+            await self._link.engine.commit_update()
+            return await self._link.engine.call(lambda engine: engine.weight_info())
         except Exception as error:
             raise self._client_error(error) from None
 
@@ -193,13 +181,7 @@ class Updates:
         opened = self._open
         self._open, self._failure = None, ""
 
-        def cancel(engine: DrivenEngine) -> bool:
-            if self._latest is None or not engine.cancel_update():
-                return False
-            self._latest.is_aborted = True
-            return True
-
-        was_running = await self._link.engine.call(cancel)
+        was_running = await self._link.engine.cancel_update()
         if opened is not None:
             opened.feed.abort("the update was aborted")
             await asyncio.wait({opened.outcome})
@@ -216,37 +198,16 @@ class Updates:
         is_held: bool = False,
     ) -> asyncio.Future[WeightInfo]:
         """Start gathering; return the future of the installed version, with `is_held` set once they are gathered."""
-        attempt = _Attempt(is_held=is_held)
         update = WeightUpdate(
-            weights=source,
-            rules=rules,
-            label=label,
-            on_running=on_running,
-            hold=is_held,
-            timeout=self._timeout,
-            on_gathered=self._link.engine.wake,
+            weights=source, rules=rules, label=label, on_running=on_running, hold=is_held, timeout=self._timeout
         )
-
-        def start(engine: DrivenEngine) -> None:
-            is_waiting = self._latest is not None and self._latest.is_held
-            _require_idle(engine.weight_info().update, is_open=self.is_open, is_held=is_waiting)
-            engine.start_update(update)
-            self._latest = attempt
-
-        return await self._link.engine.watch(self._check(attempt), first=start)
-
-    def _check(self, attempt: _Attempt) -> Callable[[DrivenEngine], WeightInfo | None]:
-        """Return a function that returns the version once an update is installed, or gathered if it is held."""
-
-        def check(engine: DrivenEngine) -> WeightInfo | None:
-            if attempt.is_aborted:
-                raise ApiError(409, "the update was aborted", code="aborted")
-            if engine.weight_info().update not in (("idle", "staged") if attempt.is_held else ("idle",)):
-                return None
-            engine.finish_update(0)
-            return engine.weight_info()
-
-        return check
+        try:
+            outcome = await self._link.engine.start_update(update)
+        except UpdateBusy as error:
+            how = HOW_TO_END if self.is_open else HOW_TO_COMMIT if self._holds else "wait for its end"
+            raise UpdateBusy(f"{str(error).partition(';')[0]}; {how}") from None
+        self._holds = is_held
+        return outcome
 
     async def _result(self, opened: _OpenUpdate) -> WeightInfo:
         try:
@@ -275,25 +236,14 @@ class Updates:
         raise ApiError(400, f"no update is open: POST /start_weight_update first{why}", code="no_update")
 
 
-def _require_idle(state: UpdateState, *, is_open: bool, is_held: bool) -> None:
-    """Raise `UpdateBusy` during an update.
-
-    A failed update lasts until its trainer has the error, at the end of the current turn of the engine thread; with a
-    new update in its place, both trainers would get the new one's result.
-    """
-    if state == "failed":
-        raise UpdateBusy("the last update has failed and its trainer is being notified; try again")
-    if state != "idle":
-        how = HOW_TO_END if is_open else HOW_TO_COMMIT if is_held else "wait for its end"
-        raise UpdateBusy(f"an update is {state}; {how}")
-
-
 def client_error(error: Exception) -> ApiError:
     """Return the reply to a command or an update that failed; log unexpected errors."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UpdateBusy):
         return ApiError(409, f"busy: {error}", code="busy")
+    if isinstance(error, UpdateCancelled):
+        return ApiError(409, "the update was aborted", code="aborted")
     if isinstance(error, EnginePaused):
         return ApiError(409, str(error), code="asleep")
     if isinstance(error, EngineDead):
