@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 from markdown_it import MarkdownIt  # a dependency of rich
 from markdown_it.token import Token
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.markdown import CodeBlock, Markdown
 from rich.segment import Segment
@@ -91,46 +91,63 @@ class PlainOutput:
             self._out.flush()
 
 
-class MarkdownOutput:
-    """Rendered Markdown: finished blocks are printed once, and `Live` redraws the unfinished one below them."""
+class OpenBlock(Live):
+    """Redraws the text that later text can change, after it has changed. Half the window at most, which may shrink."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._open = ""  # text that later text can change
-        self._has_printed = self._continues = False
-        self._live = Live(
+        self.text = self._drawn = ""
+        super().__init__(
             console=console,
-            get_renderable=lambda: AnswerMarkdown(self._open, self._tallest),
             refresh_per_second=_REFRESHES_PER_S,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
         )
 
-    @property
-    def _tallest(self) -> int:
-        """Most rows of the unfinished block, so that they still fit if the window becomes smaller."""
-        return max(1, self._console.height // 2)
+    def get_renderable(self) -> RenderableType:
+        return AnswerMarkdown(self.text, tallest(self.console))
+
+    def refresh(self) -> None:
+        if self.text != self._drawn:
+            self._drawn = self.text
+            super().refresh()
+
+
+def tallest(console: Console) -> int:
+    """Return how many rows of an unfinished block are shown, so that they still fit if the window becomes smaller."""
+    return max(1, console.height // 2)
+
+
+class MarkdownOutput:
+    """Rendered Markdown: finished blocks are printed once, and rich's `Live` redraws the unfinished one below them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._open = OpenBlock(console)
+        self._has_printed = self._continues = False
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Print the blocks that the pieces finish."""
         text = "".join(map(_marked, pieces))
-        self._open += text
         if "\n" in text:
-            done, self._open, continues = split(self._open, self._tallest)
+            done, self._open.text, continues = split(self._open.text + text, tallest(self._console))
             self._print(done, continues)
-        if self._open and self._console.file.isatty():
-            self._live.start()
+        else:
+            self._open.text += text
+        if self._open.text and self._console.file.isatty():
+            self._open.start()
 
     def finish(self) -> None:
         """Print the last block."""
-        text, self._open = self._open, ""
-        self._live.stop()
+        text, self._open.text = self._open.text, ""
+        self._open.stop()
         self._print(text, False)
 
     def _print(self, text: str, continues: bool) -> None:
         """Print finished blocks, after an empty line unless they continue the last one."""
         if text.strip():
+            if self._open.is_started:
+                self._open.refresh()  # `print` draws what was refreshed last below the text
             if self._has_printed and not self._continues:
                 self._console.print()
             self._console.print(AnswerMarkdown(text))
