@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
 from nano_inference import BadRequest, SamplingParams
 from nano_inference.cli import chat
@@ -24,9 +27,8 @@ from nano_inference.cli.conversation import (
     Write,
     sampling_fields,
 )
-from nano_inference.cli.lines import HistoryFile, Input, candidates, continuation, history_path, parse_input
+from nano_inference.cli.lines import CommandCompleter, HistoryFile, Input, continuation, history_path, parse_input
 from nano_inference.cli.options import Common
-from nano_inference.cli.slash_commands import COMMANDS
 from nano_inference.cli.terminal import Interrupts
 from nano_inference.text.chat import Message
 
@@ -185,7 +187,7 @@ def test_model_lists_facts(say: Say) -> None:
 
 def test_help_has_one_line_per_command(say: Say) -> None:
     lines = [line for line in say("/help")[1].splitlines() if line.startswith("/")]
-    assert [line.split()[0] for line in lines] == [name for name in COMMANDS if name != "/save!"]
+    assert [line.split()[0] for line in lines] == [name for name in chat.COMMANDS if name != "/save!"]
     assert all(line[20].isupper() and line.endswith(".") for line in lines)
 
 
@@ -284,21 +286,21 @@ def test_load_accepts_content_parts(say: Say, tmp_path: Path) -> None:
 # ---- history and completion
 
 
-def test_history_is_bounded_and_ignores_errors(tmp_path: Path) -> None:
-    history = HistoryFile(tmp_path / "a" / "history")
+def test_history_is_bounded_private_and_ignores_errors(tmp_path: Path) -> None:
+    file = tmp_path / "a" / "history"
+    history = HistoryFile(file)
     assert list(history.load_history_strings()) == []
-    for i in range(2001):
-        history.store_string(f"line {i}\nmore é")
-    entries = list(HistoryFile(tmp_path / "a" / "history").load_history_strings())
-    assert len(entries) == 1000 and entries[0] == "line 2000\nmore é"
-    lines = (tmp_path / "a" / "history").read_text().splitlines()
-    assert len(lines) == 1000 and stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
-    (tmp_path / "a" / "history").write_bytes(b'"good"\nbad\n3\n\xff\n')
-    assert list(history.load_history_strings()) == ["good"]
+    for i in range(1010):
+        history.store_string(f"line {i}\nmore é\ud800")
     history.store_string("x" * 100_001)
-    assert list(history.load_history_strings()) == ["good"]
-    HistoryFile(tmp_path / "a" / "history" / "below" / "a file").store_string("x")
-    HistoryFile(None).store_string("x")
+    entries = list(HistoryFile(file).load_history_strings())
+    assert entries[0] == "line 1009\nmore é?" and len(entries) == 1000
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.write_bytes(b"bad\n\n+good\xff\n")
+    assert list(history.load_history_strings()) == ["good\ufffd"]
+    HistoryFile(file / "below" / "a file").store_string("x")
+    HistoryFile(os.devnull).store_string("x")
+    assert list(HistoryFile(tmp_path).load_history_strings()) == []
 
 
 def test_parse_input() -> None:
@@ -321,16 +323,17 @@ def test_history_path(monkeypatch: pytest.MonkeyPatch) -> None:
         assert history_path(environ) == Path("/home/me/.local/state/nano-inference/history")
 
 
+def candidates(text: str) -> list[str]:
+    """Return the completions of a line's last word."""
+    completer = CommandCompleter(chat.COMMANDS)
+    return [one.text for one in completer.get_completions(Document(text), CompleteEvent())]
+
+
 def test_completion_candidates(tmp_path: Path) -> None:
     (tmp_path / "one.json").touch()
     (tmp_path / "onedir").mkdir()
-    assert candidates("", "/s", COMMANDS) == ["/system ", "/set ", "/show ", "/save ", "/save! ", "/seed "]
-    assert (
-        candidates("", "s", COMMANDS)
-        == candidates("hello ", "/s", COMMANDS)
-        == candidates("/set top_k ", "t", COMMANDS)
-        == []
-    )
-    assert candidates("/set ", "top", COMMANDS) == ["top_k ", "top_p "]
-    assert candidates("/load ", f"{tmp_path}/one", COMMANDS) == [f"{tmp_path}/one.json", f"{tmp_path}/onedir/"]
-    assert candidates("/save ", "/no/such/place/", COMMANDS) == []
+    assert candidates("/s") == ["/system ", "/set ", "/show ", "/save ", "/save! ", "/seed "]
+    assert candidates("s") == candidates("hello /s") == candidates("/set top_k t") == []
+    assert candidates("/set top") == ["top_k ", "top_p "]
+    assert candidates(f"/load {tmp_path}/one") == [f"{tmp_path}/one.json", f"{tmp_path}/onedir/"]
+    assert candidates("/save /no/such/place/") == []

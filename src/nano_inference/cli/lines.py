@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
-from prompt_toolkit.history import History
+from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.bindings.completion import display_completions_like_readline
 from prompt_toolkit.output import ColorDepth, create_output
@@ -81,39 +81,23 @@ class Reader:
         note("press Ctrl-C again, or Ctrl-D, to quit")
 
 
-class HistoryFile(History):
-    """Input history in a file with mode 0600, one JSON string per line. I/O errors are ignored."""
-
-    def __init__(self, path: Path | None) -> None:
-        super().__init__()
-        self._path = path
+class HistoryFile(FileHistory):
+    """Input history in a file with mode 0600. I/O errors are ignored."""
 
     def load_history_strings(self) -> Iterable[str]:
-        """Return the latest entries, newest first; truncate the file if it has more than twice as many."""
-        entries: list[str] = []
+        """Return the latest entries, newest first."""
         with suppress(OSError):
-            lines = [] if self._path is None else self._path.read_text("utf-8", "replace").splitlines()
-            for line in lines[-_MAX_ENTRIES:]:
-                with suppress(ValueError):
-                    entry = json.loads(line)
-                    entries += [entry] if isinstance(entry, str) else []
-            if len(lines) > 2 * _MAX_ENTRIES:
-                self._write(entries, os.O_TRUNC)
-        return entries[::-1]
+            return islice(super().load_history_strings(), _MAX_ENTRIES)
+        return ()
 
     def store_string(self, string: str) -> None:
         """Append an entry; concurrent chats share the file."""
-        if self._path is None or not string.strip() or len(string) > _MAX_ENTRY:
-            return
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._write([string.strip()], os.O_APPEND)
-
-    def _write(self, entries: Sequence[str], how: int) -> None:
-        assert self._path is not None, "there is a file"
-        data = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
-        with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT | how, 0o600), "wb") as file:
-            file.write(data)
+        if string.strip() and len(string) <= _MAX_ENTRY:
+            with suppress(OSError):
+                path = Path(os.fsdecode(self.filename))
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+                super().store_string(string.strip())
 
 
 class CommandCompleter(Completer):
@@ -125,27 +109,22 @@ class CommandCompleter(Completer):
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
         """Yield completions of the word before the cursor."""
         word = document.get_word_before_cursor(WORD=True)
-        before = document.text_before_cursor.removesuffix(word)
-        for text in candidates(before, word, self._commands):
-            yield Completion(text, -len(word))
+        before = document.text_before_cursor.removesuffix(word).split()
+        if before:
+            found = self._commands[before[0]](word) if before[0] in self._commands and len(before) == 1 else ()
+        else:
+            found = [f"{name} " for name in self._commands if name.startswith(word)] if word.startswith("/") else []
+        yield from (Completion(text, -len(word)) for text in found)
 
 
-def candidates(before: str, text: str, commands: Mapping[str, Complete]) -> list[str]:
-    """Return the completions of the word `text`; `before` is the line up to it."""
-    if not before.strip():
-        return [f"{name} " for name in commands if name.startswith(text)] if text.startswith("/") else []
-    complete = commands.get(before.split()[0])
-    return [] if complete is None or len(before.split()) > 1 else list(complete(text))
-
-
-def history_path(environ: Mapping[str, str]) -> Path | None:
-    """Return the path of the history; None if there is no home directory."""
+def history_path(environ: Mapping[str, str]) -> Path:
+    """Return the path of the history; the null device if there is no home directory."""
     state = environ.get("XDG_STATE_HOME", "")
     if Path(state).is_absolute():  # the XDG specification: relative paths are ignored
         return Path(state) / "nano-inference" / "history"
     with suppress(RuntimeError):
         return Path.home() / ".local" / "state" / "nano-inference" / "history"
-    return None
+    return Path(os.devnull)
 
 
 def open_reader(commands: Mapping[str, Complete]) -> Reader:
