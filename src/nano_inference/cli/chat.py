@@ -160,18 +160,6 @@ def _print_rows(rows: Mapping[str, str]) -> None:
         note(f"{name:<{width}}{text}", indent=width)
 
 
-def _system(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
-    return replace(conversation, system=rest or None, turns=(), last=None)
-
-
-def _clear(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
-    return replace(conversation, turns=(), last=None)
-
-
-def _exit(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
-    return replace(conversation, is_over=True)
-
-
 def _set(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     if not rest:
         note("\n".join(_setting(conversation, name) for name in sampling_fields()))
@@ -321,17 +309,23 @@ def _files(text: str) -> list[str]:
 _TABLE: Mapping[str, Command] = {
     "/help": Command(_help, "", "Show this list."),
     "/model": Command(_model, "[NAME]", "Show the model, or choose another one of the server."),
-    "/system": Command(_system, "TEXT", "Set the system message and start a new conversation."),
+    "/system": Command(
+        lambda _, now, text: replace(now, system=text or None, turns=(), last=None),
+        "TEXT",
+        "Set the system message and start a new conversation.",
+    ),
     "/set": Command(_set, "[NAME VALUE]", "List the sampling fields, or change one: /set top_k 40.", _field_names),
     "/show": Command(_show, "", "Show the conversation's length and your settings."),
     "/save": Command(_save, "FILE", "Write the conversation to a new file; /save! overwrites.", _files),
     "/save!": Command(partial(_save, overwrite=True), "FILE", "", _files),
     "/load": Command(_load, "FILE", "Continue a saved conversation.", _files),
-    "/clear": Command(_clear, "", "Forget the conversation and start a new one."),
+    "/clear": Command(
+        lambda _, now, _rest: replace(now, turns=(), last=None), "", "Forget the conversation and start a new one."
+    ),
     "/tokens": Command(_tokens, "[on|off|N]", "Show each token's probability, or token N's alternatives."),
     "/seed": Command(_seed, "[N|off]", "Set the random seed, so that answers can be repeated."),
     "/regen": Command(_regen, "[N]", "Answer the last message again (with seed N)."),
-    "/exit": Command(_exit, "", "Quit. Ctrl-D and /bye do the same."),
+    "/exit": Command(lambda _, now, _rest: replace(now, is_over=True), "", "Quit. Ctrl-D and /bye do the same."),
 }
 _ALIASES: Mapping[str, str] = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 COMMANDS: Mapping[str, Callable[[str], Sequence[str]]] = {name: command.complete for name, command in _TABLE.items()}

@@ -11,7 +11,6 @@ from nano_inference.support.plugins import table
 
 COMMANDS_GROUP = "nano_inference.commands"
 """Entry-point group by which a package adds a command or replaces a built-in one."""
-_LAST = "models rm"  # listed after the commands of other packages
 
 Fill = Callable[[App, tuple[str, ...], ArgumentCollection], None]
 """Sets unset options; called for every command, before `arguments.fill_defaults`."""
@@ -42,13 +41,13 @@ def _own(words: str, arguments: str = "") -> Command:
 OWN_COMMANDS = (
     *(_own("chat"), _own("generate", " [PROMPT]"), _own("serve"), _own("bench"), _own("tokenize", " [TEXT]")),
     *(_own("doctor"), _own("completion"), _own("models list"), _own("models pull", " NAME")),
-    *(_own("models info", " [NAME]"), _own(_LAST, " NAME")),
+    *(_own("models info", " [NAME]"), _own("models rm", " NAME")),
 )
 
 
 def installed_commands() -> tuple[Command, ...]:
-    """Return built-in commands and those of installed packages, in the order of --help. Raises `PluginError`."""
+    """Return built-in commands and those of installed packages. Raises `PluginError`."""
     rows = {one.words: one for one in OWN_COMMANDS}
     rows |= {one.words: one for one in table(COMMANDS_GROUP, {}, Command).values()}
-    rows[_LAST] = rows.pop(_LAST)
+    rows["models rm"] = rows.pop("models rm")  # is the last one
     return tuple(rows.values())

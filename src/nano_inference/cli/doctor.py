@@ -67,14 +67,8 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
             "platform": platform.platform(),
         },
         "processor": processor() | limits(),
-        "memory": {
-            "total_bytes": total,
-            "available_bytes": basis.available,
-        },
-        "torch": {
-            "threads": torch.get_num_threads(),
-            "cuda_devices": devices,
-        },
+        "memory": {"total_bytes": total, "available_bytes": basis.available},
+        "torch": {"threads": torch.get_num_threads(), "cuda_devices": devices},
         "kernels": kernels,
         "libraries": {name: _version(name) for name in LIBRARIES},
         "settings": {
@@ -131,7 +125,10 @@ LIBRARIES = (
 
 def processor() -> dict[str, Any]:
     """Return the processor's name, those of its instruction sets that kernels use, and thread counts."""
-    info = _cpuinfo()
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())  # of the first processor
+    info = {key.strip(): value.strip() for key, _, value in pairs}
     present = set(info.get("flags", info.get("Features", "")).split())
     return {
         "name": info.get("model name") or platform.processor() or platform.machine(),
@@ -139,16 +136,6 @@ def processor() -> dict[str, Any]:
         "threads": os.cpu_count(),
         "usable_threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
-
-
-def _cpuinfo() -> dict[str, str]:
-    """Return the first processor of /proc/cpuinfo; empty if there is no such file."""
-    path = Path("/proc/cpuinfo")
-    if not path.is_file():
-        return {}
-    first, _, _ = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from nano_inference.config import EngineConfig
@@ -57,7 +56,9 @@ def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str,
     precisions = ("auto", "int8") if machine.has_kernels else ("float32",)
     rows: list[dict[str, Any]] = []
     for entry in entries:
-        for name, path in _models_in(entry):
+        is_repo = entry.source == "hub" and not (entry.path / "config.json").is_file()  # of .gguf files, each a model
+        files = [(f"{entry.name}:{file.name}", file) for file in sorted(entry.path.glob("*.gguf"))] if is_repo else []
+        for name, path in files if is_repo else [(entry.name, entry.path)]:
             try:
                 checkpoint = open_checkpoint(path)
             except (ModelError, BadRequest) as error:
@@ -119,10 +120,3 @@ def _costs(weights: int, kv_bytes: int, context: int, machine: Machine) -> dict[
         "kv_budget_tokens": min(machine.kv_budget // kv_bytes, _MAX_SEQUENCES * context),
         "fits": weights + kv_bytes * context <= machine.available,
     }
-
-
-def _models_in(entry: ModelEntry) -> list[tuple[str, Path]]:
-    """Return the models of an entry: one, or each .gguf file of a repository of such files."""
-    if entry.source != "hub" or (entry.path / "config.json").is_file():
-        return [(entry.name, entry.path)]
-    return [(f"{entry.name}:{file.name}", file) for file in sorted(entry.path.glob("*.gguf"))]

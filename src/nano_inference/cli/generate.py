@@ -8,15 +8,22 @@ import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-from nano_inference.cli.answer import cut_by, stream_answer, text_of
 from nano_inference.cli.arguments import Typed
 from nano_inference.cli.conversation import Sampling
 from nano_inference.cli.options import Common
 from nano_inference.cli.prompts import Prompt
-from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults, with_model_defaults
+from nano_inference.cli.session import (
+    Session,
+    cut_by,
+    encode,
+    open_session,
+    stream_answer,
+    with_chat_defaults,
+    with_model_defaults,
+)
 from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
-from nano_inference.text.dialogue import spelled
+from nano_inference.text.dialogue import spelled, text_of
 from nano_inference.types import BadRequest, EngineDead, SamplingParams, StepResult, TrainingSample
 
 _INTERRUPTED = 130
@@ -61,7 +68,12 @@ def answer_all(
             return _INTERRUPTED if interrupts.pressed else 0
         samples = _run_batch(session, encoded, options, params, common, interrupts)
     for i, sample in enumerate(samples):
-        _print_sample(session, sample, i // options.num_samples, options, params)
+        number = i // options.num_samples
+        text = text_of(session.tokenizer, session.tool, sample, tuple(params.stop), raw=options.raw)
+        if options.as_json:
+            print(json.dumps(sample_json(sample, number, text)))
+        else:
+            print(f"--- prompt {number + 1}, sample {sample.sample_index + 1} ---\n{text}")
     return 0
 
 
@@ -107,28 +119,15 @@ def _run_batch(
         except Exception as error:
             raise EngineDead(f"the engine failed: {type(error).__name__}: {error}") from error
     print_limits(session, samples, common.quiet)
-    note(_batch_statistics(samples, time.perf_counter() - start), common.quiet)
-    return samples
-
-
-def _batch_statistics(samples: list[TrainingSample], seconds: float) -> str:
+    seconds, num_new = time.perf_counter() - start, sum(len(sample.completion_tokens) for sample in samples)
     num_prompt = sum(len(sample.prompt_tokens) for sample in samples)
     num_cached = sum(sample.num_cached_tokens for sample in samples)
-    num_new = sum(len(sample.completion_tokens) for sample in samples)
-    return (
+    note(
         f"[{len(samples)} samples, {num_prompt} prompt tokens ({num_cached} cached), {num_new} generated, "
-        f"{seconds:.2f} s, {num_new / seconds:.1f} tokens/s]"
+        f"{seconds:.2f} s, {num_new / seconds:.1f} tokens/s]",
+        common.quiet,
     )
-
-
-def _print_sample(
-    session: Session, sample: TrainingSample, prompt_index: int, options: Options, params: SamplingParams
-) -> None:
-    text = text_of(session, sample, params, raw=options.raw)
-    if options.as_json:
-        print(json.dumps(sample_json(sample, prompt_index, text)))
-    else:
-        print(f"--- prompt {prompt_index + 1}, sample {sample.sample_index + 1} ---\n{text}")
+    return samples
 
 
 def sample_json(sample: TrainingSample, prompt_index: int, text: str) -> dict[str, Any]:

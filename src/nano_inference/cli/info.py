@@ -37,10 +37,13 @@ def show_info(name: str, overrides: Sequence[str], as_json: bool, common: Common
 
 def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
     """Return the facts of a model as JSON values."""
-    config = checkpoint.config
-    tokenizer = load_tokenizer(checkpoint.tokenizer, kinds.tokenizers)
-    return {
-        "path": str(checkpoint.path),
+    config, path, source = checkpoint.config, checkpoint.path, checkpoint.tokenizer
+    files = [path] if path.is_file() else [*path.glob("*.safetensors")]
+    tokenizer = load_tokenizer(source, kinds.tokenizers)
+    kind = None if source.gguf is not None else kind_of(Path(source.path), kinds.tokenizers)
+    own = "none" if kind is None else kind.description
+    facts = {
+        "path": str(path),
         "architecture": config.architecture,
         "family": config.family,
         "layers": config.num_layers,
@@ -54,43 +57,24 @@ def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
         "ropes": [_rope(rope) for rope in config.ropes],
         "tied_embeddings": config.tie_embeddings,
         "file_precision": checkpoint.dtype,
-        "file_bytes": file_bytes(checkpoint.path),
+        "file_bytes": sum(file.stat().st_size for file in files),
         "parameters": checkpoint.num_parameters,
         "float32_bytes": checkpoint.num_parameters * _FLOAT32,
         "kv_bytes_per_token": config.kv_bytes_per_token(_FLOAT32),
-        "tokenizer": _tokenizer_kind(checkpoint, kinds),
-        "chat_template": load_dialogue(checkpoint.tokenizer, tokenizer, kinds.tokenizers) is not None,
+        "tokenizer": own if source.gguf is None else f"gguf ({source.gguf.get('tokenizer.ggml.model')})",
+        "chat_template": load_dialogue(source, tokenizer, kinds.tokenizers) is not None,
         "end_tokens": {token: tokenizer.token_text(token) for token in sorted(end_token_ids(config, tokenizer))},
-        **_inferred(checkpoint),
     }
-
-
-def _inferred(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the inferred constants with their reasons, and the warnings."""
-    inferred = checkpoint.inferred
-    if inferred is None:
-        return {}
-    constants = {name: {"value": one.value, "reason": one.reason} for name, one in inferred.values.items()}
-    return {"constants": constants, "warnings": list(inferred.warnings)}
-
-
-def file_bytes(path: Path) -> int:
-    """Return the size of a model's weight files."""
-    return path.stat().st_size if path.is_file() else sum(part.stat().st_size for part in path.glob("*.safetensors"))
+    if (inferred := checkpoint.inferred) is not None:  # constants that the files do not name
+        constants = {name: {"value": one.value, "reason": one.reason} for name, one in inferred.values.items()}
+        facts |= {"constants": constants, "warnings": list(inferred.warnings)}
+    return facts
 
 
 def _rope(rope: RopeConfig) -> str:
     """Describe a rotary embedding; the dtype of its tables is named if it is not float32."""
     rounded = "" if rope.table_dtype == "float32" else f", tables in {rope.table_dtype}"
     return f"{rope.kind}, theta {rope.theta:g}, {rope.rotary_dim} dimensions{rounded}"
-
-
-def _tokenizer_kind(checkpoint: Checkpoint, kinds: ModelKinds) -> str:
-    source = checkpoint.tokenizer
-    if source.gguf is not None:
-        return f"gguf ({source.gguf.get('tokenizer.ggml.model')})"
-    kind = kind_of(Path(source.path), kinds.tokenizers)
-    return "none" if kind is None else kind.description
 
 
 def _shown(key: str, value: Any) -> str:

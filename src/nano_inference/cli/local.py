@@ -11,7 +11,6 @@ from typing import Any
 from rich.filesize import decimal
 
 from nano_inference.cli import chat
-from nano_inference.cli.answer import Answer, cut_by, stream_answer
 from nano_inference.cli.arguments import DEFAULT, Typed
 from nano_inference.cli.conversation import (
     NUM_ALTERNATIVES,
@@ -24,7 +23,7 @@ from nano_inference.cli.conversation import (
     fit_turns,
 )
 from nano_inference.cli.options import Common
-from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults
+from nano_inference.cli.session import Session, cut_by, encode, open_session, stream_answer, with_chat_defaults
 from nano_inference.cli.terminal import Interrupts
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import find_builtin, find_wheel
@@ -106,17 +105,13 @@ class LocalBackend:
             write([Piece(part.text, part.type == "python_output") for part in parts])
 
         answer = stream_answer(self.session, prompt, params, interrupts, take, quiet=self.quiet, ends_repetition=True)
-        return self._reply(answer, kept, question)
-
-    def _reply(self, answer: Answer, kept: tuple[Message, ...], question: Question) -> Reply:
-        sample = answer.sample
-        stats = answer.stats
+        sample, stats = answer.sample, answer.stats
         return Reply(
             message=require(self.session.dialogue).answer(sample.completion_tokens, answer.text),
             kept=kept,
             finish_reason="repetition" if answer.is_repetition else sample.finish_reason,
             cut_by=cut_by(self.session, sample),
-            stats=stats if question.sampling.params.temperature else stats._replace(seed=None),  # greedy: no seed
+            stats=stats if params.temperature else stats._replace(seed=None),  # greedy: no seed
             tokens=shown_tokens(self.session, sample) if question.has_tokens else (),
         )
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Argument, Group, Parameter
+from cyclopts import Group, Parameter
 
 from nano_inference.cli.arguments import Typed
 from nano_inference.config import EngineConfig, helped
@@ -17,20 +17,10 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.support.files import path_of
 from nano_inference.types import BadRequest, SamplingParams
 
+if TYPE_CHECKING:
+    from cyclopts.completion import CompletionContext  # slow to import
+
 _NAMING = ("model_path", "model", "name")  # fields that name a model; all fields of a configuration share one completer
-
-
-class CompletionContext(Protocol):
-    """Context that cyclopts passes to a completer."""
-
-    @property
-    def argument(self) -> Argument:
-        """The argument to complete."""
-        ...
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return another argument as typed so far."""
-        ...
 
 
 def cached_names(context: CompletionContext) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 from urllib.parse import quote
@@ -144,10 +144,8 @@ class RemoteBackend:
         if self.accepted and model not in self.accepted:
             raise BadRequest("/model", f"must be followed by one of the server's models: {', '.join(self.choices)}")
         other = open_server(self.address, model)
-        self.model, self.defaults, self.context = other.model, other.defaults, other.context
-        self.is_ours, self.calculator = other.is_ours, other.calculator
-        self.choices, self.accepted = other.choices, other.accepted
-        self.num_tokens, self.tokens_per_char = None, 0.0
+        for one in fields(self):
+            setattr(self, one.name, getattr(other, one.name))
         return self.defaults if self.is_ours else {}
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
@@ -178,7 +176,6 @@ class RemoteBackend:
         """Send one request and stream its answer. Raises `ServerError` if no text arrived."""
         body = self._body(question, turns)
         partial, failure = PartialReply(start=time.perf_counter()), None
-
         try:
             with closing(stream_json(self.address, "/chat/completions", body, partial.add_headers)) as events:
                 while partial.finish_reason != "repetition":
@@ -190,13 +187,13 @@ class RemoteBackend:
                         write(pieces)
                     if partial.finish_reason is None and repeats(partial.units):
                         partial.finish_reason = "repetition"
-        except Stopped:
-            pass
         except ServerError as error:
-            if not (isinstance(error, CutOff) and partial.finish_reason is not None):
+            if partial.finish_reason is None or not isinstance(error, CutOff):
                 if not partial.text:
                     raise
                 failure = str(error)
+        except Stopped:
+            pass
         write(())
         reply = partial.reply(turns, question, failure)
         self.num_tokens = partial.total()
@@ -266,7 +263,10 @@ class PartialReply:
         delta = _mapping(choice.get("delta")) or _mapping(choice.get("message"))
         if isinstance(choice.get("finish_reason"), str):
             self.finish_reason = one_line(choice["finish_reason"], 60)
-        self._versions(choice.get("weight_versions"))
+        spans = choice.get("weight_versions")
+        last = _mapping(spans[-1]) if isinstance(spans, list) and spans else {}
+        if last.get("number", 1) and "version" in last:
+            self.version = one_line(str(last["version"]), 60)
         mask = choice.get("mask")
         entries = _mapping(choice.get("logprobs")).get("content")
         if isinstance(entries, list):
@@ -283,11 +283,6 @@ class PartialReply:
         self.parts += parts or [("text", content)]
         return _pieces(content, parts)
 
-    def _versions(self, spans: Any) -> None:
-        last = _mapping(spans[-1]) if isinstance(spans, list) and spans else {}
-        if last.get("number") or "number" not in last:
-            self.version = one_line(str(last["version"]), 60) if "version" in last else self.version
-
     def total(self) -> int | None:
         """Return the tokens of prompt and answer; None if the server does not report them."""
         prompt, new = _count(self.usage, "prompt_tokens"), _count(self.usage, "completion_tokens")
@@ -295,26 +290,22 @@ class PartialReply:
 
     def reply(self, turns: tuple[Message, ...], question: Question, failure: str | None) -> Reply:
         """Return the answer."""
-        now = time.perf_counter()
-        cached = _count(_mapping(self.usage.get("prompt_tokens_details")), "cached_tokens")
-        stats = AnswerStats(
-            num_prompt=_count(self.usage, "prompt_tokens"),
-            num_cached=cached,
-            num_new=_count(self.usage, "completion_tokens"),
-            first_token_after=(self.first or now) - self.start,
-            seconds=now - self.start,
-            seed=question.sampling.params.seed,
-            version=self.version,
-        )
-        message: Message = {"role": "assistant", "content": self._content()}
+        now, cached = time.perf_counter(), _count(_mapping(self.usage.get("prompt_tokens_details")), "cached_tokens")
+        most = self.max_new_tokens
         return Reply(
-            message=message,
+            message={"role": "assistant", "content": self._content()},
             kept=turns,
             finish_reason=self.finish_reason,
-            cut_by=None
-            if self.max_new_tokens is None
-            else f"the model's context is full after {self.max_new_tokens} tokens",
-            stats=stats,
+            cut_by=None if most is None else f"the model's context is full after {most} tokens",
+            stats=AnswerStats(
+                num_prompt=_count(self.usage, "prompt_tokens"),
+                num_cached=cached,
+                num_new=_count(self.usage, "completion_tokens"),
+                first_token_after=(self.first or now) - self.start,
+                seconds=now - self.start,
+                seed=question.sampling.params.seed,
+                version=self.version,
+            ),
             tokens=tuple(self.tokens),
             failure=failure,
         )
@@ -340,9 +331,7 @@ def _tokens(entries: Sequence[Any], mask: Sequence[Any]) -> Iterator[ShownToken]
 def _token_and_logprob(entry: Mapping[str, Any]) -> tuple[str, float | None]:
     value = entry.get("logprob")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return _without_surrogates(str(entry.get("token", ""))), min(
-        float(value), 0.0
-    ) if is_number and value is not None else None
+    return _without_surrogates(str(entry.get("token", ""))), min(float(value or 0), 0.0) if is_number else None
 
 
 def _pieces(content: str, parts: Sequence[tuple[str, str]]) -> list[Piece]:

@@ -10,14 +10,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
 from typing import ClassVar, Protocol
 
 from markdown_it import MarkdownIt  # a dependency of rich
-from markdown_it.token import Token
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
-from rich.markdown import CodeBlock, Markdown
+from rich.markdown import CodeBlock, Markdown, Paragraph
 from rich.segment import Segment
 from rich.style import Style
 from rich.syntax import Syntax
@@ -199,18 +197,24 @@ class _Code(CodeBlock):
         yield Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, background_color="default")
 
 
+class _Heading(Paragraph):
+    style_name = "bold"
+
+
 class AnswerMarkdown(Markdown):
     """Markdown in which newlines are kept, headings are bold lines and HTML is text.
 
     It leaves two columns empty, and renders the last `most_rows` rows if that is given.
     """
 
-    elements: ClassVar = {**Markdown.elements, "fence": _Code, "code_block": _Code}
+    elements: ClassVar = {**Markdown.elements, "heading_open": _Heading, "fence": _Code, "code_block": _Code}
 
     def __init__(self, text: str, most_rows: int = 0) -> None:
         super().__init__("", code_theme="ansi_dark", hyperlinks=False)
-        tokens = parser().parse(text)
-        self.parsed = [_simpler(token, before) for before, token in pairwise([None, *tokens]) if token is not None]
+        self.parsed = parser().parse(text)
+        for token in self.parsed:
+            for child in token.children or ():
+                child.type = "hardbreak" if child.type == "softbreak" else child.type
         self._most_rows = most_rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -237,18 +241,6 @@ def _rows(lines: Iterable[list[Segment]]) -> Iterator[list[Segment]]:
         while row and not row[-1].text.strip():
             row.pop()
         yield [*row[:-1], Segment(row[-1].text.rstrip(), row[-1].style)] if row else row
-
-
-def _simpler(token: Token, before: Token | None) -> Token:
-    """Rewrite a token: headings to bold paragraphs, soft breaks to hard breaks."""
-    if token.type in ("heading_open", "heading_close"):
-        return token.copy(type=f"paragraph_{token.type.removeprefix('heading_')}", tag="p")
-    if not token.children:
-        return token
-    children = [child.copy(type="hardbreak") if child.type == "softbreak" else child for child in token.children]
-    if before is not None and before.type == "heading_open":
-        children = [Token("strong_open", "strong", 1), *children, Token("strong_close", "strong", -1)]
-    return token.copy(children=children)
 
 
 def _marked(piece: Piece) -> str:

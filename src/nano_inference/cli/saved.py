@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from nano_inference.text.chat import Message
 from nano_inference.types import BadRequest, SamplingParams
 
 _MAX_BYTES = 64 << 20
-_ROLES = ("user", "assistant")
 _FIELDS = ("format", "model", "system", "messages", "sampling")
 _FORMAT = "nano-inference chat 1"
 
@@ -47,23 +45,6 @@ def save(path: Path, conversation: Conversation, model: str, *, overwrite: bool)
 
 def load(path: Path, conversation: Conversation) -> Conversation:
     """Return `conversation` with the conversation of a file. Raises `BadRequest` naming the file and the field."""
-    data = _read(path)
-    try:
-        if unknown := set(data) - set(_FIELDS):
-            raise BadRequest("", f"has no field {min(unknown)!r}; known: {', '.join(_FIELDS)}")
-        if data.get("format", _FORMAT) != _FORMAT:
-            raise BadRequest("format", f"must be {_FORMAT!r}, got {data['format']!r}")
-        system = data.get("system")
-        if system is not None and not isinstance(system, str):
-            raise BadRequest("system", "must be a string or null")
-        turns = _messages(data.get("messages"))
-        sampling = _sampling(data.get("sampling", {}), conversation.first_sampling)
-    except ValueError as error:
-        raise BadRequest(str(path), f"{error}") from None
-    return replace(conversation, system=system, turns=turns, sampling=sampling, last=None)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
     try:
         with open_buffered(path) as file:
             text = file.read(_MAX_BYTES + 1)
@@ -75,43 +56,48 @@ def _read(path: Path) -> Mapping[str, Any]:
         data = json.loads(text)
     except (ValueError, RecursionError):
         raise BadRequest(str(path), "is not JSON") from None
+    try:
+        return _conversation(data, conversation)
+    except ValueError as error:
+        raise BadRequest(str(path), f"{path}: {error}") from None
+
+
+def _conversation(data: Any, before: Conversation) -> Conversation:
+    """Return a file's conversation, with the command line's sampling overridden by the file's."""
     if not isinstance(data, dict):
-        raise BadRequest(str(path), f"{path}: must be a JSON object with messages, got {type(data).__name__}")
-    return data
-
-
-def _messages(given: object) -> tuple[Message, ...]:
-    """Check and return turns, alternately the user's and the assistant's."""
-    if not isinstance(given, list):
+        raise BadRequest("", f"must be a JSON object with messages, got {type(data).__name__}")
+    if unknown := set(data) - set(_FIELDS):
+        raise BadRequest("", f"has no field {min(unknown)!r}; known: {', '.join(_FIELDS)}")
+    if data.get("format", _FORMAT) != _FORMAT:
+        raise BadRequest("format", f"must be {_FORMAT!r}, got {data['format']!r}")
+    if not isinstance(data.get("system"), str | None):
+        raise BadRequest("system", "must be a string or null")
+    turns = data.get("messages")
+    if not isinstance(turns, list):
         raise BadRequest("messages", "must be a list")
-    for i, message in enumerate(given):
-        where, wanted = f"messages[{i}]", _ROLES[i % 2]
-        if not isinstance(message, dict) or message.get("role") != wanted:
-            raise BadRequest(f"{where}.role", f"must be {wanted!r}: user and assistant take turns")
-        if not _is_content(message.get("content")):
+    for i, turn in enumerate(turns):
+        where, role = f"messages[{i}]", ("user", "assistant")[i % 2]
+        if not isinstance(turn, dict) or turn.get("role") != role:
+            raise BadRequest(f"{where}.role", f"must be {role!r}: user and assistant take turns")
+        content = turn.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if not all(isinstance(part, dict) and _is_text(part.get("type"), part.get("text")) for part in parts):
             raise BadRequest(f"{where}.content", "must be a string, or parts with type and text")
-    if len(given) % 2:
-        raise BadRequest("messages", f"must end with an answer, got {len(given)}")
-    return tuple({"role": message["role"], "content": message["content"]} for message in given)
-
-
-def _is_content(content: object) -> bool:
-    if not isinstance(content, list):
-        return isinstance(content, str)
-    return all(
-        isinstance(part, dict) and isinstance(part.get("type"), str) and isinstance(part.get("text"), str)
-        for part in content
-    )
-
-
-def _sampling(given: object, first: Sampling) -> Sampling:
-    """Return the command line's sampling, overridden by that of a file."""
+    if len(turns) % 2:
+        raise BadRequest("messages", f"must end with an answer, got {len(turns)}")
+    given, first = data.get("sampling", {}), before.first_sampling
     if not isinstance(given, dict):
         raise BadRequest("sampling", "must be an object")
-    if unknown := sorted(set(given) - set(sampling_fields())):
-        raise BadRequest("", f"sampling has no field {unknown[0]!r}")
+    if unknown := set(given) - set(sampling_fields()):
+        raise BadRequest("", f"sampling has no field {min(unknown)!r}")
     params = SamplingParams(**{**first.params.to_dict(), **given})
-    return Sampling(params, first.named | frozenset(given))
+    messages: tuple[Message, ...] = tuple({"role": turn["role"], "content": turn["content"]} for turn in turns)
+    sampling = Sampling(params, first.named | frozenset(given))
+    return replace(before, system=data.get("system"), turns=messages, sampling=sampling, last=None)
+
+
+def _is_text(*values: object) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _file_error(path: Path, error: Exception) -> BadRequest:

@@ -20,19 +20,15 @@ Shell = Literal["bash", "zsh", "fish"]
 
 def script(app: App, shell: Shell) -> str:
     """Return a shell's completion script."""
-    text = app.generate_completion(shell=shell)
+    function = f"-F _{PROGRAM.replace('-', '_')} "
     # Without other candidates, bash completes file names: --model, --file and --cache accept paths.
-    return text.replace(
-        f"complete -F _{PROGRAM.replace('-', '_')} ", f"complete -o default -F _{PROGRAM.replace('-', '_')} "
-    )
+    return app.generate_completion(shell=shell).replace(f"complete {function}", f"complete -o default {function}")
 
 
 def choose_shell(requested: Shell | None) -> Shell:
     """Return the requested shell, or the one that started this process."""
-    if requested is not None:
-        return requested
     try:
-        found = detect_shell()
+        found = requested or detect_shell()
     except ShellDetectionError:
         found = None
     if found not in ("bash", "zsh", "fish"):
@@ -43,7 +39,6 @@ def choose_shell(requested: Shell | None) -> Shell:
 def install(app: App, shell: Shell) -> Path:
     """Write a shell's script to the directory that the shell searches; return its path."""
     path = get_default_completion_path(shell, PROGRAM)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script(app, shell), encoding="utf-8")
     if shell != "fish":  # fish loads scripts from this directory
         add_to_rc_file(path, PROGRAM, shell)
