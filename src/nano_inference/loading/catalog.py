@@ -125,7 +125,9 @@ def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path
     local = path_of(name, "model")
     is_there = exists(local)
     if is_there and names_path(name):
-        return _checked_local(local)
+        if not local.is_dir() and not (local.is_file() and local.suffix.lower() not in _PICKLED):
+            raise ModelError(f"{local}: not a model: expected a directory or a model file such as .gguf, not a pickle")
+        return local
     hub = parse_hub_id(name)
     if hub is None or _looks_local(name):
         known = [*(one.name for one in WHEELS), *(one.name for one in installed_builtins())]
@@ -240,12 +242,6 @@ def parse_hub_id(name: str) -> HubName | None:
     if match is None or ".." in name or "--" in match["repo"]:
         return None
     return HubName(match["repo"], match["revision"], match["file"])
-
-
-def _checked_local(path: Path) -> Path:
-    if path.is_dir() or (path.is_file() and path.suffix.lower() not in _PICKLED):
-        return path
-    raise ModelError(f"{path}: not a model: expected a directory or a model file such as .gguf, not a pickle")
 
 
 def _looks_local(name: str) -> bool:

@@ -64,7 +64,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     """Return the configuration of a GGUF file. Raises `ModelError` naming the invalid key."""
     architecture = architecture_of(file)
     rules = RULES[architecture]
-    fields = _architecture_fields(file, architecture)
+    prefix = f"{architecture}."
+    values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    fields = Fields(f"{file.path}: {architecture}", values)
     hidden, heads = fields.integer("embedding_length"), _uniform(fields, "attention.head_count")
     head_dim = _head_dim(fields, hidden, heads)
     vocab_size = _vocab_size(file, hidden)
@@ -99,13 +101,6 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         )
     except ValueError as error:
         raise error if isinstance(error, ModelError) else ModelError(f"{file.path}: {error}") from error
-
-
-def _architecture_fields(file: GgufFile, architecture: str) -> Fields:
-    """Return the keys with the architecture's prefix, without the prefix."""
-    prefix = f"{architecture}."
-    values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    return Fields(f"{file.path}: {architecture}", values)
 
 
 def _uniform(fields: Fields, name: str, default: int | None = None) -> int:
@@ -157,14 +152,10 @@ def _layers(fields: Fields, rules: _Rules, num_ropes: int) -> tuple[LayerConfig,
     return tuple(
         LayerConfig(
             window=window if slides[i] else None,
-            rope=_rope_index(rules, i, num_ropes - 1 if slides[i] else 0),
+            rope=None if (i + 1) % (rules.unrotated_period or num_layers + 1) == 0 else (num_ropes - 1) * slides[i],
         )
         for i in range(num_layers)
     )
-
-
-def _rope_index(rules: _Rules, layer: int, index: int) -> int | None:
-    return None if rules.unrotated_period and (layer + 1) % rules.unrotated_period == 0 else index
 
 
 def _slides(fields: Fields, rules: _Rules, num_layers: int) -> tuple[bool, ...]:
@@ -209,20 +200,16 @@ def _rope(fields: Fields, theta: float, dimensions: int, max_positions: int) -> 
         raise ModelError(f"{fields.origin}: rope.scaling.type {shown(kind)} is not supported; known: linear, yarn")
     if theta <= 1:
         raise ModelError(f"{fields.origin}: yarn needs a rope.freq_base above 1, got {theta:g}")
+    # ggml multiplies the file's factor by YaRN's. None: YaRN's only.
+    given = fields.optional_number("rope.scaling.attn_factor", high=1e6)
     return config(
         kind="yarn",
         factor=factor,
         original_max_positions=fields.integer("rope.scaling.original_context_length", max_positions),
-        attention_factor=_yarn_attention(fields, factor),
+        attention_factor=None if given is None else given * (0.1 * math.log(max(factor, 1.0)) + 1.0),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0, high=1e6),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0, high=1e6),
     )
-
-
-def _yarn_attention(fields: Fields, factor: float) -> float | None:
-    """Return the attention factor: ggml multiplies the file's by YaRN's 0.1 ln(factor) + 1. None: YaRN's only."""
-    given = fields.optional_number("rope.scaling.attn_factor", high=1e6)
-    return None if given is None else given * (0.1 * math.log(max(factor, 1.0)) + 1.0)
 
 
 def _with_factors(file: GgufFile, rope: RopeConfig) -> RopeConfig:

@@ -176,7 +176,10 @@ def _read(cursor: _Cursor) -> GgufFile:
         if key in metadata:
             raise cursor.bad(f"the metadata key {shown(key)} occurs twice")
         metadata[key] = _value(cursor, cursor.u32(), 0)
-    alignment = _alignment(cursor, metadata)
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
+        wanted = "must be a power of two up to 2^20"
+        raise ModelError(f"{cursor.path}: general.alignment {wanted}, got {shown(alignment)}")
     table = [_table_entry(cursor, alignment) for _ in range(num_tensors)]
     data_offset = -(-cursor.position // alignment) * alignment
     tensors = _placed(cursor, table, data_offset)
@@ -253,13 +256,6 @@ def _strings(cursor: _Cursor, count: int) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
-    value = metadata.get("general.alignment", 32)
-    if type(value) is not int or not 1 <= value <= 2**20 or value & (value - 1):
-        raise ModelError(f"{cursor.path}: general.alignment must be a power of two up to 2^20, got {shown(value)}")
-    return value
-
-
 def _table_entry(cursor: _Cursor, alignment: int) -> GgufTensor:
     """Return the next tensor of the table; its offset is relative to the tensor data."""
     name = cursor.text()
@@ -267,7 +263,13 @@ def _table_entry(cursor: _Cursor, alignment: int) -> GgufTensor:
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
         raise cursor.bad(f"tensor {shown(name)} has {num_dimensions} dimensions, the limit is {_MAX_DIMENSIONS}")
     sizes = [cursor.u64() for _ in range(num_dimensions)]
-    type_name, block, block_bytes = _packing(cursor, name, cursor.u32())
+    with needed(f"{cursor.path}: a GGUF file"):
+        from nano_inference.loading.ggml import type_layout
+    code = cursor.u32()
+    try:
+        type_name, block, block_bytes = type_layout(code)
+    except ValueError as error:
+        raise cursor.bad(f"tensor {shown(name)} has the unknown type {code}") from error
     offset = cursor.u64()
     if sizes[0] % block or 0 in sizes:
         raise cursor.bad(f"tensor {shown(name)} has the shape {sizes}, whose rows are not blocks of {block}")
@@ -275,16 +277,6 @@ def _table_entry(cursor: _Cursor, alignment: int) -> GgufTensor:
         raise cursor.bad(f"tensor {shown(name)} begins at {offset}, not at a multiple of {alignment}")
     row_bytes = sizes[0] // block * block_bytes
     return GgufTensor(name, tuple(reversed(sizes)), type_name, offset, row_bytes * math.prod(sizes[1:]), row_bytes)
-
-
-def _packing(cursor: _Cursor, name: str, code: int) -> tuple[str, int, int]:
-    """Return a type's (name, values per block, bytes per block)."""
-    with needed(f"{cursor.path}: a GGUF file"):
-        from nano_inference.loading.ggml import type_layout
-    try:
-        return type_layout(code)
-    except ValueError as error:
-        raise cursor.bad(f"tensor {shown(name)} has the unknown type {code}") from error
 
 
 def _check_end(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> None:

@@ -100,7 +100,9 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
     rules = _RULES[architecture]
     heads = config.integer("num_attention_heads")
     hidden = config.integer("hidden_size")
-    kv_heads = config.integer("num_key_value_heads", _kv_heads(config, rules, heads))
+    # The default is one kv head per query head for an explicit null, otherwise the family's.
+    default = heads if rules.kv_heads is None or "num_key_value_heads" in config.values else rules.kv_heads
+    kv_heads = config.integer("num_key_value_heads", default)
     if heads % kv_heads:
         raise ModelError(f"{config.origin}: num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
     head_dim = _head_dim(config, rules, hidden, heads)
@@ -177,11 +179,6 @@ def _head_dim(config: Fields, rules: _Rules, hidden: int, heads: int) -> int:
     if not default:
         raise ModelError(f"{config.origin}: hidden_size ({hidden}) is less than num_attention_heads ({heads})")
     return config.integer("head_dim", default)
-
-
-def _kv_heads(config: Fields, rules: _Rules, heads: int) -> int:
-    """Return the default number of kv heads: one per query head for an explicit null, otherwise the family's."""
-    return heads if rules.kv_heads is None or "num_key_value_heads" in config.values else rules.kv_heads
 
 
 def _activation(config: Fields, rules: _Rules) -> Activation:

@@ -62,7 +62,13 @@ def _check_container(path: Path) -> int:
                 raise ModelError(f"{path}: not a zip file, the format of torch.save since 2020")
             archive = zipfile.ZipFile(file)
             for record in archive.infolist():
-                _check_record(path, archive, record)
+                name, size = record.filename, record.file_size
+                if record.compress_type != zipfile.ZIP_STORED:
+                    raise ModelError(f"{path}: the record {shown(name)} is compressed; torch.save does not compress")
+                if name.endswith("data.pkl") and size > _MAX_PICKLE:
+                    raise ModelError(f"{path}: a pickle of {size} bytes (limit {_MAX_PICKLE})")
+                if name.endswith("data.pkl"):
+                    _check_globals(path, archive.read(record))
             num_bytes = file.seek(0, 2)
             if sum(record.file_size for record in archive.infolist()) > num_bytes:
                 raise ModelError(f"{path}: its records together have more bytes than the file")
@@ -73,15 +79,6 @@ def _check_container(path: Path) -> int:
         if isinstance(error, FileNotFoundError):
             raise MissingFile(f"{path}: cannot be read, it does not exist") from None
         raise ModelError(f"{path}: cannot be read, is it truncated? ({shown(str(error))})") from None
-
-
-def _check_record(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    if record.compress_type != zipfile.ZIP_STORED:
-        raise ModelError(f"{path}: the record {shown(record.filename)} is compressed; torch.save does not compress")
-    if record.filename.endswith("data.pkl"):
-        if record.file_size > _MAX_PICKLE:
-            raise ModelError(f"{path}: a pickle of {record.file_size} bytes (limit {_MAX_PICKLE})")
-        _check_globals(path, archive.read(record))
 
 
 def _check_globals(path: Path, data: bytes) -> None:

@@ -47,7 +47,7 @@ class Slabs:
     def __init__(self, slab_bytes: int = 32 << 20, allocate: Callable[[int], Tensor] | None = None) -> None:
         """`allocate` returns a slab of so many zeros (uint8); None: on huge pages."""
         self._slab_bytes = slab_bytes
-        self._allocate = allocate or _zero_bytes
+        self._allocate = allocate or (lambda size: lazy_zeros((size,), torch.uint8, torch.device("cpu")))
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
@@ -59,10 +59,6 @@ class Slabs:
             skip = -self._rest.data_ptr() % _LINE
         piece, self._rest = self._rest[skip : skip + num_bytes], self._rest[skip + num_bytes :]
         return piece
-
-
-def _zero_bytes(num_bytes: int) -> Tensor:
-    return lazy_zeros((num_bytes,), torch.uint8, torch.device("cpu"))
 
 
 def _mapping(num_bytes: int) -> mmap.mmap:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
+from os.path import commonprefix
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -144,9 +145,13 @@ def render(template: ChatTemplate, messages: Sequence[Message], rendering: Rende
 def _run(template: ChatTemplate, messages: Sequence[Message], rendering: Rendering) -> str:
     program = template.program(rendering.tools)
     source = template.source if template.tool_source is None or rendering.tools is None else template.tool_source
+    functions = {}
+    if takes_text(source):
+        described = [tool["function"] for tool in rendering.tools or ()]
+        functions["functions"] = json.dumps(described, ensure_ascii=False, indent=4) if described else ""
     data = {
         **template.named,
-        **({"functions": _functions_text(rendering.tools)} if takes_text(source) else {}),
+        **functions,
         **plain(rendering.extra, "extra"),
         "messages": [_with_reasoning(message, program.reads) for message in plain(messages, "messages")],
         "tools": plain(rendering.tools, "tools"),
@@ -250,11 +255,6 @@ def _render_open(template: ChatTemplate, messages: Sequence[Message], rendering:
     if mark not in text:
         raise BadRequest("continue_final_message", "the chat template changes the last message's content")
     return text[: text.rindex(mark)].replace(mark, "")  # a template may write a message twice
-
-
-def _functions_text(tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """Return the functions as a JSON text, "" if there are none."""
-    return json.dumps([tool["function"] for tool in tools], ensure_ascii=False, indent=4) if tools else ""
 
 
 def check_messages(messages: object) -> None:
@@ -369,26 +369,14 @@ def literal_pattern(texts: frozenset[str]) -> re.Pattern[str] | None:
 def _trie(texts: Sequence[str], start: int, depth: int) -> str:
     """Return a pattern for the suffixes from `start` of sorted texts with the same first `start` characters."""
     if depth == _MAX_DEPTH:
-        return _flat(text[start:] for text in texts)
+        ends = sorted((text[start:] for text in texts), key=len, reverse=True)
+        return f"(?:{'|'.join(map(re.escape, ends))})"
     branches = []
     for _, group in groupby((text for text in texts if len(text) > start), key=lambda text: text[start]):
         same = list(group)
-        end = _common_length(same[0], same[-1])
-        branches.append(re.escape(same[0][start:end]) + _rest(same, end, depth))
+        end = len(commonprefix([same[0], same[-1]]))  # noqa: RUF071  of characters
+        rest = "" if len(same[-1]) == end else _trie(same, end, depth + 1)
+        branches.append(re.escape(same[0][start:end]) + rest)
     body = "|".join(branches)
     is_optional = len(texts[0]) == start
     return f"(?:{body})?" if is_optional and body else f"(?:{body})"
-
-
-def _rest(texts: Sequence[str], start: int, depth: int) -> str:
-    return "" if len(texts[-1]) == start else _trie(texts, start, depth + 1)
-
-
-def _common_length(first: str, last: str) -> int:
-    """Return the length of the common prefix of two texts, and so of all that sort between them."""
-    pairs = zip(first, last, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
-
-
-def _flat(ends: Iterable[str]) -> str:
-    return f"(?:{'|'.join(re.escape(end) for end in sorted(ends, key=len, reverse=True))})"

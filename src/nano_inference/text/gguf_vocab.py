@@ -89,7 +89,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
     pieces = _strings(metadata, "tokens", where)
     given = _types(metadata, len(pieces), where)
     types = [CONTROL if piece in END_TEXTS else kind for piece, kind in zip(pieces, given, strict=True)]
-    vocab, doubles = _vocabulary(pieces)
+    vocab: dict[str, int] = {}  # of equal pieces the first id; `doubles` has the others
+    doubles = {token: piece for token, piece in enumerate(pieces) if vocab.setdefault(piece, token) != token}
     if model == "gpt2":
         core, adds_bos = _byte_level(metadata, vocab, where), metadata.get("tokenizer.ggml.pre") in ADDS_BOS
     else:
@@ -97,7 +98,9 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
     named = _named(metadata, pieces, where)
     with refused_files(where, "the tokenizer cannot be built"):
         _mark_special(core, pieces, types, byte_level=model == "gpt2")
-        _set_ends(core, metadata, named, adds_bos)
+        bos = named.get("bos_token") if _flag(metadata, "add_bos_token", adds_bos) else None
+        eos = named.get("eos_token") if _flag(metadata, "add_eos_token", False) else None
+        set_bos_eos(core, bos, eos)
         return fast_tokenizer(
             core,
             where=where,
@@ -126,27 +129,17 @@ def _types(metadata: Mapping[str, Any], count: int, where: str) -> Sequence[int]
     return types
 
 
-def _token(metadata: Mapping[str, Any], key: str, where: str) -> int | None:
-    """Return the id of the key `tokenizer.ggml.<key>_token_id`, None if it is missing."""
-    token = metadata.get(f"tokenizer.ggml.{key}_token_id")
-    if token is not None and type(token) is not int:
-        raise ModelError(f"{where}: tokenizer.ggml.{key}_token_id must be an integer, got {shown(token)}")
-    return token
-
-
-def _vocabulary(pieces: Sequence[str]) -> tuple[dict[str, int], dict[int, str]]:
-    """Return the ids by piece (of duplicates the first id), and the pieces of the duplicates' other ids."""
-    vocab: dict[str, int] = {}
-    doubles = {token: piece for token, piece in enumerate(pieces) if vocab.setdefault(piece, token) != token}
-    return vocab, doubles
-
-
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ModelError(f"{where}: pre-tokenizer {shown(pre)} (tokenizer.ggml.pre) is not supported; known: {known}")
-    merges = [_pair(merge, where) for merge in _strings(metadata, "merges", where)]
+    merges = []
+    for merge in _strings(metadata, "merges", where):
+        left, _, right = merge.partition(" ")
+        if not left or not right:
+            raise ModelError(f"{where}: tokenizer.ggml.merges holds {shown(merge)}, which is not two pieces")
+        merges.append((left, right))
     with refused_files(where, _MISFIT):
         core = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE_WORDS))
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -157,13 +150,6 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) 
     )
     core.decoder = decoders.ByteLevel()
     return core
-
-
-def _pair(merge: str, where: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not space or not left or not right:
-        raise ModelError(f"{where}: tokenizer.ggml.merges holds {shown(merge)}, which is not two pieces")
-    return left, right
 
 
 def _sentencepiece(
@@ -224,7 +210,9 @@ def _named(metadata: Mapping[str, Any], pieces: Sequence[str], where: str) -> di
     named = {}
     defaults = {"bos": 1, "eos": 2} if metadata["tokenizer.ggml.model"] == "llama" else {}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token = _token(metadata, key, where)
+        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token is not None and type(token) is not int:
+            raise ModelError(f"{where}: tokenizer.ggml.{key}_token_id must be an integer, got {shown(token)}")
         token = defaults.get(role) if token is None else token
         if token is None:
             continue
@@ -232,14 +220,6 @@ def _named(metadata: Mapping[str, Any], pieces: Sequence[str], where: str) -> di
             raise ModelError(f"{where}: tokenizer.ggml.{key}_token_id is {token}, outside of {len(pieces)} tokens")
         named[f"{role}_token"] = pieces[token]
     return named
-
-
-def _set_ends(
-    core: tokenizers.Tokenizer, metadata: Mapping[str, Any], named: Mapping[str, str], adds_bos: bool
-) -> None:
-    bos = named.get("bos_token") if _flag(metadata, "add_bos_token", adds_bos) else None
-    eos = named.get("eos_token") if _flag(metadata, "add_eos_token", False) else None
-    set_bos_eos(core, bos, eos)
 
 
 def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:

@@ -81,8 +81,11 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> _Compiled:
         if self._vocabulary is None:
-            _check_installed(grammar.kind)
-            self._vocabulary = _Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_ids)
+            try:
+                self._vocabulary = _Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_ids)
+            except ImportError:
+                message = "needs the extra 'grammar': pip install 'nano-inference[grammar]'"
+                raise BadRequest(grammar.kind, f"structured output {message}") from None
         vocabulary = self._vocabulary
         compiled = _on_deep_stack(lambda: _compile(vocabulary, grammar))
         with self._cache_lock:
@@ -212,14 +215,6 @@ def _bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
         return b""
 
 
-def _check_installed(kind: str) -> None:
-    try:
-        import llguidance  # noqa: F401
-    except ImportError:
-        message = "needs the extra 'grammar': pip install 'nano-inference[grammar]'"
-        raise BadRequest(kind, f"structured output {message}") from None
-
-
 def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> _Compiled:
     """Compile a grammar and compute its first mask, which saves the engine thread that time."""
     from llguidance import LLMatcher, LLParserLimits
@@ -261,19 +256,14 @@ def _mask(vocabulary: _Vocabulary, inner: Any, allowed_bits: int) -> bytes:
     return allowed.to_bytes(vocabulary.num_bytes, "little")
 
 
-def _lower_priority() -> None:
-    """Give this thread a lower priority than the threads that compute, where threads have priorities (Linux)."""
-    with suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
 def _on_deep_stack(work: Callable[[], _Compiled]) -> _Compiled:
     """Call a function in a thread with a deep stack and return what it returns or raises."""
     done: list[_Compiled] = []
     failed: list[BaseException] = []
 
     def run() -> None:
-        _lower_priority()
+        with suppress(AttributeError, OSError):  # below the threads that compute, where threads have priorities (Linux)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             done.append(work())
         except BaseException as error:

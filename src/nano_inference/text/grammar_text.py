@@ -62,7 +62,12 @@ class Grammar:
 
 def check_grammar(grammar: Grammar) -> None:
     """Raise `BadRequest` naming the limit that a grammar exceeds."""
-    _check_size(grammar)
+    try:
+        size = len(grammar.text.encode())
+    except UnicodeEncodeError:
+        raise BadRequest(grammar.kind, "contains half of a surrogate pair, which UTF-8 cannot encode") from None
+    if size > MAX_BYTES[grammar.kind]:
+        raise BadRequest(grammar.kind, f"{size} bytes are more than {MAX_BYTES[grammar.kind]}")
     if grammar.kind == "json_schema":
         _schema_of(grammar)
     elif grammar.kind == "choice":
@@ -92,7 +97,9 @@ def for_library(grammar: Grammar) -> str:
             case "lark" | "calls":
                 text = library.grammar_from_lark(_with_plain_schemas(grammar.text))
             case "gbnf":
-                text = library.grammar_from_lark(_lark_of(grammar.text))
+                from llguidance.gbnf_to_lark import gbnf_to_lark
+
+                text = library.grammar_from_lark(gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, grammar.text)))
     except BadRequest:
         raise
     except RecursionError:
@@ -113,16 +120,6 @@ def reason_of(message: str) -> str:
     line = _UNKNOWN_KEYS.sub(lambda keys: f"{keys[1].replace(_QUOTE, '')} is not supported", line)
     line = " ".join(line.partition("; either increase")[0].split())  # a user cannot raise the library's limits
     return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON // 2]} … {line[-MAX_REASON // 2 :]}"
-
-
-def _check_size(grammar: Grammar) -> None:
-    try:
-        size = len(grammar.text.encode())
-    except UnicodeEncodeError:
-        raise BadRequest(grammar.kind, "contains half of a surrogate pair, which UTF-8 cannot encode") from None
-    limit = MAX_BYTES[grammar.kind]
-    if size > limit:
-        raise BadRequest(grammar.kind, f"{size} bytes are more than {limit}")
 
 
 def _parsed(grammar: Grammar) -> Any:
@@ -226,14 +223,8 @@ def _with_plain_schemas(text: str) -> str:
     return "".join([*pieces, text[at:]])
 
 
-def _lark_of(text: str) -> str:
-    """Convert llama.cpp's GBNF to Lark, with `\\u` and `\\U` decoded, which the library's converter cannot do."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    return gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, text))
-
-
 def _unescaped(found: re.Match[str]) -> str:
+    """Return the character of GBNF's `\\u` and `\\U`, which the library's converter cannot decode."""
     digits = found[1] or found[2]
     if not digits:
         return found[0]

@@ -30,7 +30,11 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
     `add_bos_token` and `add_eos_token` of tokenizer_config.json are ignored.
     """
     path = directory / "tokenizer.json"
-    core = _read_core(path)
+    data = read_file(path, MAX_FILE, "a tokenizer's file")
+    with refused_files(str(path), "not a tokenizer.json that can be read"):
+        if _PREFIX.search(data):
+            raise ModelError(f"{path}: continuing_subword_prefix is not supported (ByteLevel, SentencePiece)")
+        core = tokenizers.Tokenizer.from_buffer(data)
     config = read_json(directory / "tokenizer_config.json")
     special_map = read_json(directory / "special_tokens_map.json")
     named = named_tokens(config, special_map)
@@ -87,15 +91,6 @@ def end_ids(directory: Path) -> tuple[int, ...]:
 def _content(token: object) -> str | None:
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
-
-
-def _read_core(path: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a tokenizer.json."""
-    data = read_file(path, MAX_FILE, "a tokenizer's file")
-    with refused_files(str(path), "not a tokenizer.json that can be read"):
-        if _PREFIX.search(data):
-            raise ModelError(f"{path}: continuing_subword_prefix is not supported (ByteLevel, SentencePiece)")
-        return tokenizers.Tokenizer.from_buffer(data)
 
 
 def _add_missing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +28,9 @@ LLAMA3_SPECIALS: Mapping[int, str] = {
     10: "<|python_tag|>",
 }
 """Llama 3's special tokens with a name, by their offset after the ranks (meta-llama/llama-models); there are 256."""
+
+
+_LLAMA3_ROLES: Mapping[str, str] = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,7 +86,9 @@ def tiktoken_tokenizer(directory: Path, path: Path) -> TiktokenTokenizer:
         raise ModelError(f"{path}: pat_str of tokenizer_config.json must be a string, got {shown(pattern)}")
     with refused_files(str(path), "tiktoken refuses it"):
         core = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    named = named_tokens(config, read_json(directory / "special_tokens_map.json")) or _llama3_roles(special)
+    named = named_tokens(config, read_json(directory / "special_tokens_map.json")) or {
+        role: text for role, text in _LLAMA3_ROLES.items() if text in special
+    }
     ends = [special.get(named.get("eos_token", "")), *end_ids(directory), special.get("<|eot_id|>")]
     return TiktokenTokenizer(
         core=core,
@@ -95,18 +101,13 @@ def tiktoken_tokenizer(directory: Path, path: Path) -> TiktokenTokenizer:
     )
 
 
-def _llama3_roles(special: Mapping[str, int]) -> dict[str, str]:
-    roles = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    return {role: text for role, text in roles.items() if text in special}
-
-
 def _special_tokens(config: Mapping[str, Any], first: int, path: Path) -> dict[str, int]:
     """Return the special tokens' ids: those of added_tokens_decoder in tokenizer_config.json, else Llama 3's 256."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict) or not listed:
-        return {
-            LLAMA3_SPECIALS.get(i, f"<|reserved_special_token_{_reserved_number(i)}|>"): first + i for i in range(256)
-        }
+        numbers = count()  # of the tokens without a name
+        names = (LLAMA3_SPECIALS.get(i) or f"<|reserved_special_token_{next(numbers)}|>" for i in range(256))
+        return {name: first + i for i, name in enumerate(names)}
     special = {}
     for key, entry in listed.items():
         text, token = entry.get("content") if isinstance(entry, dict) else None, token_number(key)
@@ -118,8 +119,3 @@ def _special_tokens(config: Mapping[str, Any], first: int, path: Path) -> dict[s
             raise ModelError(f"{path}: added token {token} of tokenizer_config.json is empty")
         special[text] = token
     return special
-
-
-def _reserved_number(index: int) -> int:
-    """Return the number in the name of the reserved token at this offset: its rank among the unnamed ones."""
-    return sum(1 for i in range(index) if i not in LLAMA3_SPECIALS)

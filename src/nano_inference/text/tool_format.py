@@ -108,13 +108,11 @@ def calls_grammar(
     else:
         one = f'{begin} "\\n" call "\\n" {end}'
         rule = f'{start}: one ("\\n" one){more}\none: {one}' if parallel else f"{start}: {one}"
-    calls = " | ".join(f"call{index}" for index in range(len(chosen)))
-    rules = [line for index, function in enumerate(chosen) for line in _call_rules(index, function, fmt)]
+    rules = [rule]
     if answer is not None:
         schema = json.dumps({**answer, "x-guidance": {"whitespace_pattern": WHITESPACE}})
         rules += ["start: calls | answer", f"answer: %json {schema}"]
-    markers = frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
-    return Grammar("calls", "\n".join([rule, f"call: {calls}", *rules]) + "\n", markers)
+    return _grammar(rules, chosen, fmt, special)
 
 
 def calls_in_text_grammar(
@@ -125,7 +123,10 @@ def calls_in_text_grammar(
     Arguments of the functions `strict` match the schema, those of others are any object. `special` as for
     `calls_grammar`. In a format without markers, a reply that begins with a brace is a call.
     """
-    functions = [_loosened(tool["function"], strict) for tool in tools]
+    functions = [tool["function"] for tool in tools]
+    functions = [
+        one if one["name"] in strict else {**one, "parameters": {"additionalProperties": True}} for one in functions
+    ]
     begin, end = _terminal(fmt.begin, special), _terminal(fmt.end, special) if fmt.end else ""
     text = r"(.|\n)"
     if fmt.is_whole:
@@ -137,30 +138,24 @@ def calls_in_text_grammar(
         lead = f"TEXT? {begin}" if is_token else "before"
         rules = [f"start: ({lead} {inner})* TEXT?", f"TEXT: /{text}+/"]
         rules += [] if is_token else [f"before[lazy]: /{text}*{re.escape(fmt.begin)}/"]
-    calls = " | ".join(f"call{index}" for index in range(len(functions)))
-    rules += [line for index, function in enumerate(functions) for line in _call_rules(index, function, fmt)]
-    markers = frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
-    return Grammar("calls", "\n".join([*rules, f"call: {calls}"]) + "\n", markers)
-
-
-def _loosened(function: Mapping[str, Any], strict: Collection[str]) -> Mapping[str, Any]:
-    """Return a function whose arguments are any object unless its name is in `strict`."""
-    return function if function["name"] in strict else {**function, "parameters": {"additionalProperties": True}}
+    return _grammar(rules, functions, fmt, special)
 
 
 def _terminal(marker: str, special: Mapping[str, int]) -> str:
-    return f"<[{special[marker]}]>" if marker in special else _quoted(marker)
+    return f"<[{special[marker]}]>" if marker in special else json.dumps(marker)  # Lark spells strings as JSON does
 
 
-def _quoted(text: str) -> str:
-    """Return a Lark string, which is spelled as in JSON."""
-    return json.dumps(text)
-
-
-def _call_rules(index: int, function: Mapping[str, Any], fmt: ToolFormat) -> tuple[str, str]:
-    before = f'{{"name": {json.dumps(function["name"])}, "{fmt.arguments}": '
-    schema = json.dumps(_closed_schema(function.get("parameters")))
-    return f'call{index}: {_quoted(before)} args{index} "}}"', f"args{index}: %json {schema}"
+def _grammar(
+    rules: Sequence[str], functions: Sequence[Mapping[str, Any]], fmt: ToolFormat, special: Mapping[str, int]
+) -> Grammar:
+    """Return the grammar of these rules and of the rule `call`: one call of any of the functions."""
+    lines = [*rules, "call: " + " | ".join(f"call{index}" for index in range(len(functions)))]
+    for index, function in enumerate(functions):
+        before = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{fmt.arguments}": ')
+        lines.append(f'call{index}: {before} args{index} "}}"')
+        lines.append(f"args{index}: %json {json.dumps(_closed_schema(function.get('parameters')))}")
+    markers = frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
+    return Grammar("calls", "\n".join(lines) + "\n", markers)
 
 
 def _closed_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
