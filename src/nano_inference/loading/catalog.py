@@ -129,7 +129,10 @@ def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path
             raise ModelError(f"{local}: not a model: expected a directory or a model file such as .gguf, not a pickle")
         return local
     hub = parse_hub_id(name)
-    if hub is None or _looks_local(name):
+    must_be_local = (
+        name.startswith((".", "/", "~", os.sep)) or "\\" in name or (name.endswith(".gguf") and ":" not in name)
+    )
+    if hub is None or must_be_local:
         known = [*(one.name for one in WHEELS), *(one.name for one in installed_builtins())]
         hint = f"./{name} is a path" if is_there else f"known: {', '.join(known)}; of the hub: org/name"
         missing = "" if is_there else "no such file or directory, and "
@@ -242,11 +245,6 @@ def parse_hub_id(name: str) -> HubName | None:
     if match is None or ".." in name or "--" in match["repo"]:
         return None
     return HubName(match["repo"], match["revision"], match["file"])
-
-
-def _looks_local(name: str) -> bool:
-    """Return True if a name must be a path: `./x`, `/x`, `~/x`, `models/x.gguf`, `C:\\x`."""
-    return name.startswith((".", "/", "~", os.sep)) or "\\" in name or (name.endswith(".gguf") and ":" not in name)
 
 
 # --- Hugging Face's hub

@@ -170,8 +170,12 @@ def gguf_sources(file: GgufFile, config: ModelConfig) -> dict[str, WeightSource]
 
     Raises `ModelError` for a tensor that the architecture does not have, or whose type cannot be unpacked.
     """
+    from nano_inference.loading.ggml import can_dequantize
+
     architecture = architecture_of(file)
-    _check_types(file)
+    for type_name in sorted({tensor.type_name for tensor in file.tensors.values()} - PLAIN.keys()):
+        if not can_dequantize(type_name):
+            raise ModelError(f"{file.path}: tensors of type {type_name} cannot be unpacked")
     sources: dict[str, WeightSource] = {}
     for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
         part = tensor.name.split(".")[-2:][0]
@@ -208,15 +212,6 @@ def _source(file: GgufFile, tensor: GgufTensor, head_rows: int, shift: float) ->
     if head_rows or shift or tensor.type_name not in PLAIN:
         return PackedTensor(file.path, tensor, head_rows, shift)
     return FileRange(file.path, tensor.offset, tensor.shape, PLAIN[tensor.type_name])
-
-
-def _check_types(file: GgufFile) -> None:
-    """Raise `ModelError` naming a type that the `gguf` package cannot unpack."""
-    from nano_inference.loading.ggml import can_dequantize
-
-    for name in sorted({tensor.type_name for tensor in file.tensors.values()} - PLAIN.keys()):
-        if not can_dequantize(name):
-            raise ModelError(f"{file.path}: tensors of type {name} cannot be unpacked")
 
 
 def main_type(file: GgufFile) -> str:

@@ -23,6 +23,7 @@ from nano_inference.types import ModelError
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _MAX_ROPE_FACTORS = 4096
 _LARGEST_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
+"""Layers of the largest Gemma models, whose factor of q·k is 1 / sqrt(hidden / heads) without a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +69,13 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     fields = Fields(f"{file.path}: {architecture}", values)
     hidden, heads = fields.integer("embedding_length"), _uniform(fields, "attention.head_count")
-    head_dim = _head_dim(fields, hidden, heads)
+    head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{fields.origin}: attention.value_length differs from key_length, which is not supported")
     vocab_size = _vocab_size(file, hidden)
     max_positions = fields.integer("context_length")
+    is_largest = fields.integer("block_count") == _LARGEST_LAYERS.get(architecture)
+    default_scale = 1 / math.sqrt(max(1, hidden // heads)) if is_largest else None
     try:
         ropes = _ropes(file, fields, rules, head_dim, max_positions)
         return ModelConfig(
@@ -92,7 +97,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
             out_bias="blk.0.attn_output.bias" in file.tensors,
             mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
             qk_norm=rules.qk_norm,
-            attention_scale=_attention_scale(fields, architecture, hidden, heads),
+            attention_scale=fields.optional_number("attention.scale", high=1e6) or default_scale,
             attention_softcap=_softcap(fields, "attn_logit_softcapping", 50.0 if architecture == "gemma2" else None),
             logits_softcap=_softcap(fields, "final_logit_softcapping", 30.0 if architecture == "gemma2" else None),
             embedding_scale=math.sqrt(hidden) if rules.family == "gemma" else None,
@@ -113,13 +118,6 @@ def _uniform(fields: Fields, name: str, default: int | None = None) -> int:
     return Fields(fields.origin, {name: listed[0]}).integer(name)
 
 
-def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
-    head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
-    if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"{fields.origin}: attention.value_length differs from key_length, which is not supported")
-    return head_dim
-
-
 def _vocab_size(file: GgufFile, hidden: int) -> int:
     """Return the embedding's number of rows: converters drop rows that no token uses."""
     tensor = file.tensors.get(EMBEDDING)
@@ -128,16 +126,6 @@ def _vocab_size(file: GgufFile, hidden: int) -> int:
     if len(tensor.shape) != 2 or tensor.shape[1] != hidden:
         raise ModelError(f"{file.path}: {EMBEDDING} has the shape {tensor.shape}, embedding_length is {hidden}")
     return tensor.shape[0]
-
-
-def _attention_scale(fields: Fields, architecture: str, hidden: int, heads: int) -> float | None:
-    """Return the factor of q·k; without a key, the largest Gemma models use 1 / sqrt(hidden / heads)."""
-    explicit = fields.optional_number("attention.scale", high=1e6)
-    if explicit is not None:
-        return explicit
-    if fields.integer("block_count") == _LARGEST_LAYERS.get(architecture):
-        return 1 / math.sqrt(max(1, hidden // heads))
-    return None
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:

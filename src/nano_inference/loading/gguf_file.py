@@ -167,7 +167,14 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 
 def _read(cursor: _Cursor) -> GgufFile:
-    _check_version(cursor)
+    if cursor.file_bytes < len(_MAGIC) or cursor.file.read(len(_MAGIC)) != _MAGIC:
+        raise ModelError(f"{cursor.path}: not a GGUF file (it does not begin with {_MAGIC.decode()})")
+    cursor.loaded = len(_MAGIC)
+    version = cursor.u32()
+    if version not in _VERSIONS and int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *_VERSIONS):
+        raise ModelError(f"{cursor.path}: big-endian GGUF files are not supported")
+    if version not in _VERSIONS:
+        raise ModelError(f"{cursor.path}: GGUF version {version} is not supported; known: 2, 3")
     num_tensors = cursor.count("tensors", _MIN_TENSOR_BYTES, MAX_TENSORS)
     num_keys = cursor.count("metadata keys", _MIN_KEY_BYTES, MAX_KEYS)
     metadata: dict[str, Any] = {}
@@ -184,18 +191,6 @@ def _read(cursor: _Cursor) -> GgufFile:
     data_offset = -(-cursor.position // alignment) * alignment
     tensors = _placed(cursor, table, data_offset)
     return GgufFile(cursor.path, MappingProxyType(metadata), MappingProxyType(tensors), data_offset)
-
-
-def _check_version(cursor: _Cursor) -> None:
-    if cursor.file_bytes < len(_MAGIC) or cursor.file.read(len(_MAGIC)) != _MAGIC:
-        raise ModelError(f"{cursor.path}: not a GGUF file (it does not begin with {_MAGIC.decode()})")
-    cursor.loaded = len(_MAGIC)
-    version = cursor.u32()
-    if version in _VERSIONS:
-        return
-    if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *_VERSIONS):
-        raise ModelError(f"{cursor.path}: big-endian GGUF files are not supported")
-    raise ModelError(f"{cursor.path}: GGUF version {version} is not supported; known: 2, 3")
 
 
 def _value(cursor: _Cursor, code: int, depth: int) -> Any:

@@ -96,7 +96,6 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
     Raises `ModelError` naming an invalid field or an unsupported feature.
     """
     architecture = _architecture(config)
-    _refuse_unsupported(config)
     rules = _RULES[architecture]
     heads = config.integer("num_attention_heads")
     hidden = config.integer("hidden_size")
@@ -105,7 +104,9 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
     kv_heads = config.integer("num_key_value_heads", default)
     if heads % kv_heads:
         raise ModelError(f"{config.origin}: num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
-    head_dim = _head_dim(config, rules, hidden, heads)
+    if not (rules.head_dim or hidden // heads):
+        raise ModelError(f"{config.origin}: hidden_size ({hidden}) is less than num_attention_heads ({heads})")
+    head_dim = config.integer("head_dim", rules.head_dim or hidden // heads)
     layer_types, rotated = _layers(config, rules)
     ropes = _ropes(config, rules, architecture, head_dim, sorted(set(layer_types)))
     vocab_size = config.integer("vocab_size")
@@ -147,12 +148,18 @@ def _named(config: Fields, error: ValueError) -> ModelError:
 
 
 def _architecture(config: Fields) -> str:
-    """Return the architecture's name. Raises `ModelError` listing the known ones."""
+    """Return the architecture's name. Raises `ModelError` listing the known ones, and for unsupported settings."""
     names = config.sequence("architectures") or ()
     model_type = config.text("model_type", "")
     name = names[0] if names else _BY_MODEL_TYPE.get(model_type, model_type)
     if not isinstance(name, str):
         raise config.bad("architectures", "a list of names")
+    for field in ("quantization_config", "compression_config"):  # would otherwise be ignored
+        if name in _RULES and config.get(field) is not None:
+            method = shown(config.within(field).text("quant_method", "unnamed"))
+            raise ModelError(f"{config.origin}: {field} ({method}) is not supported; use plain weights or a GGUF")
+    if name in _RULES and config.flag("use_bidirectional_attention", False):
+        raise ModelError(f"{config.origin}: use_bidirectional_attention is not supported")
     if name in _RULES:
         return name
     if "Moe" in name or any(config.get(field) is not None for field in _MIXTURE_FIELDS):
@@ -160,25 +167,6 @@ def _architecture(config: Fields) -> str:
     if "ConditionalGeneration" in name or config.get("vision_config") is not None:
         raise ModelError(f"{config.origin}: {shown(name)} is a multimodal model, which is not supported")
     raise ModelError(f"{config.origin}: unknown architecture {shown(name)}; known: {', '.join(_RULES)}")
-
-
-def _refuse_unsupported(config: Fields) -> None:
-    """Raise `ModelError` for settings that would otherwise be ignored."""
-    for field in ("quantization_config", "compression_config"):
-        if config.get(field) is not None:
-            method = config.within(field).text("quant_method", "unnamed")
-            raise ModelError(
-                f"{config.origin}: {field} ({shown(method)}) is not supported; use plain weights or a GGUF"
-            )
-    if config.flag("use_bidirectional_attention", False):
-        raise ModelError(f"{config.origin}: use_bidirectional_attention is not supported")
-
-
-def _head_dim(config: Fields, rules: _Rules, hidden: int, heads: int) -> int:
-    default = rules.head_dim or hidden // heads
-    if not default:
-        raise ModelError(f"{config.origin}: hidden_size ({hidden}) is less than num_attention_heads ({heads})")
-    return config.integer("head_dim", default)
 
 
 def _activation(config: Fields, rules: _Rules) -> Activation:
@@ -385,20 +373,17 @@ def stretched(max_positions: int, ropes: Iterable[RopeConfig]) -> int:
 
 def _eos_ids(config: Fields, generation: Fields | None, rules: _Rules, vocab_size: int) -> tuple[int, ...]:
     """Return the end tokens of both files; the family's default if neither has any."""
-    found = [token for fields in (config, generation) if fields is not None for token in _token_ids(fields)]
+    found: list[int] = []
+    for fields in (config, generation):
+        value = fields.get("eos_token_id") if fields is not None else None
+        ids = list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
+        if fields is not None and any(type(token) is not int or not 0 <= token < 2**31 for token in ids):
+            raise fields.bad("eos_token_id", "a token id or a list of them")
+        found += ids
     if not found and rules.eos is not None and "eos_token_id" not in config.values:
         found = [rules.eos]
     # Small test models made from a large model's defaults may have ids outside their vocabulary.
     return tuple(sorted({token for token in found if token < vocab_size}))
-
-
-def _token_ids(fields: Fields) -> list[int]:
-    value = fields.get("eos_token_id")
-    ids = list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
-    for token in ids:
-        if type(token) is not int or not 0 <= token < 2**31:
-            raise fields.bad("eos_token_id", "a token id or a list of them")
-    return ids
 
 
 def _bos_id(config: Fields, generation: Fields | None, rules: _Rules, vocab_size: int) -> int | None:

@@ -56,7 +56,12 @@ def header_ranges(path: Path, header: bytes, data_offset: int) -> dict[str, File
         raise ModelError(f"{path}: holds {len(entries)} tensors (limit {MAX_TENSORS})")
     ranges = {name: _range(path, data_offset, name, entry) for name, entry in entries.items()}
     ordered = dict(sorted(ranges.items(), key=lambda item: (item[1].offset, num_bytes(item[1]))))
-    _check_cover(path, ordered, data_offset)
+    end = data_offset
+    for name, part in ordered.items():
+        if part.offset != end:
+            what = "overlaps the one before it" if part.offset < end else "does not follow the one before it"
+            raise ModelError(f"{path}: tensor {shown(name)} {what}")
+        end += num_bytes(part)
     return ordered
 
 
@@ -90,16 +95,6 @@ def _counts(path: Path, name: str, field: str, values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _check_cover(path: Path, ordered: Mapping[str, FileRange], data_offset: int) -> None:
-    """Raise `ModelError` unless the tensors are contiguous."""
-    end = data_offset
-    for name, part in ordered.items():
-        if part.offset != end:
-            what = "overlaps the one before it" if part.offset < end else "does not follow the one before it"
-            raise ModelError(f"{path}: tensor {shown(name)} {what}")
-        end += num_bytes(part)
-
-
 def open_weights(directory: Path) -> dict[str, FileRange]:
     """Return every tensor of a directory's `model.safetensors`, or of the shards in its index."""
     if is_present(directory / SINGLE_NAME):
@@ -123,11 +118,7 @@ def shards_of(path: Path, suffix: str = ".safetensors") -> dict[str, str]:
     shard_of = index.mapping("weight_map")
     if not shard_of:
         raise ModelError(f"{index.origin}: weight_map is missing or empty")
-    return {name: _shard_name(index.origin, file, suffix) for name, file in shard_of.items()}
-
-
-def _shard_name(origin: str, file: object, suffix: str) -> str:
-    """Return a shard's file name. Raises `ModelError` for a path, which could leave the directory."""
-    if not isinstance(file, str) or not file.endswith(suffix) or any(c in file for c in "/\\\0"):
-        raise ModelError(f"{origin}: a shard must be a plain {suffix} file name, got {shown(file)}")
-    return file
+    for file in shard_of.values():  # a path could leave the directory
+        if not isinstance(file, str) or not file.endswith(suffix) or any(c in file for c in "/\\\0"):
+            raise ModelError(f"{index.origin}: a shard must be a plain {suffix} file name, got {shown(file)}")
+    return dict(shard_of)

@@ -51,16 +51,14 @@ class BadWords:
 
     def mask(self) -> bytes | None:
         """Return a bit mask of the tokens that do not complete a word; None if all are allowed."""
-        banned = [word[-1] for word in self._spellings if self._ends_with(word[:-1])]
+        tail = self._tail
+        banned = [word[-1] for word in self._spellings if tail[len(tail) + 1 - len(word) :] == word[:-1]]
         if not banned:
             return None
         bits = bytearray(b"\xff" * -(-self._vocab_size // 8))
         for token in banned:
             bits[token // 8] &= ~(1 << token % 8) & 0xFF
         return bytes(bits)
-
-    def _ends_with(self, beginning: tuple[int, ...]) -> bool:
-        return not beginning or self._tail[-len(beginning) :] == beginning
 
 
 class Both:

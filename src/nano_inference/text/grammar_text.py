@@ -39,7 +39,7 @@ WHITESPACE = r" |\n[ \t]{0,24}"
 """Whitespace allowed between JSON tokens, at most once; where it is unlimited, small models write it without end."""
 
 _NO_SPACES = "whitespace_flexible"
-_META = frozenset("\\.+*?()|[]{}^$#&-~/")
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _SPECIAL_NAME = re.compile(r'"(?:\\.|[^"\\\n])*+(?:"|\\?$)|//[^\n]*+|/(?:\\.|[^/\\\n])++(?:/|\\?$)|(<[^<>\s]+>)', re.M)
 """Matches a Lark grammar's strings, comments and regexes, to their end or that of the line, or names a special token.
 Possessive, because backtracking in an unterminated one would take quadratic time."""
@@ -74,7 +74,11 @@ def check_grammar(grammar: Grammar) -> None:
         _choices_of(grammar)
     elif grammar.kind in ("lark", "calls"):
         if grammar.kind == "lark":
-            _check_lark(grammar.text)
+            if grammar.text.lstrip().startswith("{"):  # the library's JSON form, which could set any option
+                raise BadRequest("lark", "a grammar begins with a rule or a directive, not with {")
+            named = next((found[1] for found in _SPECIAL_NAME.finditer(grammar.text) if found[1]), None)
+            if named is not None:
+                raise BadRequest("lark", f"{named[:60]}: special tokens cannot be written by a grammar")
         list(_inline_schemas(grammar.text))  # checks them
 
 
@@ -86,14 +90,17 @@ def for_library(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case "json_schema":
-                schema, rules = _split_rules(_schema_of(grammar))
+                schema = _schema_of(grammar)
+                options = schema.pop("x-guidance", None)
+                rules = _rules(is_compact=isinstance(options, dict) and options.get(_NO_SPACES) is False)
                 text: str = library.grammar_from_json_schema(json.dumps(for_llguidance(schema)), overrides=rules)
             case "json_object":
                 text = library.grammar_from_json_schema('{"type":"object"}', overrides=_rules(is_compact=False))
             case "regex":
                 text = library.grammar_from_regex(grammar.text)
             case "choice":
-                text = library.grammar_from_regex("|".join(map(_literal, _choices_of(grammar))))
+                choices = (_META.sub(r"\\\g<0>", one) for one in _choices_of(grammar))
+                text = library.grammar_from_regex("|".join(choices))
             case "lark" | "calls":
                 text = library.grammar_from_lark(_with_plain_schemas(grammar.text))
             case "gbnf":
@@ -178,28 +185,8 @@ def _digits(number: object) -> int:
     return int(digits[:20] or 1)
 
 
-def _split_rules(schema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a schema without the library's options, and the options to use."""
-    options = schema.get("x-guidance")
-    is_compact = isinstance(options, dict) and options.get(_NO_SPACES) is False
-    return {name: value for name, value in schema.items() if name != "x-guidance"}, _rules(is_compact=is_compact)
-
-
 def _rules(*, is_compact: bool) -> dict[str, Any]:
     return {_NO_SPACES: False} if is_compact else {"whitespace_pattern": WHITESPACE}
-
-
-def _literal(text: str) -> str:
-    """Return a regex that matches only this text."""
-    return "".join(f"\\{char}" if char in _META else char for char in text)
-
-
-def _check_lark(text: str) -> None:
-    if text.lstrip().startswith("{"):  # the library's JSON form, which could set any option
-        raise BadRequest("lark", "a grammar begins with a rule or a directive, not with {")
-    named = next((found[1] for found in _SPECIAL_NAME.finditer(text) if found[1]), None)
-    if named is not None:
-        raise BadRequest("lark", f"{named[:60]}: special tokens cannot be written by a grammar")
 
 
 def _inline_schemas(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:

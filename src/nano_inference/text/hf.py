@@ -144,7 +144,9 @@ def _spelling(core: tokenizers.Tokenizer, path: Path) -> tuple[Spelling, bool]:
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
         return "byte_level", False
-    if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"} and _marks_space(parts):
+    replaced = [(part["pattern"], part["content"]) for part in parts if part["type"] == "Replace"]
+    is_sentencepiece = all(one == ({"String": "▁"}, " ") for one in replaced)
+    if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"} and is_sentencepiece:
         return "sentencepiece", any(_drops_space(part) for part in parts)
     raise ModelError(
         f"{path}: decoder {', '.join(sorted(kinds)) or 'none'} is not supported (ByteLevel, SentencePiece)"
@@ -157,12 +159,6 @@ def _decoders(state: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
             yield from _decoders(part)
     elif state:
         yield dict(state)
-
-
-def _marks_space(parts: Iterable[Mapping[str, Any]]) -> bool:
-    return all(
-        part["type"] != "Replace" or (part["pattern"] == {"String": "▁"} and part["content"] == " ") for part in parts
-    )
 
 
 def _drops_space(part: Mapping[str, Any]) -> bool:

@@ -88,7 +88,9 @@ def push(state: CallsState, text: str) -> tuple[CallsState, list[Event]]:
     at = 0
     while at < len(text):
         if state.phase == "text" and state.partial:
-            text, at = _rewound(text, at, state.partial)
+            # `partial`, which ends at `at`, is scanned again; the part that came with earlier text is put before.
+            missing = len(state.partial) - at
+            text, at = (state.partial[:missing] + text, 0) if missing > 0 else (text, -missing)
             state = replace(state, partial="")
         state, at = _STEPS[state.phase](state, text, at, events)
     return state, merged(events)
@@ -111,15 +113,6 @@ def finish(state: CallsState) -> list[Event]:
 
 
 # ---- text
-
-
-def _rewound(text: str, at: int, partial: str) -> tuple[str, int]:
-    """Return the text and index from which `partial`, which ends at `at`, is scanned again.
-
-    The part of `partial` that came with earlier text is put before the text.
-    """
-    missing = len(partial) - at
-    return (partial[:missing] + text, 0) if missing > 0 else (text, -missing)
 
 
 def _text(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
@@ -367,8 +360,10 @@ def _field(state: CallsState, call: _Call, reader: JsonState, text: str) -> _Cal
 def _word(state: CallsState, call: _Call, is_key: bool, spelled: Parts) -> _Call | None:
     """Add a complete string: a key, the name, or arguments written as a string; None if this is not a call."""
     word: str = json.loads("".join(spelled), strict=False)
-    if is_key:
-        return _with_key(state, call, word)
+    if is_key:  # a duplicate, or in a reply without a marker a foreign key, shows that this is no call
+        is_repeated = (word == "name" and call.name is not None) or (word in _ARGUMENTS and call.stage != "none")
+        is_foreign = state.format.is_whole and call.name is None and word not in _HARMLESS
+        return None if is_repeated or is_foreign else call._replace(key=word)
     if call.key == "name":
         return call._replace(name=word) if word in state.names else None
     if call.key not in _ARGUMENTS:
@@ -376,13 +371,6 @@ def _word(state: CallsState, call: _Call, is_key: bool, spelled: Parts) -> _Call
     is_text = not any("\ud800" <= char <= "\udfff" for char in word)
     given = as_object(word.strip(SPACE) or "{}") if is_text else None
     return None if given is None else call._replace(arguments=(given,), stage="complete")
-
-
-def _with_key(state: CallsState, call: _Call, key: str) -> _Call | None:
-    """Add a key; None if it is a duplicate or, in a reply without a marker, not a key of calls."""
-    is_repeated = (key == "name" and call.name is not None) or (key in _ARGUMENTS and call.stage != "none")
-    is_foreign = state.format.is_whole and call.name is None and key not in _HARMLESS
-    return None if is_repeated or is_foreign else call._replace(key=key)
 
 
 def _start_call(state: CallsState, events: list[Event]) -> CallsState:

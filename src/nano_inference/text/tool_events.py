@@ -69,7 +69,10 @@ def settled(events: Iterable[Event]) -> list[Event]:
 def merged(events: Iterable[Event]) -> list[Event]:
     """Return events without empty pieces, with adjacent pieces of content or of one call's arguments joined."""
     result: list[Event] = []
-    for key, group in groupby(events, key=_piece_key):
+    # The key is a call's index for arguments, -1 for content, and None for events that are never joined.
+    for key, group in groupby(
+        events, lambda one: one.index if isinstance(one, CallArguments) else -1 if isinstance(one, Content) else None
+    ):
         several = list(group)
         if key is None:
             result += several
@@ -79,10 +82,3 @@ def merged(events: Iterable[Event]) -> list[Event]:
         if text:
             result.append(Content(text) if key < 0 else CallArguments(key, text, source))
     return result
-
-
-def _piece_key(event: Event) -> int | None:
-    """Return the call's index for arguments, -1 for content, None for events that are never joined."""
-    if isinstance(event, CallArguments):
-        return event.index
-    return -1 if isinstance(event, Content) else None

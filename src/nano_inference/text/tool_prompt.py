@@ -59,7 +59,11 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool], template_sour
         return written
     text = explained(tools)
     first = written[0]
-    if first["role"] != "system" and not _refuses_system(template_source):
+    refuses_system = template_source is not None and (  # explicitly, or by checking alternating turns
+        ("raise_exception" in template_source and "system" not in template_source)
+        or _REFUSES_SYSTEM.search(template_source) is not None
+    )
+    if first["role"] != "system" and not refuses_system:
         return [{"role": "system", "content": text}, *written]
     both = f"{text}\n\n{first['content']}" if first["content"] else text
     return [{**first, "content": both}, *written[1:]]
@@ -68,14 +72,6 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool], template_sour
 def explained(tools: Sequence[Tool]) -> str:
     """Return the text that describes functions, and how to call them, to the model."""
     return _EXPLAINED.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-
-
-def _refuses_system(template_source: str | None) -> bool:
-    """Return True if a template raises an error for a system message: explicitly, or by checking alternating turns."""
-    if template_source is None:
-        return False
-    counts_turns = "raise_exception" in template_source and "system" not in template_source
-    return counts_turns or _REFUSES_SYSTEM.search(template_source) is not None
 
 
 # ---- for templates with support for tools
@@ -143,15 +139,12 @@ def _written(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    texts = [*([content] if content else []), *map(_written_call, calls)]
+    texts = [content] if content else []
+    for function in (call["function"] for call in calls):
+        name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        texts.append(f'{HERMES.begin}\n{{"name": {name}, "arguments": {written}}}\n{HERMES.end}')
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": "\n".join(texts)}
-
-
-def _written_call(call: Mapping[str, Any]) -> str:
-    function = call["function"]
-    name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
-    spelled = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f'{HERMES.begin}\n{{"name": {name}, "arguments": {spelled}}}\n{HERMES.end}'
 
 
 def _joined_results(messages: Sequence[Message]) -> list[Message]:
