@@ -370,7 +370,7 @@ def test_callers_of_a_cancelled_or_failed_update_get_their_own_error(untied: Pai
         while True:
             try:
                 assert await engine.update_weights(untied.named()) == 1
-            except UpdateBusy:  # the first is gathered, or has failed and is told so
+            except UpdateBusy:  # the first is gathered, or has failed and its caller is notified
                 continue
             break
         with pytest.raises(WeightError, match="no such weight"):

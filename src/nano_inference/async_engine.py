@@ -422,7 +422,7 @@ class AsyncEngine(Generic[Engine]):
 
         def start(engine: Engine) -> None:
             if engine.weight_info().update == "failed":  # its caller would get the end of the next one
-                raise UpdateBusy("the last update has failed and its caller is being told; try again")
+                raise UpdateBusy("the last update has failed and its caller is being notified; try again")
             engine.start_update(update)
             self._num_updates += 1
             number.append(self._num_updates)

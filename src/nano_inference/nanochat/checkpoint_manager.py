@@ -16,10 +16,9 @@ from nano_inference.config import Dtype
 from nano_inference.loading.fields import read_json
 from nano_inference.loading.pt_file import read_pt
 from nano_inference.nanochat.common import base_path
-from nano_inference.nanochat.files import NanochatFiles, find_files, largest_tag, last_step
+from nano_inference.nanochat.files import FILE_NAME, NanochatFiles, find_files, find_largest_model, find_last_step
 from nano_inference.nanochat.format import open_nanochat
 from nano_inference.nanochat.gpt import GPT
-from nano_inference.nanochat.names import FILE_NAME
 from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from nano_inference.types import MissingFile
 
@@ -150,25 +149,6 @@ def save_checkpoint(
         _write(directory / f"meta_{step:06d}.json", lambda file: file.write(text))
     if optimizer_data is not None:
         _write(directory / _optimizer_name(step, rank), lambda file: torch.save(optimizer_data, file))
-
-
-def find_largest_model(checkpoints_dir: str | Path) -> str:
-    """Return the tag with the largest number, else the one modified last. Raises `FileNotFoundError`.
-
-    Ignores directories without a checkpoint.
-    """
-    tag = largest_tag(Path(checkpoints_dir))
-    if tag is None:
-        raise FileNotFoundError(f"{checkpoints_dir}: contains no nanochat checkpoints")
-    return tag
-
-
-def find_last_step(checkpoint_dir: str | Path) -> int:
-    """Return the highest step among a directory's model files. Raises `FileNotFoundError`."""
-    step = last_step(Path(checkpoint_dir))
-    if step is None:
-        raise FileNotFoundError(f"{checkpoint_dir}: contains no model_*.pt")
-    return step
 
 
 def _find(root: Path, source: str | None, model_tag: str | None, step: int | None) -> NanochatFiles:

@@ -15,7 +15,7 @@ import tiktoken
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from nano_inference.nanochat.names import BOS_TOKENS
+from nano_inference.nanochat.dialogue import BOS_TOKENS
 from nano_inference.nanochat.pickled import PickledEncoding, encoding_of
 from nano_inference.text.fast import BYTE_OF_CHAR, CHAR_OF_BYTE, set_bos_eos
 from nano_inference.types import ModelError

@@ -19,13 +19,13 @@ from nano_inference.nanochat.calculator import (
     PythonTool,
     python_tool,
 )
-from nano_inference.nanochat.names import ASSISTANT_END
 from nano_inference.text.chat import with_one_system_message
 from nano_inference.text.kinds import ANSWER, Message, Rendering, Tokenizer
 from nano_inference.text.tools import special_tokens
 from nano_inference.types import BadRequest
 
-USER_START, ASSISTANT_START = "<|user_start|>", "<|assistant_start|>"
+BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # nanochat's own, and that of OpenAI's encodings
+USER_START, ASSISTANT_START, ASSISTANT_END = "<|user_start|>", "<|assistant_start|>", "<|assistant_end|>"
 
 CHAT_TEMPLATE = """\
 {%- set first = 1 if messages[0].role == "system" else 0 -%}

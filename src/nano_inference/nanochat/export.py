@@ -29,8 +29,8 @@ from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, Weight
 from nano_inference.models.config import ModelConfig
 from nano_inference.nanochat.checkpoint import GENERATIONS, NanochatTerms
 from nano_inference.nanochat.convert import from_hf, to_hf
-from nano_inference.nanochat.dialogue import CHAT_TEMPLATE
-from nano_inference.nanochat.files import TOKENIZER_FILES, find_files
+from nano_inference.nanochat.dialogue import ASSISTANT_END, CHAT_TEMPLATE
+from nano_inference.nanochat.files import FILE_NAME, TOKENIZER_FILES, find_files
 from nano_inference.nanochat.format import (
     HF_ROPE_DTYPE,
     HF_TYPE,
@@ -41,7 +41,6 @@ from nano_inference.nanochat.format import (
     open_own,
     own_config,
 )
-from nano_inference.nanochat.names import ASSISTANT_END, FILE_NAME
 from nano_inference.nanochat.pickled import encoding_of, nanochat_tokenizer, read_fields, token_sizes
 from nano_inference.nanochat.program import hf_name
 from nano_inference.support.files import exists, path_of, sync

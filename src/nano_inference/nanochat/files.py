@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nano_inference.loading.fields import read_json, shown
-from nano_inference.nanochat.names import FILE_NAME, UnknownName
 from nano_inference.support.files import is_present, path_of
 from nano_inference.types import MissingFile, ModelError
 
-SOURCES = ("sft", "rl", "mid", "base")  # stages of training, the preferred one for chats first
+FILE_NAME = "tokenizer.pkl"
 TOKENIZER_FILES = (FILE_NAME, "tokenizer.json")
+SOURCES = ("sft", "rl", "mid", "base")  # stages of training, the preferred one for chats first
 
 _DIRECTORIES: Mapping[str, str] = {
     "base_checkpoints": "base",
@@ -33,6 +33,12 @@ _SHOWN_NAMES = 10
 
 _Tags = dict[str, Path]  # model tag -> directory with checkpoints
 _TagsBySource = dict[str | None, _Tags]  # the tags of each source; the key None if the layout does not name the source
+
+
+class UnknownName(ModelError, KeyError):
+    """A source of checkpoints or a special token does not exist."""
+
+    __str__ = Exception.__str__  # KeyError's quotes the message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +91,23 @@ def find_files(
     return _files(found, path)
 
 
-def largest_tag(directory: Path) -> str | None:
-    """Return the tag that `find_files` selects among a directory's, None if none has a checkpoint."""
-    tags = _tags(directory)
-    return _choose_tag(directory, tags, None) if tags else None
+def find_largest_model(checkpoints_dir: str | Path) -> str:
+    """Return the tag with the largest number, else the one modified last. Raises `FileNotFoundError`.
+
+    Ignores directories without a checkpoint.
+    """
+    tags = _tags(Path(checkpoints_dir))
+    if not tags:
+        raise FileNotFoundError(f"{checkpoints_dir}: contains no nanochat checkpoints")
+    return _choose_tag(Path(checkpoints_dir), tags, None)
 
 
-def last_step(directory: Path) -> int | None:
-    """Return the highest step among the model files of a directory, None if it has none."""
-    return max(_steps(directory), default=None)
+def find_last_step(checkpoint_dir: str | Path) -> int:
+    """Return the highest step among a directory's model files. Raises `FileNotFoundError`."""
+    steps = _steps(Path(checkpoint_dir))
+    if not steps:
+        raise FileNotFoundError(f"{checkpoint_dir}: contains no model_*.pt")
+    return max(steps)
 
 
 def _files(source: str | None, weights: Path) -> NanochatFiles:

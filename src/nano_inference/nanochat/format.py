@@ -34,9 +34,9 @@ from nano_inference.nanochat.checkpoint import (
     parse_overrides,
     terms_of,
 )
+from nano_inference.nanochat.dialogue import ASSISTANT_END, BOS_TOKENS
 from nano_inference.nanochat.files import TOKENIZER_FILES, NanochatFiles, find_files
 from nano_inference.nanochat.kinds import TOKENIZER
-from nano_inference.nanochat.names import ASSISTANT_END, BOS_TOKENS
 from nano_inference.support.files import is_present
 from nano_inference.text.kinds import TokenizerKind, TokenizerSource
 from nano_inference.text.tokenizer import OWN_TOKENIZERS, load_tokenizer

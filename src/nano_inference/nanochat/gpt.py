@@ -233,25 +233,18 @@ class GPT:
         With `targets` (B, T), return their cross-entropy without gradients: the mean or sum over targets that are not
         -1, or with "none" each one's, (B·T,). Raises `ValueError` for an empty input.
         """
-        logits_BTV = self._logits(idx, kv_cache)
-        if targets is None:
-            return logits_BTV
-        return functional.cross_entropy(
-            logits_BTV.flatten(0, 1), targets.reshape(-1), ignore_index=-1, reduction=loss_reduction
-        )
-
-    def _logits(self, ids_BT: Tensor, kv_cache: KVCache | None) -> Tensor:
-        if ids_BT.dim() != 2 or not ids_BT.size(1):
-            raise ValueError(f"ids must be (B, T) with at least one token, got {tuple(ids_BT.shape)}")
-        (num_rows, num_tokens), start = ids_BT.shape, 0 if kv_cache is None else kv_cache.get_pos()
-        before_B1 = None if kv_cache is None else kv_cache.prev_token
-        before_B1 = torch.full_like(ids_BT[:, :1], -1) if before_B1 is None else before_B1
-        position_N = torch.arange(start, start + num_tokens, device=ids_BT.device).repeat(num_rows)
+        if idx.dim() != 2 or not idx.size(1):
+            raise ValueError(f"ids must be (B, T) with at least one token, got {tuple(idx.shape)}")
+        (num_rows, num_tokens), start, before_B1 = idx.shape, 0, None
+        if kv_cache is not None:
+            start, before_B1 = kv_cache.get_pos(), kv_cache.prev_token
+        before_B1 = torch.full_like(idx[:, :1], -1) if before_B1 is None else before_B1
+        position_N = torch.arange(start, start + num_tokens, device=idx.device).repeat(num_rows)
         windows = self.model.program.windows
         context = StepContext(
             step=ForwardInput(
-                token_T=ids_BT.flatten(),
-                prev_T=torch.cat((before_B1, ids_BT[:, :-1]), dim=1).flatten(),
+                token_T=idx.flatten(),
+                prev_T=torch.cat((before_B1, idx[:, :-1]), dim=1).flatten(),
                 position_T=position_N,
                 slot_T=position_N,
                 spans=(),
@@ -263,8 +256,11 @@ class GPT:
         )
         hidden_NE = self._body.run([], context)
         if kv_cache is not None:
-            kv_cache.prev_token = ids_BT[:, -1:].clone()
-        return self.model.logits(hidden_NE).view(num_rows, num_tokens, -1)
+            kv_cache.prev_token = idx[:, -1:].clone()
+        logits_NV = self.model.logits(hidden_NE)
+        if targets is None:
+            return logits_NV.view(num_rows, num_tokens, -1)
+        return functional.cross_entropy(logits_NV, targets.reshape(-1), ignore_index=-1, reduction=loss_reduction)
 
     def generate(
         self,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from nano_inference.models.families import Family
 from nano_inference.nanochat.dialogue import nanochat_dialogue
-from nano_inference.nanochat.files import find_files
-from nano_inference.nanochat.names import FILE_NAME
+from nano_inference.nanochat.files import FILE_NAME, find_files
 from nano_inference.nanochat.program import program
 from nano_inference.support.files import is_present
 from nano_inference.support.packages import needed

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.calculator import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
 from nano_inference.nanochat.columns import sample_next_token
-from nano_inference.nanochat.names import ASSISTANT_END, UnknownName
+from nano_inference.nanochat.dialogue import ASSISTANT_END
+from nano_inference.nanochat.files import UnknownName
 
 Column = tuple[list[int], list[int]]  # one token per row, and its mask: 1 if sampled, 0 if forced
 

@@ -17,7 +17,8 @@ import tiktoken
 
 from nano_inference.loading.fields import shown
 from nano_inference.loading.pickle_data import Named, PickleError, read_data
-from nano_inference.nanochat.names import ASSISTANT_END, BOS_TOKENS, FILE_NAME
+from nano_inference.nanochat.dialogue import ASSISTANT_END, BOS_TOKENS
+from nano_inference.nanochat.files import FILE_NAME
 from nano_inference.support.files import open_buffered
 from nano_inference.text.fast import no_panic
 from nano_inference.text.tiktoken_file import TiktokenTokenizer

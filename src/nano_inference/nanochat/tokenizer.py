@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.dialogue import Conversation, OutOfTurn, render_conversation, render_for_completion
-from nano_inference.nanochat.names import FILE_NAME
+from nano_inference.nanochat.files import FILE_NAME
 from nano_inference.nanochat.pickled import (
     PickledEncoding,
     encoding_of,
