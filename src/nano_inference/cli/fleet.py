@@ -19,8 +19,15 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.front.child import ClusterLost, ReplicaFailed
 from nano_inference.server.front.cluster import RayCluster
 from nano_inference.server.front.models import ModelEntry
-from nano_inference.server.front.models_run import limits_of, model_setup, serve_models, weight_bytes
-from nano_inference.server.front.run import check_remote, replica_setup, serve_fleet
+from nano_inference.server.front.run import (
+    check_remote,
+    limits_of,
+    model_setup,
+    replica_setup,
+    serve_fleet,
+    serve_models,
+    weight_bytes,
+)
 from nano_inference.server.front.supervisor import Start, forever
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.model import tagged

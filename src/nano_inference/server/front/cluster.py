@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nano_inference.server.config import SettingError
-from nano_inference.server.front.child import ChildServer, ClusterLost, ReplicaFailed
+from nano_inference.server.front.child import ClusterLost, ReplicaFailed, ServerProcess
 from nano_inference.support.packages import MissingPackage, ray_address
 
 _MOST_CALLS = 8  # calls of one actor at the same time: `ready`, `wait` and `stop`
@@ -33,19 +33,19 @@ class ReplicaActor:
             ray = require_ray()
             server = {**setup["server"], "host": ray.util.get_node_ip_address()}
             setup = {**setup, "server": server}
-        self._child = ChildServer(setup)
+        self._server = ServerProcess(setup)
 
     async def ready(self) -> tuple[str, int]:
         """Return the URL and the process id when the model is loaded."""
-        return await asyncio.to_thread(self._child.wait_ready), self._child.pid
+        return await self._server.ready(), self._server.pid
 
     async def wait(self) -> int:
         """Return the exit code when the process has ended."""
-        return await asyncio.to_thread(self._child.wait)
+        return await self._server.wait()
 
     async def stop(self, timeout: float) -> None:
-        """End the process: see `ChildServer.stop`."""
-        await asyncio.to_thread(self._child.stop, timeout)
+        """End the process: see `ServerProcess.stop`."""
+        await self._server.stop(timeout)
 
 
 class RayReplica:

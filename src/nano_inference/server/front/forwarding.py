@@ -26,6 +26,7 @@ from nano_inference.server.headers import Headers
 from nano_inference.server.metrics import CONTENT_TYPE
 
 CONNECT_TIMEOUT_S = 5.0
+DESCRIBE_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 10.0
 """Below the servers' `keep_alive_timeout`, so that no request is sent on a connection that is being closed."""
 MAX_TAIL = 1 << 20  # bytes of an event that are held back until it is complete
@@ -109,6 +110,27 @@ async def whole_parts(reply: httpx2.Response, ending: re.Pattern[bytes], lost: b
         return
     if tail:
         yield tail
+
+
+async def fetch_all(client: httpx2.AsyncClient, urls: Mapping[int, str], scope: Scope, path: str) -> dict[int, str]:
+    """GET a path from several servers with the client's key; return index -> text of those that answer."""
+    headers = forwarded_headers(scope)
+
+    async def fetch(url: str) -> str | None:
+        try:
+            reply = await client.get(f"{url}{path}", headers=headers, timeout=DESCRIBE_TIMEOUT_S)
+        except httpx2.HTTPError:
+            return None
+        return reply.text if reply.status_code == 200 else None
+
+    texts = await asyncio.gather(*map(fetch, urls.values()))
+    return {index: text for index, text in zip(urls, texts, strict=True) if text is not None}
+
+
+def summed_load(replies: Mapping[int, str]) -> dict[str, int]:
+    """Return the sums of several servers' replies to GET /load."""
+    found = [json.loads(text) for text in replies.values()]
+    return {name: sum(int(one.get(name, 0)) for one in found) for name in ("server_load", "running", "waiting")}
 
 
 def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:

@@ -32,11 +32,14 @@ from nano_inference.server.dialect import (
 )
 from nano_inference.server.errors import ApiError, queue_full
 from nano_inference.server.front.forwarding import (
+    DESCRIBE_TIMEOUT_S,
+    fetch_all,
     forwarded_headers,
     request_for,
     respond,
     respond_text,
     return_reply,
+    summed_load,
     while_connected,
 )
 from nano_inference.server.front.merging import merge
@@ -47,10 +50,8 @@ from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
 
 LOAD_PATH, UNLOAD_PATH = "/models/load", "/models/unload"
-OK, NOT_FOUND = 200, 404
+NOT_FOUND = 404
 _LARGE_BODY = 64 << 10  # bodies of more bytes are parsed in a thread
-_DESCRIBE_TIMEOUT_S = 10.0
-_SUMMED = ("server_load", "running", "waiting")
 _MODEL_NAMES = ("model", "name")  # fields with a model's name; Ollama's clients still send the second one
 
 
@@ -289,14 +290,13 @@ class ModelsFront:
         async with self._use(scope, model) as url:
             headers = forwarded_headers(scope)
             try:
-                reply = await self._client.get(f"{url}/info", headers=headers, timeout=_DESCRIBE_TIMEOUT_S)
+                reply = await self._client.get(f"{url}/info", headers=headers, timeout=DESCRIBE_TIMEOUT_S)
             except httpx2.HTTPError:
                 raise queue_full(f"the server of {model.entry.name} does not answer", code="model_died") from None
         await respond(send, reply.status_code, {**reply.json(), "models": self._states()})
 
     async def _load(self, scope: Scope, send: Send) -> None:
-        found = [json.loads(text) for text in (await self._fetch_all(scope, "/load")).values()]
-        await respond(send, 200, {name: sum(int(one.get(name, 0)) for one in found) for name in _SUMMED})
+        await respond(send, 200, summed_load(await self._fetch_all(scope, "/load")))
 
     async def _metrics(self, scope: Scope, send: Send) -> None:
         texts = await self._fetch_all(scope, "/metrics")
@@ -309,19 +309,9 @@ class ModelsFront:
         await respond(send, 200, await asyncio.shield(self._openapi))
 
     async def _fetch_all(self, scope: Scope, path: str) -> dict[int, str]:
-        """GET a path from all loaded models with the client's key; return index -> text of those that answer."""
-        headers = forwarded_headers(scope)
-
-        async def fetch(model: HostedModel) -> str | None:
-            try:
-                reply = await self._client.get(f"{model.url}{path}", headers=headers, timeout=_DESCRIBE_TIMEOUT_S)
-            except httpx2.HTTPError:
-                return None
-            return reply.text if reply.status_code == OK else None
-
-        loaded = {index: one for index, one in enumerate(self.models.hosted) if one.state == "loaded"}
-        texts = await asyncio.gather(*map(fetch, loaded.values()))
-        return {index: text for index, text in zip(loaded, texts, strict=True) if text is not None}
+        """Return index -> reply to a GET of a path, of the loaded models that answer."""
+        urls = {index: one.url for index, one in enumerate(self.models.hosted) if one.state == "loaded"}
+        return await fetch_all(self._client, urls, scope, path)
 
 
 def object_of(body: bytes) -> dict[str, Any] | None:

@@ -7,9 +7,9 @@ no effect that could happen twice. A stream that has started ends with an error 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Mapping
+import signal
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,19 +20,20 @@ from nano_inference.server.dialect import StreamError, openai_stream_error
 from nano_inference.server.errors import queue_full
 from nano_inference.server.front.fleet import Fleet
 from nano_inference.server.front.forwarding import (
-    forwarded_headers,
+    fetch_all,
     request_for,
     respond,
     respond_text,
     return_reply,
+    summed_load,
     while_connected,
 )
 from nano_inference.server.front.merging import merge
 from nano_inference.server.front.placement import ANYWHERE, Placement, placement_of
+from nano_inference.server.front.supervisor import HealthCheck, Supervisor, forever
 from nano_inference.server.guard import GuardPolicy, read_body
 
 _LARGE_BODY = 64 << 10  # bodies of more bytes are parsed in a thread
-_SUMMED = ("server_load", "running", "waiting")
 _log = logging.getLogger("nano_inference.server")
 
 
@@ -45,11 +46,43 @@ class Proxy:
         client: httpx2.AsyncClient,
         policy: GuardPolicy,
         stream_errors: Mapping[str, StreamError] = MappingProxyType({}),
+        supervisor: Supervisor | None = None,
+        urls: Sequence[str] = (),
     ) -> None:
-        """`stream_errors`: path -> what ends its streams; OpenAI's error for other paths."""
+        """`stream_errors`: path -> what ends its streams; OpenAI's error for other paths.
+
+        `supervisor` starts the replicas; None: those at `urls` run already.
+        """
+        self._supervisor, self._urls = supervisor, urls
+        self._health_check = HealthCheck(fleet, client)
         self._stream_errors = stream_errors
         self._fleet, self._client, self._policy = fleet, client, policy
         self.is_draining = False
+
+    @property
+    def num_open(self) -> int:
+        """Open requests of all replicas."""
+        return self._fleet.num_open
+
+    async def open(self) -> None:
+        """Start the replicas, or take those that run. Raises `ReplicaFailed` if a replica cannot start at first."""
+        for index, url in enumerate(self._urls):
+            self._fleet.set_ready(index, url)
+        if self._supervisor is not None:
+            await self._supervisor.open()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._supervisor.restart_all)
+        self._health_check.start()
+
+    async def run(self) -> None:
+        """See `listen.Front`. Raises `ClusterLost`."""
+        await (forever() if self._supervisor is None else self._supervisor.run())
+
+    async def close(self) -> None:
+        """End the health checks and the replicas."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
+        await self._health_check.close()
+        if self._supervisor is not None:
+            await self._supervisor.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request that the guard has admitted. Raises `ApiError`, `ClientGone`."""
@@ -81,12 +114,13 @@ class Proxy:
         return 200 if accepts else 503, {"status": status, "ready": num_ready, "replicas": states}
 
     async def _load(self, scope: Scope) -> dict[str, int]:
-        replies = await self._fetch_all(scope, "/load")
-        found = [json.loads(text) for text in replies.values()]
-        return {name: sum(int(one.get(name, 0)) for one in found) for name in _SUMMED}
+        return summed_load(await fetch_all(self._client, self._urls_of_ready(), scope, "/load"))
+
+    def _urls_of_ready(self) -> dict[int, str]:
+        return {index: self._fleet.members[index].url for index in self._fleet.ready}
 
     async def _metrics(self, scope: Scope) -> bytes:
-        texts = await self._fetch_all(scope, "/metrics")
+        texts = await fetch_all(self._client, self._urls_of_ready(), scope, "/metrics")
         num_ready, size = len(self._fleet.ready), len(self._fleet.members)
         own = (
             "# HELP nano_inference_replicas Replicas behind this address.\n# TYPE nano_inference_replicas gauge\n"
@@ -95,20 +129,6 @@ class Proxy:
             f"# TYPE nano_inference_replicas_ready gauge\nnano_inference_replicas_ready {num_ready}\n"
         )
         return (own + merge(texts)).encode()
-
-    async def _fetch_all(self, scope: Scope, path: str) -> dict[int, str]:
-        """GET a path from all replicas that accept requests, with the client's key; leave out those that fail."""
-        headers = forwarded_headers(scope)
-
-        async def fetch(index: int) -> tuple[int, str | None]:
-            try:
-                reply = await self._client.get(f"{self._fleet.members[index].url}{path}", headers=headers, timeout=10)
-            except httpx2.HTTPError:
-                return index, None
-            return index, reply.text if reply.status_code == 200 else None
-
-        replies = await asyncio.gather(*(fetch(index) for index in self._fleet.ready))
-        return {index: text for index, text in replies if text is not None}
 
     # ---- one request ------------------------------------------------------------------------------------------------
 

@@ -1,31 +1,36 @@
-"""The process in front of the replicas. SIGUSR1 starts a rolling restart; other signals are those of `server.run`."""
+"""The process in front of replicas or of several models.
+
+SIGUSR1 starts a rolling restart of replicas; other signals are those of `server.run`.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import httpx2
-from starlette.types import Receive, Scope, Send
+import psutil
 
 from nano_inference.config import EngineConfig
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import stream_errors
+from nano_inference.server.front.child import ServerProcess
 from nano_inference.server.front.fleet import Fleet
 from nano_inference.server.front.forwarding import make_client
 from nano_inference.server.front.listen import serve_front
+from nano_inference.server.front.models import MemoryLimits, ModelEntry, Models
+from nano_inference.server.front.models_front import ModelsFront
 from nano_inference.server.front.replicas import Proxy
-from nano_inference.server.front.supervisor import HealthCheck, Start, Supervisor, Watch, forever
+from nano_inference.server.front.supervisor import Start, Supervisor, Watch, forever
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.wiring import guard_policy, installed_dialects
 
 _SPARE_CONNECTIONS = 64
+_SHARE = 0.8  # part of the memory that is free at the start: the default of `models_memory`
 
 
 def replica_setup(engine: EngineConfig, config: ServerConfig, *, name: str, cache: str) -> dict[str, Any]:
@@ -55,66 +60,6 @@ def replica_setup(engine: EngineConfig, config: ServerConfig, *, name: str, cach
     return {"engine": engine.to_dict(), "server": own.to_dict(), "name": name, "cache": cache}
 
 
-class FleetFront:
-    """The proxy with the supervisor and the health checks of its fleet: see `listen.Front`."""
-
-    def __init__(
-        self,
-        config: ServerConfig,
-        start: Start | None,
-        client: httpx2.AsyncClient,
-        policy: GuardPolicy,
-        watch: Watch = forever,
-    ) -> None:
-        """`start` makes a replica; None: `config.workers` run already. `watch`: see `Supervisor`."""
-        self._config = config
-        self._fleet = Fleet(config.replicas or len(config.workers))
-        self._proxy = Proxy(self._fleet, client, policy, stream_errors(installed_dialects()))
-        self._supervisor = None
-        if start is not None:
-            self._supervisor = Supervisor(self._fleet, start, drain_timeout=config.shutdown_timeout, watch=watch)
-        self._health = HealthCheck(self._fleet, client)
-
-    @property
-    def is_draining(self) -> bool:
-        """True: new requests are refused."""
-        return self._proxy.is_draining
-
-    @is_draining.setter
-    def is_draining(self, value: bool) -> None:
-        self._proxy.is_draining = value
-
-    @property
-    def num_open(self) -> int:
-        """Open requests of all replicas."""
-        return self._fleet.num_open
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        await self._proxy(scope, receive, send)
-
-    async def open(self) -> None:
-        """Start the replicas, or take those that run. Raises `ReplicaFailed` if a replica cannot start at first."""
-        if self._supervisor is None:
-            for index, url in enumerate(self._config.workers):
-                self._fleet.set_ready(index, url)
-        else:
-            await self._supervisor.open()
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._supervisor.restart_all)
-        self._health.start()
-
-    async def run(self) -> None:
-        """See `listen.Front`. Raises `ClusterLost`."""
-        await (forever() if self._supervisor is None else self._supervisor.run())
-
-    async def close(self) -> None:
-        """End the health checks and the replicas."""
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
-        await self._health.close()
-        if self._supervisor is not None:
-            await self._supervisor.close()
-
-
 async def serve_fleet(
     config: ServerConfig,
     listening: socket.socket,
@@ -130,7 +75,11 @@ async def serve_fleet(
     """
     policy = guard_policy(config, KeyRing.of(load_keys(config)))
     async with make_client() as client:
-        front = FleetFront(config, start, client, policy, watch)
+        fleet = Fleet(config.replicas or len(config.workers))
+        supervisor = None
+        if start is not None:
+            supervisor = Supervisor(fleet, start, drain_timeout=config.shutdown_timeout, watch=watch)
+        front = Proxy(fleet, client, policy, stream_errors(installed_dialects()), supervisor, config.workers)
         return await serve_front(config, listening, front, policy, on_listening=on_listening, on_ready=on_ready)
 
 
@@ -138,3 +87,62 @@ def check_remote(config: ServerConfig, policy: GuardPolicy) -> None:
     """Raise `ValueError` if replicas on other machines would be open to everybody there."""
     if policy.keys.is_empty and not config.insecure and is_loopback_name(config.host):
         raise ValueError("replicas on several machines can be reached from outside: set api_key_file, or insecure")
+
+
+# ---- several models -------------------------------------------------------------------------------------------------
+
+
+def model_setup(engine: EngineConfig, config: ServerConfig, *, names: tuple[str, ...], cache: str) -> dict[str, Any]:
+    """Return the setup of one model's server (`process.main`) from the configuration of the whole."""
+    own = replace(config, further_model=(), models_memory=None, max_loaded_models=None, served_model_name=names)
+    return replica_setup(engine, own, name=names[0], cache=cache)
+
+
+def limits_of(config: ServerConfig) -> MemoryLimits:
+    """Return what loaded models may use together."""
+    num_bytes = config.models_memory or int(_SHARE * free_memory())
+    return MemoryLimits(num_bytes, config.max_loaded_models)
+
+
+def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of memory that are free, within the limit of the cgroup (a container's) if there is one."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((cgroup / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+    except (OSError, UnicodeDecodeError):
+        return available
+    return min(available, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else available
+
+
+def weight_bytes(path: Path) -> int:
+    """Return the bytes of a model's weight files, for an estimate: all shards, or the largest of other files."""
+    if path.is_file():
+        return path.stat().st_size
+    shards = [file.stat().st_size for file in path.glob("*.safetensors")]
+    others = [file.stat().st_size for ending in ("gguf", "pt", "bin") for file in path.glob(f"*.{ending}")]
+    return sum(shards) or max(others, default=0)
+
+
+async def serve_models(
+    config: ServerConfig,
+    listening: socket.socket,
+    entries: Sequence[ModelEntry],
+    limits: MemoryLimits,
+    *,
+    on_listening: Callable[[], None],
+    on_ready: Callable[[], None],
+) -> int:
+    """Serve until a signal; return 0. Raises `ReplicaFailed` if the first model cannot be loaded."""
+    policy = guard_policy(config, KeyRing.of(load_keys(config)))
+    models = Models(entries, lambda entry: ServerProcess(entry.setup), limits)
+    async with make_client() as client:
+        front = ModelsFront(
+            models,
+            client,
+            policy,
+            installed_dialects(),
+            any_model=config.any_model,
+            has_pages=config.pages,
+            load_timeout=config.request_timeout,
+        )
+        return await serve_front(config, listening, front, policy, on_listening=on_listening, on_ready=on_ready)
