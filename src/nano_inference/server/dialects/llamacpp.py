@@ -110,29 +110,23 @@ def _fields(body: LlamaBody, model: ServedModel, config: ServerConfig) -> JSON:
         fields["repetition_penalty"] = values["repeat_penalty"]
     if body.n_probs:
         fields["logprobs"] = body.n_probs
+    limit = body.max_tokens if body.n_predict is None else body.n_predict
+    seed = body.seed
+    if seed in _RANDOM_SEEDS:  # None is the server's default; a body that asks for a random seed gets one
+        seed = secrets.randbits(32) if "seed" in body.model_fields_set and seed is not None else None
+    bias = _bias(body.logit_bias, model.tokenizer)
+    if body.ignore_eos:  # llama.cpp then does not sample the end tokens at all
+        bias |= dict.fromkeys(map(str, sorted(model.limits.eos_token_ids)), -_MOST_BIAS)
     return fields | {
         "model": body.model,
         "n": body.n_cmpl,
-        "max_tokens": _limit(body),
-        "seed": _seed(body),
-        "logit_bias": _bias(body.logit_bias, model.tokenizer) | _banned_ends(body, model),
+        "max_tokens": None if limit is None or limit < 0 else limit,  # None: up to the end of the context
+        "seed": seed,
+        "logit_bias": bias,
         "stream": body.stream,
         "return_progress": body.return_progress,
         "return_token_ids": True,
     }
-
-
-def _seed(body: LlamaBody) -> int | None:
-    """Return the seed; None for the server's default. A body that asks for a random one gets it."""
-    if body.seed not in _RANDOM_SEEDS:
-        return body.seed
-    return secrets.randbits(32) if "seed" in body.model_fields_set and body.seed is not None else None
-
-
-def _limit(body: LlamaBody) -> int | None:
-    """Return the most tokens of the answer; None: up to the end of the context."""
-    limit = body.max_tokens if body.n_predict is None else body.n_predict
-    return None if limit is None or limit < 0 else limit
 
 
 def _prompts(prompt: Any, model: ServedModel) -> Any:
@@ -165,11 +159,6 @@ def _tokenize_pieces(pieces: Sequence[int | str], model: ServedModel) -> list[in
         for index, piece in enumerate(pieces):
             ids += [piece] if isinstance(piece, int) else model.tokenizer.encode(piece, add_special=index == 0)
     return ids
-
-
-def _banned_ends(body: LlamaBody, model: ServedModel) -> dict[str, float]:
-    """Return biases that ban the model's end tokens: with `ignore_eos`, llama.cpp does not sample them at all."""
-    return dict.fromkeys(map(str, sorted(model.limits.eos_token_ids)), -_MOST_BIAS) if body.ignore_eos else {}
 
 
 def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float]:
@@ -226,15 +215,15 @@ def _settings(body: LlamaBody, call: Call) -> JSON:
     }
 
 
-def _completing(path: str) -> Generating:
-    summary = "Complete a text or token ids; the interface of llama.cpp's server."
-    return Generating(path=path, body=LlamaBody, to_call=llama_call, summary=summary)
-
-
 DIALECT = Dialect(
-    generating=(
-        _completing("/completion"),
-        _completing("/completions"),
+    generating=tuple(
+        Generating(
+            path=path,
+            body=LlamaBody,
+            to_call=llama_call,
+            summary="Complete a text or token ids; the interface of llama.cpp's server.",
+        )
+        for path in ("/completion", "/completions")
     ),
     describing=(
         Describing(

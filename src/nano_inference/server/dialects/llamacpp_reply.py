@@ -109,6 +109,8 @@ class LlamaReply(Reply):
         """Return a whole answer, or the last event of a stream, which has neither text nor ids."""
         shape, prompt, is_sent = self._call.shape, self._prompt(transcript), self._call.stream
         kind, word = stop_of(transcript)
+        limit = self._call.requests[transcript.prompt_index].params.max_tokens
+        is_short = limit is None or len(transcript.token_ids) < limit  # the end of the context ended the answer
         known = [token for token in prompt if token < self._tokenizer.vocab_size]
         answer: JSON = {
             "index": transcript.index,
@@ -122,7 +124,7 @@ class LlamaReply(Reply):
             "generation_settings": self._settings,
             "prompt": self._tokenizer.decode(known, skip_special=False),
             "has_new_line": self._progress[transcript.index].has_newline if is_sent else "\n" in transcript.text,
-            "truncated": self._is_truncated(transcript),
+            "truncated": transcript.finish_reason == "length" and is_short,
             "stop_type": kind,
             "stopping_word": word,
             "tokens_cached": 0 if transcript.sample is None else transcript.sample.num_cached_tokens,
@@ -135,11 +137,6 @@ class LlamaReply(Reply):
         if shape.versions:
             answer |= version_facts(transcript, shape)
         return selected(answer, self._options.fields)
-
-    def _is_truncated(self, transcript: Transcript) -> bool:
-        """Return True if the end of the context ended the answer, not its limit of tokens."""
-        limit = self._call.requests[transcript.prompt_index].params.max_tokens
-        return transcript.finish_reason == "length" and (limit is None or len(transcript.token_ids) < limit)
 
     def _prompt(self, transcript: Transcript) -> tuple[int, ...]:
         return tuple(self._call.requests[transcript.prompt_index].prompt)

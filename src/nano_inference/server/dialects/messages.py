@@ -103,33 +103,20 @@ def chat_fields(body: CountTokensBody, model: ServedModel) -> JSON:
         fields["response_format"] = format_of(format_)
     if body.output_config is not None and body.output_config.effort is not None:
         fields["reasoning_effort"] = body.output_config.effort
-    variables = _variables(body, model)
+    variables = body.chat_template_kwargs or {}
+    can_think = model.dialogue is not None and model.dialogue.knows("enable_thinking")
+    if can_think and body.thinking is not None and body.thinking.type != "adaptive":  # which leaves it to the model
+        variables = {"enable_thinking": body.thinking.type == "enabled", **variables}
     return fields | ({"chat_template_kwargs": variables} if variables else {})
 
 
 def _chat_call(body: CountTokensBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     fields = chat_fields(body, model)
-    names = {**ANTHROPIC_NAMES, "response_format": _format_name(body)}
+    is_current = body.output_config is not None and body.output_config.format is not None
+    names = {**ANTHROPIC_NAMES, "response_format": "output_config.format" if is_current else "output_format"}
     with renamed_errors(names):
         call = chat_call(as_body(fields, ChatBody), model, config, salt)
     return rename_structures(call, names)
-
-
-def _format_name(body: CountTokensBody) -> str:
-    is_current = body.output_config is not None and body.output_config.format is not None
-    return "output_config.format" if is_current else "output_format"
-
-
-def _variables(body: CountTokensBody, model: ServedModel) -> JSON:
-    """Return the chat template's variables; `thinking` sets `enable_thinking` if the template uses it.
-
-    Adaptive thinking leaves it to the model.
-    """
-    given = body.chat_template_kwargs or {}
-    can_think = model.dialogue is not None and model.dialogue.knows("enable_thinking")
-    if body.thinking is None or body.thinking.type == "adaptive" or not can_think:
-        return given
-    return {"enable_thinking": body.thinking.type == "enabled", **given}
 
 
 def _refuse(body: CountTokensBody) -> None:

@@ -48,13 +48,9 @@ def _block_tag(value: Any) -> str:
     return f"block-{kind}" if kind in ("text", "tool_use", "tool_result", *_THOUGHTS) else "block-other"
 
 
-def _text_tag(value: Any) -> str:
-    """Return the tag of the `TextOnly` class that validates a value."""
-    return "block-text" if _block_tag(value) == "block-text" else "block-other"
-
-
 TextOnly = Annotated[
-    Annotated[TextBlock, Tag("block-text")] | Annotated[OtherBlock, Tag("block-other")], Discriminator(_text_tag)
+    Annotated[TextBlock, Tag("block-text")] | Annotated[OtherBlock, Tag("block-other")],
+    Discriminator(lambda value: "block-text" if _block_tag(value) == "block-text" else "block-other"),
 ]
 Texts = str | Annotated[list[TextOnly], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 _THOUGHTS = ("thinking", "redacted_thinking")

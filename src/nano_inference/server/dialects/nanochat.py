@@ -65,7 +65,14 @@ class WebBody(Body):
 def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a body. Raises `ApiError` naming the wrong field."""
     refuse_unsupported(body.model_extra or {})
-    _check_contents(body.messages)
+    for index, message in enumerate(body.messages):
+        if message.role == "user" and not message.content:
+            place = f"messages.{index}.content"
+            raise ApiError(400, f"{place}: must not be empty", param=place)
+    num_chars = sum(len(message.content) for message in body.messages)
+    if num_chars > MAX_TOTAL_CHARS:
+        text = f"messages must have at most {MAX_TOTAL_CHARS} characters together, got {num_chars}"
+        raise ApiError(400, text, param="messages")
     fields = given_fields(body)
     fields["messages"] = [{"role": one.role, "content": one.content} for one in body.messages]
     fields["stream"] = True
@@ -78,18 +85,6 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
     name = f"web-{uuid.uuid4().hex}"
     shape = replace(call.shape, tool=None)  # the tool's tokens are text, as upstream's page shows them
     return replace(call, id=name, names=frozenset({name}), make_reply=WebReply, shape=shape)
-
-
-def _check_contents(messages: Sequence[WebMessage]) -> None:
-    """Raise `ApiError` for a user's message without content, and for too many characters together."""
-    for index, message in enumerate(messages):
-        if message.role == "user" and not message.content:
-            place = f"messages.{index}.content"
-            raise ApiError(400, f"{place}: must not be empty", param=place)
-    num_chars = sum(len(message.content) for message in messages)
-    if num_chars > MAX_TOTAL_CHARS:
-        text = f"messages must have at most {MAX_TOTAL_CHARS} characters together, got {num_chars}"
-        raise ApiError(400, text, param="messages")
 
 
 def error_body(error: ApiError) -> JSON:

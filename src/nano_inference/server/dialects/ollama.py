@@ -141,7 +141,7 @@ def generate_call(body: OllamaGenerateBody, model: ServedModel, config: ServerCo
     if body.logprobs:
         fields |= {"logprobs": body.top_logprobs or 0}
     call = translated_completion({**fields, "prompt": body.prompt}, _NAMES, model, config, salt)
-    return _answered(body, call, is_chat=False)
+    return replace(call, make_reply=partial(OllamaReply, is_chat=False))
 
 
 def ollama_chat_call(body: OllamaChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
@@ -173,12 +173,7 @@ def _chat(
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     with renamed_errors(names):
         call = chat_call(as_body(fields, ChatBody), model, config, salt)
-    return _answered(body, rename_structures(call, names), is_chat=is_chat)
-
-
-def _answered(body: OllamaTextBody, call: Call, *, is_chat: bool) -> Call:
-    """Return a call whose reply is Ollama's."""
-    return replace(call, make_reply=partial(OllamaReply, is_chat=is_chat))
+    return replace(rename_structures(call, names), make_reply=partial(OllamaReply, is_chat=is_chat))
 
 
 def _empty_call(body: OllamaTextBody, model: ServedModel, kind: Any) -> Call:
@@ -202,7 +197,11 @@ def _common_fields(body: OllamaTextBody, model: ServedModel) -> JSON:
     refuse_foreign(body, UNSUPPORTED)
     options = body.options or OllamaOptions()
     refuse(options.model_extra or {}, UNSUPPORTED_OPTIONS, "options.")
-    _check_window(options)
+    has_penalty = options.repeat_penalty not in (None, 1.0) or options.presence_penalty or options.frequency_penalty
+    if has_penalty and (options.repeat_last_n or 0) > 0:  # here penalties cover all tokens, not the last N
+        where = "options.repeat_last_n"
+        text = f"with a penalty it must be -1 (all tokens) or 0 (no penalty), got {options.repeat_last_n}"
+        raise unsupported_field(where, f"{where}: {text}")
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     sampling = {**_DEFAULTS, **model.generation}
@@ -216,30 +215,16 @@ def _common_fields(body: OllamaTextBody, model: ServedModel) -> JSON:
         fields["repetition_penalty"] = options.repeat_penalty
     if options.repeat_last_n == 0:
         fields |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    if body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif body.format:
+        fields["json_schema"] = body.format
     return fields | {
         "model": body.model,
         "stream": body.stream is not False,
         "max_tokens": options.num_predict if options.num_predict is not None and options.num_predict > 0 else None,
         "seed": None if options.seed == -1 else options.seed,
-        **_format(body),
     }
-
-
-def _format(body: OllamaTextBody) -> JSON:
-    if body.format == "json":
-        return {"response_format": {"type": "json_object"}}
-    return {"json_schema": body.format} if body.format else {}
-
-
-def _check_window(options: OllamaOptions) -> None:
-    """Raise `ApiError` for penalties of the last N tokens: here they cover all."""
-    has_penalty = options.repeat_penalty not in (None, 1.0) or options.presence_penalty or options.frequency_penalty
-    if has_penalty and (options.repeat_last_n or 0) > 0:
-        message = (
-            "options.repeat_last_n: with a penalty it must be -1 (all tokens) or 0 (no penalty), "
-            f"got {options.repeat_last_n}"
-        )
-        raise unsupported_field("options.repeat_last_n", message)
 
 
 def _template_variables(body: OllamaTextBody, model: ServedModel) -> JSON:

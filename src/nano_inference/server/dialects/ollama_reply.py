@@ -73,7 +73,9 @@ class Pieces:
                 self._arguments[event.index].append(event.text)
                 self._source += event.source
             elif isinstance(event, CallEnd):
-                calls.append(self._call(event.index))
+                arguments = from_json("".join(self._arguments.pop(event.index)))
+                function = {"index": event.index, "name": self._names[event.index], "arguments": arguments}
+                calls.append({"function": function})
                 self._source = ""
         if is_end:
             content, self._source = content + self._source, ""
@@ -81,10 +83,6 @@ class Pieces:
         if thinking:
             fields["thinking"] = thinking
         return fields | ({"tool_calls": calls} if calls else {})
-
-    def _call(self, index: int) -> JSON:
-        arguments = from_json("".join(self._arguments.pop(index)))
-        return {"function": {"index": index, "name": self._names[index], "arguments": arguments}}
 
 
 class OllamaReply(Reply):

@@ -27,12 +27,10 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Generating, Recalling
 from nano_inference.server.dialects.responses_body import (
     ConversationItems,
-    FlatTool,
     InputItem,
     InputTokensBody,
     PromptFields,
     ResponsesBody,
-    TextFormat,
     is_left_out,
 )
 from nano_inference.server.dialects.responses_chat import (
@@ -104,8 +102,26 @@ def translated_chat(body: ResponsesBody, replies: ClientReplies | None = None) -
 
     With `replies`, the request may continue one of them.
     """
-    _refuse(body)
-    conversation = _conversation_of(body.previous_response_id, body.input, replies)
+    _refuse_common(body)
+    include = body.include or ()
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise unsupported_field("stream_options.continuous_usage_stats")
+    for index, name in enumerate(include):
+        if name not in (LOGPROBS, _ENCRYPTED):
+            raise unsupported_field(f"include.{index}", f"include: {name[:64]!r} is not supported by this server")
+    if body.top_logprobs and LOGPROBS not in include:
+        raise ApiError(400, f'top_logprobs needs include to be ["{LOGPROBS}"]', param="top_logprobs")
+    has_functions = any(tool.type in ("function", "namespace") for tool in body.tools or ())
+    if LOGPROBS in include and has_functions and body.tool_choice != "none":
+        # It is unknown which tokens belong to text and which to a call.
+        raise unsupported_field("include", f"include: {LOGPROBS!r} is not supported together with functions")
+    earlier: Sequence[JSON] = ()
+    if body.previous_response_id is not None:
+        if replies is None:
+            raise unsupported_field(EARLIER)
+        stored = replies.get(body.previous_response_id, EARLIER, "previous_response_not_found")
+        earlier = [*from_json(stored.items), *from_json(stored.reply)["output"]]
+    conversation = Conversation(earlier, body.input)
     functions = functions_of(body.tools or ())
     messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
     with renamed_errors(CHAT_NAMES):
@@ -125,15 +141,14 @@ def responses_call(
     stem = uuid.uuid4().hex
     call = replace(call, id=f"resp_{body.request_id or stem}")
     keep = None
-    lasts = replies is not None and body.store is not False
-    if replies is not None and lasts:
-        items = [*chat.conversation.earlier, *listed_items(chat.conversation.new, stem)]
-        keep = partial(_stored, replies, call.id, to_json(items))
+    if replies is not None and body.store is not False:
+        items = to_json([*chat.conversation.earlier, *listed_items(chat.conversation.new, stem)])
+        keep = partial(_stored, replies, call.id, items)
     functions = chat.functions
     namespaces = {one.name: (space, one.tool.name or "") for one in functions if (space := one.namespace) is not None}
     reply = partial(
         ResponsesReply,
-        echo=_echo(body, call) | {"store": lasts},
+        echo=_echo(body, call) | {"store": keep is not None},
         id_stem=stem,
         namespaces=namespaces,
         keep=keep,
@@ -152,18 +167,6 @@ def input_tokens(body: InputTokensBody, model: ServedModel, replies: ClientRepli
     return {"object": "response.input_tokens", "input_tokens": len(call.requests[0].prompt)}
 
 
-def _conversation_of(
-    previous: str | None, new: str | Sequence[InputItem], replies: ClientReplies | None
-) -> Conversation:
-    """Return the conversation of a request. Raises `ApiError` 404 if the reply it continues is not stored."""
-    if previous is None:
-        return Conversation((), new)
-    if replies is None:
-        raise unsupported_field(EARLIER)
-    stored = replies.get(previous, EARLIER, "previous_response_not_found")
-    return Conversation([*from_json(stored.items), *from_json(stored.reply)["output"]], new)
-
-
 def _chat_call(body: ResponsesBody, chat: TranslatedChat, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     with renamed_errors(CHAT_NAMES):
         call = chat_call(chat.body, model, config, salt)
@@ -172,17 +175,6 @@ def _chat_call(body: ResponsesBody, chat: TranslatedChat, model: ServedModel, co
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
-
-
-def _refuse(body: ResponsesBody) -> None:
-    """Raise `ApiError` for unsupported values and for fields of a chat that this API lacks or names otherwise."""
-    _refuse_common(body)
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise unsupported_field("stream_options.continuous_usage_stats")
-    for index, name in enumerate(body.include or ()):
-        if name not in (LOGPROBS, _ENCRYPTED):
-            raise unsupported_field(f"include.{index}", f"include: {name[:64]!r} is not supported by this server")
-    _refuse_logprobs(body)
 
 
 def _refuse_common(body: Body) -> None:
@@ -213,15 +205,6 @@ def _refuse_extras(body: PromptFields) -> None:
                 raise unsupported_field(f"{where}.{name[:64]}")
 
 
-def _refuse_logprobs(body: ResponsesBody) -> None:
-    if body.top_logprobs and LOGPROBS not in (body.include or ()):
-        raise ApiError(400, f'top_logprobs needs include to be ["{LOGPROBS}"]', param="top_logprobs")
-    has_functions = any(tool.type in ("function", "namespace") for tool in body.tools or ())
-    if LOGPROBS in (body.include or ()) and has_functions and body.tool_choice != "none":
-        # It is unknown which tokens belong to text and which to a call.
-        raise unsupported_field("include", f"include: {LOGPROBS!r} is not supported together with functions")
-
-
 # ---- to a chat and back ---------------------------------------------------------------------------------------------
 
 
@@ -248,7 +231,15 @@ def _echo(body: ResponsesBody, call: Call) -> JSON:
     """Return the fields that a response repeats from its request; sampling parameters are the values in effect."""
     params = call.requests[0].params
     given = None if body.text is None else body.text.format
-    form = {"type": "text"} if given is None else _shown_format(given)
+    form: JSON = {"type": "text"}
+    if given is not None:
+        unset = {"description": None, "strict": False} if given.type == "json_schema" else {}
+        form = unset | given.model_dump(by_alias=True, exclude_none=True)
+    tools: list[JSON] = []
+    for tool in body.tools or ():
+        if not is_left_out(tool):  # a function has all of its fields, as in OpenAI's replies
+            unset = {"description": None, "parameters": None, "strict": False} if tool.type == "function" else {}
+            tools.append(unset | tool.model_dump(by_alias=True, exclude_none=True))
     return {
         "background": False,
         "frequency_penalty": params.frequency_penalty,
@@ -266,23 +257,12 @@ def _echo(body: ResponsesBody, call: Call) -> JSON:
         "temperature": params.temperature,
         "text": {"format": form, "verbosity": "medium"},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [_shown_tool(tool) for tool in body.tools or () if not is_left_out(tool)],
+        "tools": tools,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
         "user": body.user,
     }
-
-
-def _shown_tool(tool: FlatTool) -> JSON:
-    """Return a tool of the reply; a function has all of its fields, as in OpenAI's replies."""
-    unset = {"description": None, "parameters": None, "strict": False} if tool.type == "function" else {}
-    return unset | tool.model_dump(by_alias=True, exclude_none=True)
-
-
-def _shown_format(form: TextFormat) -> JSON:
-    unset = {"description": None, "strict": False} if form.type == "json_schema" else {}
-    return unset | form.model_dump(by_alias=True, exclude_none=True)
 
 
 _MISSING = "response_not_found"
@@ -307,7 +287,20 @@ def listed_items(given: str | Sequence[InputItem], stem: str) -> list[JSON]:
     """
     if isinstance(given, str):
         given = [InputItem(type="message", role="user", content=given)]
-    return [_listed(item, f"{stem}in{index:02x}") for index, item in enumerate(given)]
+    listed: list[JSON] = []
+    for index, item in enumerate(given):
+        fields: JSON = item.model_dump(by_alias=True, exclude_none=True)
+        kind = fields.setdefault("type", "message")
+        fields.setdefault("id", f"{_PREFIXES.get(kind, 'item')}_{stem}in{index:02x}")
+        if kind == "message" and isinstance(fields.get("content"), str):
+            part = {"type": "input_text", "text": fields["content"]}
+            if fields.get("role") == "assistant":
+                part = {"type": "output_text", "text": fields["content"], "annotations": []}
+            fields["content"] = [part]
+        if kind in _PREFIXES:
+            fields.setdefault("status", "completed")
+        listed.append(fields)
+    return listed
 
 
 def retrieve(replies: ClientReplies, name: str, query: Mapping[str, str]) -> bytes:
@@ -333,7 +326,11 @@ def input_items(replies: ClientReplies, name: str, query: Mapping[str, str]) -> 
         raise ApiError(400, f"limit must be 1 to {_MAX_LIMIT}, got {limit[:64]!r}", param="limit")
     if order == "desc":
         items.reverse()
-    start = _position_after(items, query.get("after"))
+    start, after = 0, query.get("after")
+    if after is not None:
+        start = next((index for index, item in enumerate(items, start=1) if item["id"] == after), 0)
+        if not start:
+            raise ApiError(400, f"after: the response has no input item {after[:200]!r}", param="after")
     page = items[start : start + int(limit)]
     return {
         "object": "list",
@@ -342,29 +339,6 @@ def input_items(replies: ClientReplies, name: str, query: Mapping[str, str]) -> 
         "last_id": page[-1]["id"] if page else None,
         "has_more": start + len(page) < len(items),
     }
-
-
-def _position_after(items: Sequence[JSON], after: str | None) -> int:
-    if after is None:
-        return 0
-    for index, item in enumerate(items):
-        if item["id"] == after:
-            return index + 1
-    raise ApiError(400, f"after: the response has no input item {after[:200]!r}", param="after")
-
-
-def _listed(item: InputItem, stem: str) -> JSON:
-    fields: dict[str, Any] = item.model_dump(by_alias=True, exclude_none=True)
-    kind = fields.setdefault("type", "message")
-    fields.setdefault("id", f"{_PREFIXES.get(kind, 'item')}_{stem}")
-    if kind == "message" and isinstance(fields.get("content"), str):
-        part = {"type": "input_text", "text": fields["content"]}
-        if fields.get("role") == "assistant":
-            part = {"type": "output_text", "text": fields["content"], "annotations": []}
-        fields["content"] = [part]
-    if kind in _PREFIXES:
-        fields.setdefault("status", "completed")
-    return fields
 
 
 DIALECT = Dialect(

@@ -86,7 +86,17 @@ def functions_of(tools: Sequence[FlatTool]) -> list[Function]:
 
 def chat_tools(functions: Sequence[Function]) -> list[JSON]:
     """Return a chat's tools."""
-    return [_chat_tool(one) for one in functions]
+    chat: list[JSON] = []
+    for one in functions:
+        tool = one.tool
+        if tool.type == "calculator":
+            chat.append({"type": tool.type})
+            continue
+        fields: JSON = {"name": one.name, "description": tool.description}
+        fields |= {"parameters": tool.parameters, "strict": tool.strict}
+        function = {name: value for name, value in fields.items() if value is not None}
+        chat.append({"type": "function", "function": function})
+    return chat
 
 
 def _functions(place: str, tool: FlatTool) -> Iterator[Function]:
@@ -103,7 +113,9 @@ def _functions(place: str, tool: FlatTool) -> Iterator[Function]:
         if one.type != "function":
             message = f"{where}.type: {one.type[:64]!r} is not supported in a namespace, only 'function'"
             raise unsupported_field(f"{where}.type", message)
-        yield _checked(Function(where, tool.name, _described(one, tool.description)))
+        # A chat template has no place for both descriptions.
+        description = "\n".join(text for text in (tool.description, one.description) if text) or None
+        yield _checked(Function(where, tool.name, one.model_copy(update={"description": description})))
 
 
 def _checked(one: Function) -> Function:
@@ -117,20 +129,6 @@ def _checked(one: Function) -> Function:
     if kind == "function" and one.tool.name is None:
         raise ApiError(400, f"{one.place}.name: field required", param=f"{one.place}.name")
     return one
-
-
-def _described(tool: FunctionTool, description: str | None) -> FunctionTool:
-    """Return a function with its namespace's description before its own: a chat template has no place for both."""
-    texts = [text for text in (description, tool.description) if text]
-    return tool.model_copy(update={"description": "\n".join(texts) or None})
-
-
-def _chat_tool(one: Function) -> JSON:
-    tool = one.tool
-    if tool.type == "calculator":
-        return {"type": tool.type}
-    fields = {"name": one.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 
 def chat_choice(choice: str | dict[str, Any] | None) -> str | JSON | None:
@@ -194,16 +192,18 @@ def _add_item(messages: Messages, item: InputItem, place: str, calls: set[str]) 
         calls.add(call_id)
         _add_call(messages, {"id": call_id, "type": "function", "function": function})
     elif kind == "function_call_output":
-        _add_output(messages, item, place, calls)
+        call_id = _required(item, place, "call_id")
+        if call_id not in calls:
+            message = f"{place}.call_id: no earlier function_call has this id; send earlier turns in input"
+            raise ApiError(400, message, param=f"{place}.call_id")
+        output = text_parts(_required(item, place, "output"), place, "output")
+        messages.add(role="tool", tool_call_id=call_id, content=output)
     elif kind == "reasoning":
-        messages.thoughts += [text] if (text := _thought(item)) else []
-
-
-def _thought(item: InputItem) -> str | None:
-    """Return the text of a reasoning item; None for one of another server, which has only its encrypted form."""
-    if item.content:
-        return item.content if isinstance(item.content, str) else "".join(part.text or "" for part in item.content)
-    return None if item.encrypted_content is None else text_in(item.encrypted_content)
+        # Another server's item may have only its encrypted form, which cannot be read.
+        text = item.content if isinstance(item.content, str) else "".join(one.text or "" for one in item.content or ())
+        if not item.content and item.encrypted_content is not None:
+            text = text_in(item.encrypted_content) or ""
+        messages.thoughts += [text] if text else []
 
 
 def encoded(text: str) -> str:
@@ -221,15 +221,6 @@ def text_in(content: str) -> str | None:
         value = None
     text = value.get("summary") if isinstance(value, dict) else None
     return text if isinstance(text, str) else None
-
-
-def _add_output(messages: Messages, item: InputItem, place: str, calls: set[str]) -> None:
-    call_id = _required(item, place, "call_id")
-    if call_id not in calls:
-        message = f"{place}.call_id: no earlier function_call has this id; send earlier turns in input"
-        raise ApiError(400, message, param=f"{place}.call_id")
-    output = text_parts(_required(item, place, "output"), place, "output")
-    messages.add(role="tool", tool_call_id=call_id, content=output)
 
 
 def _add_call(messages: Messages, call: JSON) -> None:

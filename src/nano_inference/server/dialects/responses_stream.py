@@ -235,10 +235,13 @@ class ResponsesReply(Reply):
         one = self._open
         if one is None:
             return []
-        if isinstance(one, _Message):
-            ends, item = self._text_done(one), one.to_dict(status) | facts
-        elif isinstance(one, _Reasoning):
-            ends, item = self._thought_done(one), one.to_dict(status) | facts
+        if isinstance(one, _Message | _Reasoning):
+            content, item = one.content(), one.to_dict(status) | facts
+            if isinstance(one, _Message):
+                end = self._content_event("output_text.done", one, text=content["text"], logprobs=content["logprobs"])
+            else:
+                end = self._content_event("reasoning_text.done", one, text=content["text"])
+            ends = [end, self._content_event("content_part.done", one, part=content)]
         else:
             ends = [] if one.is_complete else [self._arguments_done(one)]
             item = one.to_dict("completed" if one.is_complete else "incomplete") | facts
@@ -246,20 +249,6 @@ class ResponsesReply(Reply):
         self._items.append(item)
         self._open = None
         return [*ends, done]
-
-    def _text_done(self, message: _Message) -> list[JSON]:
-        content = message.content()
-        return [
-            self._content_event("output_text.done", message, text=content["text"], logprobs=content["logprobs"]),
-            self._content_event("content_part.done", message, part=content),
-        ]
-
-    def _thought_done(self, reasoning: _Reasoning) -> list[JSON]:
-        content = reasoning.content()
-        return [
-            self._content_event("reasoning_text.done", reasoning, text=content["text"]),
-            self._content_event("content_part.done", reasoning, part=content),
-        ]
 
     def _arguments_done(self, function: _Function) -> JSON:
         arguments = "".join(function.arguments)

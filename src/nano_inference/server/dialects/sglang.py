@@ -186,7 +186,9 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
     for _, run in groupby(range(len(prompts)), key=fields.__getitem__):
         indices = list(run)
         first = indices[0]
-        names = _client_names(source, first if isinstance(body.sampling_params, list) else None)
+        where = f"sampling_params.{first}" if isinstance(body.sampling_params, list) else "sampling_params"
+        names = {field: f"{where}.{name}" for field, name in _PARAM_NAMES.items()}
+        names |= {**_BODY_NAMES, "prompt": source}
         completion = {**fields[first], "prompt": [prompts[index] for index in indices]}
         calls.append(translated_completion(completion, names, model, config, salt))
     call = _merge(calls)
@@ -253,7 +255,10 @@ def _prompt_options(body: SglangBody, params: Sequence[SglangParams]) -> list[Pr
     logprobs = _per_prompt(body.return_logprob, False, count, "return_logprob")
     starts = _per_prompt(body.logprob_start_len, -1, count, "logprob_start_len")
     tops = _per_prompt(body.top_logprobs_num, 0, count, "top_logprobs_num")
-    named = _named_ids(body.token_ids_logprob, count)
+    given = body.token_ids_logprob or []
+    each: list[tuple[int, ...]] = [tuple(one) for one in given if isinstance(one, list)]
+    same = tuple(one for one in given if isinstance(one, int))
+    named = _per_prompt(each or None, same, count, "token_ids_logprob")
     options = [
         PromptOptions(rid, True, start, top, ids, _has_kept(one))
         if has_logprobs
@@ -264,14 +269,6 @@ def _prompt_options(body: SglangBody, params: Sequence[SglangParams]) -> list[Pr
         text = "token_ids_logprob: not reported for the prompt; leave out logprob_start_len"
         raise ApiError(400, text, param="token_ids_logprob")
     return options
-
-
-def _named_ids(value: list[int] | list[list[int]] | None, count: int) -> list[tuple[int, ...]]:
-    """Return the ids of `token_ids_logprob` for each of `count` prompts."""
-    each: list[tuple[int, ...]] = [tuple(one) for one in value or () if isinstance(one, list)]
-    if each:
-        return _per_prompt(each, (), count, "token_ids_logprob")
-    return [tuple(one for one in value or () if isinstance(one, int))] * count
 
 
 def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> JSON:
@@ -292,13 +289,6 @@ def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> J
 
 def _has_kept(params: SglangParams) -> bool:
     return params.custom_params is not None and bool(params.custom_params.return_top_p_token_ids)
-
-
-def _client_names(source: str, index: int | None) -> dict[str, str]:
-    """Return {field of `CompletionBody`: client's field}; `index`: position in a list of `sampling_params`."""
-    where = "sampling_params" if index is None else f"sampling_params.{index}"
-    params = {field: f"{where}.{name}" for field, name in _PARAM_NAMES.items()}
-    return {**params, **_BODY_NAMES, "prompt": source}
 
 
 def _merge(calls: Sequence[Call]) -> Call:

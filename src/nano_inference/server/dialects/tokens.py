@@ -17,7 +17,6 @@ from nano_inference.server.schema import ApplyTemplateBody, CountBody, Detokeniz
 from nano_inference.server.tools import requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.dialogue import TemplateDialogue
-from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest
 
 
@@ -72,13 +71,10 @@ def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
         text = dialogue.text(*read_messages(body, dialogue, use, body.model_extra or {}))
     except ValueError as error:
         raise to_api_error(error, "messages") from None
-    return {"prompt": text.removeprefix(_added_text(model.tokenizer))}
-
-
-def _added_text(tokenizer: Tokenizer) -> str:
-    """Return the text of the BOS that the tokenizer puts before each text, "" if it adds none."""
-    bos = tokenizer.bos_id
-    return "" if bos is None or tokenizer.encode("")[:1] != [bos] else tokenizer.token_text(bos)
+    bos = model.tokenizer.bos_id
+    if bos is not None and model.tokenizer.encode("")[:1] == [bos]:
+        text = text.removeprefix(model.tokenizer.token_text(bos))
+    return {"prompt": text}
 
 
 def tokenizer_info(model: ServedModel, occupancy: Occupancy) -> JSON:
