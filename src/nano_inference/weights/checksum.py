@@ -27,18 +27,15 @@ def weights_checksum(
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:
     """Return the checksum without a conversion."""
-    parts = sorted((name, _digest_one(tensor)) for name, tensor in named)
+    parts: list[tuple[str, bytes]] = []
+    for name, tensor in named:
+        found = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        if flat.numel():
+            found.update(flat.view(torch.uint8).numpy().data)
+        parts.append((name, found.digest()))
     whole = hashlib.blake2b(digest_size=16)
-    for name, part in parts:
+    for name, part in sorted(parts):
         whole.update(f"{len(name)}:{name}".encode())
         whole.update(part)
     return whole.hexdigest()
-
-
-def _digest_one(tensor: Tensor) -> bytes:
-    """Return the digest of one tensor's dtype, shape and bytes."""
-    found = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    if flat.numel():
-        found.update(flat.view(torch.uint8).numpy().data)
-    return found.digest()

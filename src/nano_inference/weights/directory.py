@@ -32,7 +32,14 @@ def save_weights(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dir
     target.parent.mkdir(parents=True, exist_ok=True)
     hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        save_file(_plain(dict(named)), hidden / SINGLE_NAME)
+        plain: dict[str, Tensor] = {}  # on the CPU, contiguous, without aliases, as safetensors requires
+        seen: set[tuple[object, ...]] = set()
+        for name, tensor in dict(named).items():
+            identity = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            if identity not in seen or not tensor.numel():
+                plain[name] = tensor.detach().cpu().contiguous()
+            seen.add(identity)
+        save_file(plain, hidden / SINGLE_NAME)
         sync(hidden / SINGLE_NAME)
         (hidden / MARKER).touch()
         hidden.chmod(0o755)
@@ -41,18 +48,6 @@ def save_weights(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dir
         shutil.rmtree(hidden, ignore_errors=True)
         raise
     return target
-
-
-def _plain(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, contiguous, without aliases, as safetensors requires."""
-    plain: dict[str, Tensor] = {}
-    seen: set[tuple[object, ...]] = set()
-    for name, tensor in named.items():
-        identity = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if identity not in seen or not tensor.numel():
-            plain[name] = tensor.detach().cpu().contiguous()
-        seen.add(identity)
-    return plain
 
 
 def weights_in(directory: str | Path, marker: str | None = MARKER) -> Iterator[tuple[str, FileRange | Tensor]]:

@@ -42,18 +42,15 @@ class StepGate:
         """Wait until the staging thread has copied its share, then pause it. Called by the engine thread."""
         with self._changed:
             self._credit = self._share
-            self._wait_for_share(self._clock() + _LONGEST_WAIT * self._step_seconds)
+            deadline = self._clock() + _LONGEST_WAIT * self._step_seconds
+            while self._credit > 0 and not self._is_done and (left := deadline - self._clock()) > 0:
+                was_reading = self._is_reading_source
+                self._changed.wait(min(left, _SOURCE_WAIT * self._step_seconds) if was_reading else left)
+                if was_reading and self._is_reading_source:
+                    break  # the source is slow
             self._credit = 0
             self._is_stepping = True
             self._started_at = self._clock()
-
-    def _wait_for_share(self, deadline: float) -> None:
-        """Wait until the share is copied, staging ends, the source is slow, or the deadline passes."""
-        while self._credit > 0 and not self._is_done and (left := deadline - self._clock()) > 0:
-            was_reading = self._is_reading_source
-            self._changed.wait(min(left, _SOURCE_WAIT * self._step_seconds) if was_reading else left)
-            if was_reading and self._is_reading_source:
-                return
 
     def end_step(self) -> None:
         """Let the staging thread run. Called by the engine thread."""

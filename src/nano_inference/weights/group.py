@@ -15,10 +15,9 @@ from torch import Tensor
 
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.support.checks import check_int
-from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
 from nano_inference.weights.member import GroupBackend, Member
-from nano_inference.weights.plain import PlainSpec, Receiver, buckets, received, unpacked
+from nano_inference.weights.plain import PlainSpec, Receiver, buckets, received, received_bucket
 
 _BUCKET_BYTES = 64 << 20
 _PREFIX = "nano-inference-weights"
@@ -63,7 +62,12 @@ class WeightGroup(Member):
             raise ValueError(f"rank 0 sends; this is rank {self.rank}")
         check_int("bucket_bytes", bucket_bytes, 1)
         tensors = dict(named)
-        specs = [PlainSpec(name, _dtype(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
+        specs = []
+        for name, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if dtype not in DTYPES:
+                raise WeightError(f"{name}: has the dtype {dtype}; known: {', '.join(DTYPES)}")
+            specs.append(PlainSpec(name, dtype, tuple(tensor.shape)))
         header = json.dumps([bucket_bytes, *specs]).encode()
         self.broadcast(torch.tensor(list(len(header).to_bytes(8, "little")), dtype=torch.uint8))
         self.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -88,15 +92,4 @@ class WeightGroup(Member):
         header = self.broadcast(torch.zeros(length, dtype=torch.uint8))
         bucket_bytes, *entries = json.loads(bytes(header.numpy().data))
         specs = [PlainSpec(name, dtype, tuple(shape)) for name, dtype, shape in entries]
-        yield from (partial(self._receive_bucket, bucket) for bucket in buckets(specs, bucket_bytes))
-
-    def _receive_bucket(self, bucket: list[PlainSpec]) -> list[tuple[str, Tensor]]:
-        size = sum(spec.num_bytes for spec in bucket)
-        return unpacked(self.broadcast(huge_empty((size,), torch.uint8, self.device)), bucket)
-
-
-def _dtype(name: str, tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise WeightError(f"{name}: has the dtype {dtype}; known: {', '.join(DTYPES)}")
-    return dtype
+        yield from (partial(received_bucket, self, bucket) for bucket in buckets(specs, bucket_bytes))

@@ -46,7 +46,11 @@ class Member:
         (`_greeted`). Raises `ValueError` naming the field, `WeightError` if the group is not complete in time.
         """
         check_place(address, port, rank, world_size, timeout)
-        _check_backend(backend)
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend must be gloo or nccl, got {backend!r}")
+        has_nccl = dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
+        if not dist.is_available() or (backend == "nccl" and not has_nccl):
+            raise ValueError(f"backend: {backend} is not available in this build of torch or on this machine")
         self.timeout = timedelta(seconds=timeout)  # longest duration of a broadcast; may be changed between two of them
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._is_broken = False
@@ -54,10 +58,19 @@ class Member:
         try:
             if given_up is not None and rank:
                 await_host(address, port, timeout, given_up)
-            store = _meet(address, port, world_size, prefix, is_host=rank == 0, timeout=self.timeout)
+            meeting = dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, world_size, is_master=rank == 0, timeout=self.timeout
+            )
+            store = dist.PrefixStore(prefix, meeting)  # type: ignore[attr-defined]
             if greeting:
                 store.set(f"{greeting}{rank}", "")
-            self._group = _make_group(backend, store, rank, world_size, self.timeout)
+            self._group: Any  # not registered globally
+            if backend == "gloo":
+                self._group = dist.ProcessGroupGloo(store, rank, world_size, self.timeout)
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self.timeout
+                self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
             # Every rank set its key before the group was complete.
             others = range(world_size) if greeting else ()
             self._greeted = frozenset(one for one in others if store.check([f"{greeting}{one}"]))
@@ -106,21 +119,6 @@ def await_host(address: str, port: int, timeout: float, given_up: Event) -> None
     raise WeightError("the attempt was cancelled")
 
 
-def _meet(address: str, port: int, world_size: int, prefix: str, *, is_host: bool, timeout: timedelta) -> Any:
-    """Return the key-value store through which the ranks find each other."""
-    store = dist.TCPStore(address, port, world_size, is_master=is_host, timeout=timeout)  # type: ignore[attr-defined]
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-
-
-def _make_group(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Return a torch process group that is not registered globally."""
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
-
-
 def check_place(address: object, port: object, rank: object, world_size: int, timeout: float) -> None:
     """Raise `ValueError` naming a field that cannot belong to a group."""
     if not isinstance(address, str) or not address:
@@ -129,13 +127,6 @@ def check_place(address: object, port: object, rank: object, world_size: int, ti
     check_int("world_size", world_size, 2)
     check_int("rank", rank, 0, world_size - 1)
     check_number("timeout", timeout, 0, 86400, open_low=True)
-
-
-def _check_backend(backend: object) -> None:
-    if backend not in ("gloo", "nccl"):
-        raise ValueError(f"backend must be gloo or nccl, got {backend!r}")
-    if not dist.is_available() or (backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available())):
-        raise ValueError(f"backend: {backend} is not available in this build of torch or on this machine")
 
 
 def first_line(error: BaseException) -> str:

@@ -82,7 +82,10 @@ class Communicator:
         with self._on_device():
             self._call("ncclCommInitRank", ctypes.byref(self._communicator), world_size, shared, rank)
         try:
-            self._add_zeros()
+            zero = torch.zeros(1, dtype=torch.float32, device=device)
+            place, kind = zero.data_ptr(), _DTYPES[zero.dtype]
+            with self._on_stream() as stream:
+                self._call("ncclAllReduce", place, place, 1, kind, _SUM, self._communicator, stream)
         except BaseException:
             self.close()
             raise
@@ -109,12 +112,6 @@ class Communicator:
         communicator, self._communicator = self._communicator, _POINTER()
         if communicator:
             self._library["ncclCommAbort"](communicator)
-
-    def _add_zeros(self) -> None:
-        zero = torch.zeros(1, dtype=torch.float32, device=self._device)
-        with self._on_stream() as stream:
-            kind = _DTYPES[zero.dtype]
-            self._call("ncclAllReduce", zero.data_ptr(), zero.data_ptr(), 1, kind, _SUM, self._communicator, stream)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if result := self._library[name](*arguments):

@@ -114,19 +114,16 @@ class PlainGroup(Member):
         received and dropped, so that the trainer does not block and the group stays usable. Raises `WeightError` also
         if the trainer disconnects or a broadcast times out.
         """
+        receivers: list[Receiver] = [partial(self._receive_alone, spec, own) for spec in specs]
+        if bucket_bytes is not None:
+            found = buckets(specs, bucket_bytes)
+            sizes = [sum(spec.num_bytes for spec in bucket) for bucket in found]
+            rest = reversed([*accumulate(reversed(sizes))])
+            receivers = [partial(self._receive_bucket, *each) for each in zip(found, sizes, rest, strict=True)]
         try:
-            yield from received(self, self._receivers(specs, own, bucket_bytes))
+            yield from received(self, receivers)
         finally:
             self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def _receivers(self, specs: Sequence[PlainSpec], own: Shapes, bucket_bytes: int | None) -> list[Receiver]:
-        """Return a function for each broadcast of an update, which receives it and returns its tensors."""
-        if bucket_bytes is None:
-            return [partial(self._receive_alone, spec, own) for spec in specs]
-        found = buckets(specs, bucket_bytes)
-        sizes = [sum(spec.num_bytes for spec in bucket) for bucket in found]
-        rest = reversed([*accumulate(reversed(sizes))])
-        return [partial(self._receive_bucket, *each) for each in zip(found, sizes, rest, strict=True)]
 
     def _receive_alone(self, spec: PlainSpec, own: Shapes) -> list[tuple[str, Tensor]]:
         """Return a tensor that is broadcast by itself."""
@@ -136,7 +133,13 @@ class PlainGroup(Member):
         num_bytes = max(math.prod(spec.shape) * _WIDEST, *(one.num_bytes for one in guesses)) + _SPARE_BYTES
         buffer = self._oversized(num_bytes, [one.num_bytes for one in guesses])
         if not ends_at(buffer, spec.num_bytes):
-            raise _OtherSizeError(_other_size(buffer, spec, guesses))
+            compared = "fewer" if _marked_after(buffer, spec.num_bytes) else "more"
+            seems = [one.form for one in guesses if one.num_bytes != spec.num_bytes and ends_at(buffer, one.num_bytes)]
+            guess = f"it seems to be {' or '.join(seems)}" if seems else "was another dtype or shape sent?"
+            raise _OtherSizeError(
+                f"{spec.name}: announced as {spec.form}, {spec.num_bytes} bytes, but the sender's broadcast has "
+                f"{compared}; {guess}"
+            )
         return [(spec.name, buffer[: spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape))]
 
     def _receive_bucket(self, specs: Sequence[PlainSpec], size: int, rest: int) -> list[tuple[str, Tensor]]:
@@ -234,6 +237,12 @@ def unpacked(buffer: Tensor, specs: Sequence[PlainSpec]) -> list[tuple[str, Tens
     return found
 
 
+def received_bucket(group: Broadcaster, specs: Sequence[PlainSpec]) -> list[tuple[str, Tensor]]:
+    """Receive a bucket and return its tensors."""
+    size = sum(spec.num_bytes for spec in specs)
+    return unpacked(group.broadcast(huge_empty((size,), torch.uint8, group.device)), specs)
+
+
 def buckets(specs: Sequence[PlainSpec], limit: int) -> list[list[PlainSpec]]:
     """Return the tensors of each packed broadcast, which ends with the tensor that makes it larger than `limit` bytes.
 
@@ -292,17 +301,6 @@ def ends_at(buffer: Tensor, end: int) -> bool:
 
 def _marked_after(buffer: Tensor, end: int) -> bool:
     return bytes(buffer[end : end + len(_MARK)].tolist()) == _MARK
-
-
-def _other_size(buffer: Tensor, spec: PlainSpec, guesses: Sequence[PlainSpec]) -> str:
-    """Return the message for a broadcast of another size than announced."""
-    compared = "fewer" if _marked_after(buffer, spec.num_bytes) else "more"
-    seems = [one.form for one in guesses if one.num_bytes != spec.num_bytes and ends_at(buffer, one.num_bytes)]
-    guess = f"it seems to be {' or '.join(seems)}" if seems else "was another dtype or shape sent?"
-    return (
-        f"{spec.name}: announced as {spec.form}, {spec.num_bytes} bytes, but the sender's broadcast has {compared}; "
-        f"{guess}"
-    )
 
 
 def first_device(backend: GroupBackend) -> str:

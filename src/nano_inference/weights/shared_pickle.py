@@ -117,7 +117,7 @@ class BucketPart:
 
 def read_bucket(text: str) -> tuple[SharedTensor, list[BucketPart]]:
     """Return the tensor of a flattened bucket and its parts, from a pickle in base64. Raises `PickleError`."""
-    tree = _unpickled(_decoded(text))
+    tree = read_data(_decoded(text), _NAMES)
     if not isinstance(tree, dict) or set(tree) != {"flattened_tensor", "metadata"}:
         raise PickleError("load_format flattened_bucket needs a dict of flattened_tensor and metadata")
     if not isinstance(tree["metadata"], list):
@@ -125,7 +125,14 @@ def read_bucket(text: str) -> tuple[SharedTensor, list[BucketPart]]:
     bucket = _tensor(tree["flattened_tensor"])
     if len(bucket.shape) != 1 or bucket.stride != (1,):  # strides can make it larger than its storage
         raise PickleError("flattened_tensor must be one-dimensional and contiguous")
-    return bucket, [_bucket_part(one) for one in tree["metadata"]]
+    parts = []
+    for one in tree["metadata"]:
+        state = one.state if isinstance(one, Named) and one.name in _METADATA else None
+        if not isinstance(state, dict) or not state.keys() >= _PART_FIELDS:
+            raise PickleError("an entry of metadata is not a FlattenedTensorMetadata")
+        start, end = _count(state["start_idx"]), _count(state["end_idx"])
+        parts.append(BucketPart(_name(state["name"]), _dtype(state["dtype"]), _shape(state["shape"]), start, end))
+    return bucket, parts
 
 
 def read_tensors(text: str) -> list[tuple[str, SharedTensor]]:
@@ -133,7 +140,7 @@ def read_tensors(text: str) -> list[tuple[str, SharedTensor]]:
 
     A pickle inside it that has several names is read once, and its tensor returned for each of them.
     """
-    tree = _unpickled(_decoded(text))
+    tree = read_data(_decoded(text), _NAMES)
     if not isinstance(tree, list):
         raise PickleError("it must be a list of (name, tensor), or a bucket with load_format flattened_bucket")
     found = []
@@ -141,13 +148,9 @@ def read_tensors(text: str) -> list[tuple[str, SharedTensor]]:
     for item in tree:
         if not isinstance(item, tuple) or len(item) != 2:
             raise PickleError("an entry is not a pair of a name and a tensor")
-        name, value = item
-        found.append(
-            (
-                _name(name),
-                _local_tensor(value, inner) if isinstance(value, Named) and value.name in _LOCAL else _tensor(value),
-            )
-        )
+        name, value = _name(item[0]), item[1]
+        is_local = isinstance(value, Named) and value.name in _LOCAL
+        found.append((name, _local_tensor(value, inner) if is_local else _tensor(value)))
     return found
 
 
@@ -156,10 +159,6 @@ def _decoded(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise PickleError("it is not base64") from None
-
-
-def _unpickled(data: bytes) -> Any:
-    return read_data(data, _NAMES)
 
 
 def _name(value: Any) -> str:
@@ -180,7 +179,7 @@ def _local_tensor(value: Named, inner: dict[int, SharedTensor]) -> SharedTensor:
         raise PickleError(f"a LocalSerializedTensor has {len(values)} values; this server is one rank")
     data = values[0]
     if id(data) not in inner:
-        inner[id(data)] = _tensor(_unpickled(data))
+        inner[id(data)] = _tensor(read_data(data, _NAMES))
     return inner[id(data)]
 
 
@@ -195,20 +194,15 @@ def _tensor(value: Any) -> SharedTensor:
     kind, typed, metadata = value.arguments
     if name_of(kind) not in _CLASSES:
         raise PickleError("a tensor is of another class than Tensor and Parameter")
-    storage, dtype = _typed_storage(typed)
+    is_call = isinstance(typed, Named) and typed.name == _TYPED and len(typed.arguments) == 2
+    if not is_call or not isinstance(typed.arguments[0], Named):
+        raise PickleError("a tensor has no storage")
+    storage, dtype = _storage(typed.arguments[0]), _dtype(typed.arguments[1])
     if not isinstance(metadata, tuple) or len(metadata) != 4:
         raise PickleError("a tensor does not have an offset, a size, strides and requires_grad")
     if type(metadata[3]) is not bool:  # a value that is not checked may be of any size
         raise PickleError("requires_grad of a tensor is not a bool")
     return _checked(SharedTensor(storage, dtype, _count(metadata[0]), _shape(metadata[1]), _counts(metadata[2])))
-
-
-def _typed_storage(value: Any) -> tuple[SharedFile | None, torch.dtype]:
-    is_call = isinstance(value, Named) and value.name == _TYPED and len(value.arguments) == 2
-    if not is_call or not isinstance(value.arguments[0], Named):
-        raise PickleError("a tensor has no storage")
-    storage, dtype = value.arguments
-    return _storage(storage), _dtype(dtype)
 
 
 def _storage(call: Named) -> SharedFile | None:
@@ -264,14 +258,6 @@ def _checked(tensor: SharedTensor) -> SharedTensor:
         if end > (tensor.storage.num_bytes if tensor.storage else 0):
             raise PickleError("a tensor is larger than its storage")
     return tensor
-
-
-def _bucket_part(value: Any) -> BucketPart:
-    state = value.state if isinstance(value, Named) and value.name in _METADATA else None
-    if not isinstance(state, dict) or not state.keys() >= _PART_FIELDS:
-        raise PickleError("an entry of metadata is not a FlattenedTensorMetadata")
-    start, end = _count(state["start_idx"]), _count(state["end_idx"])
-    return BucketPart(_name(state["name"]), _dtype(state["dtype"]), _shape(state["shape"]), start, end)
 
 
 def _dtype(value: Any) -> torch.dtype:

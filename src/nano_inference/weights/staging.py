@@ -47,8 +47,12 @@ class Staging:
         source = as_source(name, value)
         if tuple(source.shape) != spec.shape:
             raise WeightError(f"{name}: the update has the shape {tuple(source.shape)}, the model {spec.shape}")
-        if known in self._taken:
-            self._check_again(name, spec, source)
+        if known in self._taken:  # a tied weight under its other name, with equal values
+            if name == self._taken[known]:
+                raise WeightError(f"{name}: occurs twice")
+            if not self._staged.has_same(spec, source):
+                raise differs(name, self._taken[known])
+            self._taken[known] = known
             return
         if (precision := self._refused_in(spec, source)) is not None:
             raise WeightError(f"{name}: holds NaN or infinity (in the engine's {precision})")
@@ -80,14 +84,6 @@ class Staging:
     def only_aliases(self) -> dict[str, str]:
         """Map the tied weights that the update has under their other name only to that name."""
         return {known: name for known, name in self._taken.items() if known != name}
-
-    def _check_again(self, name: str, spec: WeightSpec, source: WeightSource) -> None:
-        """Raise `WeightError` unless a repeated weight is a tied one under its other name with equal values."""
-        if name == self._taken[spec.name]:
-            raise WeightError(f"{name}: occurs twice")
-        if not self._staged.has_same(spec, source):
-            raise differs(name, self._taken[spec.name])
-        self._taken[spec.name] = spec.name
 
 
 def differs(name: str, other: str) -> WeightError:

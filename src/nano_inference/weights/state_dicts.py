@@ -74,15 +74,14 @@ def read_description(data: bytes) -> list[list[PlainSpec]]:
     tree = read_data(data, _NAMES)
     if not isinstance(tree, dict):
         raise PickleError("it is not a dict of dtypes")
-    return [_specs(dtype, entries) for dtype, entries in tree.items()]
-
-
-def _specs(dtype: Any, entries: Any) -> list[PlainSpec]:
-    if name_of(dtype) not in _DTYPES:
-        raise PickleError(f"a dtype is not one of {', '.join(DTYPES)}")
-    if not isinstance(entries, list) or not entries:
-        raise PickleError("the entry of a dtype is not a list of tensors")
-    return [_spec(_DTYPES[name_of(dtype)], entry) for entry in entries]
+    found = []
+    for dtype, entries in tree.items():
+        if name_of(dtype) not in _DTYPES:
+            raise PickleError(f"a dtype is not one of {', '.join(DTYPES)}")
+        if not isinstance(entries, list) or not entries:
+            raise PickleError("the entry of a dtype is not a list of tensors")
+        found.append([_spec(_DTYPES[name_of(dtype)], entry) for entry in entries])
+    return found
 
 
 def _spec(dtype: str, entry: Any) -> PlainSpec:

@@ -23,7 +23,7 @@ from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
 from nano_inference.weights.member import await_host, check_place, first_line
 from nano_inference.weights.nccl import UNIQUE_ID_BYTES, Communicator
-from nano_inference.weights.plain import PlainSpec, Receiver, Shapes, buckets, received, unpacked
+from nano_inference.weights.plain import PlainSpec, Shapes, buckets, received, received_bucket
 
 _KEY = "broadcast_from/0/0"
 _REBUILD = "_ctypes _unpickle"
@@ -76,7 +76,9 @@ class StatelessGroup:
 
         NCCL does not compare sizes, so `own` is not used: a broadcast of another size blocks until the group is left.
         """
-        return received(self, self._receivers(specs, bucket_bytes))
+        if bucket_bytes is None:
+            return received(self, [partial(self._receive_alone, spec) for spec in specs])
+        return received(self, [partial(received_bucket, self, bucket) for bucket in buckets(specs, bucket_bytes)])
 
     def broadcast(self, data: Tensor) -> Tensor:
         """Receive rank 0's array into `data`; return the tensor. A failure closes the group permanently."""
@@ -96,17 +98,8 @@ class StatelessGroup:
         self._is_closed = True
         self._communicator.close()
 
-    def _receivers(self, specs: Sequence[PlainSpec], bucket_bytes: int | None) -> list[Receiver]:
-        if bucket_bytes is None:
-            return [partial(self._receive_alone, spec) for spec in specs]
-        return [partial(self._receive_bucket, bucket) for bucket in buckets(specs, bucket_bytes)]
-
     def _receive_alone(self, spec: PlainSpec) -> list[tuple[str, Tensor]]:
         return [(spec.name, self.broadcast(huge_empty(spec.shape, DTYPES[spec.dtype], self._device)))]
-
-    def _receive_bucket(self, specs: Sequence[PlainSpec]) -> list[tuple[str, Tensor]]:
-        size = sum(spec.num_bytes for spec in specs)
-        return unpacked(self.broadcast(huge_empty((size,), torch.uint8, self._device)), specs)
 
 
 def _fetch_id(address: str, port: int, world_size: int, timeout: float) -> bytes:

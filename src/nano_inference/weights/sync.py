@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -239,14 +239,6 @@ def update_in(given: WeightUpdate | NamedWeights) -> WeightUpdate:
     return given if isinstance(given, WeightUpdate) else WeightUpdate(weights=given)
 
 
-def _close_after(error: BaseException, source: Generator[tuple[object, object]]) -> None:
-    """Close a source after `error`; log an exception of `close`, so that `error` remains the reported one."""
-    try:
-        source.close()
-    except Exception as further:
-        _log.warning("after %r, the source of the weights failed to end: %s", str(error), further)
-
-
 class _Job:
     """One update in progress: written by the staging thread, read by the engine thread."""
 
@@ -289,24 +281,23 @@ class _Job:
             while (item := self._next(source)) is not None:
                 staging.put(*item)
             complete = staging.complete()
-            if rules.partial:
-                self._check_heads(staging.only_aliases, complete)
-            found = None if self.checksum is None else digest(executor.staged_values(complete))
-            if found != self.checksum:
-                raise WeightError(f"checksum: the update has {found}, {self.checksum} was expected")
+            for tied, name in staging.only_aliases.items() if rules.partial else ():
+                # A new head came without its embedding, which stays as it is: the two must be equal.
+                new = next(value for found, value in executor.staged_values(complete) if found == tied)
+                if not all(torch.equal(new, old) for _, old in executor.weight_values((tied,))):
+                    raise differs(name, tied)
+            checksum = None if self.checksum is None else digest(executor.staged_values(complete))
+            if checksum != self.checksum:
+                raise WeightError(f"checksum: the update has {checksum}, {self.checksum} was expected")
         except BaseException as error:
-            _close_after(error, source)
+            try:
+                source.close()
+            except Exception as further:  # `error` remains the reported one
+                _log.warning("after %r, the source of the weights failed to end: %s", str(error), further)
             staged.discard()
             raise
         self._gathered = staged
         return complete
-
-    def _check_heads(self, given: Mapping[str, str], complete: Any) -> None:
-        """Raise `WeightError` for a new head without its embedding, which a partial update leaves as it is."""
-        for tied, name in given.items():
-            new = next(value for found, value in self._executor.staged_values(complete) if found == tied)
-            if not all(torch.equal(new, old) for _, old in self._executor.weight_values((tied,))):
-                raise differs(name, tied)
 
     def discard(self) -> None:
         """Drop an update that is gathered and will not be installed."""
