@@ -292,7 +292,9 @@ class Core:
         for seq, row in zip(step.seqs, step.rows, strict=True):
             result = results[seq.id]
             if row.num_drafts and not all(map(math.isfinite, result.logprobs)):
-                self._retry_without_drafts(seq)
+                # Not finite, which a draft token can cause: torch's attention also reads masked K/V. Compute it again.
+                self._speculator.disable(seq)
+                self._preempt(seq)
                 continue
             append_prompt_results(seq, row, result)
             num_added = append_result(seq, row, result, self.version, self._vocab_size)
@@ -300,7 +302,9 @@ class Core:
             self._publish(seq, is_chunk=len(row.tokens) - row.num_drafts > 1)
             if row.num_drafts:
                 num_accepted += seq.num_computed - row.start - len(row.tokens) + row.num_drafts
-                self._release_unused(seq)
+                num_needed = -(-seq.num_computed // self._kv.block_size)  # the others contain rejected drafts only
+                self._kv.release(seq.blocks[num_needed:])
+                del seq.blocks[num_needed:]
             if num_added or seq.finish_reason or (seq.request.reports_prefill and not seq.num_new):
                 deltas.append(to_delta(seq, num_added, self.version, self.labels))
             if seq.finish_reason:
@@ -338,20 +342,6 @@ class Core:
             salt = (self.version, seq.request.salt)
             seq.blocks = self._kv.publish(seq.tokens, salt, seq.blocks, seq.num_published, seq.num_computed)
             seq.num_published = num_whole
-
-    def _release_unused(self, seq: Sequence) -> None:
-        """Release the blocks that contain only rejected draft tokens."""
-        num_needed = -(-seq.num_computed // self._kv.block_size)
-        self._kv.release(seq.blocks[num_needed:])
-        del seq.blocks[num_needed:]
-
-    def _retry_without_drafts(self, seq: Sequence) -> None:
-        """Discard a row's results and compute it again without draft tokens.
-
-        A log-probability is not finite. A draft token can cause that: torch's attention also reads masked K/V.
-        """
-        self._speculator.disable(seq)
-        self._preempt(seq)
 
     def _leave(self, seq: Sequence) -> None:
         """Remove an ended sequence from the queues and release its blocks."""

@@ -70,7 +70,8 @@ class Mailboxes:
 
     def abort(self, request_ids: Iterable[int] | None, *, keep_samples: bool = False) -> tuple[Delta, ...]:
         """End these requests now, all of them for None; return their last deltas."""
-        deltas = tuple(map(self._core.abort, self._sequences(request_ids)))
+        ids = tuple(self._live if request_ids is None else dict.fromkeys(request_ids))
+        deltas = tuple(map(self._core.abort, [seq for one in ids for seq in self._live.get(one, ())]))
         self.deliver(deltas, keep_samples=keep_samples)
         return deltas
 
@@ -108,11 +109,6 @@ class Mailboxes:
                 self.collect(request_id)
 
     # ---- deltas and samples -----------------------------------------------------------------------------------------
-
-    def _sequences(self, request_ids: Iterable[int] | None = None) -> list[Sequence]:
-        """Return the sequences of these requests that have not ended; those of all requests, oldest first, for None."""
-        ids = tuple(self._live if request_ids is None else dict.fromkeys(request_ids))
-        return [seq for one in ids for seq in self._live.get(one, ())]
 
     def is_live(self, request_id: int) -> bool:
         return request_id in self._live
@@ -153,22 +149,20 @@ class Mailboxes:
             elif delta.sample is not None:
                 kept = self._collections.get(delta.request_id, self._finished if keep_samples else [])
                 kept.append(delta.sample)
-            if delta.sample is not None:
-                self._remove_ended(delta)
+            if delta.sample is None:
+                continue
+            group = self._live.get(delta.request_id, ())
+            left = [seq for seq in group if seq.sample_index != delta.sample_index]
+            if left:
+                self._live[delta.request_id] = left
+            elif group:
+                self.num_ended += 1
+                del self._live[delta.request_id]
 
     def take_finished(self) -> list[TrainingSample]:
         """Return and remove the samples of requests that are neither claimed nor owned by a call."""
         finished, self._finished = self._finished, []
         return finished
-
-    def _remove_ended(self, delta: Delta) -> None:
-        group = self._live.get(delta.request_id, ())
-        left = [seq for seq in group if seq.sample_index != delta.sample_index]
-        if left:
-            self._live[delta.request_id] = left
-        elif group:
-            self.num_ended += 1
-            del self._live[delta.request_id]
 
 
 class DeltaStream(Iterator[Delta]):

@@ -72,7 +72,9 @@ class TextIndex:
             if entry < 0:
                 break
             text, end = self._texts[self._text_of[entry]], self._end_of[entry]
-            length = _match_length(tokens, text, end)
+            length, most = SHORTEST, min(LONGEST, end, len(tokens))  # the last two tokens are known to be equal
+            while length < most and text[end - 1 - length] == tokens[-1 - length]:
+                length += 1
             if best is None or length > best.length:
                 best = Occurrence(text, end, length)
             if length == LONGEST:
@@ -84,15 +86,6 @@ class TextIndex:
 def _key(tokens: Sequence[int], end: int) -> int:
     """Return the two tokens before `end` as one number."""
     return tokens[end - 2] << 32 | tokens[end - 1]
-
-
-def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
-    """Return how many of the last tokens equal those of `text` before `end`; the last two are known to."""
-    length = SHORTEST
-    most = min(LONGEST, end, len(tokens))
-    while length < most and text[end - 1 - length] == tokens[-1 - length]:
-        length += 1
-    return length
 
 
 def continuation(found: Occurrence, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
@@ -170,7 +163,13 @@ class NgramDrafter:
         sample = self._samples.get(sample_id)
         if sample is None or sample.is_disabled:
             return Draft()
-        _update_chance(sample)
+        # Compare the last draft with the sampled tokens, up to the first mismatch.
+        sampled = sample.tokens[sample.drafted_at : sample.drafted_at + len(sample.draft)]
+        for drafted, token in zip(sample.draft, sampled, strict=False):
+            is_accepted = drafted == token
+            sample.chance += RATE * (is_accepted - sample.chance)
+            if not is_accepted:
+                break
         _index_new_tokens(sample)
         found = sample.request.index.find(sample.tokens)
         sample.draft = () if found is None else continuation(found, sample.tokens, self._limit)
@@ -189,13 +188,3 @@ def _index_new_tokens(sample: _Sample) -> None:
         sample.num_indexed = request.num_prompt + 1 if request.is_prompt_indexed else SHORTEST
         request.is_prompt_indexed = True
     sample.num_indexed = request.index.extend(sample.text, sample.num_indexed)
-
-
-def _update_chance(sample: _Sample) -> None:
-    """Update acceptance by comparing the last draft with the sampled tokens, up to the first mismatch."""
-    sampled = sample.tokens[sample.drafted_at : sample.drafted_at + len(sample.draft)]
-    for drafted, token in zip(sample.draft, sampled, strict=False):
-        is_accepted = drafted == token
-        sample.chance += RATE * (is_accepted - sample.chance)
-        if not is_accepted:
-            break

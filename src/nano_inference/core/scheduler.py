@@ -137,7 +137,9 @@ def plan_step(
     _continue_running(plan, shares)
     if not plan.preempted:
         num_running = len(plan.work)
-        _start_newcomers(plan, newcomers, shares)
+        for view in newcomers:  # those that have a share, in order of admission; `_read_queue` counted their blocks
+            if view.id in shares:
+                plan.add(view, plan.work_for(view, shares[view.id]))
         _add_drafts(plan, num_running)
     return StepPlan(tuple(plan.work), tuple(plan.preempted))
 
@@ -248,13 +250,6 @@ def _make_room(plan: _Plan, index: int, work: Work) -> bool:
         if len(plan.live) == index:
             return False
     return True
-
-
-def _start_newcomers(plan: _Plan, newcomers: Iterable[SeqView], shares: Mapping[int, int]) -> None:
-    """Add the waiting sequences that have a share, in order of admission; `_read_queue` counted their blocks."""
-    for view in newcomers:
-        if view.id in shares:
-            plan.add(view, plan.work_for(view, shares[view.id]))
 
 
 def _add_drafts(plan: _Plan, num_running: int) -> None:

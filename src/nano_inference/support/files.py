@@ -33,7 +33,8 @@ def open_regular(path: Path) -> io.FileIO:
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "a path cannot contain a zero byte")
     _require_regular(path.stat(), path)  # before opening: opening a device can have effects
-    file = io.FileIO(path, opener=_without_waiting)
+    without_waiting = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | without_waiting))
     try:
         _require_regular(os.fstat(file.fileno()), path)
     except BaseException:
@@ -168,10 +169,6 @@ def move_into(made: Path, target: Path) -> None:
     made.replace(target)
     with suppress(OSError):  # some network file systems refuse it for directories
         sync(target.parent)
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
 def _require_regular(status: os.stat_result, path: Path) -> None:

@@ -26,7 +26,13 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes >= _MAPPED_FROM and sys.platform != "win32":
-        return torch.frombuffer(_mapping(num_bytes), dtype=dtype).view(shape)
+        try:
+            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"the system cannot map {num_bytes:,} bytes: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(mapping, dtype=dtype).view(shape)
     return _from_bytes(np.zeros(num_bytes, dtype=np.uint8), shape, dtype)
 
 
@@ -59,17 +65,6 @@ class Slabs:
             skip = -self._rest.data_ptr() % _LINE
         piece, self._rest = self._rest[skip : skip + num_bytes], self._rest[skip + num_bytes :]
         return piece
-
-
-def _mapping(num_bytes: int) -> mmap.mmap:
-    """Return a mapping of zeros, which lives as long as a buffer of it. Raises `MemoryError`."""
-    try:
-        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"the system cannot map {num_bytes:,} bytes: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
 
 
 def _from_bytes(

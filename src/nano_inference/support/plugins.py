@@ -32,37 +32,31 @@ def table(group: str, own: Mapping[str, _T], kind: type[_T]) -> Mapping[str, _T]
     Raises `PluginError` for a row that cannot be imported, is not an instance of `kind`, or has a name already used.
     """
     rows = dict(own)
-    for point in sorted(_installed_points(group, _search_path()), key=lambda point: (point.name, point.value)):
-        if point.name in rows:
-            raise PluginError(f"{_where(point)}: the name {point.name} is taken")
-        rows[point.name] = _loaded(point, kind)
-    return MappingProxyType(rows)
-
-
-def _search_path() -> tuple[tuple[str, int], ...]:
-    """Return the entries of `sys.path` that exist, with their modification times in nanoseconds."""
-    found = []
+    path = []
     for entry in sys.path:
         with suppress(OSError):
-            found.append((entry, Path(entry or ".").stat().st_mtime_ns))
-    return tuple(found)
+            path.append((entry, Path(entry or ".").stat().st_mtime_ns))
+    for point in sorted(_installed_points(group, tuple(path)), key=lambda point: (point.name, point.value)):
+        if point.name in rows:
+            raise PluginError(f"{_where(point)}: the name {point.name} is taken")
+        try:
+            row = point.load()
+        except Exception as error:  # another package's module may raise anything when it is imported
+            why = " ".join(str(error).split())
+            raise PluginError(f"{_where(point)}: {point.value}: {type(error).__name__}: {why}") from error
+        if not isinstance(row, kind):
+            raise PluginError(f"{_where(point)}: {point.value} is a {type(row).__name__}, not a {kind.__name__}")
+        rows[point.name] = row
+    return MappingProxyType(rows)
 
 
 @lru_cache(maxsize=8)
 def _installed_points(group: str, search_path: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
-    """Return a group's entry points; reading them opens a file for each package on `search_path`."""
+    """Return a group's entry points; reading them opens a file for each package on `search_path`.
+
+    Its entries are those of `sys.path` that exist, with their modification times in nanoseconds.
+    """
     return tuple(entry_points(group=group))
-
-
-def _loaded(point: EntryPoint, kind: type[_T]) -> _T:
-    try:
-        row = point.load()
-    except Exception as error:  # another package's module may raise anything when it is imported
-        why = " ".join(str(error).split())
-        raise PluginError(f"{_where(point)}: {point.value}: {type(error).__name__}: {why}") from error
-    if not isinstance(row, kind):
-        raise PluginError(f"{_where(point)}: {point.value} is a {type(row).__name__}, not a {kind.__name__}")
-    return row
 
 
 def _where(point: EntryPoint) -> str:
