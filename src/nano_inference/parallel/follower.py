@@ -130,16 +130,13 @@ class Follower:
             case "step_bytes":
                 self._send_number(executor.step_bytes(arguments["block_size"]))
             case "values":
-                self._send_value(model, arguments["name"])
+                ((_, tensor),) = executor.weight_values((arguments["name"],))
+                self.links.commands.send(tensor.cpu(), 0)
             case _:
                 raise ValueError(f"unknown command {command}")
 
     def _send_number(self, number: int) -> None:
         self.links.commands.gather(torch.tensor([number]))
-
-    def _send_value(self, model: _Model, name: str) -> None:
-        ((_, tensor),) = model.executor.weight_values((name,))
-        self.links.commands.send(tensor.cpu(), 0)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,10 @@ def local_links(directory: Path, rank: int, size: int, device: torch.device, wai
             if name != "data" or device.type == "cpu"
         }
         if device.type == "cuda":
-            groups["data"] = _nccl(dist.PrefixStore("data", store), rank, size, wait)  # type: ignore[attr-defined]
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = wait
+            meeting = dist.PrefixStore("data", store)  # type: ignore[attr-defined]
+            groups["data"] = dist.ProcessGroupNCCL(meeting, rank, size, options)
     except RuntimeError as error:
         raise EngineDead(f"rank {rank} of {size} found no other ranks within {JOIN_S:g} seconds") from error
     return _links((groups["commands"], groups["weights"], groups["data"]), rank, size, wait, is_registered=False)
@@ -106,9 +109,3 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)

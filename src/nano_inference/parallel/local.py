@@ -128,21 +128,17 @@ def _sample(source: WeightSource) -> Iterator[bytes]:
         for start, stop in _spans(len(flat)):
             yield flat[start:stop].cpu().numpy().tobytes()
     elif isinstance(source, FileRange | PackedTensor):
-        offset, size = _place(source)
+        if isinstance(source, PackedTensor):
+            offset, size = source.tensor.offset, source.tensor.num_bytes
+        else:
+            offset = source.offset
+            size = source.shape[0] * source.row_bytes if source.shape else DTYPES[source.dtype].itemsize
         with open_at(source.path, offset) as file:
             for start, stop in _spans(size):
                 span = torch.empty(stop - start, dtype=torch.uint8)
                 file.seek(offset + start)
                 fill(file, source.path, span)
                 yield span.numpy().tobytes()
-
-
-def _place(source: FileRange | PackedTensor) -> tuple[int, int]:
-    """Return the offset of a whole tensor in its file, and its bytes."""
-    if isinstance(source, PackedTensor):
-        return source.tensor.offset, source.tensor.num_bytes
-    rows = source.shape[0] if source.shape else 1
-    return source.offset, rows * (source.row_bytes if source.shape else DTYPES[source.dtype].itemsize)
 
 
 def _spans(size: int) -> Iterator[tuple[int, int]]:

@@ -39,14 +39,10 @@ class Processes:
                 if (self.directory / f"ready-{rank}").exists():
                     del waiting[rank]
                 elif child.poll() is not None:
-                    raise ValueError(f"tensor_parallel: rank {rank} failed: {self._fault_of(rank, child)}")
+                    fault = self.directory / f"fault-{rank}"
+                    why = fault.read_text() if fault.exists() else f"it ended with code {child.returncode}"
+                    raise ValueError(f"tensor_parallel: rank {rank} failed: {why}")
             time.sleep(_POLL_S)
-
-    def _fault_of(self, rank: int, child: Process) -> str:
-        try:
-            return (self.directory / f"fault-{rank}").read_text()
-        except OSError:
-            return f"it ended with code {child.returncode}"
 
     @property
     def pids(self) -> list[int]:

@@ -101,15 +101,10 @@ def _fault(program: Program, size: int) -> str | None:
                 return f"does not divide the {op.num_heads} attention heads"
             if op.num_kv_heads % size and size % op.num_kv_heads:
                 return f"neither divides the {op.num_kv_heads} key/value heads nor is a multiple of them"
-    for width in _inner_widths(program.body):
-        if width % size:
-            return f"does not divide the {width} inner units of the MLP"
+    for op, widths in zip(program.body, _widths(program.body), strict=True):
+        if isinstance(op, Activate) and widths[op.gate] % size:
+            return f"does not divide the {widths[op.gate]} inner units of the MLP"
     return None
-
-
-def _inner_widths(body: Sequence[Op]) -> set[int]:
-    """Return the widths of the buffers that `Activate` reads."""
-    return {widths[op.gate] for op, widths in zip(body, _widths(body), strict=True) if isinstance(op, Activate)}
 
 
 def _widths(body: Sequence[Op], given: Mapping[str, int] = MappingProxyType({})) -> list[dict[str, int]]:
@@ -141,12 +136,6 @@ def vocabulary_part(vocab_size: int, rank: int, size: int) -> VocabularyPart:
     return VocabularyPart(rank * part, min((rank + 1) * part, vocab_size), vocab_size)
 
 
-def _resized(spec: WeightSpec, cut: Cut) -> WeightSpec:
-    shape = list(spec.shape)
-    shape[cut.axis] = cut.stop - cut.start
-    return replace(spec, shape=tuple(shape))
-
-
 @dataclass
 class _Division:
     """Divides the parts of a program for one rank."""
@@ -171,17 +160,13 @@ class _Division:
             else:
                 _check_columns(op, own)
                 done.append(op)
-            own = self._columns_after(op, demand, own)
+            own = {name: columns for name, columns in own.items() if name not in op.writes or name in op.reads}
+            if isinstance(op, Attend):
+                own[op.out] = self._heads(op.num_heads, op.head_dim)
+            elif isinstance(op, Activate):
+                own[op.out] = own[op.gate]
+            own |= demand
         return tuple(done)
-
-    def _columns_after(self, op: Op, demand: Mapping[str, range], own: Mapping[str, range]) -> dict[str, range]:
-        """Return the columns of divided buffers after an operation."""
-        after = {name: columns for name, columns in own.items() if name not in op.writes or name in op.reads}
-        if isinstance(op, Attend):
-            after[op.out] = self._heads(op.num_heads, op.head_dim)
-        elif isinstance(op, Activate):
-            after[op.out] = own[op.gate]
-        return after | dict(demand)
 
     def _wanted(self, part: Sequence[Op], results: Mapping[str, range]) -> list[dict[str, range]]:
         """Return, for each operation, the columns that later operations need of the buffers that it creates."""
@@ -224,13 +209,20 @@ class _Division:
             columns = demand[op.out]
             return [replace(op, table=self._cut(op.table, Cut(1, columns.start, columns.stop)))]
         num_rows = op.table.shape[0]
-        rows = self._rows(num_rows) if op.rows != "pair" else self._even(num_rows)
+        rows = self._rows(num_rows)
+        if op.rows == "pair":
+            each = -(-num_rows // self.size)
+            rows = range(min(self.rank * each, num_rows), min((self.rank + 1) * each, num_rows))
         table = self._cut(op.table, Cut(0, rows.start, rows.stop))
         return [replace(op, table=table, part=TablePart(rows.start, num_rows)), Reduce(x=op.out)]
 
     def _linear(self, op: Linear, demand: Mapping[str, range], own: Mapping[str, range]) -> list[Op]:
-        if op.x in own:
-            return self._row_parallel(op, demand, own[op.x])
+        if op.x in own:  # the columns of the inputs that this rank has; rank 0 alone adds a bias
+            if demand:
+                raise ValueError(f"tensor_parallel: a projection of {op.x} to {', '.join(demand)} cannot be divided")
+            kept = tuple(self._cut(one, Cut(1, own[op.x].start, own[op.x].stop)) for one in op.matrices)
+            product = replace(op, matrices=kept, biases=op.biases if self.rank == 0 else ())
+            return [product, *(Reduce(x=name) for name in op.out)]
         matrices, biases = list(op.matrices), list(op.biases)
         num_rows = op.num_rows
         for index, name in enumerate(op.out):
@@ -245,28 +237,18 @@ class _Division:
                 biases[index] = self._cut(op.biases[index], Cut(0, rows.start, rows.stop))
         return [replace(op, matrices=tuple(matrices), biases=tuple(biases), num_rows=num_rows)]
 
-    def _row_parallel(self, op: Linear, demand: Mapping[str, range], columns: range) -> list[Op]:
-        """Keep the columns of the inputs that this rank has; a bias is added by rank 0 only."""
-        if demand:
-            raise ValueError(f"tensor_parallel: a projection of {op.x} to {', '.join(demand)} cannot be divided")
-        matrices = tuple(self._cut(one, Cut(1, columns.start, columns.stop)) for one in op.matrices)
-        biases = op.biases if self.rank == 0 else ()
-        return [replace(op, matrices=matrices, biases=biases), *(Reduce(x=name) for name in op.out)]
-
     def _rows(self, num_rows: int) -> range:
         """Return this rank's rows of a table of tokens; the last rank has the padding of the vocabulary."""
         is_last = self.rank == self.size - 1
         return range(self.vocabulary.start, num_rows if is_last else self.vocabulary.stop)
 
-    def _even(self, num_rows: int) -> range:
-        each = -(-num_rows // self.size)
-        return range(min(self.rank * each, num_rows), min((self.rank + 1) * each, num_rows))
-
     def _cut(self, spec: WeightSpec, cut: Cut) -> WeightSpec:
         """Return this rank's part of a weight. Raises `ValueError` if two operations need different parts."""
         if self.cuts.setdefault(spec.name, cut) != cut:
             raise ValueError(f"tensor_parallel: {spec.name} is used in two ways that divide it differently")
-        return _resized(spec, cut)
+        shape = list(spec.shape)
+        shape[cut.axis] = cut.stop - cut.start
+        return replace(spec, shape=tuple(shape))
 
 
 def _check_columns(op: Op, own: Iterable[str]) -> None:

@@ -81,11 +81,8 @@ class ShardedVocabulary:
 
     def at(self, logits_BV: Tensor, token_B: Tensor) -> Tensor:
         own_B = (token_B - self._part.start).clamp(0, logits_BV.size(-1) - 1)
-        return self._of_owner(at(logits_BV, own_B), self._owners(token_B).unsqueeze(-1))
-
-    def _owners(self, token_B: Tensor) -> Tensor:
-        """Return the rank that has each token."""
-        return token_B // vocabulary_part(self._part.total, 0, self._group.size).size
+        owner_B = token_B // vocabulary_part(self._part.total, 0, self._group.size).size
+        return self._of_owner(at(logits_BV, own_B), owner_B.unsqueeze(-1))
 
     def _of_owner(self, value: Tensor, owner: Tensor) -> Tensor:
         """Return each value of the rank that is its owner."""
