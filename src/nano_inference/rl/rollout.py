@@ -254,7 +254,11 @@ def _take_turns(
     for index, rollout in enumerate(rollouts):
         has_failed = bool(rollout.turns) and rollout.turns[-1].sample.stop_reason is not None
         if rollout.finish_reason is None or (rollout.finish_reason == "abort" and not has_failed):
-            rollouts[index], partial = _interrupted(rollout)
+            # An aborted last turn is taken off, and continued from its sample.
+            is_partial = rollout.finish_reason is not None and bool(rollout.turns)
+            partial = rollout.samples[-1] if is_partial else None
+            turns = rollout.turns[:-1] if is_partial else rollout.turns
+            rollouts[index] = replace(rollout, turns=turns, finish_reason=None)
             pending[_request_turn(engine, rollouts[index], rules, partial)] = index
     while pending:
         for request_id in engine.wait_for_any(pending, progress):
@@ -287,14 +291,6 @@ def _rules(
         check_int("max_tokens_total", max_tokens_total, 2)
         max_tokens = min(max_tokens, max_tokens_total)
     return _Rules(params=params, max_turns=max_turns, max_tokens=max_tokens, program=program)
-
-
-def _interrupted(rollout: Rollout) -> tuple[Rollout, TrainingSample | None]:
-    """Return a rollout without its aborted last turn, and that turn's sample; None if it was not aborted."""
-    if rollout.finish_reason is None or not rollout.turns:
-        return replace(rollout, finish_reason=None), None
-    before = replace(rollout, turns=rollout.turns[:-1], finish_reason=None)
-    return before, rollout.samples[-1]
 
 
 def _starts(prompts: Seq[Seq[int]], num_samples: int, max_tokens: int, first: int) -> list[Rollout]:
@@ -331,17 +327,6 @@ def _observe_turn(rollout: Rollout, environment: Environment, rules: _Rules) -> 
     return answered if len(answered.tokens) < rules.max_tokens else replace(rollout, finish_reason="length")
 
 
-def _turn_params(rollout: Rollout, rules: _Rules) -> SamplingParams:
-    """Return the parameters of a rollout's next turn: its derived seed and its remaining tokens."""
-    params = rules.params
-    room = rules.max_tokens - len(rollout.tokens)
-    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    seed = params.seed
-    if seed is not None:
-        seed = derive_seed(derive_seed(seed, rollout.prompt_index), rollout.sample_index)
-    return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed)
-
-
 def _input_segment(kind: SegmentKind, tokens: tuple[int, ...]) -> Segment:
     size = len(tokens)
     return Segment(kind=kind, tokens=tokens, logprobs=(0.0,) * size, token_versions=(-1,) * size)
@@ -367,5 +352,11 @@ def _request_turn(
 
     `partial`: the turn's tokens so far.
     """
-    params = _turn_params(rollout, rules)
+    params = rules.params
+    room = rules.max_tokens - len(rollout.tokens)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    seed = params.seed
+    if seed is not None:
+        seed = derive_seed(derive_seed(seed, rollout.prompt_index), rollout.sample_index)
+    params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed)
     return engine.add_request(rollout.tokens, params, program=rules.program, partial=partial, for_call=True)

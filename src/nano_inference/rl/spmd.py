@@ -194,8 +194,20 @@ class SpmdEngine:
     def _shared(self, work: Callable[[InferenceEngine], Result], fill: Fill | None = None) -> Result:
         """Return `work(engine)` of rank 0 on every rank, as JSON transports it; raise its exception on every rank."""
         if self._engine is None:
-            received: Result = self._received(fill)
-            return received
+            if self._follower is None:
+                raise EngineDead("the engine was shut down")
+            reply = self._follower.serve(fill)
+            if reply is None:
+                self._follower = None
+                raise EngineDead("rank 0 has shut the engine down")
+            fault, received = reply
+            if fault is not None:
+                name, text = fault
+                if name == BadRequest.__name__:
+                    raise BadRequest("", text)
+                raise next((one for one in _ERRORS if one.__name__ == name), RuntimeError)(text)
+            result: Result = received
+            return result
         try:
             value = work(self._engine)
         except EngineDead:
@@ -208,21 +220,6 @@ class SpmdEngine:
 
     def _send(self, error: list[str] | None, value: Any) -> None:
         self._leader.step("return", lambda: {"value": [error, value]}, _nothing)
-
-    def _received(self, fill: Fill | None) -> Any:
-        if self._follower is None:
-            raise EngineDead("the engine was shut down")
-        reply = self._follower.serve(fill)
-        if reply is None:
-            self._follower = None
-            raise EngineDead("rank 0 has shut the engine down")
-        error, value = reply
-        if error is not None:
-            name, text = error
-            if name == BadRequest.__name__:
-                raise BadRequest("", text)
-            raise next((one for one in _ERRORS if one.__name__ == name), RuntimeError)(text)
-        return value
 
 
 def gathered(named: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Generator[tuple[str, Any]]:

@@ -135,7 +135,7 @@ class SampleBuilder:
             request_id=0,
             sample_index=self._index,
             token_ids=tokens,
-            logprobs=tuple(_logprob(entry) for entry in entries),
+            logprobs=tuple(float(entry["logprob"] or 0.0) for entry in entries),
             mask=mask,
             versions=self._versions_of(choice, len(tokens)),
             top_logprobs=None if params.logprobs is None else tuple(_top(entry, params) for entry in entries),
@@ -202,10 +202,6 @@ def prompt_fields(entries: Sequence[Mapping[str, Any] | None] | None, request: E
         for _, entry in pairs
     ]
     return {"prompt_logprobs": tuple(one["logprob"] for one in own), "prompt_top_logprobs": tuple(tops)}
-
-
-def _logprob(entry: Mapping[str, Any]) -> float:
-    return float(entry["logprob"] or 0.0)
 
 
 def _top(entry: Mapping[str, Any], params: SamplingParams) -> TopLogprobs:

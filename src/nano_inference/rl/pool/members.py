@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,14 +219,9 @@ class Members:
             self.labels[self.version] = update.label
         for member, number in numbers:
             member.versions[number] = self.version
-        kept = self._uncovered(update) if update.rules.partial else []
-        self._in_force = [*kept, (self.version, update)]
-        return self.version
-
-    def _uncovered(self, update: HeldUpdate) -> list[tuple[int, HeldUpdate]]:
-        """Return the updates in force without the tensors that a partial one replaces, which bounds their size."""
         kept: list[tuple[int, HeldUpdate]] = []
-        for version, one in self._in_force:
+        # A partial update leaves earlier ones in force, but not the tensors that it replaces, which bounds their size.
+        for version, one in self._in_force if update.rules.partial else ():
             left = one.weights
             if one.rules.partial:
                 with suppress(Exception):  # a directory that only the workers can read
@@ -234,7 +229,8 @@ class Members:
             if left is not None:
                 rules = one.rules if left is one.weights else replace(one.rules, checksum=None)
                 kept.append((version, replace(one, weights=left, rules=rules)))
-        return kept
+        self._in_force = [*kept, (self.version, update)]
+        return self.version
 
     async def replace(self, member: Member, error: WorkerDied) -> None:
         """Open a new worker in the place of a dead one; if that fails, try again later. Idempotent."""
@@ -243,7 +239,10 @@ class Members:
             return
         self._router.remove(index)
         del self._members[index]
-        await self._unstoppable(self._replace(member, error))
+        task = asyncio.ensure_future(self._replace(member, error))  # continues if the caller is cancelled
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
 
     async def _replace(self, member: Member, error: WorkerDied) -> None:
         with suppress(Exception):
@@ -300,13 +299,6 @@ class Members:
                 with suppress(BadRequest):  # a server without pauses cannot be paused
                     await worker.resume()
         return member
-
-    async def _unstoppable(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of `work`, which continues if the caller is cancelled."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
 
 
 def _gave_up(job: Job, died: WorkerDied | None) -> EngineDead:

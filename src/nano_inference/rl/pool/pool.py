@@ -261,25 +261,34 @@ class RolloutPool:
     async def _jobs(self, requests: Seq[EngineRequest]) -> list[Job]:
         """Number requests and give each its seed. Raises `BadRequest` naming the first invalid field."""
         for request in requests:
-            if self._limits is None:
-                _check_shape(request)
+            if self._limits is None:  # only the workers know them: check what routing needs
+                token_ids("prompt", request.prompt)
+                check_int("num_samples", request.num_samples, 1)
             else:
                 checked(request, self._limits, _unused_stops)
         first, self._next_job = self._next_job, self._next_job + len(requests)
-        return [Job(id=number, request=self._seeded(one, number)) for number, one in enumerate(requests, start=first)]
-
-    def _seeded(self, request: EngineRequest, number: int) -> EngineRequest:
-        params = request.params
-        if params.seed is not None:
-            return request
-        seed = secrets.randbits(64) if self._seed is None else derive_seed(self._seed, number)
-        return replace(request, params=replace(params, seed=seed))
+        jobs = []
+        for number, request in enumerate(requests, start=first):
+            params = request.params
+            if params.seed is None:
+                seed = secrets.randbits(64) if self._seed is None else derive_seed(self._seed, number)
+                request = replace(request, params=replace(params, seed=seed))
+            jobs.append(Job(id=number, request=request))
+        return jobs
 
     def _run_all(self, requests: Seq[EngineRequest], sessions: Seq[str] | None) -> list[list[TrainingSample]]:
         async def run() -> list[list[TrainingSample]]:
             jobs = await self._jobs(requests)
             names: Seq[str | None] = [None] * len(jobs) if sessions is None else sessions
-            return await _together([self._members.generate(job, name) for job, name in zip(jobs, names, strict=True)])
+            work = (self._members.generate(job, name) for job, name in zip(jobs, names, strict=True))
+            tasks = [asyncio.ensure_future(one) for one in work]
+            try:
+                return await asyncio.gather(*tasks)
+            except BaseException:  # one has failed: end the others first
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                raise
 
         return self._run(run())
 
@@ -337,27 +346,9 @@ async def _opened(fleet: Fleet, lineage: str) -> tuple[Members, Updates]:
     return members, Updates(members)
 
 
-async def _together(work: Seq[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return all results; if one fails, cancel the others first."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
 async def _next(deltas: AsyncGenerator[Delta]) -> Delta | None:
     """Return the next delta; None at the end."""
     return await anext(deltas, None)
-
-
-def _check_shape(request: EngineRequest) -> None:
-    """Check what routing needs of a request whose limits only the workers know. Raises `BadRequest`."""
-    token_ids("prompt", request.prompt)
-    check_int("num_samples", request.num_samples, 1)
 
 
 def _unused_stops(texts: tuple[str, ...]) -> MatcherFactory:

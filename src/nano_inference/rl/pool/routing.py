@@ -62,7 +62,10 @@ class PrefixRouter:
         """
         lightest = self._lightest(avoid)
         keys = list(self._keys(tokens))
-        worker = self._home(keys, session)
+        worker = self._sessions.get(session) if session is not None else None
+        if worker not in self._loads:  # not the session's worker: that of the longest known prefix
+            homes = (self._prefixes.get(key) for key in reversed(keys))
+            worker = next((home for home in homes if home in self._loads), None)
         if worker is None or worker in avoid or self._loads[worker] > self._imbalance * self._loads[lightest] + cost:
             worker = lightest
         for key in keys:
@@ -110,14 +113,6 @@ class PrefixRouter:
         if len(self._heap) > 4 * len(self._loads) + 64:
             self._heap = [(work, self._placed[one], one) for one, work in self._loads.items()]
             heapify(self._heap)
-
-    def _home(self, keys: Sequence[bytes], session: str | None) -> int | None:
-        """Return the worker of the session, else of the longest known prefix."""
-        known = self._sessions.get(session) if session is not None else None
-        if known in self._loads:
-            return known
-        homes = (self._prefixes.get(key) for key in reversed(keys))
-        return next((home for home in homes if home in self._loads), None)
 
     def _keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
         """Yield a digest for prefixes of 1, 2, 4, … blocks and for the whole prompt, the shortest first."""
