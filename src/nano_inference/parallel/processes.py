@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nano_inference.support.processes import PYTHON, Process, has_ended, start_rank
+from nano_inference.support.processes import PYTHON, Process, has_ended, start_worker
 
 _POLL_S = 0.02
 _END_S = 5.0  # longest wait for a process that was asked to end; it is killed afterwards
@@ -24,7 +24,7 @@ class Processes:
         self.directory = Path(tempfile.mkdtemp(prefix="nano-inference-"))  # only this user can read it
         self._children: list[Process] = []
         for rank in range(1, size):
-            child = start_rank([*PYTHON, "-m", "nano_inference.parallel.rank"], cwd=Path("/"))
+            child = start_worker([*PYTHON, "-m", "nano_inference.parallel.rank"], cwd=Path("/"), is_read=False)
             self._children.append(child)
             task = {"config": config, "rank": rank, "size": size, "directory": str(self.directory)}
             assert child.stdin is not None

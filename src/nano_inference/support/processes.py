@@ -99,11 +99,11 @@ def start(command: Sequence[str], *, cwd: Path, stderr: IO[str]) -> subprocess.P
     )
 
 
-def start_worker(command: Sequence[str], *, cwd: Path, keeps_stderr: bool = False) -> subprocess.Popen[bytes]:
-    """Start a program with unbuffered pipes as stdin and stdout. Raises `OSError`.
+def start_worker(command: Sequence[str], *, cwd: Path, is_read: bool) -> Process:
+    """Start a program with a text pipe as stdin, and with `is_read` one as stdout. Raises `OSError`.
 
-    Its stderr is dropped, or with `keeps_stderr` that of this process. `cwd` must be a directory to which only this
-    process, or only the system, writes. Ctrl-C in a terminal does not reach the program.
+    Its stderr is that of this process. `cwd` must be a directory to which only this process, or only the system,
+    writes. Ctrl-C in a terminal does not reach the program.
     """
     _check(command, cwd)
     return subprocess.Popen(
@@ -111,9 +111,8 @@ def start_worker(command: Sequence[str], *, cwd: Path, keeps_stderr: bool = Fals
         cwd=cwd,
         env=environment(os.environ),
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=None if keeps_stderr else subprocess.DEVNULL,
-        bufsize=0,
+        stdout=subprocess.PIPE if is_read else subprocess.DEVNULL,
+        text=True,
         start_new_session=True,
     )
 
@@ -125,23 +124,6 @@ def has_ended(process: Process, seconds: float) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
-
-
-def start_rank(command: Sequence[str], *, cwd: Path) -> Process:
-    """Start a program with a text pipe as stdin; its stderr is that of this process. Raises `OSError`.
-
-    `cwd` as for `start_worker`. Ctrl-C in a terminal does not reach the program.
-    """
-    _check(command, cwd)
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(os.environ),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def _check(command: Sequence[str], cwd: Path) -> None:

@@ -39,12 +39,13 @@ class ServerProcess:
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         """Start the process. `setup`: see `process.main`."""
-        self._popen = start_worker(COMMAND, cwd=Path(_DIRECTORY), keeps_stderr=True)
+        self._popen = start_worker(COMMAND, cwd=Path(_DIRECTORY), is_read=True)
         self.pid = self._popen.pid
         self._reading: asyncio.BaseTransport | None = None
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `ready` reports it
-            self._popen.stdin.write(json.dumps(setup).encode() + b"\n")
+            self._popen.stdin.write(json.dumps(setup) + "\n")
+            self._popen.stdin.flush()
 
     async def ready(self) -> str:
         """Return the server's URL when its model is loaded. Raises `ReplicaFailed`."""
