@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from nano_inference.core.outbox import Outbox
 from nano_inference.server.call import Call, Reply, Transcript, reply_size
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError, internal_error
-from nano_inference.server.guard import ClientGone
+from nano_inference.server.guard import ClientGone, until_gone
 from nano_inference.server.worker_pool import WorkerPool
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest
@@ -62,11 +61,19 @@ class Answer:
         Raises `ApiError` if nothing has been sent yet, and `ClientGone` if the client disconnected.
         """
         reply = self.call.make_reply(self.call, self.tokenizer, int(time.time()))
-        with _disconnect_watcher(receive, self.outbox):
+
+        async def watch() -> None:
+            await until_gone(receive)
+            self.outbox.fail(ClientGone())
+
+        watching = asyncio.get_running_loop().create_task(watch())
+        try:
             if self.call.stream:
                 return await self._stream(reply)
             await self._send_body(reply)
             return None
+        finally:
+            watching.cancel()
 
     async def _send_body(self, reply: Reply) -> None:
         async for _ in self._events(lambda transcript, decoded: b""):
@@ -98,7 +105,9 @@ class Answer:
         except ClientGone:
             raise
         except Exception as error:
-            api_error = error if isinstance(error, ApiError) else _unexpected(error)
+            api_error = error if isinstance(error, ApiError) else internal_error()
+            if error is not api_error:
+                _log.error("a stream failed: %s: %s", type(error).__name__, error, exc_info=error)
             last = reply.error_events(api_error)
         await self.send({"type": "http.response.body", "body": last, "more_body": False})
         return api_error
@@ -139,22 +148,12 @@ class Answer:
                 yield b"".join(events) if deltas else self.call.form.keep_alive
             if left <= 0 and not outbox.is_done:
                 outbox.end_reason = "length"
-                yield self._cut_short(to_events)
+                if not any(transcript.token_ids for transcript in self.transcripts):
+                    message = "the request timed out before it was started"
+                    raise ApiError(503, message, code="timeout", headers={"x-should-retry": "false"})
+                still_open = [transcript for transcript in self.transcripts if transcript.finish_reason is None]
+                yield b"".join(to_events(one, one.cut_short(self.call.shape, "timeout")) for one in still_open)
                 return
-
-    def _cut_short(self, to_events: ToEvents) -> bytes:
-        """End all open samples at the deadline; return their events. Raises `ApiError` if no sample has a token."""
-        if not any(transcript.token_ids for transcript in self.transcripts):
-            message = "the request timed out before it was started"
-            raise ApiError(503, message, code="timeout", headers={"x-should-retry": "false"})
-        still_open = [transcript for transcript in self.transcripts if transcript.finish_reason is None]
-        return b"".join(to_events(one, one.cut_short(self.call.shape, "timeout")) for one in still_open)
-
-
-def _unexpected(error: Exception) -> ApiError:
-    """Log a failure of the server; return the client's error."""
-    _log.error("a stream failed: %s: %s", type(error).__name__, error, exc_info=error)
-    return internal_error()
 
 
 def _engine_error(call: Call, transcript: Transcript) -> ApiError:
@@ -167,19 +166,3 @@ def _engine_error(call: Call, transcript: Transcript) -> ApiError:
     if reason.startswith("out of memory"):
         return ApiError(503, reason, code="out_of_memory", headers={"retry-after": "5"})
     return ApiError(500, f"generation failed: {reason}", headers={"x-should-retry": "false"})
-
-
-@contextmanager
-def _disconnect_watcher(receive: Receive, outbox: Outbox) -> Iterator[None]:
-    """Fail the call with `ClientGone` as soon as the client disconnects."""
-    task = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive, outbox))
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive, outbox: Outbox) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    outbox.fail(ClientGone())

@@ -14,10 +14,10 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,6 +29,7 @@ from nano_inference.server.headers import Headers, single, values
 from nano_inference.server.hosts import Host, hosts_to_allow, is_loopback_name, parse_host
 from nano_inference.server.keys import KeyRing, load_admin_keys
 
+_T = TypeVar("_T")
 OnResponse = Callable[[Scope, int | None, float, Exception | None], None]
 """Called once per request with (scope, status, seconds, error); the status is None if the client disconnected."""
 
@@ -180,16 +181,13 @@ class Guard:
             # Only the stopping server awaits this task: raising would only print a traceback.
             return await exchange.refuse(ApiError(503, "the server is shutting down", code="shutting_down"))
         except Exception as error:
-            return await self._fail(exchange, error)
+            if isinstance(error, ApiError) and exchange.status is None:
+                return await exchange.refuse(error)
+            # A started response stays incomplete, so that the connection is closed.
+            _LOGGER.exception("request %s failed: %s", exchange.request_id, type(error).__name__)
+            await exchange.refuse(internal_error())
+            return error
         return None
-
-    async def _fail(self, exchange: Exchange, error: Exception) -> Exception:
-        """Send a refusal or failure. A started response stays incomplete, so that the connection is closed."""
-        if isinstance(error, ApiError) and exchange.status is None:
-            return await exchange.refuse(error)
-        _LOGGER.exception("request %s failed: %s", exchange.request_id, type(error).__name__)
-        await exchange.refuse(internal_error())
-        return error
 
     def _report(self, exchange: Exchange, error: Exception | None) -> None:
         if self.on_response is None:
@@ -217,7 +215,8 @@ class Exchange:
         self._is_unread = announces_body(scope["headers"])
         self.status: int | None = None
         self.is_gone = False
-        self.request_id = request_id_of(scope["headers"])
+        given = single(scope["headers"], b"x-request-id")
+        self.request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {}).update(request_id=self.request_id, policy=policy, key_index=None)
 
     @property
@@ -297,25 +296,17 @@ def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "pr
         check_admin(scope, policy.admins)
     scope["state"]["key_index"] = check_key(scope, policy.keys)
     scope["state"].update(client=client_of(scope, policy))
-    check_path(scope["path"])
-    if scope["method"] in _BODY_METHODS and not is_bare_command(scope, policy):
+    # A router's `$` matches before a final newline, a set of paths does not.
+    if any(char < " " or char == "\x7f" for char in scope["path"]):
+        raise ApiError(404, "no such path: it contains a control character")
+    # Trainers send admin commands without body and content type; web pages cannot.
+    is_bare = not announces_body(headers) and not values(headers, b"content-type")
+    if scope["method"] in _BODY_METHODS and not (is_bare and scope["path"] in policy.admin_paths):
         if scope["path"] in policy.stream_paths:
             check_content(headers, _MAX_STREAM, BYTES_TYPE)
         else:
             check_content(headers, policy.max_body_bytes)
     return "request"
-
-
-def check_path(path: str) -> None:
-    """Refuse control characters: a router's `$` matches before a final newline, a set of paths does not."""
-    if any(char < " " or char == "\x7f" for char in path):
-        raise ApiError(404, "no such path: it contains a control character")
-
-
-def request_id_of(headers: Headers) -> str:
-    """Return the client's x-request-id if it is 1 to 128 visible ASCII characters, else a new id."""
-    given = single(headers, b"x-request-id")
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def announces_body(headers: Headers) -> bool:
@@ -375,13 +366,6 @@ def check_admin(scope: Scope, admins: KeyRing) -> None:
     raise ApiError(403, "this path needs an admin key", code="admin_key_needed")
 
 
-def is_bare_command(scope: Scope, policy: GuardPolicy) -> bool:
-    """Return True for an admin command without body and content type, as trainers send; web pages cannot send one."""
-    headers = scope["headers"]
-    is_bare = not announces_body(headers) and not values(headers, b"content-type")
-    return is_bare and scope["path"] in policy.admin_paths
-
-
 def presented_key(headers: Headers) -> str | None:
     """Return the key in `Authorization: Bearer` (OpenAI's clients) or `x-api-key` (Anthropic's)."""
     scheme, _, key = (single(headers, b"authorization") or "").partition(" ")
@@ -413,6 +397,26 @@ def too_large(limit: int) -> ApiError:
 def json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
     """Return the content headers of a JSON body."""
     return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(work: Awaitable[_T], receive: Receive) -> _T:
+    """Return the result of `work`. Raises `ClientGone` if the client leaves first, which cancels it."""
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for one in (task, leaving):
+            one.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
 
 
 async def read_body(receive: Receive, limit: int, timeout: float) -> bytes:

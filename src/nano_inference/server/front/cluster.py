@@ -116,10 +116,16 @@ class RayCluster:
     async def watch(self) -> None:
         """Raise `ClusterLost` when no machine of the cluster is alive, or none says so in time."""
         loop = asyncio.get_running_loop()
+
+        def ask(answer: asyncio.Future[bool]) -> None:
+            is_alive = any(bool(node["Alive"]) for node in self._ray.nodes())
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(lambda: None if answer.done() else answer.set_result(is_alive))
+
         while True:
             answer: asyncio.Future[bool] = loop.create_future()
             # Without its control service, Ray's call never returns: nothing may wait for this thread.
-            threading.Thread(target=self._ask_alive, args=(loop, answer), daemon=True).start()
+            threading.Thread(target=ask, args=(answer,), daemon=True).start()
             try:
                 is_alive = await asyncio.wait_for(answer, _ANSWER_S)
             except TimeoutError:
@@ -128,20 +134,10 @@ class RayCluster:
                 raise ClusterLost("Ray has ended, and the replicas with it; start the server again")
             await asyncio.sleep(_WATCH_S)
 
-    def _ask_alive(self, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[bool]) -> None:
-        is_alive = any(bool(node["Alive"]) for node in self._ray.nodes())
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(_set, answer, is_alive)
-
     def close(self) -> None:
         """Leave the cluster, and end it if it was started here."""
         if self._is_owner:
             self._ray.shutdown()
-
-
-def _set(answer: asyncio.Future[bool], is_alive: bool) -> None:
-    if not answer.done():
-        answer.set_result(is_alive)
 
 
 def require_ray() -> Any:

@@ -79,20 +79,17 @@ class Fleet:
     async def wait_idle(self, index: int) -> None:
         """Wait until a replica has no open requests."""
         while self.members[index].num_open:
-            await self._change()
+            await self._changed.wait()
 
     async def wait_ready(self, index: int) -> None:
         """Wait until a replica accepts requests."""
         while self.members[index].state != "ready":
-            await self._change()
+            await self._changed.wait()
 
     async def wait_other(self, index: int) -> None:
         """Wait until a replica other than `index` accepts requests."""
         while not set(self.ready) - {index}:
-            await self._change()
-
-    async def _change(self) -> None:
-        await self._changed.wait()
+            await self._changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()

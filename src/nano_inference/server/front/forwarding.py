@@ -10,13 +10,13 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import quote
 
 import httpx2
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from nano_inference.server.dialect import StreamError
 from nano_inference.server.errors import ApiError
@@ -79,20 +79,6 @@ async def return_reply(reply: httpx2.Response, send: Send, lost: StreamError) ->
     await send({"type": "http.response.body", "body": b""})
 
 
-async def while_connected(sending: Awaitable[None], receive: Receive) -> None:
-    """Run `sending` until it ends. Raises `ClientGone` if the client leaves first, which cancels it."""
-    task, leaving = asyncio.ensure_future(sending), asyncio.ensure_future(_until_gone(receive))
-    try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone  # cancelling it closes the connection, so that the server aborts
-        task.result()
-    finally:
-        for one in (task, leaving):
-            one.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
-
-
 async def whole_parts(reply: httpx2.Response, ending: re.Pattern[bytes], lost: bytes) -> AsyncGenerator[bytes]:
     """Yield a stream of events or lines, each only when it is complete; if the connection breaks, end with `lost`."""
     tail = b""
@@ -144,11 +130,6 @@ def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     # httpx2 adds its own values of absent headers; a replica must not compress.
     defaults = [(name, value) for name, value in ((b"accept", b"*/*"), (b"accept-encoding", b"identity"))]
     return [*kept, *extra, *(header for header in defaults if header[0] not in names)]
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def respond(send: Send, status: int, fields: Mapping[str, Any]) -> None:

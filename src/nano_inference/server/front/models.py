@@ -168,7 +168,7 @@ class Models:
     async def unload(self, model: HostedModel) -> None:
         """End the model's server when its open requests are answered; the next request loads it again."""
         while model.state == "loading":
-            await self._change()
+            await self._changed.wait()
         if model.state == "loaded":
             await asyncio.shield(self._start_end(model))  # a client that leaves does not stop it
 
@@ -177,7 +177,7 @@ class Models:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NOTICE_S):
                 while model.state == "loaded" and model.url == url:
-                    await self._change()
+                    await self._changed.wait()
         return model.state != "loaded" or model.url != url
 
     # ---- loading ----------------------------------------------------------------------------------------------------
@@ -185,20 +185,16 @@ class Models:
     async def _wait_loaded(self, model: HostedModel) -> str:
         has_waited = False
         while model.state != "loaded":
-            if model.state == "failed" and (has_waited or time.monotonic() < self._retry_at(model)):
+            pause: float = min(self._retry_after * 2 ** min(model.num_failures - 1, 30), LONGEST_RETRY_S)
+            if model.state == "failed" and (has_waited or time.monotonic() < model.failed_at + pause):
                 text = f"the model {model.entry.name} could not be loaded: {model.error}"
                 raise ApiError(503, text, param="model", code="model_not_loaded", headers={"retry-after": "5"})
             if model.state in ("unloaded", "failed"):
                 model.state = "loading"
                 self._spawn(model, self._load(model))
-            await self._change()
+            await self._changed.wait()
             has_waited = True
         return model.url
-
-    def _retry_at(self, model: HostedModel) -> float:
-        """Return the time of the next try after a failed load."""
-        pause: float = self._retry_after * 2 ** min(model.num_failures - 1, 30)
-        return model.failed_at + min(pause, LONGEST_RETRY_S)
 
     async def _load(self, model: HostedModel) -> None:
         """Load a model, after unloading others if necessary; leave it loaded or failed."""
@@ -245,7 +241,7 @@ class Models:
             if victim is not None and not self._has_room(model, staying):
                 self._start_end(victim)
             else:
-                await self._change()
+                await self._changed.wait()
 
     def _has_room(self, model: HostedModel, others: Sequence[HostedModel]) -> bool:
         """Return whether a model fits beside others."""
@@ -266,7 +262,7 @@ class Models:
 
     async def _end(self, model: HostedModel, server: ModelServer) -> None:
         while model.num_open:
-            await self._change()
+            await self._changed.wait()
         await server.stop(STOP_S)
         model.state, model.server = "unloaded", None
         _log.warning("%s is unloaded", model.entry.name)
@@ -299,9 +295,6 @@ class Models:
         model.tasks.add(task)
         task.add_done_callback(model.tasks.discard)
         return task
-
-    async def _change(self) -> None:
-        await self._changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()

@@ -20,7 +20,7 @@ import httpx2
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from pydantic_core import from_json
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from nano_inference.server.dialect import (
     Dialect,
@@ -40,11 +40,10 @@ from nano_inference.server.front.forwarding import (
     respond_text,
     return_reply,
     summed_load,
-    while_connected,
 )
 from nano_inference.server.front.merging import merge
 from nano_inference.server.front.models import HostedModel, ModelEntry, Models
-from nano_inference.server.guard import GuardPolicy, read_body
+from nano_inference.server.guard import GuardPolicy, read_body, while_connected
 from nano_inference.server.model import OWNER, unknown_model
 from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
@@ -56,7 +55,7 @@ _MODEL_NAMES = ("model", "name")  # fields with a model's name; Ollama's clients
 
 
 class ModelsFront:
-    """Forwards to the servers of `Models`: see `listen.Front`."""
+    """Forwards to the servers of `Models`: see `run.Front`."""
 
     def __init__(
         self,
@@ -116,7 +115,10 @@ class ModelsFront:
         if is_read and path in self._about_all:
             await self._about_all[path](scope, send)
         elif is_read and path in self._page_names and self._has_pages:
-            await self._page(self._page_names[path])(scope, receive, send)
+            name = self._page_names[path]
+            if name not in self._pages:
+                self._pages[name] = load_page(name)
+            await page_response(self._pages[name], Request(scope))(scope, receive, send)
         elif self.is_draining:
             raise queue_full("the server is shutting down", code="shutting_down")
         elif is_read and path in self._lists:
@@ -127,16 +129,6 @@ class ModelsFront:
             body = await read_body(receive, self._policy.max_body_bytes, self._policy.body_timeout)
             await while_connected(self._answer(scope, body, send), receive)
 
-    def _page(self, name: str) -> ASGIApp:
-        if name not in self._pages:
-            self._pages[name] = load_page(name)
-        page = self._pages[name]
-
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            await page_response(page, Request(scope))(scope, receive, send)
-
-        return answer
-
     # ---- one model --------------------------------------------------------------------------------------------------
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
@@ -146,17 +138,16 @@ class ModelsFront:
         path = scope["path"].removeprefix("/v1")
         if scope["method"] == "POST" and path in (LOAD_PATH, UNLOAD_PATH):
             await self._switch(path, body, send)
-        else:
-            await self._forward(await self._model_of(scope, body), scope, body, send)
-
-    async def _model_of(self, scope: Scope, body: bytes) -> HostedModel:
-        """Return the model of a request. Raises `ApiError` 404 for an unknown name."""
+            return
         if scope["method"] in ("GET", "HEAD"):
-            return self._in_query(scope) or self._any()
-        fields = await asyncio.to_thread(object_of, body) if len(body) > _LARGE_BODY else object_of(body)
-        if fields is None and body:
-            return self._any()  # its error does not depend on the model
-        return self._named(fields or {}) or self._in_query(scope) or self.models.default
+            model = self._in_query(scope) or self._any()
+        else:
+            fields = await asyncio.to_thread(object_of, body) if len(body) > _LARGE_BODY else object_of(body)
+            if fields is None and body:
+                model = self._any()  # its error does not depend on the model
+            else:
+                model = self._named(fields or {}) or self._in_query(scope) or self.models.default
+        await self._forward(model, scope, body, send)
 
     def _in_query(self, scope: Scope) -> HostedModel | None:
         query = parse_qs(scope["query_string"].decode("latin-1"))
@@ -246,12 +237,6 @@ class ModelsFront:
         states = Counter(one.state for one in self.models.hosted)  # without names: the path needs no key
         await respond(send, 200 if accepts else 503, {"status": status, "models": states})
 
-    def _states(self) -> list[dict[str, Any]]:
-        return [
-            {"id": one.entry.name, "state": one.state, "open": one.num_open, "waiting": one.num_waiting}
-            for one in self.models.hosted
-        ]
-
     async def _cards(self, scope: Scope, send: Send) -> None:
         """Send the list of models: those of loaded ones from their servers, with each one's state."""
         await respond(send, 200, {"object": "list", "data": await self._all_cards(scope)})
@@ -293,7 +278,11 @@ class ModelsFront:
                 reply = await self._client.get(f"{url}/info", headers=headers, timeout=DESCRIBE_TIMEOUT_S)
             except httpx2.HTTPError:
                 raise queue_full(f"the server of {model.entry.name} does not answer", code="model_died") from None
-        await respond(send, reply.status_code, {**reply.json(), "models": self._states()})
+        states = [
+            {"id": one.entry.name, "state": one.state, "open": one.num_open, "waiting": one.num_waiting}
+            for one in self.models.hosted
+        ]
+        await respond(send, reply.status_code, {**reply.json(), "models": states})
 
     async def _load(self, scope: Scope, send: Send) -> None:
         await respond(send, 200, summed_load(await self._fetch_all(scope, "/load")))

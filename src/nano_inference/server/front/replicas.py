@@ -26,12 +26,11 @@ from nano_inference.server.front.forwarding import (
     respond_text,
     return_reply,
     summed_load,
-    while_connected,
 )
 from nano_inference.server.front.merging import merge
 from nano_inference.server.front.placement import ANYWHERE, Placement, placement_of
 from nano_inference.server.front.supervisor import HealthCheck, Supervisor, forever
-from nano_inference.server.guard import GuardPolicy, read_body
+from nano_inference.server.guard import GuardPolicy, read_body, while_connected
 
 _LARGE_BODY = 64 << 10  # bodies of more bytes are parsed in a thread
 _log = logging.getLogger("nano_inference.server")
@@ -74,7 +73,7 @@ class Proxy:
         self._health_check.start()
 
     async def run(self) -> None:
-        """See `listen.Front`. Raises `ClusterLost`."""
+        """See `run.Front`. Raises `ClusterLost`."""
         await (forever() if self._supervisor is None else self._supervisor.run())
 
     async def close(self) -> None:
@@ -90,7 +89,7 @@ class Proxy:
         if is_read and path in ("/health", "/ping", "/liveness", "/ready"):
             await respond(send, *self._health(path))
         elif is_read and path == "/load":
-            await respond(send, 200, await self._load(scope))
+            await respond(send, 200, summed_load(await fetch_all(self._client, self._urls_of_ready(), scope, "/load")))
         elif is_read and path == "/metrics":
             await respond_text(send, await self._metrics(scope))
         else:
@@ -112,9 +111,6 @@ class Proxy:
         accepts = status in ("ok", "degraded") or (status == "draining" and path != "/ready")
         states = [{"state": member.state, "open": member.num_open} for member in members]
         return 200 if accepts else 503, {"status": status, "ready": num_ready, "replicas": states}
-
-    async def _load(self, scope: Scope) -> dict[str, int]:
-        return summed_load(await fetch_all(self._client, self._urls_of_ready(), scope, "/load"))
 
     def _urls_of_ready(self) -> dict[int, str]:
         return {index: self._fleet.members[index].url for index in self._fleet.ready}

@@ -5,31 +5,41 @@ SIGUSR1 starts a rolling restart of replicas; other signals are those of `server
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
+from starlette.types import Receive, Scope, Send
 
 from nano_inference.config import EngineConfig
+from nano_inference.server.app import strip_root_path
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialect import stream_errors
+from nano_inference.server.dialect import error_bodies, stream_errors
 from nano_inference.server.front.child import ServerProcess
 from nano_inference.server.front.fleet import Fleet
 from nano_inference.server.front.forwarding import make_client
-from nano_inference.server.front.listen import serve_front
 from nano_inference.server.front.models import MemoryLimits, ModelEntry, Models
 from nano_inference.server.front.models_front import ModelsFront
 from nano_inference.server.front.replicas import Proxy
 from nano_inference.server.front.supervisor import Start, Supervisor, Watch, forever
-from nano_inference.server.guard import GuardPolicy
+from nano_inference.server.guard import Guard, GuardPolicy
 from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.keys import KeyRing, load_keys
+from nano_inference.server.log import log_access, record_of
+from nano_inference.server.protocol import uvicorn_config
+from nano_inference.server.run import Listener, Shutdown, close_listener
+from nano_inference.server.unix_socket import remove_socket
 from nano_inference.server.wiring import guard_policy, installed_dialects
 
 _SPARE_CONNECTIONS = 64
+_POLL_S = 0.02
+_log = logging.getLogger("nano_inference.server")
 _SHARE = 0.8  # part of the memory that is free at the start: the default of `models_memory`
 
 
@@ -146,3 +156,75 @@ async def serve_models(
             load_timeout=config.request_timeout,
         )
         return await serve_front(config, listening, front, policy, on_listening=on_listening, on_ready=on_ready)
+
+
+# ---- listening -------------------------------------------------------------------------------------------------------
+
+
+class Front(Protocol):
+    """An ASGI application that forwards requests to servers which it owns."""
+
+    is_draining: bool  # True: it refuses new requests
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def open(self) -> None:
+        """Start the servers; return when they accept requests. May be cancelled."""
+
+    async def run(self) -> None:
+        """Never return; raise an exception when the servers are lost for good. May be cancelled."""
+
+    async def close(self) -> None:
+        """End the servers."""
+
+
+async def serve_front(
+    config: ServerConfig,
+    listening: socket.socket,
+    front: Front,
+    policy: GuardPolicy,
+    *,
+    on_listening: Callable[[], None],
+    on_ready: Callable[[], None],
+) -> int:
+    """Serve until a signal; return 0. Raises what `front.open` and `front.run` raise."""
+    shutdown, loop = Shutdown(), asyncio.get_running_loop()
+    shutdown.handle_signals(loop)
+    guard = Guard(front, policy, lambda *done: log_access(record_of(*done)), error_bodies(installed_dialects()))
+    listener = Listener(uvicorn_config(strip_root_path(config.root_path, guard), config, policy))
+    serving = loop.create_task(listener.serve(sockets=[listening]))
+    serving.add_done_callback(lambda _: shutdown.requested.set())  # a failed listener ends the process
+    try:
+        on_listening()
+        if await _finishes(front.open(), shutdown):
+            on_ready()
+            await _finishes(front.run(), shutdown)
+        front.is_draining = True
+        deadline = time.monotonic() + config.shutdown_timeout
+        while front.num_open and not shutdown.forced.is_set() and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+        if front.num_open:
+            _log.warning("%d open requests are aborted", front.num_open)
+    finally:
+        if config.uds is not None:  # before the listener closes: a server that starts then makes its own file
+            remove_socket(config.uds)
+        await close_listener(listener, serving)
+        await front.close()
+    return 0
+
+
+async def _finishes(work: Coroutine[Any, Any, None], shutdown: Shutdown) -> bool:
+    """Wait for `work`; return False if shutdown was requested first, which cancels it. Raises what it raises."""
+    opening = asyncio.ensure_future(work)
+    requested = asyncio.ensure_future(shutdown.requested.wait())
+    await asyncio.wait({opening, requested}, return_when=asyncio.FIRST_COMPLETED)
+    requested.cancel()
+    if not opening.done():
+        opening.cancel()
+        return False
+    opening.result()
+    return True

@@ -144,7 +144,13 @@ class HealthCheck:
         member = self._fleet.members[index]
         while True:
             if member.state in ("ready", "unreachable"):
-                url, is_healthy = member.url, await self._is_healthy(member.url)
+                url = member.url
+                try:
+                    reply = await self._client.get(f"{url}/health", timeout=HEALTH_TIMEOUT_S)
+                    # A draining server of this project answers 200, too.
+                    is_healthy = reply.status_code == 200 and b'"draining"' not in reply.content[:4096]
+                except httpx2.HTTPError:
+                    is_healthy = False
                 is_current = member.url == url and member.state in ("ready", "unreachable")
                 if is_current and is_healthy and member.state == "unreachable":
                     self._fleet.set_ready(index, url)
@@ -152,11 +158,3 @@ class HealthCheck:
                     _log.warning("replica %d at %s does not accept requests", index, url)
                     self._fleet.set_away(index, "unreachable")
             await asyncio.sleep(POLL_S)
-
-    async def _is_healthy(self, url: str) -> bool:
-        """True if GET /health is 200 and, in this project's form, the server is not draining."""
-        try:
-            reply = await self._client.get(f"{url}/health", timeout=HEALTH_TIMEOUT_S)
-        except httpx2.HTTPError:
-            return False
-        return reply.status_code == 200 and b'"draining"' not in reply.content[:4096]

@@ -37,21 +37,18 @@ class BodyStream:
             if message["type"] == "http.disconnect":
                 self.end("the client disconnected before the end of the body")
                 return
-            self._put(message.get("body", b""))
+            with self._changed:
+                self._chunks.append(message.get("body", b""))
+                self._num_buffered += len(self._chunks[-1])
+                if self._num_buffered > _MAX_BUFFERED:
+                    self._has_room.clear()
+                else:
+                    self._has_room.set()
+                self._changed.notify()
             if not message.get("more_body", False):
                 self.end("")
                 return
             await self._has_room.wait()
-
-    def _put(self, chunk: bytes) -> None:
-        with self._changed:
-            self._chunks.append(chunk)
-            self._num_buffered += len(chunk)
-            if self._num_buffered > _MAX_BUFFERED:
-                self._has_room.clear()
-            else:
-                self._has_room.set()
-            self._changed.notify()
 
     def end(self, reason: str) -> None:
         """Make `read` raise `WeightError` with the reason after the bytes so far, unless the stream has ended."""

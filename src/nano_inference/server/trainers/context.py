@@ -193,8 +193,12 @@ def query_fields(request: Request, kind: type[Body]) -> JSON:
             found[name] = values
         elif len(values) > 1:
             raise ApiError(400, f"{name[:64]}: given twice in the query", param=name[:64])
-        else:
-            found[name] = _value(values[0], types)
+        elif bool in types and values[0].lower() in _TRUE | _FALSE:
+            found[name] = values[0].lower() in _TRUE
+        else:  # other text than a number is left for the schema to reject
+            text = values[0]
+            is_number = int in types and str not in types and text.isascii() and text.isdigit() and len(text) < 20
+            found[name] = int(text) if is_number else text
     return found
 
 
@@ -206,14 +210,6 @@ def _types(annotation: object) -> frozenset[object]:
     if origin in (Union, UnionType):
         return frozenset(one for part in get_args(annotation) for one in _types(part))
     return frozenset({origin or annotation})
-
-
-def _value(text: str, types: frozenset[object]) -> str | bool | int:
-    """Return a query parameter converted for a field of these types; other text is left for the schema to reject."""
-    if bool in types and text.lower() in _TRUE | _FALSE:
-        return text.lower() in _TRUE
-    is_number = int in types and str not in types and text.isascii() and text.isdigit() and len(text) < 20
-    return int(text) if is_number else text
 
 
 def version_facts(info: WeightInfo) -> JSON:
@@ -264,25 +260,21 @@ def place_of(root: Path | None, path: str, field: str) -> Path:
     if "\0" in path or ".." in Path(path).parts:
         raise ApiError(400, f"{field}: a path must not contain .. or a zero byte", param=field)
     try:
-        return _resolve(root, path, field)
+        place = (root / path).resolve()
+        _require_below(root, place, field)
+        if not place.is_dir():
+            text = f"{field}: there is no directory of that name below --weights-dir, to which names are relative"
+            raise ApiError(400, text, param=field)
+        files = weight_files(place)
+        if not files:
+            text = f"{field}: the directory has no safetensors files and no pytorch_model.bin"
+            raise ApiError(400, text, param=field)
+        for file in files:
+            _require_below(root, file.resolve(), field)
+        return place
     except (OSError, RuntimeError) as error:  # a loop of links, a name that is too long, no permission
         why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
         raise ApiError(400, f"{field}: the path cannot be followed{why}", param=field) from None
-
-
-def _resolve(root: Path, path: str, field: str) -> Path:
-    """Return the directory for `place_of`. Raises `ApiError`, and `OSError` or `RuntimeError` for a bad path."""
-    place = (root / path).resolve()
-    _require_below(root, place, field)
-    if not place.is_dir():
-        text = f"{field}: there is no directory of that name below --weights-dir, to which names are relative"
-        raise ApiError(400, text, param=field)
-    files = weight_files(place)
-    if not files:
-        raise ApiError(400, f"{field}: the directory has no safetensors files and no pytorch_model.bin", param=field)
-    for file in files:
-        _require_below(root, file.resolve(), field)
-    return place
 
 
 def relative_paths(root: Path | None) -> Callable[[str], str]:

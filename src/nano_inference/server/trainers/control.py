@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 
 from starlette.types import Receive
@@ -10,8 +9,7 @@ from starlette.types import Receive
 from nano_inference.async_engine import DrivenEngine
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
-from nano_inference.server.guard import ClientGone
-from nano_inference.server.trainers.threads import unless_gone
+from nano_inference.server.guard import ClientGone, while_connected
 from nano_inference.server.trainers.updates import client_error
 from nano_inference.types import PauseMode
 
@@ -36,9 +34,8 @@ class Control:
         """
         if mode == "abort":
             return await self._link.end_requests(first=lambda engine: engine.pause("keep", clear_cache=clear_cache))
-        pausing = asyncio.ensure_future(self._link.engine.pause(mode, clear_cache=clear_cache))
         try:
-            is_paused = await unless_gone(receive, pausing)
+            is_paused = await while_connected(self._link.engine.pause(mode, clear_cache=clear_cache), receive)
         except ClientGone:
             raise
         except Exception as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Iterator
-from contextlib import closing
-from queue import Empty, SimpleQueue
+from contextlib import closing, nullcontext
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from nano_inference.server.trainers.threads import call_in_loop
@@ -49,31 +49,17 @@ class Feed:
                 if isinstance(part, str):
                     raise WeightError(part)
                 try:
-                    yield from _closed(part.source)
+                    # Closed at once if the reader stops early.
+                    with closing(part.source) if isinstance(part.source, Generator) else nullcontext():
+                        yield from part.source
                 except BaseException:
                     _settle(part, is_consumed=False)
                     raise
                 _settle(part, is_consumed=True)
         finally:
-            self._cancel_rest()
-
-    def _cancel_rest(self) -> None:
-        while True:
-            try:
-                part = self._parts.get_nowait()
-            except Empty:
-                return
-            if isinstance(part, _Part):
-                _settle(part, is_consumed=False)
-
-
-def _closed(source: Source) -> Iterator[tuple[str, Any]]:
-    """Yield a source's pairs; close it at once if the reader stops early."""
-    if isinstance(source, Generator):
-        with closing(source):
-            yield from source
-    else:
-        yield from source
+            while not self._parts.empty():
+                if isinstance(part := self._parts.get(), _Part):
+                    _settle(part, is_consumed=False)
 
 
 def _settle(part: _Part, *, is_consumed: bool) -> None:

@@ -90,29 +90,28 @@ class Groups:
 
         def connect() -> _Joined:
             common: dict[str, Any] = {"rank": rank, "world_size": world_size, "given_up": given_up}
+            common["timeout"] = self._timeout
+            group: Any
             if is_vllm:
-                group = self._open_vllm(address, port, **common)
+                import torch
+
+                from nano_inference.weights.stateless import StatelessGroup
+
+                device, library = torch.device(self._nccl_device), self._nccl_library
+                group = StatelessGroup(address, port, device=device, library=library, **common)
             else:
                 from nano_inference.weights.plain import PlainGroup
 
-                group = PlainGroup(address, port, name=name, backend=backend, timeout=self._timeout, **common)
+                group = PlainGroup(address, port, name=name, backend=backend, **common)
             return _Joined(group, bucket_bytes, is_vllm)
 
-        task = asyncio.ensure_future(self._connect(name, connect))
+        async def store() -> None:
+            # If this is cancelled meanwhile, the group is closed.
+            self._groups[name] = await in_thread(connect, lambda joined: joined.close())
+
+        task = asyncio.ensure_future(store())
         task.add_done_callback(lambda _: given_up.set())
         await self._wait(name, task, limit=self._timeout + _GRACE_S if is_vllm else None)
-
-    def _open_vllm(self, address: str, port: int, **common: Any) -> Any:
-        import torch
-
-        from nano_inference.weights.stateless import StatelessGroup
-
-        device = torch.device(self._nccl_device)
-        return StatelessGroup(address, port, timeout=self._timeout, device=device, library=self._nccl_library, **common)
-
-    async def _connect(self, name: str, connect: Callable[[], _Joined]) -> None:
-        """Connect in a thread and store the group; if this was cancelled meanwhile, the group is closed."""
-        self._groups[name] = await in_thread(connect, lambda joined: joined.close())
 
     async def _wait(self, name: str, task: asyncio.Task[None], limit: float | None) -> None:
         """Wait until a group is joined; `limit` is in seconds, for those that do not end by themselves.

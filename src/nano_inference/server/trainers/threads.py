@@ -6,11 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
-
-from starlette.types import Receive
-
-from nano_inference.server.guard import ClientGone
+from typing import TypeVar
 
 JOINING = "weight-joining"  # name of the threads that wait for a trainer
 T = TypeVar("T")
@@ -37,25 +33,6 @@ async def in_thread(work: Callable[[], T], drop: Callable[[T], None], name: str 
         if done.done() and not done.cancelled() and done.exception() is None:
             drop(done.result())  # completed in the same iteration of the loop as the cancellation
         raise
-
-
-async def unless_gone(receive: Receive, found: asyncio.Future[T]) -> T:
-    """Return the future's result; if the client disconnects first, cancel the future and raise `ClientGone`."""
-    gone = asyncio.ensure_future(_gone(receive))
-    try:
-        either: set[asyncio.Future[Any]] = {gone, found}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not found.done():
-            raise ClientGone
-        return found.result()
-    finally:
-        gone.cancel()
-        found.cancel()
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

@@ -1,6 +1,9 @@
-"""Trainer routes with vLLM's paths and bodies: vllm/entrypoints/serve/{rlhf,sleep,cache}/api_router.py, and prime-rl's.
+"""Trainer routes with vLLM's paths and bodies: vllm/entrypoints/serve/{rlhf,sleep,cache}/api_router.py.
 
-Requests are named by the ids of their replies or by ids that clients chose; vLLM uses `X-Request-Id`.
+Requests are named by the ids of their replies or by ids that clients chose; vLLM uses `X-Request-Id`. The last routes
+are those that prime-rl (prime_rl/inference/vllm/server.py, 559b447) and PipelineRL (pipelinerl/vllm1.py, 58d3934) add,
+for weights that their trainers broadcast by vLLM's communicator (`weights.stateless`); with `backend` gloo, an
+extension, by torch's.
 """
 
 from __future__ import annotations
@@ -15,9 +18,7 @@ from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
 from nano_inference.server.trainers.body_stream import BodyStream, weights_in_body
 from nano_inference.server.trainers.context import Command, RLContext
-from nano_inference.server.trainers.feed import Source
 from nano_inference.server.trainers.groups import Packed
-from nano_inference.server.trainers.prime_rl import BROADCASTER, PRIME_RL_COMMANDS, install_broadcast
 from nano_inference.server.trainers.schema import (
     GROUP,
     UPDATE_FORMS,
@@ -26,10 +27,12 @@ from nano_inference.server.trainers.schema import (
     EmptyBody,
     FinishUpdateBody,
     FromBodyQuery,
+    InitBroadcasterBody,
     InitInfo,
     InitTransferBody,
     LabelBody,
     PauseBody,
+    ReceiveUpdateBody,
     ResetBody,
     SleepBody,
     StartUpdateBody,
@@ -40,6 +43,7 @@ from nano_inference.server.trainers.schema import (
 from nano_inference.types import WeightLabel
 from nano_inference.weights.updates import UpdateRules
 
+BROADCASTER = "prime-rl"  # name of the group that /init_broadcaster joins
 _BUCKET_BYTES = 1 << 30  # vLLM's default size of packed broadcasts
 
 
@@ -106,16 +110,33 @@ async def _update_weights(context: RLContext, request: Request) -> JSON:
     is_part = context.updates.is_open or (context.updates.takes_parts and body.weight_dir is None)
     if body.hold:
         return await _hold(context, body, directory, field)
-    _require_hold(body)
+    for name in ("on_running", "partial", "allow_nonfinite"):
+        if getattr(body, name) is not None:
+            raise ApiError(400, f"{name}: needs hold=true", param=name)
     if body.update_info is None and not is_part and context.groups.has(BROADCASTER):
-        info = await install_broadcast(context, _label_of(body), body.checksum)  # `weight_dir` has markers only
+        source = context.groups.receive_state_dicts(BROADCASTER)  # `weight_dir` has markers only
+        label = _label_of(body)
+        info = await context.updates.install(source, label=label, checksum=body.checksum, group=BROADCASTER)
     elif directory is not None and not is_part:
         label, weights = _label_of(body), await context.weights_in(directory, field)
         info = await context.updates.install(weights, label=label, checksum=body.checksum)
     else:
-        _require_no_version(body)
-        source = await _source_of(context, body.update_info, directory, field)
-        group = None if directory is not None or body.update_info is None else body.update_info.group_name or GROUP
+        for name in ("weight_version", "version", "checksum"):
+            if getattr(body, name) is not None:
+                text = f"{name}: for an update in parts, give it to /finish_weight_update"
+                raise ApiError(400, text, param=name)
+        context.updates.require_open()
+        part, group = body.update_info, None
+        if directory is not None:
+            source = await context.weights_in(directory, field)
+        elif part is None or part.names is None or part.dtype_names is None or part.shapes is None:
+            text = "update_info: give names, dtype_names and shapes, or a directory"
+            raise ApiError(400, text, param="update_info")
+        else:
+            group = part.group_name or GROUP
+            source = context.groups.receive(
+                group, part.names, part.dtype_names, part.shapes, "dtype_names", _packed(part)
+            )
         info = await context.updates.add(source, group)
     return {"message": "Weights updated", **await context.facts(info)}
 
@@ -164,21 +185,6 @@ def _label_of(body: UpdateWeightsBody) -> WeightLabel | None:
     return body.version if body.weight_version is None else body.weight_version
 
 
-def _require_hold(body: UpdateWeightsBody) -> None:
-    """Raise `ApiError` 400 for fields that apply to held weights only."""
-    for name in ("on_running", "partial", "allow_nonfinite"):
-        if getattr(body, name) is not None:
-            raise ApiError(400, f"{name}: needs hold=true", param=name)
-
-
-def _require_no_version(body: UpdateWeightsBody) -> None:
-    """Raise `ApiError` 400 for fields that apply to a whole update, not to a part."""
-    for name in ("weight_version", "version", "checksum"):
-        if getattr(body, name) is not None:
-            text = f"{name}: for an update in parts, give it to /finish_weight_update"
-            raise ApiError(400, text, param=name)
-
-
 def _directory_of(body: UpdateWeightsBody) -> tuple[str | None, str]:
     """Return (directory, its field), or (None, ""). Raises `ApiError` for two sources or unsupported fields."""
     info = body.update_info
@@ -193,18 +199,6 @@ def _directory_of(body: UpdateWeightsBody) -> tuple[str | None, str]:
     if len(found) > 1 or (found and info is not None and info.names is not None):
         raise ApiError(400, "update_info: give either names, dtype_names and shapes, or one directory")
     return found[0] if found else (None, "")
-
-
-async def _source_of(context: RLContext, info: UpdateInfo | None, directory: str | None, field: str) -> Source:
-    """Return the source of a part of the open update."""
-    context.updates.require_open()
-    if directory is not None:
-        return await context.weights_in(directory, field)
-    if info is None or info.names is None or info.dtype_names is None or info.shapes is None:
-        text = "update_info: give names, dtype_names and shapes, or a directory"
-        raise ApiError(400, text, param="update_info")
-    name = info.group_name or GROUP
-    return context.groups.receive(name, info.names, info.dtype_names, info.shapes, "dtype_names", _packed(info))
 
 
 def _packed(info: InitInfo | UpdateInfo) -> Packed:
@@ -262,8 +256,46 @@ async def _check_weights(context: RLContext, request: Request) -> JSON:
     return {**reply, **await context.facts()}
 
 
+# ---- prime-rl and PipelineRL -----------------------------------------------------------------------------------------
+
+
+async def _init_broadcaster(context: RLContext, request: Request) -> JSON:
+    """Ranks count inference servers from 0; the trainer is added in front."""
+    body = await context.read(request, InitBroadcasterBody)
+    if body.quantize_in_weight_transfer:
+        text = "quantize_in_weight_transfer: weights in the layout of vLLM's kernels are not supported; set it to false"
+        raise ApiError(400, text, param="quantize_in_weight_transfer", code="not_supported")
+    if body.session_id not in (None, "default"):
+        text = "session_id: transfers by NIXL are not supported; configure the broadcast as nccl or filesystem"
+        raise ApiError(400, text, param="session_id", code="not_supported")
+    if body.rank_offset >= body.inference_world_size:
+        text = f"rank_offset must be below inference_world_size, got {body.rank_offset} of {body.inference_world_size}"
+        raise ApiError(400, text, param="rank_offset")
+    info = InitInfo(
+        master_address=body.host,
+        master_port=body.port,
+        rank_offset=body.rank_offset + 1,
+        world_size=body.inference_world_size + 1,
+        group_name=BROADCASTER,
+        backend=body.backend or "nccl",
+    )
+    await context.join(info)
+    return {"status": "ok", **await context.facts()}
+
+
+async def _receive_update(context: RLContext, request: Request) -> JSON:
+    """PipelineRL's update: one broadcast per tensor. Requests continue after it, and weights not named stay."""
+    body = await context.read(request, ReceiveUpdateBody)
+    names = [one.name for one in body.parameters_info]
+    dtypes, shapes = ([getattr(one, field) for one in body.parameters_info] for field in ("dtype", "shape"))
+    source = context.groups.receive(body.group_name, names, dtypes, shapes, "parameters_info", False)
+    info = await context.updates.install(source, label=body.version, partial=True, group=body.group_name)
+    return {"status": "ok", **await context.facts(info)}
+
+
 VLLM_COMMANDS: Mapping[str, Command] = {
-    **PRIME_RL_COMMANDS,
+    "/init_broadcaster": _init_broadcaster,
+    "/receive_weight_update": _receive_update,
     "/pause": _pause,
     "/resume": _resume,
     "/abort_requests": _abort_requests,

@@ -79,15 +79,10 @@ def _refuse(config: Any, model_config: Any) -> None:
     if config.logprobs_mode not in _LOGPROBS_MODES:
         known = "processed_logprobs, raw_logprobs"
         raise ValueError(f"rollout.logprobs_mode: must be one of {known}, got {config.logprobs_mode!r}")
-    if serves_adapter(model_config):
-        raise ValueError(f"model.lora.merge: must be true, because {NAME} serves merged weights, not adapters")
-
-
-def serves_adapter(model_config: Any) -> bool:
-    """Return True if the trainer sends a LoRA adapter instead of merged weights."""
     lora = getattr(model_config, "lora", None) or {}
     rank = lora.get("rank", 0) or getattr(model_config, "lora_rank", 0)
-    return rank > 0 and not lora.get("merge", False)
+    if rank > 0 and not lora.get("merge", False):  # the trainer sends an adapter instead of merged weights
+        raise ValueError(f"model.lora.merge: must be true, because {NAME} serves merged weights, not adapters")
 
 
 def sampling_params(

@@ -129,7 +129,8 @@ class RolloutServer:
         """Return a sample as verl's record. Raises `RuntimeError` for one that its own request ended."""
         if sample.finish_reason == "abort" and sample.stop_reason is not None:
             raise RuntimeError(f"the request failed: {sample.stop_reason}")
-        labels = [_step_of(span.label) for span in sample.version_spans]
+        # A label is the trainer's step; the weights of the checkpoint have none.
+        labels = [span.label if isinstance(span.label, int) else None for span in sample.version_spans]
         steps = [step for step in labels if step is not None]
         extra = {
             "global_steps": labels[-1] if labels else self._steps,
@@ -295,11 +296,6 @@ def scores_of(sample: TrainingSample) -> dict[str, Any]:
     logprobs = [[float(one[1]) for one in row] for row in rows]
     width = max(map(len, ids), default=1)
     return {"prompt_ids": [*ids, [0] * width], "prompt_logprobs": [*logprobs, [0.0] * width]}
-
-
-def _step_of(label: object) -> int | None:
-    """Return a label as the trainer's step; None for the weights of the checkpoint."""
-    return label if isinstance(label, int) else None
 
 
 _POLL_S = 0.005
