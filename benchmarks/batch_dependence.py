@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from nano_inference.core.step import Row
 from nano_inference.executors.batch import build
-from nano_inference.executors.forward import model_forward
 from nano_inference.executors.logprobs import normalise
 from nano_inference.executors.opening import load_model
 from nano_inference.executors.sampling import invert_cdf
@@ -96,8 +95,8 @@ def model_gaps(model: TorchExecutor, store: KVStore) -> list[float]:
         )
 
     for row in rows(0, 39, len(prompts)):
-        model_forward(model, build((row,), 16, torch.device("cpu")), store)
-    results = [model_forward(model, build(rows(39, 40, b), 16, torch.device("cpu")), store)[0] for b in BATCHES]
+        model.forward(build((row,), 16, torch.device("cpu")), store)
+    results = [model.forward(build(rows(39, 40, b), 16, torch.device("cpu")), store)[0] for b in BATCHES]
     return [float((results[0] - result).abs().max()) for result in results]
 
 

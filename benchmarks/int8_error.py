@@ -17,7 +17,6 @@ from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.executors.cpu.executor import CpuExecutor
-from nano_inference.executors.forward import model_forward
 from nano_inference.executors.step_input import ForwardInput, Span
 
 
@@ -29,7 +28,7 @@ def logits_of(engine: InferenceEngine, ids: list[int]) -> Tensor:
     span = Span(0, len(ids), 0, tuple(range(-(-len(ids) // runner.store.block_size))))
     previous = torch.cat([torch.tensor([-1]), tokens[:-1]])
     step = ForwardInput(token_T=tokens, prev_T=previous, position_T=positions, slot_T=positions, spans=(span,))
-    return model_forward(runner, step, runner.store).clone()
+    return runner.forward(step, runner.store).clone()
 
 
 def texts_of(engine: InferenceEngine, count: int, size: int) -> list[list[int]]:

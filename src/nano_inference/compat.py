@@ -343,7 +343,6 @@ def model_forward(
     Lists are computed from position 0 into the first blocks of `cache`, or else by `model.copy()` with a cache of its
     own. Raises `ValueError` naming the argument.
     """
-    from nano_inference.executors import forward
     from nano_inference.executors.batch import build, in_step_order, offsets
     from nano_inference.executors.protocol import CacheSize
     from nano_inference.executors.step_input import ForwardInput
@@ -351,7 +350,7 @@ def model_forward(
     if isinstance(inputs, ForwardInput):
         if cache is None:
             raise ValueError("cache: a ForwardInput needs the cache whose slots it names")
-        return forward.model_forward(model, inputs, cache)
+        return model.forward(inputs, cache)
     texts = _texts_of(inputs, model)
     block_size = _BLOCK_SIZE if cache is None else cache.block_size
     counts = [-(-len(text) // block_size) for text in texts]
@@ -367,7 +366,7 @@ def model_forward(
     pairs = enumerate(zip(texts, tables, strict=True))
     rows = tuple(Row(id=index, tokens=text, blocks=table, **rest) for index, (text, table) in pairs)
     ordered = in_step_order(rows)
-    logits_TV = forward.model_forward(model, build(ordered, block_size, model.device), cache)
+    logits_TV = model.forward(build(ordered, block_size, model.device), cache)
     start_of = {row.id: start for row, start in zip(ordered, offsets(ordered), strict=True)}
     return logits_TV[[start_of[row.id] + place for row in rows for place in range(len(row.tokens))]]
 

@@ -21,7 +21,6 @@ import transformers
 from safetensors import safe_open
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from nano_inference.executors.forward import model_forward
 from nano_inference.executors.opening import load_model
 from nano_inference.executors.step_input import ForwardInput, Span
 from nano_inference.executors.torch.executor import new_store
@@ -124,7 +123,7 @@ def logits_of(checkpoint: Checkpoint, ids: list[int]) -> torch.Tensor:
     span = Span(0, len(ids), 0, tuple(range(store.num_blocks)))
     previous = torch.cat([torch.tensor([-1]), tokens[:-1]])
     step = ForwardInput(token_T=tokens, prev_T=previous, position_T=positions, slot_T=positions, spans=(span,))
-    return model_forward(model, step, store)
+    return model.forward(step, store)
 
 
 def some_ids(size: int, count: int = 120) -> list[int]:

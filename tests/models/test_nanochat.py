@@ -20,7 +20,6 @@ from nano_inference.config import EngineConfig
 from nano_inference.core.step import Row, Runner
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.batch import build
-from nano_inference.executors.forward import model_forward
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.models.ops import Attend
 from nano_inference.nanochat.cache import KVCache
@@ -79,7 +78,7 @@ def core_cached(gpt: GPT, ids: Sequence[int], cuts: Sequence[int], block_size: i
         row = Row(id=0, tokens=tuple(ids[a:b]), prev_token=ids[a - 1] if a else -1, start=a,
                   blocks=tuple(range(num_blocks)), num_sampled=0, params=SamplingParams(), logprobs_mode="raw", seed=0,
                   sample_index=0)  # fmt: skip
-        parts.append(model_forward(gpt.model, build((row,), block_size, CPU), store))
+        parts.append(gpt.model.forward(build((row,), block_size, CPU), store))
     return torch.cat(parts), store
 
 
@@ -624,7 +623,7 @@ def test_chunk_smears_with_its_given_previous_token() -> None:
         now = e[ids[3]]
         before = e[prev] if prev >= 0 else 0 * now
         wanted = head_of(state, now + 0.6 * sigmoid(0.7 * now[0] - 1.1 * now[23]) * before, 15.0)
-        logits = model_forward(gpt.model, build((row,), 16, CPU), store)
+        logits = gpt.model.forward(build((row,), 16, CPU), store)
         assert (logits[0].double() - wanted).abs().max() <= TOLERANCE
 
 
