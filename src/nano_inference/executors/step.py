@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -94,11 +94,18 @@ def _run_once(forward: Forward, rows: Rows, sampler: Sampler, vocabulary: Vocabu
     hidden_KE = _hidden(forward, rows, asked.kept)
     scores = score_rows(forward, rows, asked.scored, hidden_KE, vocabulary)
     sums = _pool(forward, asked.pooled, hidden_KE)
-    found = _by_row(rows, _draw(forward, seen, asked.places, hidden_KE, sampler))
-    return found | {
-        rows[index].id: _with_findings(found[rows[index].id], scores.get(index), sums.get(index, ()))
-        for index in scores.keys() | sums.keys()
-    }
+    drawn_rows: Sequence[RowResult] = ()
+    if seen:
+        are_all = asked.places == list(range(hidden_KE.size(0)))  # the usual case: no copy is needed
+        hidden_BE = hidden_KE if are_all else hidden_KE[torch.tensor(asked.places, device=forward.device)]
+        drawn_rows = sampler(forward.logits(hidden_BE), seen)
+    found = _by_row(rows, drawn_rows)
+    for index in scores.keys() | sums.keys():
+        row_id, own = rows[index].id, scores.get(index, RowResult(id=rows[index].id))
+        found[row_id] = found[row_id]._replace(
+            scores=own.scores, score_tops=own.score_tops, score_ranks=own.score_ranks, pooled=sums.get(index, ())
+        )
+    return found
 
 
 def _by_row(rows: Rows, draws: Sequence[RowResult]) -> dict[int, RowResult]:
@@ -108,15 +115,6 @@ def _by_row(rows: Rows, draws: Sequence[RowResult]) -> dict[int, RowResult]:
         before = found.get(one.id)
         found[one.id] = one if before is None else joined(before, one)
     return found
-
-
-def _with_findings(found: RowResult, scores: RowResult | None, total: tuple[float, ...]) -> RowResult:
-    """Return a row's result with its scores and its pooled sum."""
-    if scores is None:
-        return found._replace(pooled=total)
-    return found._replace(
-        scores=scores.scores, score_tops=scores.score_tops, score_ranks=scores.score_ranks, pooled=total
-    )
 
 
 def _hidden(forward: Forward, rows: Rows, kept: Sequence[int]) -> Tensor:
@@ -134,16 +132,6 @@ def _hidden(forward: Forward, rows: Rows, kept: Sequence[int]) -> Tensor:
         order += (places[index] for index in own)
     by_place = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.long, device=forward.device)
     return torch.cat(found)[by_place]
-
-
-def _draw(
-    forward: Forward, seen: Sequence[Row], places: Sequence[int], hidden_KE: Tensor, sampler: Sampler
-) -> Sequence[RowResult]:
-    if not seen:
-        return ()
-    are_all = places == list(range(hidden_KE.size(0)))  # the usual case: no copy is needed
-    hidden_BE = hidden_KE if are_all else hidden_KE[torch.tensor(places, device=forward.device)]
-    return sampler(forward.logits(hidden_BE), seen)
 
 
 def _pool(forward: Forward, found: Mapping[int, range], hidden_KE: Tensor) -> dict[int, tuple[float, ...]]:
@@ -169,20 +157,29 @@ def score_rows(
 
     Targets of all rows share calls of the head, at most `most_logits` logits at a time, or those of one target.
     """
-    targets = _pack(rows, found)
+    indices: list[int] = []  # those of the targets of all rows, among the K hidden states that precede them
+    tokens: list[int] = []
+    temperatures: list[float] = []
+    num_tops: list[int] = []
+    for index, known in found.items():
+        row, size = rows[index], len(known.targets)
+        indices += known.indices
+        tokens += known.targets
+        temperatures += [row.params.temperature if row.logprobs_mode != "raw" else 1.0] * size
+        num_tops += [row.params.prompt_logprobs or 0] * size
     width = max(1, most_logits // forward.program.vocab_size)
     logprobs: list[float] = []
     tops: list[TopLogprobs] = []
     ranks: list[int] = []
-    for start in range(0, len(targets.tokens), width):
+    for start in range(0, len(tokens), width):
         piece = slice(start, start + width)
-        index_S, target_S = torch.tensor([targets.indices[piece], targets.tokens[piece]], device=forward.device)
+        index_S, target_S = torch.tensor([indices[piece], tokens[piece]], device=forward.device)
         logits_SV = forward.logits(hidden_KE[index_S])
-        normaliser = vocabulary.normalise(logits_SV, targets.temperatures[piece])
+        normaliser = vocabulary.normalise(logits_SV, temperatures[piece])
         own_S1 = vocabulary.at(logits_SV, target_S.to(logits_SV.device))
         logprobs += floor_logprobs(normaliser.logprobs(own_S1).squeeze(-1)).tolist()
         ranks += vocabulary.ranks(logits_SV, own_S1)
-        tops += vocabulary.tops(logits_SV, normaliser, targets.num_tops[piece])
+        tops += vocabulary.tops(logits_SV, normaliser, num_tops[piece])
     scores: dict[int, RowResult] = {}
     start = 0
     for index, known in found.items():
@@ -195,23 +192,3 @@ def score_rows(
         )
         start = own.stop
     return scores
-
-
-class _Targets(NamedTuple):
-    """Scored tokens of several rows, concatenated, with the options of their rows."""
-
-    indices: list[int]  # indices among the K hidden states that precede them
-    tokens: list[int]
-    temperatures: list[float]
-    num_tops: list[int]
-
-
-def _pack(rows: Sequence[Row], found: Mapping[int, Scored]) -> _Targets:
-    packed = _Targets([], [], [], [])
-    for index, known in found.items():
-        row, size = rows[index], len(known.targets)
-        packed.indices.extend(known.indices)
-        packed.tokens.extend(known.targets)
-        packed.temperatures.extend([row.params.temperature if row.logprobs_mode != "raw" else 1.0] * size)
-        packed.num_tops.extend([row.params.prompt_logprobs or 0] * size)
-    return packed

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -35,7 +34,9 @@ class KernelSampler:
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         """Draw one token per row; may overwrite the logits."""
-        unknown = [i for i, row in enumerate(rows) if _is_unknown(truncation_of(row))]
+        # Rows with an option of `truncation.py` that the kernels lack are drawn by `sampling.draw`.
+        cuts = map(truncation_of, rows)
+        unknown = [i for i, cut in enumerate(cuts) if cut != Truncation(cut.top_k, cut.top_p, cut.min_p)]
         if not unknown:
             return self._draw(logits_BV, rows)
         known = [i for i in range(len(rows)) if i not in unknown]
@@ -64,11 +65,6 @@ class KernelSampler:
         if any(row.params.raw_logprobs or row.params.sampling_mask for row in rows):
             extras = [DrawExtras() if one is None else _extras(one, vocab_size) for one in special]
         return results(rows, tokens, logprobs, tops, extras)
-
-
-def _is_unknown(cut: Truncation) -> bool:
-    """Return whether `truncation.py` has an option that the kernels lack; its rows are drawn by `sampling.draw`."""
-    return cut != Truncation(cut.top_k, cut.top_p, cut.min_p)
 
 
 def is_plain(row: Row) -> bool:
@@ -127,9 +123,9 @@ def _extras(special: Special, vocab_size: int) -> DrawExtras:
 
 def kernel_normalise(library: Library) -> Normalise:
     """Return a `Normalise` that uses the CPU kernels."""
-    return partial(_normalise_by_kernels, library)
 
+    def normalise(logits_BV: Tensor, temperatures: Sequence[float]) -> Normaliser:
+        best_B, log_mass_B = native.normalise(library, logits_BV, temperatures)
+        return Normaliser(best_B.double().unsqueeze(-1), divisors_of(temperatures), log_mass_B.unsqueeze(-1))
 
-def _normalise_by_kernels(library: Library, logits_BV: Tensor, temperatures: Sequence[float]) -> Normaliser:
-    best_B, log_mass_B = native.normalise(library, logits_BV, temperatures)
-    return Normaliser(best_B.double().unsqueeze(-1), divisors_of(temperatures), log_mass_B.unsqueeze(-1))
+    return normalise

@@ -32,7 +32,6 @@ class CpuWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all weights."""
         matrices = sum(matrix.num_bytes for matrix in self.matrices.values())
         return matrices + sum(vector.nbytes for vector in self.vectors.values())
 
@@ -139,7 +138,10 @@ def head_sizes(program: Program) -> tuple[int, int, int]:
 def _lower(state: Lowering, index: int) -> int:
     """Lower the operation at an index and those fused with it; return how many were lowered."""
     op, after = state.part[index], state.part[index + 1] if index + 1 < len(state.part) else None
-    onto = None if after is None else _residual(op, after, state.live[index + 1])
+    onto = None  # the buffer to which `after` adds the result of `op`, if that is the result's only use
+    if isinstance(after, ops.Add) and len(op.writes) == 1:
+        is_only_added = after.y == op.writes[0] and after.x == after.out != after.y
+        onto = after.x if is_only_added and after.y not in state.live[index + 1] else None
     if isinstance(op, ops.Linear) and onto is not None and state.places[onto].buffer == state.places[op.x].buffer:
         onto = None  # a product cannot be added in place to its own input
     if isinstance(op, ops.Linear | ops.Norm):
@@ -158,14 +160,6 @@ def _lower(state: Lowering, index: int) -> int:
     else:
         state.lowerings[type(op)](state, op)
     return 1
-
-
-def _residual(op: Op, add: Op, live: frozenset[str]) -> str | None:
-    """Return the buffer to which `add` adds the result of `op`; None unless that is the result's only use."""
-    if not isinstance(add, ops.Add) or len(op.writes) != 1:
-        return None
-    is_only_added = add.y == op.writes[0] and add.x == add.out != add.y and add.y not in live
-    return add.x if is_only_added else None
 
 
 def _linear_or_norm(state: Lowering, op: ops.Linear | ops.Norm, onto: str | None) -> None:

@@ -37,7 +37,6 @@ class Matrix:
 
     @property
     def num_bytes(self) -> int:
-        """Return the packed bytes."""
         return self.packed.numel()
 
 

@@ -129,8 +129,12 @@ class NativeProgram:
         if then is None:
             self._go()
         else:
-            then.program._take_over(then.x, self, then.given, len(layout.keep_K))
-            self._go(then.program)
+            last, num_kept = then.program, len(layout.keep_K)  # uses the kept rows without copying them
+            assert last._strides[then.x] == self._strides[then.given]
+            last._reserve(num_kept)
+            last._pointers[last._at(then.x)] = self._place(then.given)
+            last._step.all.tokens.num_tokens = num_kept
+            self._go(last)
         del held
 
     def run_rows(self, inputs: Mapping[str, Tensor]) -> None:
@@ -143,13 +147,6 @@ class NativeProgram:
         self._step.all.tokens.num_tokens = num_rows
         self._go()
 
-    def _take_over(self, name: str, giver: NativeProgram, given: str, num_rows: int) -> None:
-        """Use rows of another program as a buffer, without copying them."""
-        assert self._strides[name] == giver._strides[given]
-        self._reserve(num_rows)
-        self._pointers[self._at(name)] = giver._place(given)
-        self._step.all.tokens.num_tokens = num_rows
-
     def buffer(self, name: str, num_rows: int, width: int | None = None) -> Tensor:
         """Return a view of the first rows (and the first `width` columns) of a buffer, float32 [S, W]."""
         assert num_rows <= self._capacity
@@ -157,7 +154,6 @@ class NativeProgram:
         return self._arena.as_strided(shape, (self._strides[name], 1), self._starts[name] * self._capacity)
 
     def _place(self, name: str) -> int:
-        """Return the address of a buffer."""
         return self._arena.data_ptr() + 4 * self._starts[name] * self._capacity
 
     def _go(self, then: NativeProgram | None = None) -> None:

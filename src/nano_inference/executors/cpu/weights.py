@@ -59,7 +59,10 @@ class CpuStaged:
         if spec.kind == "matrix":
             matrix = self._matrices[spec.name] = self._matrix(spec.name, source)
             return matrix.num_bytes
-        vector = self._vectors[spec.name] = self._vector(spec, source)
+        values = self._read_vector(spec, source)
+        if self._check_finite and not scan(self._library, values).is_finite:
+            raise NotFinite(self._name)
+        vector = self._vectors[spec.name] = values.float()
         return vector.nbytes
 
     def has_same(self, spec: WeightSpec, source: WeightSource) -> bool:
@@ -134,14 +137,8 @@ class CpuStaged:
         can = {"own": can_keep, "int8": can_round}.get(self._rounding)
         return can is not None and not source.shift and can(source.tensor.type_name, source.shape[1])
 
-    def _vector(self, spec: WeightSpec, source: WeightSource) -> Tensor:
-        """Read a norm, a bias or numbers as float32; `rounding="bfloat16"` rounds norms and biases first."""
-        values = self._read_vector(spec, source)
-        if self._check_finite and not scan(self._library, values).is_finite:
-            raise NotFinite(self._name)
-        return values.float()
-
     def _read_vector(self, spec: WeightSpec, source: WeightSource) -> Tensor:
+        """Read a norm, a bias or numbers as float32; `rounding="bfloat16"` rounds norms and biases."""
         rounds = self._rounding == "bfloat16" and spec.kind == "vector"
         values = torch.empty(source.shape, dtype=torch.bfloat16 if rounds else torch.float32)
         source.read_into(values)
@@ -163,16 +160,12 @@ class CpuStaged:
         return weight_NK
 
     def _pieces(self, weight_NK: Tensor) -> Iterator[slice]:
-        pace, elements = (self._pace, SMALL_PIECE) if self._pace else (_at_once, _LARGE_PIECE)
+        pace, elements = (self._pace, SMALL_PIECE) if self._pace else (lambda _: None, _LARGE_PIECE)
         return pieces_of(tuple(weight_NK.shape), weight_NK.element_size(), pace, elements)
 
     @property
     def _name(self) -> str:
         return "bfloat16" if self._rounding == "bfloat16" else "float32"
-
-
-def _at_once(num_bytes: int) -> None:
-    """Do not wait; a `Pace` for updates while no steps run."""
 
 
 def own_dtype(source: WeightSource) -> torch.dtype:

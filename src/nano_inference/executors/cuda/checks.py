@@ -47,7 +47,6 @@ def check_heads(ratio: int, head_dim: int) -> None:
 
 
 def check_queries(q_THD: Tensor, cache: Cache) -> None:
-    """Check queries against a cache."""
     check_dtype("q", q_THD)
     check_rows(q=q_THD, k=cache.k_SJD, v=cache.v_SJD, table=cache.table_RB)
     num_heads, head_dim = q_THD.shape[1:]
@@ -59,20 +58,17 @@ def check_queries(q_THD: Tensor, cache: Cache) -> None:
 
 
 def check_groups(groups: Groups, ratio: int) -> None:
-    """Check the number of rows per tile."""
     width = groups.row_QX.size(1)
     if width != group_rows(ratio):
         raise ValueError(f"groups.row_QX must have {group_rows(ratio)} rows per tile, got {width}")
 
 
 def check_width(width: int) -> None:
-    """Check the width of a norm."""
     if width > MOST_COLUMNS:
         raise ValueError(f"norms support rows of {MOST_COLUMNS} values, got {width}")
 
 
 def check_norm(out_TW: Tensor, x_TW: Tensor, more_TW: Tensor | None, sum_TW: Tensor | None) -> None:
-    """Check the arguments of `norm`."""
     check_dtype("x", x_TW)
     check_rows(out=out_TW, x=x_TW)
     if (more_TW is None) != (sum_TW is None):
@@ -83,7 +79,6 @@ def check_norm(out_TW: Tensor, x_TW: Tensor, more_TW: Tensor | None, sum_TW: Ten
 
 
 def check_heads_of_rows(q_THD: Tensor, qkv_TW: Tensor, cos_LF: Tensor | None, cache: Cache) -> None:
-    """Check the arguments of `rotate_and_store`."""
     check_dtype("qkv", qkv_TW)
     check_rows(qkv=qkv_TW)
     num_heads, head_dim = q_THD.shape[1:]
@@ -97,7 +92,6 @@ def check_heads_of_rows(q_THD: Tensor, qkv_TW: Tensor, cos_LF: Tensor | None, ca
 
 
 def check_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, memory: RangeMemory) -> None:
-    """Check the arguments of `multiply`."""
     check_dtype("x", x_TK)
     check_rows(out=out_TN, x=x_TK, weight=weight_NK)
     (num_out, num_in), num_tokens = weight_NK.shape, x_TK.size(0)
@@ -109,7 +103,6 @@ def check_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, memory: Range
 
 
 def check_logits(out: Scratch, logits_BV: Tensor) -> None:
-    """Check logits against the sampler's buffers."""
     check_dtype("logits", logits_BV)
     check_rows(logits=logits_BV)
     if logits_BV.size(1) < out.work.size(1) or logits_BV.size(0) > out.work.size(0):

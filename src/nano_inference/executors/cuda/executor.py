@@ -140,11 +140,9 @@ class CudaExecutor:
         return self.logits(self.hidden(rows, kept))
 
     def final(self, hidden_SE: Tensor) -> Tensor:
-        """Apply the final norm."""
         return self._of_rows(self.memory.parts.final, hidden_SE)
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return float32 logits [S, V]."""
         logits_SV = self._of_rows(self.memory.parts.logits, hidden_SE).float()
         cap = self.memory.parts.logits.softcap
         if cap is not None:
@@ -210,12 +208,13 @@ class CudaExecutor:
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Compile the kernels, and capture the steps of windows without truncation, for rows of up to 2,048 keys."""
-        self._inside(lambda: self._warm_up(progress))
 
-    def _warm_up(self, progress: Callable[[int, int], None]) -> None:
-        for rows in usual_passes(self._limits, self.store):
-            run_in_parts(rows, self._run_pass, self._limits.max_tokens)
-        self.windows.warm_up(progress)
+        def work() -> None:
+            for rows in usual_passes(self._limits, self.store):
+                run_in_parts(rows, self._run_pass, self._limits.max_tokens)
+            self.windows.warm_up(progress)
+
+        self._inside(work)
 
     # ---- cache ----
 

@@ -184,8 +184,7 @@ class DrawMemory:
         for start in range(0, len(plain), self._slots.num_slots):
             piece = plain[start : start + self._slots.num_slots]
             logits_PV = logits_BV if len(piece) == len(rows) else logits_BV[piece]
-            drawn = self._draw(logits_PV, [rows[index] for index in piece])
-            found |= zip(piece, drawn, strict=True)
+            found |= zip(piece, self._draw(logits_PV, [rows[index] for index in piece]), strict=True)
         return [found[index] for index in range(len(rows))]
 
     def _draw(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
@@ -204,7 +203,6 @@ class DrawMemory:
         return self._read(rows, has_tops=has_tops)
 
     def _write(self, slot: int, row: Row) -> None:
-        """Write all parameters and tables of a row."""
         fields, vocabulary = self._slots.fields, self._vocabulary
         write_params(fields, slot, row)
         write_stops(fields, slot, row.banned)

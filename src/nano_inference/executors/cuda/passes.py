@@ -65,7 +65,6 @@ class Pass:
     has_windows: bool = True  # False: every token attends to all earlier keys
 
     def cache(self, layer: int) -> Cache:
-        """Return a layer's cache with the block tables."""
         store = self.store
         return Cache(store.k_layers[layer], store.v_layers[layer], self.table_RB, store.block_size)
 
@@ -80,7 +79,6 @@ class PartialMemory:
         self._score_N = torch.zeros(num_rows * num_splits * num_heads, dtype=torch.float32, device=device)
 
     def views(self, num_tokens: int, num_splits: int) -> Partials:
-        """Return memory for so many tokens and splits."""
         assert num_tokens <= self.num_rows and num_splits <= self.num_splits
         heads, dim = self._heads
         size = num_tokens * heads * num_splits

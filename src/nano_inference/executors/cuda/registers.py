@@ -70,7 +70,6 @@ class Registers:
         return self._memory[register].size(1)
 
     def rows(self, register: int, num_rows: int) -> Tensor:
-        """Return the first rows of a register."""
         return self._memory[register].narrow(0, 0, num_rows)
 
     def read(self, at: Columns, num_rows: int) -> Tensor:
@@ -149,5 +148,4 @@ class Lowering:
         return place.register
 
     def number(self, number: Number) -> Tensor:
-        """Return a number as a tensor [1]."""
         return self.machine.weights.tensors[number.weight.name].narrow(0, number.index, 1)

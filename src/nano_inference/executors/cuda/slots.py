@@ -49,7 +49,12 @@ class SlotMemory:
 
     def __init__(self, num_slots: int, num_blocks: int, ring_size: int, device: torch.device) -> None:
         self.num_slots, self.ring_size = num_slots, ring_size
-        sizes = _sizes(num_slots, num_blocks, ring_size)
+        # Shapes in words: the fields of 64 bits are first, those that the device changes last.
+        sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_WIDE, (2 * num_slots,))
+        sizes |= dict.fromkeys(_GIVEN, (num_slots,))
+        sizes |= {"stop": (num_slots, MOST_STOPS), "table": (num_slots, num_blocks)}
+        sizes |= dict.fromkeys(_CHANGED, (num_slots,))
+        sizes |= dict.fromkeys(("ring_token", "ring_logprob"), (num_slots, ring_size))
         self._places = _places(sizes)
         num_words = sum(int(np.prod(shape)) for shape in sizes.values())
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
@@ -112,15 +117,6 @@ class SlotMemory:
             self._known[start:end].reshape(shape).copy(),
             self._known[end:].view(np.float32).reshape(shape).copy(),
         )
-
-
-def _sizes(num_slots: int, num_blocks: int, ring_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each field in words: first those of 64 bits, last those that the device changes."""
-    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_WIDE, (2 * num_slots,))
-    sizes |= dict.fromkeys(_GIVEN, (num_slots,))
-    sizes |= {"stop": (num_slots, MOST_STOPS), "table": (num_slots, num_blocks)}
-    sizes |= dict.fromkeys(_CHANGED, (num_slots,))
-    return sizes | dict.fromkeys(("ring_token", "ring_logprob"), (num_slots, ring_size))
 
 
 @dataclass(frozen=True, slots=True)

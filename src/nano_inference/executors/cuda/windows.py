@@ -6,9 +6,9 @@ Shapes: S slots, K tokens of a window, N top tokens or entries of all rings.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product, takewhile
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,6 @@ from nano_inference.executors.cuda.records import SPLIT, num_splits
 from nano_inference.executors.cuda.sample_records import RUNNING, STOPPED
 from nano_inference.executors.cuda.slots import (
     MOST_TOPS,
-    Window,
     excluded_by_bias,
     needs_reference,
     tops_of,
@@ -136,19 +135,14 @@ class Windows:
             free = iter(sorted(set(range(bucket)).difference(homes.values())))
             for row in rows:
                 if row.id not in homes:
-                    homes[row.id] = next(free)
-                    self._move(row.id, homes[row.id])
+                    slot = homes[row.id] = next(free)
+                    if (former := self._slot_of.get(row.id)) is not None:
+                        self._clear(former)
+                    self._clear(slot)
+                    self._slot_of[row.id] = slot
         return [(homes[row.id], row) for row in rows]
 
-    def _move(self, row_id: int, slot: int) -> None:
-        """Give a slot to a row, which leaves its former one."""
-        if (former := self._slot_of.get(row_id)) is not None:
-            self._clear(former)
-        self._clear(slot)
-        self._slot_of[row_id] = slot
-
     def _clear(self, slot: int) -> None:
-        """Forget the row that a slot holds."""
         held, self._held[slot] = self._held[slot], None
         if held is not None:
             self._slot_of.pop(held.row.id, None)
@@ -193,7 +187,8 @@ class Windows:
         blocks: list[int] = []
         for slot, row in placed:
             held, end = self._held[slot], len(row.blocks)
-            start = 0 if held is None else _num_known(held.row.blocks, row.blocks)
+            former = () if held is None else held.row.blocks
+            start = len(former) if row.blocks[: len(former)] == former else 0  # all former ones if it only grew
             if start < end:
                 slots += (slot,) * (end - start)
                 columns += range(start, end)
@@ -220,14 +215,21 @@ class Windows:
         """Wait for the device; return the tokens of each row."""
         read = self._step.slots.pull()
         tokens_N, logprobs_N = read.ring_token.ravel().tolist(), read.ring_logprob.ravel().tolist()
-        num_new_S, num_read_S = read.num_new.tolist(), _num_read(read).tolist()
+        num_new_S = read.num_new.tolist()
+        # Read the tokens that were drawn, up to the first whose log-probability is not finite.
+        is_finite_SK = np.isfinite(read.ring_logprob)
+        num_finite_S = np.where(is_finite_SK.all(axis=1), is_finite_SK.shape[1], is_finite_SK.argmin(axis=1))
+        num_read_S = np.minimum(read.num_new, num_finite_S + 1).tolist()
         tops_K2SN = self._tops_K2SN[:count].cpu().numpy() if key.has_tops else None
         wants_raw = any(row.params.raw_logprobs for _, row in placed)
-        raw_KS = self._raw_KS[:count].tolist() if wants_raw else None
+        raw_KS = self._raw_KS[:count].tolist() if wants_raw else []
         found = {}
         for slot, row in placed:
             start = slot * self._step.slots.ring_size
-            tokens = _until_stop(tuple(tokens_N[start : start + num_read_S[slot]]), row)
+            tokens = tuple(tokens_N[start : start + num_read_S[slot]])
+            if not row.stop_ids.isdisjoint(tokens[:-1]):
+                # Drop tokens behind a stop token, which the device does not know if a row has very many or bans some.
+                tokens = tokens[: next(place for place, token in enumerate(tokens) if token in row.stop_ids) + 1]
             size = len(tokens)
             if row.history:
                 held = self._held[slot]
@@ -239,30 +241,9 @@ class Windows:
                 tokens,
                 tuple(logprobs_N[start : start + size]),
                 () if tops_K2SN is None else _tops(tops_K2SN, slot, row, size),
-                () if raw_KS is None else _extras(raw_KS, slot, row, size),
+                () if not row.params.raw_logprobs else tuple(DrawExtras(raw_S[slot]) for raw_S in raw_KS[:size]),
             )
         return found
-
-
-def _num_known(former: tuple[int, ...], blocks: tuple[int, ...]) -> int:
-    """Return how many blocks of a table need not be written again: all former ones if it only grew, or none."""
-    return len(former) if blocks[: len(former)] == former else 0
-
-
-def _num_read(read: Window) -> npt.NDArray[np.int64]:
-    """Return how many tokens of each slot to read: those drawn, up to the first whose log-probability is not finite."""
-    is_finite_SK = np.isfinite(read.ring_logprob)
-    num_finite_S = np.where(is_finite_SK.all(axis=1), is_finite_SK.shape[1], is_finite_SK.argmin(axis=1))
-    num_read_S: npt.NDArray[np.int64] = np.minimum(read.num_new, num_finite_S + 1)
-    return num_read_S
-
-
-def _until_stop(tokens: tuple[int, ...], row: Row) -> tuple[int, ...]:
-    """Drop tokens behind a stop token, which the device does not know if a row has very many or bans some."""
-    if row.stop_ids.isdisjoint(tokens[:-1]):
-        return tokens
-    before = tuple(takewhile(lambda token: token not in row.stop_ids, tokens))
-    return tokens[: len(before) + 1]
 
 
 def _tops(tops_K2SN: npt.NDArray[np.int32], slot: int, row: Row, size: int) -> tuple[TopLogprobs, ...]:
@@ -272,12 +253,6 @@ def _tops(tops_K2SN: npt.NDArray[np.int32], slot: int, row: Row, size: int) -> t
     ids = tops_K2SN[:size, 0, slot, :count].tolist()
     values = np.ascontiguousarray(tops_K2SN[:size, 1, slot, :count]).view(np.float32).tolist()
     return tuple(map(tops_of, ids, values))
-
-
-def _extras(raw_KS: list[list[float]], slot: int, row: Row, size: int) -> tuple[DrawExtras, ...]:
-    if not row.params.raw_logprobs:
-        return ()
-    return tuple(DrawExtras(raw_KS[index][slot]) for index in range(size))
 
 
 Placed = Sequence[tuple[int, Row]]  # pairs of slot and row
@@ -328,14 +303,9 @@ def group_tables(prefixes: Sequence[Prefix], num_rows: int, num_tiles: int, widt
     shared_R = np.zeros(num_rows, np.int32)
     row_QX = np.full((num_tiles, width), -1, np.int32)
     shared_Q = np.zeros(num_tiles, np.int32)
-    for index, (slots, num_shared) in enumerate(_tiles(prefixes, width)):
+    tiles = ((slots[at : at + width], shared) for slots, shared in prefixes for at in range(0, len(slots), width))
+    for index, (slots, num_shared) in enumerate(tiles):
         shared_R[list(slots)] = num_shared
         row_QX[index, : len(slots)] = slots
         shared_Q[index] = num_shared
     return GroupTables(shared_R, row_QX, shared_Q)
-
-
-def _tiles(prefixes: Sequence[Prefix], width: int) -> Iterator[Prefix]:
-    for slots, num_shared in prefixes:
-        for start in range(0, len(slots), width):
-            yield Prefix(slots[start : start + width], num_shared)

@@ -85,7 +85,10 @@ class Scope:
     def read(self, name: str) -> Read:
         """Return a function that returns a buffer [T, W]."""
         at = self.places[name]
-        return _slice_of(at, self.widths[at.value])
+        if at.width == self.widths[at.value]:
+            return lambda step: _flat(_value_of(step, at.value))
+        end = at.start + at.width
+        return lambda step: _flat(_value_of(step, at.value))[:, at.start : end]
 
     def read_heads(self, names: Sequence[str], head_dim: int) -> Read:
         """Return a function that returns buffers as heads [T, Y, D]; a view if they are adjacent."""
@@ -107,13 +110,6 @@ def _value_of(step: Step, number: int) -> Tensor:
     value = step.values[number]
     assert value is not None
     return value
-
-
-def _slice_of(at: Columns, value_width: int) -> Read:
-    if at.width == value_width:
-        return lambda step: _flat(_value_of(step, at.value))
-    end = at.start + at.width
-    return lambda step: _flat(_value_of(step, at.value))[:, at.start : end]
 
 
 def _flat(value: Tensor) -> Tensor:

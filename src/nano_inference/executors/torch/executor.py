@@ -42,17 +42,6 @@ class TorchModel:
     logits: CompiledPart  # final norm and head
 
 
-def bound(program: Program, operations: Operations, weights: TorchWeights) -> TorchModel:
-    """Bind a program to weights."""
-    x = {"x": program.hidden_size}
-    return TorchModel(
-        weights,
-        body=CompiledPart(program.body, weights, {}, "x", operations),
-        final=CompiledPart(program.final, weights, x, "h", operations),
-        logits=CompiledPart((*program.final, *program.head), weights, x, "logits", operations),
-    )
-
-
 class TorchExecutor:
     """Owns a model's weights and the memory of its KV cache; satisfies `protocol.Executor`, which documents it."""
 
@@ -134,24 +123,20 @@ class TorchExecutor:
         return self._mode.run(lambda: self.logits(self._hidden(inputs, cache, range(len(inputs.token_T)))))
 
     def _hidden(self, step: ForwardInput, store: KVStore, kept: Sequence[int], *, windows: bool = True) -> Tensor:
+        longest = max(span.end for span in step.spans)
+        sizes = self.program.windows  # one that no row exceeds counts as None
+        effective = {size: size if windows and size is not None and size < longest else None for size in sizes}
+        plans = {window: self._backend.plan(step, store.block_size, window) for window in set(effective.values())}
         context = StepContext(
             step=step,
             store=store,
             backend=self._backend,
-            plans=self._plans(step, store.block_size, windows=windows),
+            plans={window: plans[found] for window, found in effective.items()},
             ropes=tuple(table.at(step.position_T, store.dtype) for table in self._ropes),
         )
         are_all = len(kept) == len(step.token_T)
         kept_K = None if are_all else torch.tensor(kept, dtype=torch.long, device=self.device)
         return self.model.body.run([], context, kept_K)
-
-    def _plans(self, step: ForwardInput, block_size: int, *, windows: bool) -> dict[int | None, Any]:
-        """Return the backend's plan for each window of the program; a window that no row exceeds counts as None."""
-        longest = max(span.end for span in step.spans)
-        sizes = self.program.windows
-        effective = {size: size if windows and size is not None and size < longest else None for size in sizes}
-        plans = {window: self._backend.plan(step, block_size, window) for window in set(effective.values())}
-        return {window: plans[found] for window, found in effective.items()}
 
     @property
     def model(self) -> TorchModel:
@@ -236,11 +221,11 @@ class TorchExecutor:
 
     def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weight) without copying."""
-        return values_of(self.model, names)
+        return ((n, tensor) for n, tensor in self.model.weights.tensors.items() if names is None or n in names)
 
     def staged_values(self, staged: TorchModel) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weight) of staged weights without copying."""
-        return values_of(staged, None)
+        return iter(staged.weights.tensors.items())
 
     @property
     def weight_dtype(self) -> str:
@@ -269,7 +254,13 @@ class TorchExecutor:
         )
 
     def _bound(self, weights: TorchWeights) -> TorchModel:
-        return bound(self.program, self._operations, weights)
+        program, operations, x = self.program, self._operations, {"x": self.program.hidden_size}
+        return TorchModel(
+            weights,
+            body=CompiledPart(program.body, weights, {}, "x", operations),
+            final=CompiledPart(program.final, weights, x, "h", operations),
+            logits=CompiledPart((*program.final, *program.head), weights, x, "logits", operations),
+        )
 
     def on_same_weights(self, sampler: Sampler) -> TorchExecutor:
         """Return a second executor that shares the weights' memory and uses another sampler; see `lend_to`."""
@@ -293,11 +284,6 @@ def check_operations(program: Program, operations: Operations) -> None:
     unknown = {type(op) for op in program.ops} - {*operations, Store, Keep, Copy}
     if unknown:
         raise ValueError(f"torch has no operation {', '.join(sorted(one.__name__ for one in unknown))}")
-
-
-def values_of(model: TorchModel, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) of a model, all or those in `names`."""
-    yield from ((name, t) for name, t in model.weights.tensors.items() if names is None or name in names)
 
 
 def new_store(program: Program, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVStore:

@@ -92,7 +92,9 @@ class SdpaBackend:
             rows = slice(chunk.span.offset, chunk.span.offset + chunk.span.num_tokens)
             k_SKD, v_SKD = k_TKD[rows], v_TKD[rows]
             if chunk.mask_QS is not None:
-                k_SKD, v_SKD = _gather_chunk(store, layer, chunk.block_M, chunk.skip, chunk.mask_QS.size(1))
+                keys = slice(chunk.skip, chunk.skip + chunk.mask_QS.size(1))
+                k_1SKD, v_1SKD = _gather(store, layer, chunk.block_M[None])
+                k_SKD, v_SKD = k_1SKD[0, keys], v_1SKD[0, keys]
             out_THD[rows] = _attend_chunk(q_THD[rows], k_SKD, v_SKD, spec, chunk.mask_QS, self._score_elements)
         return out_THD
 
@@ -158,12 +160,6 @@ def _gather(store: KVStore, layer: int, block_GM: Tensor) -> tuple[Tensor, Tenso
     return k_NB.index_select(0, flat).view(shape), v_NB.index_select(0, flat).view(shape)
 
 
-def _gather_chunk(store: KVStore, layer: int, block_M: Tensor, skip: int, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return `num_keys` keys and values of a block table, after the first `skip`, [S, K, D] each."""
-    k_1SKD, v_1SKD = _gather(store, layer, block_M[None])
-    return k_1SKD[0, skip : skip + num_keys], v_1SKD[0, skip : skip + num_keys]
-
-
 def _attend_group(q_GHD: Tensor, store: KVStore, layer: int, spec: AttentionSpec, group: DecodeGroup) -> Tensor:
     """Attend for decode rows; the query heads of a kv head take the query dimension."""
     k_GSKD, v_GSKD = _gather(store, layer, group.block_GM)
@@ -175,7 +171,6 @@ def _attend_group(q_GHD: Tensor, store: KVStore, layer: int, spec: AttentionSpec
 def _attend_chunk(
     q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, spec: AttentionSpec, mask_QS: Tensor | None, score_elements: int
 ) -> Tensor:
-    """Attend for one chunk of one row."""
     q_HQD, k_KSD, v_KSD = (x.transpose(0, 1)[None] for x in (q_QHD, k_SKD, v_SKD))
     if spec.softcap is None:
         out_HQD = scaled_dot_product_attention(
