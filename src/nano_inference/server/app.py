@@ -40,7 +40,7 @@ from nano_inference.server.guard import Guard, GuardPolicy, read_body
 from nano_inference.server.ignored import IgnoredFields
 from nano_inference.server.log import log_access, record_of
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
-from nano_inference.server.model import ServedModel, info
+from nano_inference.server.model import info
 from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.queue_limits import QueueLimits
@@ -149,7 +149,12 @@ class App:
             *(("the server", Route(path, endpoint, methods=["GET"])) for path, endpoint in gets.items()),
             *(("the server", route) for route in self._further(lambda: self._require_serving().loaded)),
         ]
-        check_routes(owned)
+        owners: dict[tuple[str, str], str] = {}
+        for name, route in owned:
+            for method in sorted(route.methods or ()):
+                if (first := owners.get((method, route.path))) is not None:
+                    raise PluginError(f"{method} {route.path} is served twice: by {first} and by {name}")
+                owners[method, route.path] = name
         return [route for _, route in owned]
 
     def _routes_of(self, dialect: Dialect) -> Iterator[Route]:
@@ -172,18 +177,13 @@ class App:
         except HTTPException as error:
             headers = dict(error.headers or {})
             allowed = f"; use {headers.get('Allow')}" if "Allow" in headers else ""
-            refused = f"{scope['method']} is not allowed here{allowed}"
-            text = refused if error.status_code == 405 else self._no_such_path(scope["path"])
+            text = f"{scope['method']} is not allowed here{allowed}"
+            if error.status_code != 405:
+                path, known = scope["path"], {route.path for route in self.routes}
+                guesses = [one for one in (f"/v1{path}", path.removeprefix("/v1")) if one in known]
+                hint = f"; did you mean {guesses[0]}? A client's base URL ends in /v1" if guesses else ""
+                text = f"no such path: {path[:200]}{hint}"
             raise ApiError(error.status_code, text, headers=headers) from None
-
-    def _no_such_path(self, path: str) -> str:
-        """Return the 404 message, with a hint if /v1 is missing or given twice."""
-        known = {route.path for route in self.routes}
-        guesses = (f"/v1{path}", path.removeprefix("/v1"))
-        hint = next(
-            (f"; did you mean {guess}? A client's base URL ends in /v1" for guess in guesses if guess in known), ""
-        )
-        return f"no such path: {path[:200]}{hint}"
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,9 @@ class App:
         data = await self._read(request)
 
         def to_call() -> tuple[Body, Call]:
-            route = chosen_route(named, data, serving.model)
+            route = named
+            if named.choose is not None:
+                route = named.choose(read_json(data, named.body.malformed_status), serving.model) or named
             body = parse(data, route.body)
             index, asked = request.scope["state"].get("key_index"), getattr(body, "cache_salt", None)
             salt = self._policy.keys.cache_salt(index, asked)
@@ -281,18 +283,18 @@ class App:
     async def document(self, request: Request) -> Response:
         """GET /openapi.json: created once, in a thread."""
         if self._document is None:
-            self._document = asyncio.create_task(
-                self.workers.large.run(self._make_document, seconds=self.config.request_timeout)
-            )
-            self._document.add_done_callback(self._drop_failed_document)
+
+            def make() -> bytes:
+                return to_json(openapi(self._dialects, needs_key=not self._policy.keys.is_empty))
+
+            def drop_failed(done: asyncio.Task[bytes]) -> None:
+                if done.cancelled() or done.exception() is not None:
+                    self._document = None
+
+            making = self.workers.large.run(make, seconds=self.config.request_timeout)
+            self._document = asyncio.create_task(making)
+            self._document.add_done_callback(drop_failed)
         return _json(await asyncio.shield(self._document))
-
-    def _make_document(self) -> bytes:
-        return to_json(openapi(self._dialects, needs_key=not self._policy.keys.is_empty))
-
-    def _drop_failed_document(self, done: asyncio.Task[bytes]) -> None:
-        if done.cancelled() or done.exception() is not None:
-            self._document = None
 
     def page(self, name: str) -> Endpoint:
         """Return the endpoint of a page, or of a file that a page loads; bundled at the first request."""
@@ -377,22 +379,6 @@ class App:
         call_fields = scope["state"].get("log_fields") or {}
         error = call_fields.pop("error", None) or error
         log_access(replace(record_of(scope, status, seconds, error), **call_fields))
-
-
-def chosen_route(route: Generating, data: bytes, model: ServedModel) -> Generating:
-    """Return the route that answers a body: the one that `choose` returns, or else `route`. Raises `ApiError`."""
-    return route if route.choose is None else route.choose(read_json(data, route.body.malformed_status), model) or route
-
-
-def check_routes(owned: Sequence[tuple[str, Route]]) -> None:
-    """Raise `PluginError` for a method and path that are defined twice; `owned`: (owner's name, route)."""
-    owners: dict[tuple[str, str], str] = {}
-    for name, route in owned:
-        for method in sorted(route.methods or ()):
-            if (method, route.path) in owners:
-                first = owners[method, route.path]
-                raise PluginError(f"{method} {route.path} is served twice: by {first} and by {name}")
-            owners[method, route.path] = name
 
 
 def strip_root_path(root: str, app: ASGIApp) -> ASGIApp:

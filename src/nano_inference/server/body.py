@@ -50,7 +50,9 @@ def read_json(data: bytes, status: int = 400) -> dict[str, Any]:
     except ValueError as error:
         raise ApiError(status, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise ApiError(status, f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
+        kinds = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+        kind = kinds.get(type(value), "a number")
+        raise ApiError(status, f"the body must be a JSON object, got {kind}", code="invalid_json")
     _check_depth(value)
     return value
 
@@ -81,25 +83,21 @@ def _schema_error(error: ValidationError, value: dict[str, Any], malformed_statu
     if malformed and malformed_status != 400:
         found, status = malformed, malformed_status
     chosen = max(found, key=lambda one: (len(_path(one, value)), not one["type"].endswith("_type")))
-    name = _spelled(_path(chosen, value))
+    own = _path(chosen, value)
+    name = _spelled(own)
     is_object = chosen["type"] in ("model_type", "model_attributes_type", "dict_type")
     text = (chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
     message = "input should be an object" if is_object else text
     got = "" if chosen["type"] == "missing" else f", got {_shown(chosen['input'])}"
-    return ApiError(status, f"{name}: {message}{got}{_siblings(chosen, found, value)}", param=name or None)
+    # Other fields of the same object or list with the same error.
+    paths = [_path(one, value) for one in found if one["type"] == chosen["type"]]
+    others = list(dict.fromkeys(_spelled(path) for path in paths if path[:-1] == own[:-1] and path != own))
+    also = f"; also {', '.join(others[:_MAX_SIBLINGS])}{', …' if others[_MAX_SIBLINGS:] else ''}" if others else ""
+    return ApiError(status, f"{name}: {message}{got}{also}", param=name or None)
 
 
 def _spelled(path: Sequence[int | str]) -> str:
     return ".".join(str(part)[:64] for part in path)[:MAX_NAME]
-
-
-def _siblings(chosen: ErrorDetails, found: Sequence[ErrorDetails], value: Any) -> str:
-    """Return a text that names other fields of the same object or list with the same error, empty for none."""
-    own = _path(chosen, value)
-    paths = [_path(one, value) for one in found if one["type"] == chosen["type"]]
-    others = {_spelled(path): None for path in paths if path[:-1] == own[:-1] and path != own}
-    names = [*others][:_MAX_SIBLINGS]
-    return f"; also {', '.join(names)}{', …' if len(others) > len(names) else ''}" if names else ""
 
 
 def _path(error: ErrorDetails, value: Any) -> list[int | str]:
@@ -111,7 +109,10 @@ def _path(error: ErrorDetails, value: Any) -> list[int | str]:
     path: list[int | str] = []
     known = 0
     for part in error["loc"]:
-        inside = part in value if isinstance(value, dict) else isinstance(part, int) and _has(value, part)
+        if isinstance(value, dict):
+            inside = part in value
+        else:
+            inside = isinstance(value, list) and isinstance(part, int) and part < len(value)
         if inside:
             path.append(part)
             value = value[part]
@@ -121,18 +122,9 @@ def _path(error: ErrorDetails, value: Any) -> list[int | str]:
     return path[: known or None]
 
 
-def _has(value: Any, index: int) -> bool:
-    return isinstance(value, list) and index < len(value)
-
-
 def _shown(value: Any) -> str:
     """Return the start of a value as text; does not read more of the value than it shows."""
     brief = Repr()
     brief.maxlevel, brief.maxstring, brief.maxlong = 2, 80, 60
     text = brief.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
-
-
-def _kind(value: Any) -> str:
-    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

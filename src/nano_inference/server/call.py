@@ -147,23 +147,19 @@ def transcripts_of(call: Call, times: Sequence[Sequence[SampleTimes]] | None = N
     """Return an empty transcript for each choice, prompt by prompt; `times` are indexed by prompt and sample."""
     use = call.shape.functions
     call_parser = None if use is None else start(use.format, use.names, is_free=not use.strict)
+    opening = call.shape.reasoning
     return [
         Transcript(
             prompt_index=prompt,
             index=prompt * call.num_samples + sample,
             detokenizer=start_detokenizer(call.shape, prompt),
             call_parser=call_parser,
-            reasoning=_splitter(call.shape),
+            reasoning=opening and ReasoningSplitter(starts_inside=opening.is_inside, prefix=opening.prefix),
             times=None if times is None else times[prompt][sample],
         )
         for prompt in range(len(call.requests))
         for sample in range(call.num_samples)
     ]
-
-
-def _splitter(shape: ReplyShape) -> ReasoningSplitter | None:
-    start = shape.reasoning
-    return None if start is None else ReasoningSplitter(starts_inside=start.is_inside, prefix=start.prefix)
 
 
 def num_reasoning_tokens(transcripts: Iterable[Transcript]) -> int:

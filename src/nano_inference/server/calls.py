@@ -207,7 +207,10 @@ def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]
     `field` is the name of the tools in the body.
     """
     if asked is None and not use.must_call:
-        return _strict_structure(use, special, field) if use.strict else None
+        if not use.strict:
+            return None
+        with api_errors(field):  # free text, in which calls of strict functions follow their schemas
+            return Structure(field, calls_in_text_grammar(use.functions, use.format, use.strict, special=special))
     # An answer that must be a call has no content to which a structure could apply.
     answer = None if asked is None or use.must_call else _answer_or_call(asked, use)
     with api_errors(field):
@@ -215,12 +218,6 @@ def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]
             use.functions, use.format, name=use.name, parallel=use.parallel, special=special, answer=answer
         )
     return Structure(field if answer is None or asked is None else asked.field, grammar)
-
-
-def _strict_structure(use: ToolUse, special: Mapping[str, int], field: str) -> Structure:
-    """Return the structure of free text in which calls of strict functions follow their schemas. Raises `ApiError`."""
-    with api_errors(field):
-        return Structure(field, calls_in_text_grammar(use.functions, use.format, use.strict, special=special))
 
 
 def _answer_or_call(asked: Structure, use: ToolUse) -> Mapping[str, Any]:
@@ -266,10 +263,6 @@ def _check_counts(
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
 
 
-def _given(value: bool | None, default: bool) -> bool:
-    return default if value is None else value
-
-
 def _counted(count: int | None, model: ServedModel) -> int | None:
     """Return a number of alternatives, of which -1 is the whole vocabulary."""
     return model.limits.vocab_size if count == -1 else count
@@ -286,7 +279,7 @@ def _shape(
     echo_logprobs: bool = False,
     drop_space: bool = False,
 ) -> ReplyShape:
-    named = body.logprob_token_ids or None
+    named, as_ids = body.logprob_token_ids or None, body.return_tokens_as_token_ids
     if named and (logprobs is None or echo_logprobs):
         text = "cannot be combined with echo" if echo_logprobs else "needs logprobs"
         raise ApiError(400, f"logprob_token_ids {text}", param="logprob_token_ids")
@@ -301,7 +294,7 @@ def _shape(
         echo=echo,
         echo_logprobs=echo_logprobs,
         token_ids=bool(body.return_token_ids),
-        tokens_as_ids=_given(body.return_tokens_as_token_ids, config.return_tokens_as_token_ids),
+        tokens_as_ids=config.return_tokens_as_token_ids if as_ids is None else as_ids,
         versions=config.enable_rl,
         tool=tool,
         raw_logprobs=bool(body.return_raw_logprobs),

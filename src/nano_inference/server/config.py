@@ -244,8 +244,17 @@ class ServerConfig:
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
         object.__setattr__(self, "workers", worker_urls(checked_texts("workers", self.workers)))
         self._check_template()
-        self._check_rl()
-        self._check_fleet()
+        if self.enable_rl and self.generation_config != "none":
+            text = "generation_config must be none with enable_rl: the model's own defaults would skew rollouts"
+            raise ValueError(text)
+        for name in ("weights_dir", "admin_key", "admin_key_file"):
+            if getattr(self, name) and not self.enable_rl:
+                raise ValueError(f"{name} is for a trainer: it needs enable_rl")
+        if self.replicas is not None and self.workers:
+            raise ValueError("replicas starts engines, workers names running ones: set one of them")
+        for name in ("replicas", "workers"):
+            if getattr(self, name) and self.enable_rl:
+                raise ValueError(f"{name}: routes for trainers need one engine; a RolloutPool updates several")
         self._check_models()
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
@@ -253,30 +262,17 @@ class ServerConfig:
     def _check_template(self) -> None:
         given = self.chat_template
         if self.chat_template_kwargs is not None:
-            _check_object("chat_template_kwargs", self.chat_template_kwargs)
+            try:
+                value = json.loads(self.chat_template_kwargs)
+            except ValueError:
+                value = None
+            if not isinstance(value, dict):
+                raise ValueError(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs[:80]!r}")
         if given is not None and self.chat_template_file is not None:
             raise ValueError("chat_template and chat_template_file exclude each other: set one of them")
         if given is not None and given not in TEMPLATES and _NAME.fullmatch(given):  # llama.cpp knows more by name
             names = ", ".join(TEMPLATES)
             raise ValueError(f"chat_template must be the text of a template, or one of {names}; {given!r} is neither")
-
-    def _check_rl(self) -> None:
-        if self.enable_rl and self.generation_config != "none":
-            raise ValueError(
-                "generation_config must be none with enable_rl: the model's own defaults would skew rollouts"
-            )
-        if self.weights_dir is not None and not self.enable_rl:
-            raise ValueError("weights_dir is for a trainer: it needs enable_rl")
-        for name in ("admin_key", "admin_key_file"):
-            if getattr(self, name) and not self.enable_rl:
-                raise ValueError(f"{name} is for a trainer: it needs enable_rl")
-
-    def _check_fleet(self) -> None:
-        if self.replicas is not None and self.workers:
-            raise ValueError("replicas starts engines, workers names running ones: set one of them")
-        for name in ("replicas", "workers"):
-            if getattr(self, name) and self.enable_rl:
-                raise ValueError(f"{name}: routes for trainers need one engine; a RolloutPool updates several")
 
     def _check_models(self) -> None:
         if not self.further_model:
@@ -300,16 +296,6 @@ class ServerConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> ServerConfig:
         """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
         return from_known(cls, data)
-
-
-def _check_object(name: str, text: str) -> None:
-    """Raise `ValueError` naming `name` unless the text is a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a JSON object, got {text[:80]!r}")
 
 
 def worker_urls(texts: tuple[str, ...]) -> tuple[str, ...]:

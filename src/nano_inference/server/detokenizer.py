@@ -86,7 +86,10 @@ def detokenize(
     detokenizer: Detokenizer, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer
 ) -> tuple[Detokenizer, DecodedDelta]:
     """Decode a delta; return the new state and the text that is final after it."""
-    hidden, stop = _hidden_end(delta, shape), _stop_string(delta)
+    sample, hidden, stop = delta.sample, 0, None
+    if sample is not None and sample.finish_reason == "stop":
+        stop = sample.stop_reason if isinstance(sample.stop_reason, str) else None
+        hidden = int(stop is None and not shape.include_stop)  # a stop token at the end
     shown, text = detokenizer.shown, ""
     for index in range(1, len(delta.token_ids) - hidden + 1):
         data = _data(delta, index - 1, shape, tokenizer)
@@ -95,7 +98,6 @@ def detokenize(
         else:
             shown, piece = stream.push(shown, data)
         text += piece
-    sample = delta.sample
     if sample is not None:
         shown, rest = stream.finish(shown)
         text += rest
@@ -184,22 +186,6 @@ def _data(delta: Delta, index: int, shape: ReplyShape, tokenizer: Tokenizer) -> 
     if delta.token_ids[index] in shape.markers:
         return tokenizer.token_bytes(delta.token_ids[index])
     return visible_bytes(delta.token_ids[index], tokenizer, shape.skip_special)
-
-
-def _stop_string(delta: Delta) -> str | None:
-    """Return the stop string that ended the sample, if any."""
-    sample = delta.sample
-    if sample is None or sample.finish_reason != "stop" or not isinstance(sample.stop_reason, str):
-        return None
-    return sample.stop_reason
-
-
-def _hidden_end(delta: Delta, shape: ReplyShape) -> int:
-    """Return how many last tokens are hidden: 1 if the sample ended with a stop token that is not included."""
-    sample = delta.sample
-    if sample is None or sample.finish_reason != "stop" or isinstance(sample.stop_reason, str) or shape.include_stop:
-        return 0
-    return 1
 
 
 def _end_at_stop(state: StreamState, data: bytes, stop: str, include: bool) -> tuple[StreamState, str]:

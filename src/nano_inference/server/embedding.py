@@ -63,9 +63,12 @@ def embedding_requests(
     if body.truncate_prompt_tokens == 0:
         raise ApiError(400, "truncate_prompt_tokens leaves no token", param="truncate_prompt_tokens")
     params = SamplingParams(max_tokens=0, pooling=body.pooling or config.pooling, logprobs_mode=config.logprobs_mode)
+    given: Any = body.input
+    is_single = isinstance(given, str) or any(isinstance(one, int) for one in given)
+    inputs = [("input", given)] if is_single else [(f"input.{index}", one) for index, one in enumerate(given)]
     return tuple(
         PromptRequest(prompt=_prompt(text, field, body, model, params), params=params, salt=salt)
-        for field, text in inputs_by_field(body.input)
+        for field, text in inputs
     )
 
 
@@ -106,14 +109,17 @@ class EmbeddingReply(Reply):
 
 def embedding_reply(body: EmbeddingBody, model_name: str, samples: Sequence[TrainingSample]) -> dict[str, Any]:
     """Return the reply with one entry for each sample, in order. Raises `ApiError` if a sample failed."""
-    vectors = [_vector(body, index, sample) for index, sample in enumerate(samples)]
+    data: list[dict[str, Any]] = []
+    for index, sample in enumerate(samples):
+        vector = _vector(body, index, sample)
+        shown: str | list[float] = list(vector)
+        if body.encoding_format == "base64":  # of little-endian float32
+            shown = b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
+        data.append({"object": "embedding", "index": index, "embedding": shown})
     num_tokens = sum(len(sample.prompt_tokens) for sample in samples)
     return {
         "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _encoded(body, vector)}
-            for index, vector in enumerate(vectors)
-        ],
+        "data": data,
         "model": model_name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
@@ -152,13 +158,6 @@ def _vector(body: EmbeddingBody, index: int, sample: TrainingSample) -> Sequence
     return vector if body.normalize is False else unit_vector(vector)
 
 
-def _encoded(body: EmbeddingBody, vector: Sequence[float]) -> str | list[float]:
-    """Return a list of floats, or base64 of little-endian float32."""
-    if body.encoding_format == "base64":
-        return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
-    return list(vector)
-
-
 _MAX_PIECES = 1 << 20
 
 
@@ -172,16 +171,11 @@ def _plain(value: Any) -> Any:
     is_single = any(isinstance(one, int) for one in value)
     if len(value) > MAX_PROMPTS and not is_single:
         raise PydanticCustomError("too_long", "must have at most {limit} entries", {"limit": MAX_PROMPTS})
-    if is_single and any(isinstance(one, str) for one in value):
-        _check_pieces(value)
-    return [_text_of(one) for one in value] if any(isinstance(one, dict) for one in value) else value
-
-
-def _check_pieces(value: list[Any]) -> None:
-    for index, one in enumerate(value):
+    for index, one in enumerate(value if is_single and any(isinstance(one, str) for one in value) else ()):
         if isinstance(one, bool) or not isinstance(one, int | str):
             message = "entry {index} of an input of ids and texts must be one of them"
             raise PydanticCustomError("embedding_input", message, {"index": index})
+    return [_text_of(one) for one in value] if any(isinstance(one, dict) for one in value) else value
 
 
 def _text_of(value: Any) -> Any:
@@ -211,13 +205,6 @@ Inputs = Annotated[
     | Annotated[list[Text | TokenIds | Pieces], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
     BeforeValidator(_plain),
 ]
-
-
-def inputs_by_field(given: Any) -> list[tuple[str, Any]]:
-    """Return (field name for errors, text or pieces) of each input."""
-    if isinstance(given, str) or any(isinstance(one, int) for one in given):
-        return [("input", given)]
-    return [(f"input.{index}", one) for index, one in enumerate(given)]
 
 
 def ids_of(given: str | Sequence[int | str], tokenizer: Tokenizer, *, add_special: bool) -> Sequence[int]:

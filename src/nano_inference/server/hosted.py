@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import resolve, served_name
@@ -96,19 +96,11 @@ class HostedApp:
             try:
                 await act()
             except Exception as error:
-                await self._give_up()
-                await send(_failed(event, error))
+                if self._link is not None:
+                    await self._link.stop(0.5)
+                if self._app is not None:
+                    self._app.close()
+                text = " ".join(str(error).split()) or type(error).__name__
+                await send({"type": f"lifespan.{event}.failed", "message": text})
                 return
             await send({"type": f"lifespan.{event}.complete"})
-
-    async def _give_up(self) -> None:
-        """End the threads of an application that could not start or close."""
-        if self._link is not None:
-            await self._link.stop(0.5)
-        if self._app is not None:
-            self._app.close()
-
-
-def _failed(event: str, error: Exception) -> Message:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return {"type": f"lifespan.{event}.failed", "message": text}

@@ -34,14 +34,11 @@ class IgnoredFields:
             if names and self.strict:
                 shown = ", ".join(repr(name[:64]) for name in names[:8])
                 raise ApiError(400, f"{kind}: {shown}", param=names[0][:64], code="unknown_field")
-            self._log_new(kind, names)
-
-    def _log_new(self, kind: str, names: list[str]) -> None:
-        new = sorted({name[:64] for name in names} - self.logged)[: _MAX_LOGGED - len(self.logged)]
-        self.logged.update(new)
-        if new:
-            shown = ", ".join(map(repr, new[:8]))
-            _log.warning("%s are ignored: %s%s", kind, shown, f" and {len(new) - 8} more" if new[8:] else "")
+            new = sorted({name[:64] for name in names} - self.logged)[: _MAX_LOGGED - len(self.logged)]
+            self.logged.update(new)
+            if new:
+                shown = ", ".join(map(repr, new[:8]))
+                _log.warning("%s are ignored: %s%s", kind, shown, f" and {len(new) - 8} more" if new[8:] else "")
 
 
 def unknown_in(body: Body) -> list[str]:

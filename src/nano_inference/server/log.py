@@ -131,20 +131,16 @@ class JsonFormatter(logging.Formatter):
             message = record.getMessage()
         except Exception:  # a faulty log call must not lose its message
             message = record.msg if isinstance(record.msg, str) else type(record.msg).__name__
+        text = self.formatException(record.exc_info) if record.exc_info else record.exc_text
+        lines = (text or "")[-MAX_EXCEPTION:].split("\n")  # the end of the traceback, whose line breaks stay
         values = {
             "ts": timestamp(record.created),
             "level": record.levelname.lower(),
             "logger": clean(record.name, MAX_TEXT),
             "message": clean(message, MAX_MESSAGE),
-            "exception": self._exception(record),
+            "exception": "\n".join(clean(line, MAX_EXCEPTION) for line in lines) if text else None,
         }
         return _line(values)
-
-    def _exception(self, record: logging.LogRecord) -> str | None:
-        """Return the end of the traceback with its line breaks, or None."""
-        text = self.formatException(record.exc_info) if record.exc_info else record.exc_text
-        lines = (text or "")[-MAX_EXCEPTION:].split("\n")
-        return "\n".join(clean(line, MAX_EXCEPTION) for line in lines) if text else None
 
 
 class TerminalFormatter(JsonFormatter):

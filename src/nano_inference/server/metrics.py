@@ -113,11 +113,6 @@ class SampleRecord:
     """True for the last of its request's samples, with which the request's own series are updated."""
     longest_output: int = 0  # maximum output tokens of the request's other samples; used with `ends_request` only
 
-    @property
-    def was_computed(self) -> bool:
-        """True if the engine computed its prompt; False if it was aborted in the queue."""
-        return self.started is not None or self.first_token is not None or self.finish_reason in ("stop", "length")
-
 
 class Metrics:
     """Owns the series of one loaded model and their registry. Called from one thread.
@@ -224,9 +219,33 @@ class Metrics:
     def finished(self, record: SampleRecord) -> None:
         """Record an ended sample. An unknown `finish_reason` counts as "error"."""
         self._success.get(record.finish_reason, self._success["error"]).inc()
-        self._count_prompt(record)
-        self._count_output(record.output_tokens)
-        self._observe_request(record)
+        # The prompt, unless the sample was aborted in the queue.
+        if record.started is not None or record.first_token is not None or record.finish_reason in ("stop", "length"):
+            cached = min(max(0, record.cached_tokens), record.prompt_tokens)
+            for name in ("vllm:prompt_tokens", "vllm:prefix_cache_queries"):
+                self._count[name].inc(record.prompt_tokens)
+            for counter in (
+                self._count["vllm:prefix_cache_hits"],
+                self._count["vllm:prompt_tokens_cached"],
+                self._from_cache,
+            ):
+                counter.inc(cached)
+            self._from_compute.inc(record.prompt_tokens - cached)
+            self._seen["vllm:request_prefill_kv_computed_tokens"].observe(record.prompt_tokens - cached)
+        # Output tokens that were not counted while the sample ran: those that a tool forces directly after the first
+        # token. Early counts are one sum over all samples; when no sample runs, the counter equals their outputs.
+        known = min(self._early_tokens, record.output_tokens)
+        self._early_tokens -= known
+        self._count["vllm:generation_tokens"].inc(max(0, record.output_tokens - known))
+        self._seen["vllm:request_prompt_tokens"].observe(record.prompt_tokens)
+        self._seen["vllm:request_generation_tokens"].observe(record.output_tokens)
+        self._seen["vllm:request_num_preemptions"].observe(record.num_preemptions)
+        if record.params_max_tokens > 0:
+            self._seen["vllm:request_params_max_tokens"].observe(record.params_max_tokens)
+        if record.ends_request:
+            longest = max(record.output_tokens, record.longest_output)
+            self._seen["vllm:request_params_n"].observe(record.params_n)
+            self._seen["vllm:request_max_num_generation_tokens"].observe(longest)
         self._observe_phases(record)
 
     def rejected(self, reason: str) -> None:
@@ -276,45 +295,6 @@ class Metrics:
         """Count output tokens of running samples."""
         self._early_tokens += num_tokens
         self._count["vllm:generation_tokens"].inc(num_tokens)
-
-    def _count_output(self, num_tokens: int) -> None:
-        """Count the tokens of an ended sample that were not counted while it ran.
-
-        Those are tokens that a tool forces directly after the first token. Early counts are one sum over all samples;
-        when no sample runs, the counter equals the sum of all outputs.
-        """
-        known = min(self._early_tokens, num_tokens)
-        self._early_tokens -= known
-        self._count["vllm:generation_tokens"].inc(max(0, num_tokens - known))
-
-    def _count_prompt(self, record: SampleRecord) -> None:
-        """Count prompt tokens, and those found in the cache."""
-        if not record.was_computed:
-            return
-        cached = min(max(0, record.cached_tokens), record.prompt_tokens)
-        for counter in (self._count["vllm:prompt_tokens"], self._count["vllm:prefix_cache_queries"]):
-            counter.inc(record.prompt_tokens)
-        for counter in (
-            self._count["vllm:prefix_cache_hits"],
-            self._count["vllm:prompt_tokens_cached"],
-            self._from_cache,
-        ):
-            counter.inc(cached)
-        self._from_compute.inc(record.prompt_tokens - cached)
-        self._seen["vllm:request_prefill_kv_computed_tokens"].observe(record.prompt_tokens - cached)
-
-    def _observe_request(self, record: SampleRecord) -> None:
-        """Observe sizes and parameters; those of the request only with its last sample."""
-        self._seen["vllm:request_prompt_tokens"].observe(record.prompt_tokens)
-        self._seen["vllm:request_generation_tokens"].observe(record.output_tokens)
-        self._seen["vllm:request_num_preemptions"].observe(record.num_preemptions)
-        if record.params_max_tokens > 0:
-            self._seen["vllm:request_params_max_tokens"].observe(record.params_max_tokens)
-        if record.ends_request:
-            self._seen["vllm:request_params_n"].observe(record.params_n)
-            self._seen["vllm:request_max_num_generation_tokens"].observe(
-                max(record.output_tokens, record.longest_output)
-            )
 
     def _observe_phases(self, record: SampleRecord) -> None:
         """Observe the duration of each phase that started."""

@@ -49,7 +49,7 @@ def openapi(dialects: Mapping[str, Dialect], *, needs_key: bool) -> JSON:
         [(model, "validation") for model in {route.body for _, route in routes}],
         ref_template="#/components/schemas/{model}",
     )
-    paths: dict[str, JSON] = {path: {"get": _get(text, is_open)} for path, text, is_open in _GETS}
+    paths: dict[str, JSON] = {path: {"get": _get(summary, is_open)} for path, summary, is_open in _GETS}
     for get in gets(dialects):
         paths.setdefault(get.path, {})["get"] = _get(get.summary, False)
     for recalling in (route for dialect in dialects.values() for route in dialect.recalling):
@@ -59,7 +59,11 @@ def openapi(dialects: Mapping[str, Dialect], *, needs_key: bool) -> JSON:
         operation = _post(refs[route.body, "validation"], route, has_own_errors=dialect.error_body is not None)
         paths.setdefault(route.path, {})["post"] = operation
     paths["/v1/models/{model}"] = {"get": _get("Describe one of the names.", False) | _path_parameter("model")}
-    components: JSON = {"schemas": definitions["$defs"] | {"Error": _error_schema()}}
+    text = {"type": ["string", "null"]}
+    fields = {"message": {"type": "string"}, "type": {"type": "string"}, "param": text, "code": text}
+    error = {"type": "object", "required": ["message", "type", "param", "code"], "properties": fields}
+    schema = {"type": "object", "required": ["error"], "properties": {"error": error}}
+    components: JSON = {"schemas": definitions["$defs"] | {"Error": schema}}
     document: JSON = {
         "openapi": "3.1.0",
         "info": {"title": "nano-inference", "version": nano_inference.__version__},
@@ -101,10 +105,3 @@ def _refusals(has_own_shape: bool = False) -> JSON:
         status: {"description": text, "content": {"application/json": {"schema": schema}}}
         for status, text in _REFUSALS.items()
     }
-
-
-def _error_schema() -> JSON:
-    text = {"type": ["string", "null"]}
-    fields = {"message": {"type": "string"}, "type": {"type": "string"}, "param": text, "code": text}
-    error = {"type": "object", "required": ["message", "type", "param", "code"], "properties": fields}
-    return {"type": "object", "required": ["error"], "properties": {"error": error}}

@@ -25,7 +25,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import default_variables
 from nano_inference.text.chat import given_template
 from nano_inference.text.dialogue import Dialogue, TemplateDialogue, load_dialogue
-from nano_inference.text.generation_config import ChatDefaults, chat_defaults
+from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerKind, TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -62,6 +62,11 @@ def open_model(
     assert parts.checkpoint is not None and parts.executor is not None, "assemble opens a checkpoint"
     parts.executor.warm_up(lambda done, total: None)
     own = sampling_defaults(parts.checkpoint) if is_used else valid_defaults(parts.checkpoint)
+    given = {"temperature": config.temp, "seed": config.default_seed}
+    set_fields = {name: value for name, value in given.items() if value is not None}
+    chats = chat_defaults(own, catalog_sampling(name))
+    if config.temp is not None:
+        chats = chats._replace(sampling=MappingProxyType({**chats.sampling, "temperature": config.temp}))
     tokenizer = load_tokenizer(parts.checkpoint.tokenizer, kinds.tokenizers)
     engine = InferenceEngine(engine_config, parts=parts)
     model = ServedModel(
@@ -75,8 +80,8 @@ def open_model(
         file_name=path.name,
         prefills=config.prefill_assistant,
         max_positions=parts.checkpoint.config.max_positions,
-        generation=served_defaults(config, own),
-        chat_defaults=served_chat_defaults(config, chat_defaults(own, catalog_sampling(name))),
+        generation=MappingProxyType({**(own if is_used else {}), **set_fields}),
+        chat_defaults=chats,
         facts=model_facts(engine_config, parts),
         longest_token=max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
     )
@@ -104,20 +109,6 @@ def served_dialogue(
         flag = "--chat-template-kwargs" if variables else "--template-dates"
         raise ModelError(f"{flag}: the model has no chat template")
     return replace(dialogue, variables=variables, has_dates=config.template_dates)
-
-
-def served_chat_defaults(config: ServerConfig, found: ChatDefaults) -> ChatDefaults:
-    """Return the defaults of chats with the configured temperature, if any."""
-    if config.temp is None:
-        return found
-    return found._replace(sampling=MappingProxyType({**found.sampling, "temperature": config.temp}))
-
-
-def served_defaults(config: ServerConfig, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the default sampling fields of requests: the model's, if they are used, and the configured ones."""
-    used = own if config.generation_config == "auto" else {}
-    given = {"temperature": config.temp, "seed": config.default_seed}
-    return MappingProxyType({**used, **{name: value for name, value in given.items() if value is not None}})
 
 
 def valid_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:

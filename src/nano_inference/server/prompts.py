@@ -47,27 +47,23 @@ def chat_prompt(
     """Return the prompt of a chat; `echo` is the text of the last message. Raises `ApiError`."""
     dialogue = require_dialogue(model)
     messages, rendering = read_messages(body, dialogue, use, extra)
-    given = _transferred(body)
+    if (transfer := body.kv_transfer_params) is not None:
+        for name, value in (transfer.model_extra or {}).items():
+            if value not in (None, False, [], {}):
+                where = f"kv_transfer_params.{name[:64]}"
+                raise ApiError(400, f"{where} is not supported here", param=where, code="unsupported_field")
+    # The tokens of a prompt that another server tokenized.
+    given = None if transfer is None else transfer.prompt_token_ids
     if given is not None:
         check_known(given, model, "kv_transfer_params.prompt_token_ids")
         return Prompt(fit_to_context(given, body, model, max_tokens), str(messages[-1].get("content") or ""))
     if body.truncate_prompt_tokens is None:
-        texts = (text for message in messages for text in _texts_of(message.get("content")))
-        check_text_length(texts, "messages", model)
+        contents = (message.get("content") for message in messages)
+        parts = (one if isinstance(one, list) else [{"text": one or ""}] for one in contents)
+        check_text_length((part["text"] for several in parts for part in several), "messages", model)
     with api_errors("messages"):
         ids = dialogue.encode(messages, rendering)
     return Prompt(fit_to_context(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
-
-
-def _transferred(body: ChatBody) -> Sequence[int] | None:
-    """Return the tokens of a prompt that another server tokenized, if any. Raises `ApiError` for other fields."""
-    if body.kv_transfer_params is None:
-        return None
-    for name, value in (body.kv_transfer_params.model_extra or {}).items():
-        if value not in (None, False, [], {}):
-            where = f"kv_transfer_params.{name[:64]}"
-            raise ApiError(400, f"{where} is not supported here", param=where, code="unsupported_field")
-    return body.kv_transfer_params.prompt_token_ids
 
 
 def read_messages(
@@ -87,11 +83,6 @@ def read_messages(
 
 def _has_calls(message: Mapping[str, Any]) -> bool:
     return message["role"] in ("tool", "function") or bool(message.get("tool_calls") or message.get("function_call"))
-
-
-def _texts_of(content: Any) -> list[str]:
-    parts = content if isinstance(content, list) else [{"text": content or ""}]
-    return [part["text"] for part in parts]
 
 
 def require_dialogue(model: ServedModel) -> Dialogue:
@@ -245,17 +236,14 @@ def fit_to_context(prompt: Sequence[int], body: Sampling, model: ServedModel, ma
             prompt, keep if keep > 0 else room if 0 < room < longest else longest, body.truncation_side
         )
     if len(prompt) > longest:
-        raise too_long(len(prompt), f"{len(prompt)} tokens", _prompt_field(body), model)
+        field = "messages" if isinstance(body, ChatBody) else "prompt"
+        raise too_long(len(prompt), f"{len(prompt)} tokens", field, model)
     return prompt
 
 
 def kept_tokens(ids: Sequence[int], count: int, side: str | None) -> Sequence[int]:
     """Return at most `count` ids, without those on the given side (default: left)."""
     return ids[:count] if side == "right" else ids[-count:]
-
-
-def _prompt_field(body: Sampling) -> str:
-    return "messages" if isinstance(body, ChatBody) else "prompt"
 
 
 def too_long(num_tokens: int, shown: str, field: str, model: ServedModel, *, answered: bool = True) -> ApiError:

@@ -169,16 +169,14 @@ class LimitedProtocol(H11Protocol):
 
     def _watch_reading(self) -> None:
         """Run the read timer while request bytes are due. Received bytes do not restart it: slow senders time out."""
-        if not self._is_due():
+        # A head that is incomplete, or a body that the application did not read.
+        is_due = self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete
+        if self.conn.their_state is h11.IDLE:
+            is_due = self.cycle is None or bool(self.conn.trailing_data[0])
+        if not is_due:
             self._stop_reading_timer()
         elif self.read_timer is None:
             self.read_timer = self.loop.call_later(self.limits.header_timeout, self.transport.abort)
-
-    def _is_due(self) -> bool:
-        """Return True while a head is incomplete, or a body that the application did not read."""
-        if self.conn.their_state is h11.IDLE:
-            return self.cycle is None or bool(self.conn.trailing_data[0])
-        return self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete
 
     def _stop_reading_timer(self) -> None:
         if self.read_timer is not None:

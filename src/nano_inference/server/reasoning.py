@@ -35,7 +35,9 @@ def with_reasoning(
     `prompt` are the rendered messages, `last_text` is the text of the last one. A `structure` of the whole answer
     begins with its first token: there is no reasoning before it unless it has the closing mark.
     """
-    if shape.tool is not None or not _is_separate(body, config):
+    is_off = body.separate_reasoning is False or body.reasoning_format == "none"
+    is_on = bool(body.separate_reasoning or body.reasoning_format) or config.reasoning_format == "auto"
+    if shape.tool is not None or is_off or not is_on:
         return shape
     can_reason = structure is None or CLOSE_MARK in structure.grammar.text
     is_inside = can_reason and opens_reasoning(prompt, tokenizer)
@@ -46,12 +48,6 @@ def with_reasoning(
         prefix = b"".join(data).decode("utf-8", "ignore")
     start = ReasoningStart(is_inside, prefix, is_hidden=body.include_reasoning is False)
     return replace(shape, reasoning=start, markers=shape.markers | marks)
-
-
-def _is_separate(body: ChatBody, config: ServerConfig) -> bool:
-    if body.separate_reasoning is False or body.reasoning_format == "none":
-        return False
-    return bool(body.separate_reasoning or body.reasoning_format) or config.reasoning_format == "auto"
 
 
 def _special(mark: str, tokenizer: Tokenizer) -> Sequence[int]:

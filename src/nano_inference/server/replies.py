@@ -98,7 +98,13 @@ class OpenAIReply(Reply):
             self._chunk(transcript.index, {} if self._is_chat else "") | {"prompt_progress": report}
             for report in self._progress.reports(transcript, decoded)
         ]
-        for content in _chat_deltas(decoded, shape, bool(extras)) if self._is_chat else [echo + decoded.text]:
+        contents: Sequence[Any] = [echo + decoded.text]
+        if self._is_chat:
+            contents = call_deltas(decoded.events)
+            if shape.tool is not None and decoded.parts:
+                contents = [{"content": decoded.text, "parts": [part._asdict() for part in decoded.parts]}]
+            contents = contents or ([{"content": ""}] if extras else [])
+        for content in contents:
             if content or extras:
                 chunks.append(self._chunk(transcript.index, content, extras))
             extras = {}  # only in the first chunk
@@ -207,9 +213,19 @@ class OpenAIReply(Reply):
         return choice | self._prompt_facts(transcript) | sample_facts(transcript, shape)
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> JSON:
+        shape = self._shape
         if self._is_chat:
-            return {"content": token_logprobs(entries, self._shape, self._tokenizer)}
-        return _completion_logprobs(entries, self._shape, self._tokenizer)
+            return {"content": token_logprobs(entries, shape, self._tokenizer)}
+        name = _namer(shape, self._tokenizer)
+        return {  # of completions: four parallel lists
+            "tokens": [f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [
+                None if entry.top is None else _alternatives(entry, name, own_first=not shape.named)
+                for entry in entries
+            ],
+            "text_offset": [entry.offset for entry in entries],
+        }
 
 
 def _echo_delta(shape: ReplyShape, text: str) -> JSON:
@@ -233,14 +249,6 @@ def matched_stop(transcript: Transcript) -> StopReason | None:
     if transcript.finish_reason != "stop":
         return None
     return transcript.token_ids[-1] if transcript.stop_reason is None else transcript.stop_reason
-
-
-def _chat_deltas(decoded: DecodedDelta, shape: ReplyShape, has_extras: bool) -> list[JSON]:
-    """Return the `delta` objects of a chat's chunks: content, and parts of tool calls."""
-    deltas = call_deltas(decoded.events)
-    if shape.tool is not None and decoded.parts:
-        deltas = [{"content": decoded.text, "parts": [part._asdict() for part in decoded.parts]}]
-    return deltas or ([{"content": ""}] if has_extras else [])
 
 
 def token_facts(decoded: DecodedDelta, shape: ReplyShape) -> JSON:
@@ -321,19 +329,6 @@ def _own_bytes(entry: LogprobEntry, shape: ReplyShape, tokenizer: Tokenizer) -> 
 def _id_of(token: int, shape: ReplyShape) -> JSON:
     """Return the token's id if ids are requested; different tokens can have equal texts."""
     return {"token_id": token} if shape.token_ids else {}
-
-
-def _completion_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
-    """Return the form of completions: four parallel lists."""
-    name = _namer(shape, tokenizer)
-    return {
-        "tokens": [f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [
-            None if entry.top is None else _alternatives(entry, name, own_first=not shape.named) for entry in entries
-        ],
-        "text_offset": [entry.offset for entry in entries],
-    }
 
 
 def _alternatives(entry: LogprobEntry, name: Callable[[int], str], *, own_first: bool) -> JSON:

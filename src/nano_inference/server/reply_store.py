@@ -66,8 +66,11 @@ class ReplyStore:
             shelf = self._shelves.setdefault(owner, _Shelf())
             shelf.replies[stored.id] = stored
             self._count(shelf, 1, stored.size)
-            while self._num > self._max_replies or self._num_bytes > self._max_bytes:
-                self._remove_oldest_of_largest()
+            shelves = self._shelves
+            while (are_many := self._num > self._max_replies) or self._num_bytes > self._max_bytes:
+                sizes = {one: len(own.replies) if are_many else own.num_bytes for one, own in shelves.items()}
+                largest = max(sizes, key=sizes.__getitem__)
+                self._remove(largest, next(iter(shelves[largest].replies)))  # its oldest
             return owner in self._shelves and stored.id in self._shelves[owner].replies
 
     def remove(self, owner: Owner, name: str) -> bool:
@@ -84,12 +87,6 @@ class ReplyStore:
         if not shelf.replies:
             del self._shelves[owner]
         return True
-
-    def _remove_oldest_of_largest(self) -> None:
-        are_many = self._num > self._max_replies
-        shelves = self._shelves
-        largest = max(shelves, key=lambda one: len(shelves[one].replies) if are_many else shelves[one].num_bytes)
-        self._remove(largest, next(iter(shelves[largest].replies)))
 
     def _count(self, shelf: _Shelf, num: int, num_bytes: int) -> None:
         self._num += num

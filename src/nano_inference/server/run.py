@@ -59,15 +59,12 @@ class Shutdown:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self.on_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-            loop.add_signal_handler(signal.SIGHUP, self.on_hangup)
+            # A closing terminal and its shell both send SIGHUP, so a second one forces nothing.
+            loop.add_signal_handler(signal.SIGHUP, self.requested.set)
 
     def on_signal(self) -> None:
         """Request shutdown; on the second signal, force it."""
         (self.forced if self.requested.is_set() else self.requested).set()
-
-    def on_hangup(self) -> None:
-        """Request shutdown. A closing terminal and its shell both send SIGHUP, so a second one forces nothing."""
-        self.requested.set()
 
 
 def bind(config: ServerConfig) -> socket.socket:

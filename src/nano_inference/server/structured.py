@@ -99,29 +99,27 @@ def _of_vllm(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grammar]]:
     if fields.get("structured_outputs"):
         name = "structured_outputs"
         options = _object(name, fields[name])
-        _check_known(name, options)
+        for key, value in options.items():
+            if key in _REFUSED and value is not None:
+                raise ApiError(400, f"{name}.{key} is not supported", param=f"{name}.{key}")
+            if key not in (*_KINDS, *_FLAGS, *_REFUSED):
+                raise ApiError(400, f"{name}: unknown field {key[:64]!r}", param=name, code="unknown_field")
         flags = {flag: _flag(f"{name}.{flag}", options.get(flag)) for flag in _FLAGS}
         for key in _KINDS:
             value = options.get(key)
             if key != "json" and value in ("", []):
                 raise ApiError(400, f"{name}.{key}: must not be empty", param=f"{name}.{key}")
-            is_any_json = key == "json" and value == {}
-            found = _any_json(flags) if is_any_json else _of_kind(f"{name}.{key}", key, value, flags)
+            if key == "json" and value == {}:  # any JSON
+                schema = _compact({}) if flags.get("disable_any_whitespace") else {}
+                found: Grammar | None = Grammar("json_schema", _dumped("json", schema))
+            else:
+                found = _of_kind(f"{name}.{key}", key, value, flags)
             if found is not None:
                 yield f"{name}.{key}", found
     for key in ("json", "regex", "choice", "grammar"):
         found = _of_kind(f"guided_{key}", key, fields.get(f"guided_{key}"), {})
         if found is not None:
             yield f"guided_{key}", found
-
-
-def _check_known(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse unknown and unsupported fields of structured_outputs."""
-    for key, value in options.items():
-        if key in _REFUSED and value is not None:
-            raise ApiError(400, f"{name}.{key} is not supported", param=f"{name}.{key}")
-        if key not in (*_KINDS, *_FLAGS, *_REFUSED):
-            raise ApiError(400, f"{name}: unknown field {key[:64]!r}", param=name, code="unknown_field")
 
 
 def _of_others(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grammar]]:
@@ -142,7 +140,9 @@ def _of_kind(name: str, key: str, value: Any, flags: Mapping[str, bool]) -> Gram
         case "json":
             return _schema(name, value, flags)
         case "json_object":
-            return _any_object(flags) if _flag(name, value) else None
+            if _flag(name, value) and flags.get("disable_any_whitespace"):
+                return Grammar("json_schema", _dumped("json_object", _compact({"type": "object"})))
+            return Grammar("json_object", "") if value else None
         case "choice":
             return _choice(name, value)
     text = _text(name, value)
@@ -151,16 +151,6 @@ def _of_kind(name: str, key: str, value: Any, flags: Mapping[str, bool]) -> Gram
     if key == "regex":
         return Grammar("regex", text)
     return Grammar("gbnf" if _GBNF_RULE.search(text[:_LONGEST_RULE]) else "lark", text)
-
-
-def _any_object(flags: Mapping[str, bool]) -> Grammar:
-    if flags.get("disable_any_whitespace"):
-        return Grammar("json_schema", _dumped("json_object", _compact({"type": "object"})))
-    return Grammar("json_object", "")
-
-
-def _any_json(flags: Mapping[str, bool]) -> Grammar:
-    return Grammar("json_schema", _dumped("json", _compact({}) if flags.get("disable_any_whitespace") else {}))
 
 
 def _schema(name: str, value: Any, flags: Mapping[str, bool] | None = None) -> Grammar | None:

@@ -69,7 +69,12 @@ def requested_tools(body: ToolFields, template_source: str | None) -> ToolUse | 
     try:
         return tool_use(tools, choice, False, template_source)
     except ApiError as error:
-        raise _with_deprecated_fields(error) from None
+        # The client used the deprecated fields.
+        message, param = (
+            _FUNCTION.sub(r"functions\1", text).replace("tool_choice", "function_call").replace("tools", "functions")
+            for text in (error.message, error.param or "")
+        )
+        raise ApiError(error.status, message, param=param or None) from None
 
 
 def tool_use(
@@ -229,28 +234,14 @@ def _choice(given: str | ToolChoice | None, names: Sequence[str]) -> tuple[Choic
         raise _refused(
             "tool_choice", f"must be 'none', 'auto', 'required' or an object that names a function, got {given!r}"
         )
-    name = _chosen_name(given)
-    if name not in names:
-        raise _refused("tool_choice", f"there is no function {name!r} in tools")
-    return "required", name
-
-
-def _chosen_name(given: ToolChoice) -> str:
     if given.type != "function":
         raise _refused("tool_choice.type", f"{given.type!r} is not supported, only 'function'")
     name = given.name if given.function is None else given.function.name
     if name is None:
         raise _refused("tool_choice.function", "field required")
-    return name
-
-
-def _with_deprecated_fields(error: ApiError) -> ApiError:
-    """Return an error with the names of the deprecated fields, which the client used."""
-    message, param = (
-        _FUNCTION.sub(r"functions\1", text).replace("tool_choice", "function_call").replace("tools", "functions")
-        for text in (error.message, error.param or "")
-    )
-    return ApiError(error.status, message, param=param or None)
+    if name not in names:
+        raise _refused("tool_choice", f"there is no function {name!r} in tools")
+    return "required", name
 
 
 def _refused(where: str, what: str) -> ApiError:

@@ -72,15 +72,14 @@ def rename_structures(call: Call, names: Mapping[str, str]) -> Call:
     """Return a call whose structures have renamed fields, for errors of their later compilation."""
 
     def renamed(structure: Structure | None) -> Structure | None:
-        return None if structure is None else structure._replace(field=_renamed_head(structure.field, names))
+        if structure is None:
+            return None
+        place = _HEAD.sub(lambda found: names.get(found.group(), found.group()), structure.field)
+        return structure._replace(field=place)
 
     return replace(
         call, requests=tuple(replace(request, structure=renamed(request.structure)) for request in call.requests)
     )
-
-
-def _renamed_head(place: str, names: Mapping[str, str]) -> str:
-    return _HEAD.sub(lambda found: names.get(found.group(), found.group()), place)
 
 
 def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:

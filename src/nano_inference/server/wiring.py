@@ -10,7 +10,6 @@ from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import DIALECTS_GROUP, Dialect
 from nano_inference.server.dialects import (
-    embeddings,
     generate,
     llamacpp,
     messages,
@@ -35,7 +34,7 @@ OWN_DIALECTS: Mapping[str, Dialect] = {
     "sglang": sglang.DIALECT,
     "llamacpp": llamacpp.DIALECT,
     "ollama": ollama.DIALECT,
-    "embeddings": embeddings.DIALECT,
+    "embeddings": openai.EMBEDDINGS,
     "tokens": tokens.DIALECT,
 }
 """The dialects of this package."""
