@@ -211,7 +211,10 @@ def adjust_logits(logits_V: Tensor, row: Row) -> None:
     if params.allowed_token_ids is not None:
         keep_only(logits_V, torch.tensor(sorted(params.allowed_token_ids), device=logits_V.device))
     if row.mask is not None:
-        keep_only(logits_V, unpack_mask(row.mask, logits_V.size(0)).to(logits_V.device))
+        byte = torch.frombuffer(bytearray(row.mask), dtype=torch.uint8)  # the lowest bit of the first one is id 0
+        bits = (byte.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        allowed = bits.flatten()[: logits_V.size(0)].nonzero().squeeze(-1)
+        keep_only(logits_V, allowed.to(logits_V.device))
     if row.banned:
         logits_V[torch.tensor(row.banned, device=logits_V.device)] = -torch.inf
 
@@ -235,13 +238,6 @@ def keep_only(logits_V: Tensor, ids: Tensor) -> None:
     kept = logits_V[ids]
     logits_V.fill_(-torch.inf)
     logits_V[ids] = kept
-
-
-def unpack_mask(mask: bytes, vocab_size: int) -> Tensor:
-    """Return the ids of set bits; the lowest bit of the first byte is id 0."""
-    byte = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-    bits = (byte.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten()[:vocab_size].nonzero().squeeze(-1)
 
 
 def scaled(logits_BV: Tensor, temperatures: Sequence[float], vocabulary: Vocabulary = WHOLE) -> Tensor:

@@ -136,7 +136,6 @@ class Linear(BaseOp):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Return the width of each output."""
         return tuple(self.num_rows or matrix.shape[0] for matrix in self.matrices)
 
 

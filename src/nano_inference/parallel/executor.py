@@ -62,7 +62,6 @@ class ShardedExecutor:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks."""
         return self._leader.links.size
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
@@ -36,10 +36,6 @@ class Whole:
     def specs(self) -> tuple[Mapping[str, WeightSpec], ...]:
         """Return each rank's weights by name; a bias that is added once is on rank 0 only."""
         return tuple({spec.name: spec for spec in part.program.weights} for part in self.shards)
-
-    def ranks_with(self, name: str) -> Iterator[int]:
-        """Yield the other ranks that have a part of a weight."""
-        yield from (rank for rank in range(1, len(self.shards)) if name in self.specs[rank])
 
     def is_cut(self, name: str) -> bool:
         """Return whether each rank has a part of a weight, or all of it."""
@@ -93,7 +89,7 @@ class WeightFeed:
 
         def work() -> None:
             self._send(command, about)
-            for rank in whole.ranks_with(name):
+            for rank in (one for one in range(1, len(whole.shards)) if name in whole.specs[one]):
                 part = part_of(source, whole.shards[rank].cuts.get(name))
                 assert isinstance(part, TensorSource)
                 self._group.send(part.tensor.cpu(), rank)

@@ -85,7 +85,6 @@ class ShardedVocabulary:
         return self._of_owner(at(logits_BV, own_B), owner_B.unsqueeze(-1))
 
     def _of_owner(self, value: Tensor, owner: Tensor) -> Tensor:
-        """Return each value of the rank that is its owner."""
         return self._group.gather(value).gather(0, owner.unsqueeze(0)).squeeze(0)
 
     def ranks(self, logits_BV: Tensor, own_B1: Tensor) -> list[int]:

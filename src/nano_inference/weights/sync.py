@@ -173,7 +173,8 @@ class WeightSyncManager:
         """Wait until staging has ended, at most `timeout` seconds; return the state."""
         job = self._job
         if job is not None and job.thread is not None:
-            job.thread.join(job.time_left(timeout))
+            left = None if job.deadline is None else max(0.0, job.deadline - time.monotonic()) + 1e-3
+            job.thread.join(min((t for t in (timeout, left) if t is not None), default=None))
         return self.state
 
     def cancel(self, wait: float = 0.0) -> bool:
@@ -256,7 +257,7 @@ class _Job:
         self.is_cancelled = threading.Event()
         self.takes_turns = executor.steps_share_processors
         self.gate = StepGate(share_of(executor.weight_bytes))
-        self._deadline = None if update.timeout is None else time.monotonic() + update.timeout
+        self.deadline = None if update.timeout is None else time.monotonic() + update.timeout
 
     def run(self) -> None:
         """Stage the update; store an error for the engine thread."""
@@ -305,7 +306,6 @@ class _Job:
             self._gathered.discard()
 
     def _next(self, source: Iterator[tuple[object, object]]) -> tuple[object, object] | None:
-        """Return the source's next pair."""
         self.gate.start_reading()
         self._check_cancelled()
         item = next(source, None)
@@ -323,7 +323,7 @@ class _Job:
 
     def state(self) -> UpdateState:
         """Return the state; once the deadline has passed it stays "failed"."""
-        if self.error is None and self.staged is None and self._deadline and time.monotonic() > self._deadline:
+        if self.error is None and self.staged is None and self.deadline and time.monotonic() > self.deadline:
             self.is_cancelled.set()
             self.error = WeightError(f"the weights were not complete within {self.update.timeout or 0:g} seconds")
         if self.error is not None:
@@ -344,8 +344,3 @@ class _Job:
         failure = WeightError(f"the update failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         return failure
-
-    def time_left(self, timeout: float | None) -> float | None:
-        """Return the smaller of `timeout` and the time until the deadline; None if there is no limit."""
-        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic()) + 1e-3
-        return min((t for t in (timeout, left) if t is not None), default=None)

@@ -146,7 +146,8 @@ class CpuStaged:
 
     def _values(self, source: WeightSource) -> Tensor:
         """Return a matrix as contiguous plain values, without a copy if the source already has that form."""
-        dtype = torch.bfloat16 if self._rounding == "bfloat16" else own_dtype(source)
+        own = DTYPES.get(source.dtype, torch.float32)  # the narrowest precision of the kernels that holds the values
+        dtype = torch.bfloat16 if self._rounding == "bfloat16" else torch.float32 if own == torch.float64 else own
         if isinstance(source, TensorSource):
             tensor = source.tensor
             if tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
@@ -166,12 +167,6 @@ class CpuStaged:
     @property
     def _name(self) -> str:
         return "bfloat16" if self._rounding == "bfloat16" else "float32"
-
-
-def own_dtype(source: WeightSource) -> torch.dtype:
-    """Return the narrowest kernel precision that holds a source's values."""
-    dtype = DTYPES.get(source.dtype, torch.float32)
-    return torch.float32 if dtype == torch.float64 else dtype
 
 
 def values_of(library: Library, weights: CpuWeights, spec: WeightSpec, rounding: Rounding) -> Tensor:

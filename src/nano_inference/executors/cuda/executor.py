@@ -33,7 +33,7 @@ from nano_inference.executors.step import InferenceMode, Result, run_step
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.executors.torch.executor import new_store
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.executors.torch.weights import Layout, TorchStaged, TorchWeights, layout_of
+from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, layout_of
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
 from nano_inference.types import SamplingParams
@@ -260,8 +260,15 @@ class CudaExecutor:
         return self._weights
 
     def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> TorchStaged:
-        """Start filling new weights in main memory; on the device if there are none yet."""
-        return stage_weights(self._layout, self._weights, self.device, self.dtype, pace, check_finite=check_finite)
+        """Start filling new weights in main memory (pinned for CUDA); on the device if there are none yet."""
+        live = self._weights
+        where = self.device if live is None else torch.device("cpu")
+        is_pinned = live is not None and self.device.type == "cuda"
+        return TorchStaged(
+            *(self._layout, live, lambda weights: weights, {}, where, self.dtype, pace),
+            check_finite=check_finite,
+            is_pinned=is_pinned,
+        )
 
     def commit(self, staged: TorchWeights) -> None:
         """Copy the staged weights over the current ones, at the same addresses."""
@@ -321,23 +328,6 @@ def rows_of(inputs: ForwardInput) -> list[TokenRow]:
         TokenRow(tuple(tokens[one.offset : one.offset + one.num_tokens]), previous[one.offset], one.start, one.blocks)
         for one in inputs.spans
     ]
-
-
-def stage_weights(
-    layout: Layout,
-    live: TorchWeights | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    pace: Pace | None,
-    *,
-    check_finite: bool,
-) -> TorchStaged:
-    """Start filling new weights: on the device if there are none, else in main memory (pinned for CUDA)."""
-    where = device if live is None else torch.device("cpu")
-    is_pinned = live is not None and device.type == "cuda"
-    return TorchStaged(
-        *(layout, live, lambda weights: weights, {}, where, dtype, pace), check_finite=check_finite, is_pinned=is_pinned
-    )
 
 
 def install(live: TorchWeights, staged: TorchWeights) -> None:

@@ -139,6 +139,7 @@ def _places(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
 def write_params(fields: Mapping[str, npt.NDArray[Any]], slot: int, row: Row) -> None:
     """Write the sampling parameters of a row to its slot; stop tokens and tables are written apart."""
     params, cut = row.params, truncation_of(row)
+    low = row.seed & (2**64 - 1)
     values = {
         "temperature": params.temperature,
         "top_k": cut.top_k,
@@ -150,7 +151,7 @@ def write_params(fields: Mapping[str, npt.NDArray[Any]], slot: int, row: Row) ->
         "frequency": params.frequency_penalty,
         "sample": row.sample_index,
         "num_tops": params.logprobs or 0,
-        "seed": as_int64(row.seed),
+        "seed": low - 2**64 if low >= 2**63 else low,
     }
     for name, value in values.items():
         fields[name][slot] = value
@@ -161,12 +162,6 @@ def write_stops(fields: Mapping[str, npt.NDArray[Any]], slot: int, tokens: Itera
     stops = tuple(tokens)[:MOST_STOPS]
     fields["stop"][slot] = -1
     fields["stop"][slot, : len(stops)] = stops
-
-
-def as_int64(seed: int) -> int:
-    """Return the signed integer with the low 64 bits of a seed."""
-    low = seed & (2**64 - 1)
-    return low - 2**64 if low >= 2**63 else low
 
 
 def excluded_by_bias(row: Row) -> tuple[int, ...]:
