@@ -46,7 +46,13 @@ def append_many(seq: Sequence, result: RowResult, version: int) -> int:
         end = next(place for place, token in enumerate(tokens) if token in seq.stop_ids) + 1
         tokens, stop = tokens[:end], tokens[end - 1]
     count = len(tokens)
-    _append_columns(seq, result, count)
+    params = seq.request.params
+    if params.logprobs is not None:
+        seq.top_logprobs += (result.top_logprobs or ((),) * len(result.tokens))[:count]
+    if params.raw_logprobs:
+        seq.raw_logprobs += [_raw_logprob(one) for one in result.extras[:count]]
+    if params.sampling_mask:
+        seq.sampling_masks += [one.sampling_mask for one in result.extras[:count]]
     seq.tokens += tokens
     seq.mask += (1,) * count
     seq.logprobs += logprobs[:count]
@@ -58,17 +64,6 @@ def append_many(seq: Sequence, result: RowResult, version: int) -> int:
     elif count and seq.max_new <= 0:
         finish(seq, "length", None)
     return count
-
-
-def _append_columns(seq: Sequence, result: RowResult, count: int) -> None:
-    """Append the optional results of the first `count` tokens."""
-    params = seq.request.params
-    if params.logprobs is not None:
-        seq.top_logprobs += (result.top_logprobs or ((),) * len(result.tokens))[:count]
-    if params.raw_logprobs:
-        seq.raw_logprobs += [_raw_logprob(one) for one in result.extras[:count]]
-    if params.sampling_mask:
-        seq.sampling_masks += [one.sampling_mask for one in result.extras[:count]]
 
 
 def _append_one_by_one(seq: Sequence, row: Row, result: RowResult, version: int, vocab_size: int) -> int:

@@ -129,7 +129,12 @@ class Core:
         because something waits for the end of the step.
         """
         hits: dict[int, Hit] = {}
-        plan = self._plan(hits, None if admit_new else self.started_requests(), is_urgent=is_urgent)
+        admitted = None if admit_new else self.started_requests()
+        waiting = self._waiting_views(hits, admitted) if self._waiting else ()
+        running = self._speculator.with_drafts(self._running, self._running_views())
+        limits = self._urgent_limits if is_urgent else self._limits
+        plan = plan_step(waiting, running, self._kv.num_free_blocks(), limits)
+        assert plan.work or plan.preempted or admitted == frozenset() or not self.has_work(), "a step without work"
         seqs, copies, fresh = self._apply(plan, hits)
         rows = tuple(
             to_row(seq, work.num_tokens, work.num_sampled, self._speculator.drafts(seq, work.num_drafts))
@@ -139,15 +144,6 @@ class Core:
         return PlannedStep(plan, seqs, rows, copies, fresh, started)
 
     # ---- plan -------------------------------------------------------------------------------------------------------
-
-    def _plan(self, hits: dict[int, Hit], admitted: Collection[int] | None, *, is_urgent: bool) -> StepPlan:
-        """Return the plan of a step; store the cache hits of waiting sequences in `hits`."""
-        waiting = self._waiting_views(hits, admitted) if self._waiting else ()
-        running = self._speculator.with_drafts(self._running, self._running_views())
-        limits = self._urgent_limits if is_urgent else self._limits
-        plan = plan_step(waiting, running, self._kv.num_free_blocks(), limits)
-        assert plan.work or plan.preempted or admitted == frozenset() or not self.has_work(), "a step without work"
-        return plan
 
     def _running_views(self) -> list[SeqView]:
         """Return the counts of running sequences, oldest first; counts private blocks only if blocks are scarce."""

@@ -123,7 +123,7 @@ class _Sample:
 
 
 class NgramDrafter:
-    """Owns the text index of each open request; it is freed when the request's last sample ends.
+    """Satisfies `Drafter`. Owns the text index of each open request, freed when the request's last sample ends.
 
     Each sample has a running estimate of acceptance, updated from every draft, computed in a step or not: a low one
     causes no computation, and it rises again when the sample starts to repeat itself.
@@ -136,7 +136,6 @@ class NgramDrafter:
         self._samples: dict[int, _Sample] = {}
 
     def open(self, sample_id: int, request_id: int, tokens: Sequence[int], num_prompt: int) -> None:
-        """Register a sample; its caller appends to `tokens`. All samples of a request are registered first."""
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = _Request(index=TextIndex(), num_prompt=num_prompt)
@@ -144,7 +143,7 @@ class NgramDrafter:
         self._samples[sample_id] = _Sample(request=request, tokens=tokens, text=request.index.add_text(tokens))
 
     def close(self, sample_id: int, request_id: int) -> None:
-        """Forget a sample; its text stays indexed for the others of its request. Ignores an unknown sample."""
+        """Forget a sample; its text stays indexed for the others of its request."""
         sample = self._samples.pop(sample_id, None)
         if sample is None:
             return
@@ -155,11 +154,10 @@ class NgramDrafter:
             _index_new_tokens(sample)
 
     def disable(self, sample_id: int) -> None:
-        """Propose no more tokens for a sample."""
         self._samples[sample_id].is_disabled = True
 
     def draft(self, sample_id: int) -> Draft:
-        """Return draft tokens for a sample, none for an unknown one. Updates acceptance from its previous draft."""
+        """Return draft tokens for a sample. Updates acceptance from its previous draft."""
         sample = self._samples.get(sample_id)
         if sample is None or sample.is_disabled:
             return Draft()
@@ -177,7 +175,6 @@ class NgramDrafter:
         return Draft(sample.draft, sample.chance)
 
     def last_draft(self, sample_id: int) -> tuple[int, ...]:
-        """Return the tokens of the sample's last draft."""
         return self._samples[sample_id].draft
 
 

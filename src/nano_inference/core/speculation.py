@@ -22,7 +22,6 @@ class Speculator:
             self._drafter.open(seq.id, seq.request_id, seq.tokens, seq.num_prompt)
 
     def close(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended."""
         self._drafter.close(seq.id, seq.request_id)
 
     def with_drafts(self, running: Seq[Sequence], views: list[SeqView]) -> list[SeqView]:
@@ -42,5 +41,4 @@ class Speculator:
         return self._drafter.last_draft(seq.id)[:count] if count else ()
 
     def disable(self, seq: Sequence) -> None:
-        """Propose no more draft tokens for a sequence."""
         self._drafter.disable(seq.id)

@@ -17,7 +17,11 @@ def compute_block_hash(token_ids: Sequence[int], prefix_hash: int | None = None)
     if not token_ids:
         raise ValueError("token_ids must hold at least one token")
     prefix = b"" if prefix_hash is None else prefix_hash.to_bytes(_DIGEST_BYTES, "little")
-    digest = hashlib.sha256(bytes([len(prefix)]) + prefix + _encode(token_ids)).digest()
+    try:
+        data = b"q" + struct.pack(f"<{len(token_ids)}q", *token_ids)
+    except struct.error:  # an id exceeds 64 bits
+        data = b"d" + ",".join(str(int(token)) for token in token_ids).encode()
+    digest = hashlib.sha256(bytes([len(prefix)]) + prefix + data).digest()
     return int.from_bytes(digest[:_DIGEST_BYTES], "little")
 
 
@@ -25,11 +29,3 @@ def root_hash(version: int, salt: str) -> int:
     """Return the prefix hash of the first block under one weight version and one cache namespace."""
     digest = hashlib.sha256(b"root" + struct.pack("<q", version) + salt.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:_DIGEST_BYTES], "little")
-
-
-def _encode(token_ids: Sequence[int]) -> bytes:
-    """Return bytes that differ for different lists; ids may exceed 64 bits."""
-    try:
-        return b"q" + struct.pack(f"<{len(token_ids)}q", *token_ids)
-    except struct.error:
-        return b"d" + ",".join(str(int(token)) for token in token_ids).encode()
