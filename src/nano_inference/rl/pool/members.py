@@ -73,7 +73,6 @@ class Members:
             raise failures[0]
 
     async def close(self) -> None:
-        """Close all workers."""
         running = [*self._tasks, *self._retries]
         for task in running:
             task.cancel()
@@ -196,7 +195,6 @@ class Members:
             raise
 
     async def resume(self) -> None:
-        """Resume all workers."""
         self._is_paused = False
         await self.each(lambda worker: worker.resume())
 
@@ -277,7 +275,6 @@ class Members:
         self.num_replaced += 1
 
     async def _open(self, index: int) -> Member:
-        """Open a worker at the pool's start."""
         worker = await self._fleet.open(index)
         return Member(index=index, worker=worker, versions={worker.first_version: 0})
 

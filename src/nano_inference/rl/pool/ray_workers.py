@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
-from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,52 +54,19 @@ def from_shared(shared: Iterable[SharedTensor]) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.from_numpy(data.copy()).view(DTYPES[dtype]).reshape(shape)
 
 
-class EngineActor:
-    """Runs in a Ray process and owns a `LocalWorker`, whose methods it has."""
+class EngineActor(LocalWorker):
+    """A `LocalWorker` in a Ray process."""
 
     def __init__(self, name: str, config: EngineConfig) -> None:
-        self._worker = LocalWorker(name, lambda: InferenceEngine(config))
+        super().__init__(name, lambda: InferenceEngine(config))
 
-    async def open(self) -> Limits | None:
-        await self._worker.open()
-        return self._worker.limits
+    async def opened(self) -> Limits | None:
+        await self.open()
+        return self.limits
 
-    async def generate(self, job: Job) -> list[TrainingSample]:
-        return await self._worker.generate(job)
-
-    async def stream(self, job: Job) -> AsyncGenerator[Delta]:
-        async with aclosing(self._worker.stream(job)) as deltas:
-            async for delta in deltas:
-                yield delta
-
-    async def stage(self, update: HeldUpdate, shared: list[SharedTensor] | None) -> int:
+    async def stage_shared(self, update: HeldUpdate, shared: list[SharedTensor]) -> int:
         """`shared` replaces the update's weights: Ray resolves only references that are arguments themselves."""
-        whole = update if shared is None else replace(update, weights=from_shared(shared))
-        return await self._worker.stage(whole)
-
-    async def commit(self) -> int:
-        return await self._worker.commit()
-
-    async def discard(self) -> bool:
-        return await self._worker.discard()
-
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        await self._worker.pause(mode, clear_cache=clear_cache)
-
-    async def resume(self) -> None:
-        await self._worker.resume()
-
-    async def abort(self, job_ids: Collection[int] | None) -> None:
-        await self._worker.abort(job_ids)
-
-    async def flush(self) -> int:
-        return await self._worker.flush()
-
-    async def checksum(self) -> str:
-        return await self._worker.checksum()
-
-    async def facts(self) -> WorkerFacts:
-        return await self._worker.facts()
+        return await self.stage(replace(update, weights=from_shared(shared)))
 
 
 class RayWorker:
@@ -116,7 +82,7 @@ class RayWorker:
     async def open(self, timeout: float) -> None:
         """Wait until the engine is open. Raises `WorkerDied` after `timeout` seconds."""
         try:
-            self.limits = await asyncio.wait_for(self._answer(self._actor.open.remote()), timeout)
+            self.limits = await asyncio.wait_for(self._answer(self._actor.opened.remote()), timeout)
         except TimeoutError:
             raise WorkerDied(f"{self.name}: did not start within {timeout:g} s; has Ray the CPUs and GPUs?") from None
 
@@ -136,9 +102,9 @@ class RayWorker:
 
     async def stage(self, update: HeldUpdate) -> int:
         if directory_of(update) is not None:
-            asked = self._actor.stage.remote(update, None)
+            asked = self._actor.stage.remote(update)
         else:
-            asked = self._actor.stage.remote(replace(update, weights=None), update.weights)
+            asked = self._actor.stage_shared.remote(replace(update, weights=None), update.weights)
         version: int = await self._answer(asked)
         return version
 
@@ -151,7 +117,7 @@ class RayWorker:
         return was_held
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        await self._answer(self._actor.pause.remote(mode, clear_cache))
+        await self._answer(self._actor.pause.remote(mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
         await self._answer(self._actor.resume.remote())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import NamedTuple
 
 from nano_inference.rl.pool.members import Member, Members
 from nano_inference.rl.pool.worker import HeldUpdate, WorkerDied
@@ -52,7 +51,6 @@ class Updates:
 
     @property
     def is_running(self) -> bool:
-        """Whether an update is in progress."""
         return self._task is not None and not self._task.done()
 
     async def _install(self, update: HeldUpdate) -> int:
@@ -64,46 +62,33 @@ class Updates:
         async with members.lock:
             members.require_some()
             alive = members.alive
-            held = await _staged(alive, update)
+            try:
+                outcomes = await asyncio.gather(*(one.worker.stage(update) for one in alive), return_exceptions=True)
+            except asyncio.CancelledError:
+                await asyncio.shield(_discard(alive))
+                raise
+            pairs = list(zip(alive, outcomes, strict=True))
+            failed = [(member, outcome) for member, outcome in pairs if isinstance(outcome, BaseException)]
+            numbers = [(member, outcome) for member, outcome in pairs if not isinstance(outcome, BaseException)]
+            if failed:
+                await _discard([member for member, _ in numbers])
             version = members.version
-            if not held.failed:
+            if not failed:
                 self._is_committing = True
                 try:
-                    version = members.record(update, held.numbers)
+                    version = members.record(update, numbers)
                     done = await asyncio.gather(*(one.worker.commit() for one in alive), return_exceptions=True)
                 finally:
                     self._is_committing = False
-        for member, error in held.failed:
+        for member, error in failed:
             if isinstance(error, WorkerDied):
                 await members.replace(member, error)
-        if held.failed:
-            raise _refused(*held.failed[0], version)
+        if failed:
+            raise _refused(*failed[0], version)
         for member, outcome in zip(alive, done, strict=True):
             if isinstance(outcome, BaseException):  # the update is in force: the replacement gets it
                 await members.replace(member, WorkerDied(f"{member.worker.name}: could not install: {outcome}"))
         return version
-
-
-class Held(NamedTuple):
-    """What workers say of an update; if one failed, none holds it."""
-
-    numbers: list[tuple[Member, int]]  # members and their future versions
-    failed: list[tuple[Member, BaseException]]
-
-
-async def _staged(alive: list[Member], update: HeldUpdate) -> Held:
-    """Let all workers gather an update."""
-    try:
-        outcomes = await asyncio.gather(*(one.worker.stage(update) for one in alive), return_exceptions=True)
-    except asyncio.CancelledError:
-        await asyncio.shield(_discard(alive))
-        raise
-    pairs = list(zip(alive, outcomes, strict=True))
-    failed = [(member, outcome) for member, outcome in pairs if isinstance(outcome, BaseException)]
-    numbers = [(member, outcome) for member, outcome in pairs if not isinstance(outcome, BaseException)]
-    if failed:
-        await _discard([member for member, _ in numbers])
-    return Held(numbers, failed)
 
 
 def _refused(member: Member, error: BaseException, version: int) -> WeightError | UpdateBusy:

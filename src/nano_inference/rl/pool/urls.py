@@ -69,7 +69,11 @@ class UrlWorker:
                 async for event in events:
                     for choice in event["choices"]:
                         self._check_lineage(choice)
-                        yield _delta(builders[choice["index"]], choice)
+                        builder = builders[choice["index"]]
+                        delta = builder.add(choice)
+                        if choice.get("finish_reason") is not None:
+                            delta = replace(delta, sample=builder.sample(choice, {}))
+                        yield delta
         finally:
             self._open.pop(job.id, None)
 
@@ -214,11 +218,3 @@ class UrlFleet:
 
     async def close(self) -> None:
         """Owns nothing else."""
-
-
-def _delta(builder: SampleBuilder, choice: dict[str, Any]) -> Delta:
-    """Return the delta of a stream's chunk, with the sample in its last one."""
-    delta = builder.add(choice)
-    if choice.get("finish_reason") is None:
-        return delta
-    return replace(delta, sample=builder.sample(choice, {}))

@@ -80,7 +80,6 @@ class Server:
         raise WorkerDied(f"{self.url}: the stream ended early")
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _limited(self, asked: Any) -> JSON:
