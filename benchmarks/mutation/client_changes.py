@@ -75,7 +75,7 @@ CHANGES: Sequence[Change] = (
     route("instructor", _CHAT, "openai"),
     Change("instructor", "chats have no `tool_calls`", *_CALLS),
     Change(
-        *("langchain", "`/v1/embeddings` has another name", "dialects/embeddings.py"),
+        *("langchain", "`/v1/embeddings` has another name", "dialects/openai.py"),
         *('("/v1/embeddings", "/embeddings")', '("/embeddings",)'),
     ),
     Change("langchain", "chats have no `tool_calls`", *_CALLS),
@@ -132,8 +132,8 @@ CHANGES: Sequence[Change] = (
     ),
     rl_route("server/areal", "/update_weights_from_distributed", "sglang"),
     rl_route("server/weights_from_tensor", "/update_weights_from_tensor", "sglang"),
-    rl_route("server/prime_rl", "/init_broadcaster", "prime_rl"),
-    rl_route("server/pipeline_rl", "/receive_weight_update", "prime_rl"),
+    rl_route("server/prime_rl", "/init_broadcaster", "vllm"),
+    rl_route("server/pipeline_rl", "/receive_weight_update", "vllm"),
     Change(
         *("weights/stateless_group", "NCCL's id is asked under another key", "../weights/stateless.py"),
         *('"broadcast_from/0/0"', '"broadcast_from/0/1"'),
