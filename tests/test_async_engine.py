@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -377,3 +378,72 @@ def test_callers_of_a_cancelled_or_failed_update_get_their_own_error(untied: Pai
             await failing
 
     run(work, open_engine(untied))
+
+
+def test_all_who_wait_for_an_update_get_its_error(untied: Pair, open_engine: OpenEngine) -> None:
+    source = PausedSource({"no such weight": untied.named()[NORM]})
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        held = await engine.start_update(WeightUpdate(weights=source, hold=True))
+        commits = [asyncio.create_task(engine.commit_update()) for _ in range(2)]
+        await engine.call(lambda _: None)
+        source.resume.set()
+        for one in (held, commits[0]):
+            with pytest.raises(WeightError, match="no such weight"):
+                await one
+        with pytest.raises((WeightError, BadRequest)):  # refused, if it came after the first
+            await commits[1]
+        assert (await engine.call(lambda inner: inner.weight_info())).version == 0
+
+    run(work, open_engine(untied))
+
+
+def test_a_held_update_that_is_committed_early_blocks_no_step(untied: Pair, open_engine: OpenEngine) -> None:
+    source = PausedSource(untied.named())
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        stream = engine.stream([1, 2, 3], SamplingParams(max_tokens=60, seed=1, ignore_eos=True))
+        await anext(stream)
+        held = await engine.start_update(WeightUpdate(weights=source, hold=True, on_running="wait"))
+        commit = asyncio.create_task(engine.commit_update())
+        await engine.call(lambda _: None)
+        source.resume.set()
+        assert (await held).version == 0
+        rest = [delta async for delta in stream]
+        assert await commit == 1 and {version for delta in rest for version in delta.versions} == {0}
+
+    run(work, open_engine(untied))
+
+
+def test_an_engine_whose_start_is_cancelled_or_whose_step_fails_is_shut_down() -> None:
+    opened, inner = threading.Event(), fake_engine()
+
+    def open_slowly() -> InferenceEngine:
+        opened.wait(30)
+        return inner
+
+    async def cancel() -> None:
+        engine = AsyncEngine(open_slowly)
+        starting = asyncio.create_task(engine.start())
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        opened.set()
+        while engine.is_alive:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(cancel())
+    with pytest.raises(EngineDead):
+        inner.generate([PROMPT], PARAMS)
+    failing = fake_engine()
+    failing.tick = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+
+    async def fail() -> None:
+        async with AsyncEngine(lambda: failing) as engine:
+            with pytest.raises(EngineDead, match="division"):
+                await engine.generate([PROMPT], PARAMS)
+
+    asyncio.run(fail())
+    with pytest.raises(EngineDead, match="shut down"):
+        failing.generate([PROMPT], PARAMS)

@@ -1,7 +1,7 @@
 """`AsyncEngine`: `InferenceEngine` for asyncio, on a thread of its own.
 
 The thread runs the commands in its inbox, then one step, in turns. What a step produced is posted to the event loop,
-which puts it into its caller's `Outbox`. Nothing else is shared. An exception that escapes a step ends the thread:
+which puts it into its caller's `Outbox`. Nothing else is shared. An exception that escapes a turn ends the thread:
 every waiter and every later call gets `EngineDead` with this exception as its cause.
 """
 
@@ -135,7 +135,7 @@ class AsyncEngine(Generic[Engine]):
         step_timeout: float | None = None,
         end_error: Callable[[BaseException | None], Exception] | None = None,
     ) -> None:
-        """`open_engine` is called on the thread. A step of more than `step_timeout` seconds counts as a failure.
+        """`open_engine` is called on the thread. A turn of more than `step_timeout` seconds counts as a failure.
 
         `end_error` returns the exception for waiters at the engine's end, given the failure, or None if the engine was
         stopped; the default returns `EngineDead`.
@@ -173,6 +173,8 @@ class AsyncEngine(Generic[Engine]):
         """Commands that ended a waiting pause: resumes, and pauses with mode "keep"."""
         self._num_updates = 0
         """Updates that were started here; the number of each is its place."""
+        self._failed_update: tuple[int, Exception] | None = None
+        """The number and the error of the latest update that failed."""
         self._num_cancelled = 0
         """The largest number of a cancelled update."""
 
@@ -187,8 +189,12 @@ class AsyncEngine(Generic[Engine]):
         self._thread.start()
         try:
             engine = await opened
-        except Exception as error:
-            self.failure = error
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self.failure = error
+            else:  # a cancelled caller calls no `stop`
+                self._is_stopped = True
+                self._inbox.put(self._end)
             raise
         self._watchdog = self._loop.create_task(self._watch_thread(engine))
         return engine
@@ -336,8 +342,8 @@ class AsyncEngine(Generic[Engine]):
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> bool:
         """Pause as `InferenceEngine.pause` does, with "wait" until the started requests have ended; return True.
 
-        A call that waits returns False if another one resumes the engine or pauses it at once. Cancelling it cancels
-        the pause, unless another call waits for it too.
+        A call that waits returns False if another one resumes the engine or pauses it with "keep". Cancelling it
+        cancels the pause, unless another call waits for it too.
         """
         overrides: list[int] = []
 
@@ -432,11 +438,13 @@ class AsyncEngine(Generic[Engine]):
 
     async def commit_update(self) -> int:
         """Install a held update, as its `on_running` says; return the installed version. Raises as `update_weights`."""
-        number = self._num_updates
-        installed = await self.watch(
-            lambda engine: self._end_of_update(engine, number, ("idle",)),
-            first=lambda engine: engine.commit_update(blocking=False),
-        )
+        number: list[int] = []
+
+        def commit(engine: Engine) -> None:
+            engine.commit_update(blocking=False)
+            number.append(self._num_updates)
+
+        installed = await self.watch(lambda engine: self._end_of_update(engine, number[0], ("idle",)), first=commit)
         return (await installed).version
 
     async def cancel_update(self) -> bool:
@@ -444,12 +452,23 @@ class AsyncEngine(Generic[Engine]):
         return await self.call(lambda _: self._cancel_update(self._num_updates))
 
     def _end_of_update(self, engine: Engine, number: int, ends: Collection[str]) -> WeightInfo | None:
-        """Return what is installed once an update has reached one of these states. Raises `WeightError`."""
+        """Return what is installed once an update has reached one of these states. Raises `WeightError`.
+
+        The engine raises an update's error once; here it is kept for all who wait for the update.
+        """
         if number <= self._num_cancelled:
             raise UpdateCancelled("the update was cancelled")
-        if engine.weight_info().update not in ends:
+        if self._failed_update is not None and self._failed_update[0] == number:
+            raise self._failed_update[1]
+        state = engine.weight_info().update
+        if state not in ends:
             return None
-        engine.finish_update(0)
+        if state == "idle":
+            try:
+                engine.finish_update(0)
+            except Exception as error:
+                self._failed_update = (number, error)
+                raise
         return engine.weight_info()
 
     def _cancel_update(self, number: int) -> bool:
@@ -491,7 +510,8 @@ class AsyncEngine(Generic[Engine]):
         try:
             await self.call(start)
         except BaseException:
-            found.cancel()
+            if not found.cancel() and not found.cancelled():
+                found.exception()  # the same error is raised here: it is not to be logged as never retrieved
             raise
         return found
 
@@ -542,6 +562,7 @@ class AsyncEngine(Generic[Engine]):
     def _die(self, error: BaseException) -> None:
         """Fail all callers: the thread ended with this exception, or delivering raised it."""
         if self.failure is not None or self._is_stopped:
+            _log.debug("the engine had failed or was stopped before", exc_info=error)
             return
         self.failure = error
         _log.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
@@ -587,6 +608,10 @@ class AsyncEngine(Generic[Engine]):
         except BaseException as error:
             failure = error
             self._post(lambda: self._die(failure))
+            try:
+                self._engine.shutdown()  # frees memory, groups and ranks
+            except Exception:
+                _log.exception("the engine that failed could not be shut down")
 
     def _run_turn(self) -> None:
         """Run the commands in the inbox, then one step; without work, wait for a command."""

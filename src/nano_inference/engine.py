@@ -830,7 +830,8 @@ class InferenceEngine:
     def shutdown(self) -> None:
         """Abort all requests and free model and cache; later calls raise `EngineDead`. Can be called twice."""
         with self._driving:
-            self._mail.abort(None)
+            if self._end is None:  # the queues of a dead engine may be half changed
+                self._mail.abort(None)
             self._end = self._end or EngineDead("the engine was shut down")  # before anything that can fail
             if self.parts.weights is not None:
                 self.parts.weights.cancel(wait=_LAST_PIECE_S)
