@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def test_a_stream_gets_few_tokens_at_a_time() -> None:
 
 @pytest.mark.parametrize("how", ["cancel a generate", "break a stream", "cancel a stream"])
 def test_cancelled_caller_aborts_its_requests(how: str) -> None:
-    inner = fake_engine(num_blocks=30_000)
+    inner = slow_engine()
 
     async def leave(engine: AsyncEngine[InferenceEngine]) -> None:
         if how == "cancel a generate":
@@ -284,6 +285,18 @@ def test_drained_requests_of_a_paused_engine_end_with_what_they_have() -> None:
     run(work, fake_engine(num_blocks=30_000))
 
 
+class Slow(FakeRunner):
+    """Takes a while for a step, so that the event loop keeps up with the deltas."""
+
+    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
+        time.sleep(0.001)
+        return super().run(rows, copies, fresh)
+
+
+def slow_engine() -> InferenceEngine:
+    return fake_engine(30_000, Slow(30_000, 4))
+
+
 async def started(engine: AsyncEngine[InferenceEngine], num_tokens: int) -> AsyncIterator[Delta]:
     """Return a stream of a request that has a token."""
     stream = engine.stream(PROMPT, replace(LONG, max_tokens=num_tokens))
@@ -294,7 +307,7 @@ async def started(engine: AsyncEngine[InferenceEngine], num_tokens: int) -> Asyn
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_pause_and_resume_are_the_engines(mode: Any) -> None:
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:
-        stream = await started(engine, 2000)
+        stream = await started(engine, 90_000 if mode == "abort" else 200)
         assert await engine.pause(mode)
         assert await engine.call(lambda inner: (inner.is_paused, inner.is_pausing)) == (True, False)
         late = asyncio.create_task(engine.generate([[9, 9]], PARAMS))
@@ -306,7 +319,7 @@ def test_pause_and_resume_are_the_engines(mode: Any) -> None:
         rest = rest or [delta async for delta in stream]
         assert rest[-1].finish_reason == ("abort" if mode == "abort" else "length")
 
-    run(work, fake_engine(num_blocks=3000))
+    run(work, slow_engine())
 
 
 def test_abort_ends_the_callers_named_or_all() -> None:
@@ -318,7 +331,7 @@ def test_abort_ends_the_callers_named_or_all() -> None:
                 await first.take()
             assert not second.is_done and await engine.abort() == 2
 
-    run(work, fake_engine(num_blocks=30_000))
+    run(work, slow_engine())
 
 
 @pytest.mark.parametrize("how", ["resume", "pause", "resume by call"])
@@ -338,7 +351,7 @@ def test_a_pause_that_waits_is_overtaken(how: str) -> None:
             assert await waiting is False
         await stream.aclose()  # type: ignore[attr-defined]
 
-    run(work, fake_engine(num_blocks=30_000))
+    run(work, slow_engine())
 
 
 def test_a_cancelled_pause_is_cancelled_unless_another_call_waits() -> None:
@@ -354,7 +367,7 @@ def test_a_cancelled_pause_is_cancelled_unless_another_call_waits() -> None:
             assert await engine.call(lambda inner: inner.is_pausing) is is_pausing
         await stream.aclose()  # type: ignore[attr-defined]
 
-    run(work, fake_engine(num_blocks=30_000))
+    run(work, slow_engine())
 
 
 def test_callers_of_a_cancelled_or_failed_update_get_their_own_error(untied: Pair, open_engine: OpenEngine) -> None:
@@ -381,13 +394,19 @@ def test_callers_of_a_cancelled_or_failed_update_get_their_own_error(untied: Pai
 
 
 def test_all_who_wait_for_an_update_get_its_error(untied: Pair, open_engine: OpenEngine) -> None:
-    source = PausedSource({"no such weight": untied.named()[NORM]})
+    resume = threading.Event()
+
+    def source() -> Iterator[tuple[str, Any]]:
+        yield NORM, untied.named()[NORM]
+        resume.wait(30)
+        yield "no such weight", untied.named()[NORM]
 
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:
-        held = await engine.start_update(WeightUpdate(weights=source, hold=True))
+        held = await engine.start_update(WeightUpdate(weights=source(), hold=True))
         commits = [asyncio.create_task(engine.commit_update()) for _ in range(2)]
+        await asyncio.sleep(0)  # their commands are in the inbox, before the next
         await engine.call(lambda _: None)
-        source.resume.set()
+        resume.set()
         for one in (held, commits[0]):
             with pytest.raises(WeightError, match="no such weight"):
                 await one
@@ -406,6 +425,7 @@ def test_a_held_update_that_is_committed_early_blocks_no_step(untied: Pair, open
         await anext(stream)
         held = await engine.start_update(WeightUpdate(weights=source, hold=True, on_running="wait"))
         commit = asyncio.create_task(engine.commit_update())
+        await asyncio.sleep(0)  # its command is in the inbox, before the next
         await engine.call(lambda _: None)
         source.resume.set()
         assert (await held).version == 0

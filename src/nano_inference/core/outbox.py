@@ -129,13 +129,16 @@ class Outbox:
     def _merge(self) -> None:
         """Merge deltas of the same sample up to `MAX_MERGED` tokens; only the order between samples changes."""
         pieces: dict[tuple[int, int], list[list[Delta]]] = {}
+        sizes: dict[tuple[int, int], int] = {}  # of each last group
         for prompt_index, delta in self._unread:
-            groups = pieces.setdefault((prompt_index, delta.sample_index), [[]])
-            if sum(map(_size, groups[-1])) + _size(delta) > MAX_MERGED:
-                groups.append([])
-            groups[-1].append(delta)
+            key, size = (prompt_index, delta.sample_index), _size(delta)
+            if key not in pieces or sizes[key] + size > MAX_MERGED:
+                pieces.setdefault(key, []).append([])
+                sizes[key] = 0
+            pieces[key][-1].append(delta)
+            sizes[key] += size
         self._unread = deque(
-            PromptDelta(index, _merged(group)) for (index, _), groups in pieces.items() for group in groups if group
+            PromptDelta(index, _merged(group)) for (index, _), groups in pieces.items() for group in groups
         )
         self.num_unread = sum(_size(one.delta) for one in self._unread)
         self._merges_at = 2 * len(self._unread) + MAX_SINGLE
