@@ -172,6 +172,7 @@ class Stuck:
         self.resume = threading.Event()
         self.is_stuck = threading.Event()
         self.inner = fake_engine(num_blocks)
+        self.failure: BaseException | None = None
         self._free_steps = free_steps
 
     def __getattr__(self, name: str) -> Any:
@@ -514,7 +515,7 @@ def test_stop_answers_pending_calls(end: str) -> None:
             late = asyncio.create_task(link.engine.call(lambda _: None))
             await asyncio.sleep(0)
             if end == "death":
-                link.engine._die(RuntimeError("the engine broke"))
+                engine.failure = RuntimeError("a rank was lost")  # the watchdog looks at it
             else:
                 await link.stop(0.05)
             for one in (found, late):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nano_inference.server.errors import ApiError
+from nano_inference.server.front import child
 from nano_inference.server.front.child import ReplicaFailed
 from nano_inference.server.front.models import HostedModel, MemoryLimits, ModelEntry, Models
 
@@ -328,3 +329,16 @@ def test_a_name_without_a_tag_means_latest() -> None:
         assert world.models.find("a:latest") is world.models.default and world.models.find("a:1b") is None
 
     run(work, "ab", MemoryLimits(1))
+
+
+def test_a_server_that_ends_before_it_reads_its_setup_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "COMMAND", ("/bin/false",))
+
+    async def main() -> None:
+        server = child.ServerProcess({"name": "x" * 200_000})  # more than a pipe holds
+        with pytest.raises(ReplicaFailed, match="ended with code 1"):
+            await server.ready()
+        for _ in range(2):
+            await server.stop(0)
+
+    asyncio.run(main())

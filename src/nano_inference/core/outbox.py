@@ -51,6 +51,7 @@ class Outbox:
         self.arrived = time.monotonic()
         self.times = [[SampleTimes(self.arrived) for _ in range(one.num_samples)] for one in self.requests]
         """Indexed by request and sample."""
+        self.num_samples = sum(one.num_samples for one in self.requests)
         self.ids: list[int] = []
         """The engine's ids of queued requests; accessed only on its thread."""
         self.is_closed = False
@@ -62,7 +63,7 @@ class Outbox:
         self._unread: deque[PromptDelta] = deque()
         self._merges_at = MAX_SINGLE
         """Number of deltas at which they are merged."""
-        self._num_open = sum(one.num_samples for one in self.requests)
+        self._num_open = self.num_samples
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
 

@@ -172,7 +172,7 @@ class EngineLink:
             failed = delta.finish_reason == "abort" and delta.sample.stop_reason is not None
             reason = "error" if failed else delta.sample.finish_reason
             self.metrics.finished(_ended_record(outbox, prompt_index, times, reason, delta.sample))
-        if outbox.num_unread > MAX_UNREAD * sum(map(len, outbox.times)):
+        if outbox.num_unread > MAX_UNREAD * outbox.num_samples:
             outbox.fail(ApiError(503, "the client reads too slowly"))
 
     def on_turn(self, turn: Turn) -> None:
