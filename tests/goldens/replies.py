@@ -96,8 +96,12 @@ def joined(events: list[Any]) -> list[Any]:
 
 def _sample(event: Any) -> int:
     """Return the index of the sample an event is about: events of two samples alternate as the samples are computed."""
-    choices = event.get("choices") if isinstance(event, dict) else None
-    return choices[0].get("index", 0) if choices else -1 if choices is None else 1000
+    if not isinstance(event, dict):
+        return -1
+    choices = event.get("choices")
+    if choices is None:  # llama.cpp and SGLang have the index in the event itself
+        return int(event.get("index", -1))
+    return int(choices[0].get("index", 0)) if choices else 1000
 
 
 def _join(first: Any, second: Any, key: str = "") -> Any:
