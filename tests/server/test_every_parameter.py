@@ -6,13 +6,12 @@ such and must change nothing.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 import httpx2
@@ -20,8 +19,6 @@ import pytest
 import tokenizers
 
 import nano_inference
-from nano_inference.server import embedding
-from nano_inference.server.dialects import generate, messages, responses, sglang
 from nano_inference.server.dialects.responses import LOGPROBS
 from nano_inference.server.dialects.responses_body import InputTokensBody
 from nano_inference.server.dialects.responses_chat import encoded
@@ -166,7 +163,9 @@ SEEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "calls": frozenset({"tool_calls", "arguments", "input", "name"}),
         "vector": frozenset({"embedding", "embeddings"}),
         "settings": frozenset({"generation_settings"}),
-        "echo": frozenset({"tools", "format", "verbosity", "store"}),
+        "echo": frozenset(
+            {"tools", "format", "verbosity", "store", "metadata", "user", "prompt_cache_key", "safety_identifier"}
+        ),
     }
 )
 """Aspect of a reply -> names of its fields. Further aspects: "error", "form", "id", "reply"."""
@@ -288,7 +287,6 @@ SAMPLING: Table = {
     "stream_options.continuous_usage_stats": turn(
         "form", True, False, stream=True, stream_options={"include_usage": True}
     ),
-    "stream_options.include_obfuscation": idle(True, stream=True),
     "temperature": turn("tokens", 0.0, 2.0),
     "top_p": turn("tokens", 0.01, 1.0),
     "presence_penalty": turn("tokens", 2.0, -2.0, temperature=2.0, max_tokens=48),
@@ -324,15 +322,6 @@ SAMPLING: Table = {
     "json_schema": turn("text", {"enum": [1]}, {"enum": [2]}, **SURE),
 }
 """Fields with the same meaning on several paths, in OpenAI's and vLLM's names."""
-INFORMING: Table = {
-    "user": idle("me"),
-    "service_tier": idle("auto"),
-    "store": idle(True),
-    "metadata": idle({"a": "b"}),
-    "prompt_cache_key": idle("k"),
-    "safety_identifier": idle("s"),
-    "verbosity": idle("low"),
-}
 TOOL_FIELDS: Table = {
     "tools": turn("prompt", TOOLS),
     "tools.type": turn("error", "web_search", "function", tools=TOOLS),
@@ -387,6 +376,7 @@ READING: Table = {
     "add_generation_prompt": turn("prompt", True, False),
     "continue_final_message": turn("prompt", True, False),
     "chat_template_kwargs": turn("prompt", {"mood": "!"}, {"mood": "??"}),
+    "reasoning_effort": turn("prompt", "low", "high"),
     **TOOL_FIELDS,
 }
 """Fields that affect the rendering of messages."""
@@ -455,7 +445,6 @@ LLAMA_EXTRAS: Table = {
 }
 COMPLETE_TABLE: Table = {
     **SAMPLING,
-    **INFORMING,
     "prompt": turn("prompt", "abc", "abd"),
     "echo": turn("text", True, False),
     **LLAMA_EXTRAS,
@@ -472,7 +461,6 @@ COMPLETE_TABLE: Table = {
 }  # fmt: skip
 CHAT_TABLE: Table = {
     **SAMPLING,
-    **INFORMING,
     **READING,
     **CALLING,
     "answer_token_ids": turn("prompt", [84, 85], [84, 86, 87]),
@@ -574,6 +562,10 @@ OWN_RESPONSES: Table = {
     "reasoning.summary": idle("auto"),
     "reasoning.generate_summary": idle("auto"),
     "store": turn("echo", True, False),
+    "metadata": turn("echo", {"a": "b"}, {"a": "c"}),
+    "user": turn("echo", "me", "you"),
+    "prompt_cache_key": turn("echo", "k", "l"),
+    "safety_identifier": turn("echo", "s", "t"),
     "chat_template_kwargs": turn("prompt", {"mood": "!"}, {"mood": "??"}),
     "continue_final_message": turn("prompt", True, False),
     "add_special_tokens": turn("error", True, False),
@@ -582,21 +574,10 @@ OWN_RESPONSES: Table = {
     "calculator": turn("text", True, False, model="calculator", input="What is 123 plus 456?", **SUM_HERE),
     "timings_per_token": turn("form", True, False),
     "return_progress": turn("form", True, False, stream=True),
-    "background": turn("error", True, False),
-    "background_options": turn("error", {"completion_window": "8h"}),
-    "context_management": turn("error", [{"type": "compaction"}], []),
-    "conversation": turn("error", "c"),
-    "max_tool_calls": turn("error", 1),
-    "moderation": turn("error", {"model": "m"}),
     "previous_response_id": turn("error", "resp_1"),
-    "prompt": turn("error", {"id": "p"}),
-    "truncation": turn("error", "auto", "disabled"),
-    "access_programs": turn("error", {"cyber": "standard"}),
-    "image": turn("error", {"context_compression": "enabled"}),
 }  # fmt: skip
 RESPONSES_TABLE: Table = {
     **renamed(without(SAMPLING, *OWN_RESPONSES), {"max_tokens": "max_output_tokens"}),
-    **INFORMING,
     **OWN_RESPONSES,
 }
 INPUT_TOKENS_TABLE: Table = {
@@ -678,8 +659,6 @@ ANTHROPIC: Table = {
     "output_format.type": turn("error", "text", "json_schema", output_format=SCHEMED),
     "chat_template_kwargs": turn("prompt", {"mood": "!"}, {"mood": "??"}),
     "cache_control": turn("written", {"type": "ephemeral"}),
-    "user_profile_id": idle("u"),
-    "workspace_id": idle("w"),
 }
 MUST: JSON = {"tools": WORKS, "max_tokens": 120}
 MESSAGES_TABLE: Table = {
@@ -704,8 +683,6 @@ MESSAGES_TABLE: Table = {
     "output_format": turn("text", SCHEMED, max_tokens=60),
     "output_format.schema": turn("text", {"enum": [1]}, {"enum": [2]}, max_tokens=60, output_format=SCHEMED),
     "cache_salt": turn("cached", "messages1", "messages2", messages=user(LONG)),
-    "metadata": idle({"user_id": "u"}),
-    "service_tier": idle("auto"),
 }  # fmt: skip
 COUNT_TABLE: Table = {
     **ANTHROPIC,
@@ -745,8 +722,6 @@ GENERATE_TABLE: Table = {
     "sampling_params.logprob_token_ids": turn("logprobs", [A], [B], sampling_params={"logprobs": 1}),
     "sampling_params.skip_reading_prefix_cache": turn("cached", False, True, token_ids=ids(LONG), cache_salt="skip"),
     "sampling_params.detokenize": idle(False),
-    "sampling_params.flat_logprobs": idle(True, sampling_params={"logprobs": 1}),
-    "sampling_params.skip_clone": idle(True),
     "sampling_params.include_stop_str_in_output": idle(
         True, sampling_params={"stop": "a", "logit_bias": {str(A): 100.0}}
     ),
@@ -786,9 +761,6 @@ SGLANG_TABLE: Table = {
     "extra_key": turn("cached", "sglang1", "sglang2", text=LONG),
     "sampling_params.custom_params": turn("form", {"return_top_p_token_ids": True}, None, sampling_params={"top_k": 2}),
     "sampling_params.custom_params.return_top_p_token_ids": turn("form", True, False, sampling_params={"top_k": 2}),
-    "log_metrics": idle(False),
-    "no_logs": idle(True),
-    "background": idle(True),
 }
 LLAMA_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "n": "n_cmpl"}
 LLAMA_TABLE: Table = {
@@ -819,7 +791,6 @@ EMBED_TABLE: Table = {
     "model": turn("error", "other", "tiny"),
     "encoding_format": turn("vector", "base64", "float"),
     "dimensions": turn("vector", 4, 8),
-    "user": idle("me"),
     "pooling": turn("vector", "last", "mean"),
     "normalize": turn("vector", True, False),
     "truncate_prompt_tokens": turn("vector", 2, 3),
@@ -1046,64 +1017,3 @@ def test_thinking_between_calls(tmp_path: Path) -> None:
                 usage = reply.get("usage", reply)
                 counts.append(usage["input_tokens"] + usage.get("cache_read_input_tokens", 0))
             assert counts[1] - counts[0] == 3
-
-
-BOOKS = frozenset({*INFORMING, "stream_options.include_obfuscation"})
-SPOKEN = frozenset({"tools.function.strict", "functions.strict"})
-CLAUDE = frozenset({"user_profile_id", "workspace_id", "tools.strict", "thinking.budget_tokens", "thinking.display"})
-UNSEEN = frozenset({"reasoning.summary", "reasoning.generate_summary"})
-INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        COMPLETE: BOOKS,
-        CHAT: BOOKS,
-        RESPONSES: BOOKS - {"store"} | UNSEEN | {"stream_options.include_usage", "text.verbosity"},
-        INPUT_TOKENS: UNSEEN
-        | {"text.format.name", "text.format.description", "text.format.strict", "text.verbosity"}
-        | {"tools.strict", "tools.tools.strict", "parallel_tool_calls"},
-        MESSAGES: CLAUDE - {"tools.strict", "thinking.display"} | {"metadata", "service_tier"},
-        COUNT: CLAUDE
-        | {
-            "cache_control",
-            "tool_choice.disable_parallel_tool_use",
-            "output_config.format.schema",
-            "output_format.schema",
-        },
-        GENERATE: frozenset(
-            {"stream_options.include_obfuscation", "token_offsets", "assistant_tokens_mask"}
-            | {f"{PARAMS}.{name}" for name in ("detokenize", "flat_logprobs", "skip_clone")}
-            | {f"{PARAMS}.include_stop_str_in_output"}
-        ),
-        SGLANG: frozenset({"log_metrics", "no_logs", "background"}),
-        EMBED: frozenset({"user"}),
-        TOKENIZE: SPOKEN | {"parallel_tool_calls"},
-        TEMPLATE: SPOKEN | {"parallel_tool_calls"},
-        COUNT_CHAT: SPOKEN | {"parallel_tool_calls"},
-    }
-)
-"""Fields without effect."""
-DOCUMENTED_IN: Mapping[str, ModuleType] = MappingProxyType(
-    {
-        RESPONSES: responses,
-        INPUT_TOKENS: responses,
-        MESSAGES: messages,
-        GENERATE: generate,
-        SGLANG: sglang,
-        EMBED: embedding,
-    }
-)
-"""Dialects whose module lists its fields without effect."""
-
-
-def test_fields_without_effect_are_documented() -> None:
-    for path in BODIES:
-        without_effect = {field for field, case in TABLES[path].items() if case.what == "nothing"}
-        assert without_effect == INFORMATIONAL.get(path, frozenset()), path
-        documented = (inspect.getdoc(DOCUMENTED_IN[path]) or "") if path in DOCUMENTED_IN else None
-        names = {field.removeprefix(f"{PARAMS}.") for field in without_effect}
-        assert documented is None or {name for name in names if f"{name}`" not in documented} == set(), path
-
-
-def test_documentation_lists_ignored_fields() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
-    found = re.search(r"Accepted and\s+ignored, because they do not affect the answer: (.*?)\.\n\n", text, re.S)
-    assert found is not None and {*re.findall(r"`([^`]+)`", found[1])} == BOOKS

@@ -36,8 +36,8 @@ from nano_inference.server.dialect import (
 from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
+from nano_inference.server.fields import IgnoredFields, refuse_lost
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
-from nano_inference.server.ignored import IgnoredFields
 from nano_inference.server.log import log_access, record_of
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import info
@@ -197,6 +197,7 @@ class App:
             if named.choose is not None:
                 route = named.choose(read_json(data, named.body.malformed_status), serving.model) or named
             body = parse(data, route.body)
+            refuse_lost(body, serving.model, answers=True)
             index, asked = request.scope["state"].get("key_index"), getattr(body, "cache_salt", None)
             salt = self._policy.keys.cache_salt(index, asked)
             if route.to_stored_call is not None:
@@ -234,6 +235,7 @@ class App:
 
         def convert() -> tuple[Body, bytes]:
             body = parse(data, route.body)
+            refuse_lost(body, serving.model, answers=False)
             if route.stored_work is not None:
                 return body, to_json(route.stored_work(body, serving.model, self._replies_of(request)))
             return body, to_json(route.work(body, serving.model))

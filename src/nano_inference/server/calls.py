@@ -31,7 +31,6 @@ from nano_inference.server.schema import ChatBody, CompletionBody, LlamaExtras, 
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.structured import FIELDS, PromptRequest, Structure, structure_of
 from nano_inference.server.tools import ToolUse, requested_tools
-from nano_inference.server.unsupported import refuse_unsupported, refuse_window
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.dialogue import shown
 from nano_inference.text.kinds import Tool
@@ -51,11 +50,7 @@ _SAMPLING_FIELDS = (
 
 def completion_call(body: CompletionBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /v1/completions. Raises `ApiError` naming the invalid field."""
-    extra = body.model_extra or {}
-    refuse_unsupported(extra)
     _check_counts(body, model, config, body.logprobs, "logprobs")
-    if extra.get("reasoning_effort") is not None:
-        raise ApiError(400, "reasoning_effort is a field of chat completions only", param="reasoning_effort")
     name = model.name_for(body.model)
     if body.best_of not in (None, 0, body.n or 1):
         raise ApiError(400, "best_of is not supported; use n, which returns all samples", param="best_of")
@@ -70,15 +65,12 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     shape = _shape(body, config, model, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     shape = _with_extras(shape, body, config)
     params = _sampling_params(body, model, config, shape, max_tokens)
-    refuse_window(extra, params)
     return _call(body, model, "completion", name, prompts, params, shape, asked, salt, shape.tool)
 
 
 def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /v1/chat/completions. Raises `ApiError` naming the invalid field."""
     body = with_prefill(body, model)
-    extra = body.model_extra or {}
-    refuse_unsupported(extra)
     _check_counts(body, model, config, body.top_logprobs, "top_logprobs")
     name = model.name_for(body.model)
     if body.top_logprobs and not body.logprobs:
@@ -96,7 +88,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         field = "max_tokens" if body.n_predict is None else "n_predict"
         raise ApiError(400, f"{field} must be at least 1 in a chat", param=field)
     use = requested_tools(body, require_dialogue(model).tool_template)
-    prompts = [chat_prompt(body, model, extra, max_tokens, use)]
+    prompts = [chat_prompt(body, model, max_tokens, use)]
     rendered = prompts[0]
     structure = _requested_structure(body)
     has_others = structure is not None or (use is not None and bool(use.functions))
@@ -118,7 +110,6 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         prefilled = _prefilled(body, model, shape, prompts[0], max_tokens, has_others=has_others)
         prompts, shape, program = [prefilled.prompt], prefilled.shape, prefilled.program
     params = _sampling_params(body, model, config, shape, max_tokens)
-    refuse_window(extra, params)
     is_free = structure is None and not (use is not None and use.must_call)
     if use is not None and use.parses:
         special = special_tokens(model.tokenizer)

@@ -1,7 +1,7 @@
 """Embeddings: requests to the engine from OpenAI's body, and OpenAI's reply from samples. Pure.
 
 Format: https://platform.openai.com/docs/api-reference/embeddings; `truncate_prompt_tokens`, `add_special_tokens`,
-`normalize` and `cache_salt` as in vLLM; `pooling` is an extension. Accepted and ignored: `user`.
+`normalize` and `cache_salt` as in vLLM; `pooling` is an extension.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 import uuid
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -26,7 +26,6 @@ from nano_inference.server.prompts import api_errors, kept_tokens, too_long
 from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Samples, TokenId, TokenIds
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.structured import PromptRequest
-from nano_inference.server.unsupported import EMPTY, refuse_unsupported
 from nano_inference.support.checks import unit_vector
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TrainingSample
@@ -35,13 +34,10 @@ from nano_inference.types import BadRequest, EngineRequest, SamplingParams, Trai
 class EmbeddingBody(Body):
     """POST /v1/embeddings."""
 
-    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"user": EMPTY}
-
     input: Inputs
     model: Annotated[str, Field(max_length=512)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Samples | None = None
-    user: str | None = None
     pooling: Literal["mean", "last"] | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: CountOrOff | None = None
@@ -54,7 +50,6 @@ def embedding_requests(
     body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str
 ) -> tuple[PromptRequest, ...]:
     """Return one request for each text. Raises `ApiError` naming the invalid field."""
-    refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     size = model.limits.hidden_size
     if body.dimensions is not None and size and body.dimensions > size:

@@ -41,12 +41,10 @@ def completion_prompts(body: CompletionBody, model: ServedModel, max_tokens: int
     return [_completion_prompt(one, body, model, max_tokens) for one in several]
 
 
-def chat_prompt(
-    body: ChatBody, model: ServedModel, extra: Mapping[str, Any], max_tokens: int | None, use: ToolUse | None
-) -> Prompt:
+def chat_prompt(body: ChatBody, model: ServedModel, max_tokens: int | None, use: ToolUse | None) -> Prompt:
     """Return the prompt of a chat; `echo` is the text of the last message. Raises `ApiError`."""
     dialogue = require_dialogue(model)
-    messages, rendering = read_messages(body, dialogue, use, extra)
+    messages, rendering = read_messages(body, dialogue, use)
     if (transfer := body.kv_transfer_params) is not None:
         for name, value in (transfer.model_extra or {}).items():
             if value not in (None, False, [], {}):
@@ -67,10 +65,10 @@ def chat_prompt(
 
 
 def read_messages(
-    body: RenderingFields, dialogue: Dialogue, use: ToolUse | None, extra: Mapping[str, Any]
+    body: RenderingFields, dialogue: Dialogue, use: ToolUse | None
 ) -> tuple[Sequence[Mapping[str, Any]], Rendering]:
     """Return a body's messages and rendering options for the chat template, with tools. Raises `ApiError`."""
-    rendering = rendering_of(body, dialogue, extra)
+    rendering = rendering_of(body, dialogue)
     messages: Sequence[Mapping[str, Any]] = plain_messages(body.messages or (), dialogue)
     functions = () if use is None else use.functions
     if functions or any(_has_calls(message) for message in messages):
@@ -103,14 +101,14 @@ def with_prefill(body: _Rendered, model: ServedModel) -> _Rendered:
     return body.model_copy(update={"continue_final_message": True})
 
 
-def rendering_of(body: RenderingFields, dialogue: Dialogue, extra: Mapping[str, Any]) -> Rendering:
+def rendering_of(body: RenderingFields, dialogue: Dialogue) -> Rendering:
     """Return the rendering options: vLLM's four fields, and `reasoning_effort` as the template can use it."""
     variables = dict(body.chat_template_kwargs or {})
     try:
         check_variables(variables)
     except ValueError as error:
         raise ApiError(400, str(error), param="chat_template_kwargs") from None
-    variables = _effort_variables(extra.get("reasoning_effort"), dialogue) | variables
+    variables = _effort_variables(body.reasoning_effort, dialogue) | variables
     continues = bool(body.continue_final_message)
     add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and add_prompt:
@@ -119,15 +117,13 @@ def rendering_of(body: RenderingFields, dialogue: Dialogue, extra: Mapping[str, 
     return Rendering(add_generation_prompt=add_prompt, continue_final=continues, extra=variables)
 
 
-def _effort_variables(effort: Any, dialogue: Dialogue) -> dict[str, Any]:
+def _effort_variables(effort: str | None, dialogue: Dialogue) -> dict[str, Any]:
     """Return the template's variables for a reasoning effort: its level, or only whether the model reasons.
 
     A template without such a variable is of a model that does not reason: every level is then the same.
     """
     if effort is None:
         return {}
-    if not isinstance(effort, str):
-        raise ApiError(400, "reasoning_effort must be a string", param="reasoning_effort")
     if dialogue.knows("reasoning_effort"):
         return {"reasoning_effort": effort}
     return {"enable_thinking": effort != "none"} if dialogue.knows("enable_thinking") else {}

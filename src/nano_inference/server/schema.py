@@ -6,14 +6,13 @@ fields without support are in `unsupported`; unknown fields are in `model_extra`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from nano_inference.config import MAX_LINEAGE
-from nano_inference.server.unsupported import LABELS, OFF
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
@@ -47,10 +46,6 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 """Validation stops at the first invalid id: a list of a million would have a million errors."""
 
 
-TEMPLATE_FIELDS = frozenset({"reasoning_effort"})
-"""Fields passed to a chat template that uses them, and hints otherwise (`effort_hints`)."""
-
-
 def _small(value: Any) -> Any:
     """Refuse a large object before its entries are validated, for the same reason."""
     if isinstance(value, dict) and len(value) > MAX_BIAS:
@@ -76,11 +71,7 @@ class Body(BaseModel):
     malformed_status: ClassVar[int] = 400
     """Status of the error for a body that is no JSON object or has a value of a wrong type; beyond limits it is 400."""
     neutral_names: ClassVar[frozenset[str]] = frozenset()
-    """Known fields outside the model, which are not reported as unknown."""
-    reported_parts: ClassVar[tuple[str, ...]] = ("stream_options", "options")
-    """Fields with objects whose unknown fields are reported, too."""
-    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Declared fields that are hints with any other than these values."""
+    """Known fields outside the model, which trainers' routes do not refuse."""
 
     def hints(self, knows: Callable[[str], bool]) -> Iterable[str]:
         """Return the given fields on which no token of the answer depends, and that `strict` refuses.
@@ -148,11 +139,8 @@ class ToolFields(Body):
 class StreamOptions(Body):
     """Additional content of a stream."""
 
-    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": OFF}
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # accepted and ignored
 
 
 class SamplingFields(Body):
@@ -193,8 +181,6 @@ class SamplingFields(Body):
 class Sampling(SamplingFields):
     """The fields that completions and chat completions share."""
 
-    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = LABELS
-
     model: Annotated[str, Field(max_length=512)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -217,14 +203,6 @@ class Sampling(SamplingFields):
     json_schema: str | dict[str, Any] | bool | None = None
     """Structured output as in OpenAI, vLLM, SGLang and llama.cpp; at most one of these and `structured_outputs`."""
     calculator: bool | None = None  # specific to this server: run the model's calculator calls during generation
-
-    user: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    verbosity: str | None = None
 
 
 class LlamaExtras(Body):
@@ -277,15 +255,14 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 class RenderingFields(ToolFields):
     """Fields about the rendering of messages with the chat template."""
 
-    neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
-
     messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # for templates that have a variable for it
 
     def hints(self, knows: Callable[[str], bool]) -> Iterable[str]:
-        return effort_hints((self.model_extra or {}).get("reasoning_effort"), "reasoning_effort", knows)
+        return effort_hints(self.reasoning_effort, "reasoning_effort", knows)
 
 
 class TransferFields(Body):

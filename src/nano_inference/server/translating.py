@@ -21,7 +21,6 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.structured import Structure
-from nano_inference.server.unsupported import HINTS, is_one_of, reason_of, refuse_unsupported
 
 _FIELD = re.compile(r"(?<![\w.])(?P<head>[a-z]+(?:_[a-z]+)*)(?P<path>(?:\.\w+|\[\d+\])*)")
 """A possible field in a message, with its path."""
@@ -82,33 +81,10 @@ def rename_structures(call: Call, names: Mapping[str, str]) -> Call:
     )
 
 
-def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
-    """Raise `ApiError` naming the first field of `neutral` whose value is not one of its neutral values."""
-    for name, value in fields.items():
-        if name in neutral and not is_one_of(value, neutral[name]):
-            raise unsupported_field(f"{where}{name}")
-
-
 def unsupported_field(param: str, message: str | None = None) -> ApiError:
     """Return the error for a field that this server does not support."""
-    text = message or f"{param} is not supported by this server{reason_of(param)}"
+    text = message or f"{param} is not supported here"
     return ApiError(400, text, param=param, code="unsupported_field")
-
-
-def refuse_foreign(body: Body, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise as `refuse` does for a body's undeclared fields, then as `refuse_unsupported` for the others."""
-    extra = body.model_extra or {}
-    refuse(extra, neutral)
-    refuse_unsupported({name: value for name, value in extra.items() if name not in neutral})
-
-
-def refuse_unknown(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Raise as `refuse` does, and for a name that is neither in `neutral` nor in `HINTS`."""
-    refuse(fields, neutral, where)
-    for name in fields:
-        if name not in neutral and name not in HINTS:
-            place = f"{where}{name[:64]}"
-            raise ApiError(400, f"{place} is not a known field", param=place, code="unknown_field")
 
 
 def with_current_reasoning(messages: Sequence[JSON]) -> list[JSON]:

@@ -2,9 +2,8 @@
 
 Fields and reply as in vllm/entrypoints/scale_out/token_in_token_out/protocol.py and vllm/sampling_params.py.
 Extensions: `mask` (1 where the model sampled the token) and `stop_reason` in the reply, `return_raw_logprobs` and
-`return_sampling_mask` in `sampling_params`. Accepted and ignored: `detokenize`, `flat_logprobs`, `skip_clone`,
-`include_stop_str_in_output`, `output_kind` without streaming, `token_offsets`, `assistant_tokens_mask` and
-`stream_options.include_obfuscation`.
+`return_sampling_mask` in `sampling_params`. Accepted and ignored: `include_stop_str_in_output`, `output_kind` without
+streaming, `token_offsets` and `assistant_tokens_mask`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -44,51 +43,17 @@ from nano_inference.server.schema import (
 from nano_inference.server.schema import TokenIds as Ids
 from nano_inference.server.translating import (
     given_fields,
-    refuse_foreign,
-    refuse_unknown,
     translated_completion,
     without_prefix_cache,
 )
-from nano_inference.server.unsupported import EMPTY, OFF
 from nano_inference.text.tokenizer import Tokenizer
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "features": (None,),
-    "content_parts": EMPTY,
-    "lora_request": (None,),
-    "kv_transfer_params": EMPTY,
-    "ec_transfer_params": EMPTY,
-}
-"""Unsupported fields of vLLM's request -> the values that are accepted because they have no effect."""
-
-UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "prompt_logprob_start": (None, 0),
-    "logits_processors": EMPTY,
-    "extra_args": EMPTY,
-    "guided_decoding": (None,),
-    "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
-    "routed_experts_prompt_start": (None, 0),
-    "use_beam_search": OFF,
-}
-"""The same for `sampling_params`."""
-
-_NOT_IN_COMPLETION = frozenset(
-    {"detokenize", "flat_logprobs", "skip_clone", "output_kind", "skip_reading_prefix_cache"}
-)
+_NOT_IN_COMPLETION = frozenset({"detokenize", "output_kind", "skip_reading_prefix_cache"})
 """Fields of `GenerateParams` that `CompletionBody` lacks."""
 
 
 class GenerateParams(SamplingFields):
     """vLLM's SamplingParams with vLLM's defaults; the model's recommended values are not applied."""
-
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED_PARAMS)
-    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "detokenize": (None, True),
-        "flat_logprobs": OFF,
-        "skip_clone": OFF,
-    }
 
     n: Samples | None = 1
     temperature: Temperature | None = 1.0
@@ -102,8 +67,6 @@ class GenerateParams(SamplingFields):
     repetition_penalty: Factor | None = 1.0
     logprobs: AlternativesOrAll | None = None
     detokenize: bool | None = None
-    flat_logprobs: bool | None = None
-    skip_clone: bool | None = None
     skip_reading_prefix_cache: bool | None = None
     output_kind: Literal[0, 1, 2] | None = None
     """0: all tokens so far, 1: new tokens, 2: only the final result. Streams support 1 only."""
@@ -111,9 +74,6 @@ class GenerateParams(SamplingFields):
 
 class GenerateBody(Body):
     """POST /inference/v1/generate."""
-
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
-    reported_parts: ClassVar[tuple[str, ...]] = ("stream_options", "sampling_params")
 
     request_id: Name | None = None
     model: Annotated[str, Field(max_length=512)] | None = None
@@ -136,8 +96,6 @@ _CLIENT_NAMES: Mapping[str, str] = {name: f"sampling_params.{name}" for name in 
 def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a request. Raises `ApiError` naming the invalid field of `GenerateBody`."""
     params = body.sampling_params or GenerateParams()
-    refuse_foreign(body, UNSUPPORTED)
-    refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
     _check(body, params)
     call = translated_completion(_fields(body, params), _CLIENT_NAMES, model, config, salt)
     call = without_prefix_cache(call) if params.skip_reading_prefix_cache else call

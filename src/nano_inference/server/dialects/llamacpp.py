@@ -19,7 +19,6 @@ from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
 from nano_inference.server.dialects.llamacpp_body import (
-    UNSUPPORTED,
     LlamaBody,
     PromptText,
 )
@@ -29,7 +28,6 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, check_text_length
 from nano_inference.server.translating import (
     given_fields,
-    refuse_foreign,
     translated_completion,
     unsupported_field,
     with_processed_logprobs,
@@ -59,7 +57,6 @@ _SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
 
 def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /completion. Raises `ApiError` naming the invalid field."""
-    refuse_foreign(body, UNSUPPORTED)
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise unsupported_field("repeat_last_n", message)

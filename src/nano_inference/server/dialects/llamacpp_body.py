@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,24 +23,8 @@ from nano_inference.server.schema import (
     TokenId,
     TokenIds,
 )
-from nano_inference.server.unsupported import EMPTY, OFF
 
 _MAX_PIECES = 1 << 20
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("samplers", "dry_sequence_breakers", "lora", "image_data", "multimodal_data"), EMPTY),
-    **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
-    "grammar_lazy": OFF,
-    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
-    **dict.fromkeys(("n_indent", "min_keep", "t_max_predict_ms"), (None, 0)),
-    "typical_p": (None, 1, 1.0),
-    "tfs_z": (None, 1, 1.0),
-    "top_n_sigma": (None, -1, -1.0, 0, 0.0),
-    "adaptive_target": (None, -1, -1.0),
-    "reasoning_format": (None, "none", "auto"),
-    "reasoning_budget_tokens": (None, -1),
-}
-"""Unsupported fields of llama.cpp's request -> the values that are accepted because they have no effect."""
 
 Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=_MAX_PIECES, fail_fast=True)]
 """A prompt made of token ids and texts."""
@@ -64,8 +47,6 @@ class LlamaBody(Body):
         | Annotated[list[str | PromptText | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
     )
     """A text, a list of ids or a list of both; or a list of such prompts. A list of texts is several prompts."""
-
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
 
     model: Annotated[str, Field(max_length=512)] | None = None
     n_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None

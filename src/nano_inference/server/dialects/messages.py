@@ -1,9 +1,9 @@
 """Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens. Pure.
 
 A body is translated to a chat completion's, and the names of fields in its errors are translated back. Accepted and
-ignored: `metadata`, `service_tier`, `cache_control` (all prefixes are cached; it only changes how `usage` counts),
-`user_profile_id`, `workspace_id`, `citations`, `thinking.budget_tokens`, `context_management` with edits of thinking
-blocks (which are always left out), the query `beta`, and the headers `anthropic-version` and `anthropic-beta`.
+ignored: `cache_control` (all prefixes are cached; it only changes how `usage` counts), `thinking.budget_tokens`,
+`context_management` with edits of thinking blocks (which are always left out), the query `beta`, and the headers
+`anthropic-version` and `anthropic-beta`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import chat_call
@@ -25,32 +24,9 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.translating import as_body, rename_structures, renamed_errors, unsupported_field
-from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported, refuse_window
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "container": (None,),
-    "mcp_servers": (None, []),
-    "compaction": (None,),
-    "inference_geo": (None,),
-    "speed": (None, "standard"),
-    "diagnostics": (None,),
-    "fallbacks": (None, []),
-    "fallback_credit_token": (None,),
-    "thread": (None,),
-    "billing_policy": (None,),
-}
-"""Unsupported fields of Anthropic's API -> the values that are accepted because they have no effect."""
-_IGNORED = frozenset({"user", "store", "prompt_cache_key", "safety_identifier", "verbosity"})
-"""Fields without effect in a chat completion."""
 _IDLE_EDITS = frozenset({"clear_thinking_20251015"})
 """Edits of the context without effect: thinking of earlier turns is never in the prompt."""
-CHAT_ONLY = (
-    frozenset({*ChatBody.model_fields, "reasoning_effort"})
-    - frozenset(MessagesBody.model_fields)
-    - _IGNORED
-    - HINTS.keys()
-)
-"""Fields of a chat completion that this API lacks."""
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "return_token_ids", "cache_salt")
 """Fields with the same name in a chat completion."""
 ANTHROPIC_NAMES: Mapping[str, str] = {
@@ -73,7 +49,6 @@ def messages_call(body: MessagesBody, model: ServedModel, config: ServerConfig, 
         edits_context=body.context_management is not None,
         omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
     )
-    refuse_window(body.model_extra or {}, call.requests[0].params)
     return replace(call, id=f"msg_{uuid.uuid4().hex}", make_reply=reply)
 
 
@@ -121,24 +96,11 @@ def _chat_call(body: CountTokensBody, model: ServedModel, config: ServerConfig, 
 
 def _refuse(body: CountTokensBody) -> None:
     """Raise `ApiError` naming the first field with an unsupported value."""
-    extra = body.model_extra or {}
-    for name, value in extra.items():
-        if name in UNSUPPORTED and not is_one_of(value, UNSUPPORTED[name]):
-            raise unsupported_field(name)
-        if name in CHAT_ONLY and value is not None:
-            raise unsupported_field(name, f"{name} is not a field of this API")
-    refuse_unsupported(extra)
     for index, edit in enumerate((body.context_management.edits or ()) if body.context_management else ()):
         if edit.type not in _IDLE_EDITS:
             where = f"context_management.edits.{index}.type"
             raise unsupported_field(where, f"{where}: {edit.type!r} is not supported by this server")
-    config = body.output_config
-    if config is None:
-        return
-    for name, value in (config.model_extra or {}).items():
-        if value is not None:
-            raise unsupported_field(f"output_config.{name[:64]}")
-    if config.format is not None and body.output_format is not None:
+    if body.output_config is not None and body.output_config.format is not None and body.output_format is not None:
         raise ApiError(400, "output_format and output_config.format exclude each other", param="output_format")
 
 

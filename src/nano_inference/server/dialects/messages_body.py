@@ -5,8 +5,8 @@ Fields as in platform.claude.com/docs/en/api/messages. `messages.py` rejects tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -23,7 +23,6 @@ from nano_inference.server.schema import (
     Temperature,
     effort_hints,
 )
-from nano_inference.server.unsupported import EMPTY, LABELS
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_-]+$")]
 BlockId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -155,8 +154,6 @@ class OutputConfig(Body):
 class CountTokensBody(Body):
     """POST /v1/messages/count_tokens: the fields that determine the prompt."""
 
-    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"user_profile_id": EMPTY, "workspace_id": EMPTY}
-
     model: Annotated[str, Field(max_length=512)] | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Texts | None = None
@@ -170,8 +167,6 @@ class CountTokensBody(Body):
 
     cache_control: dict[str, Any] | None = None
     """All prefixes are cached; here or in any block, it only decides how `usage` counts what is new in the cache."""
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
 
     def hints(self, knows: Callable[[str], bool]) -> Iterator[str]:
         """Yield the fields of this body that have no effect with this model."""
@@ -189,11 +184,6 @@ class CountTokensBody(Body):
 class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
-    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **CountTokensBody.idle_values,
-        **{name: LABELS[name] for name in ("metadata", "service_tier")},
-    }
-
     max_tokens: Samples
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
@@ -204,9 +194,6 @@ class MessagesBody(CountTokensBody):
     return_token_ids: bool | None = None
     """Extension: the ids of prompt and answer, the loss mask and the weight versions."""
     cache_salt: Salt | None = None  # extension
-
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
 
 
 def marks_cache(body: CountTokensBody) -> bool:

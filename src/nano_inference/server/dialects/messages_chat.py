@@ -7,7 +7,7 @@ calls since the user's last text, are passed to the chat template (`reasoning_co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -30,12 +30,6 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.translating import unsupported_field, with_current_reasoning
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "defer_loading": (None, False),
-    "allowed_callers": (None, ["direct"]),
-    "input_examples": (None, []),
-}
-"""Unsupported field of a tool -> the values that are accepted because they have no effect."""
 _ERROR_PREFIX = "Error: "  # begins the result of a failed tool call: a chat's message has no field for it
 
 
@@ -168,15 +162,11 @@ def _text(one: _PlacedBlock, allowed: str) -> str:
 
 
 def _tool(place: str, tool: ToolParam) -> JSON:
-    extra = tool.model_extra or {}
     if tool.type == "calculator":
         return {"type": "calculator"}
     if tool.type not in (None, "custom"):
         message = f"{place}.type: {tool.type!r} is not supported by this server, only custom and calculator"
         raise unsupported_field(f"{place}.type", message)
-    for name, neutral in _NEUTRAL.items():
-        if extra.get(name) not in neutral:
-            raise unsupported_field(f"{place}.{name}")
     for name in ("name", "input_schema"):
         if getattr(tool, name) is None:
             raise ApiError(400, f"{place}.{name}: field required", param=f"{place}.{name}")

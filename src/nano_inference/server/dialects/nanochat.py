@@ -28,7 +28,6 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import version_facts
 from nano_inference.server.schema import Body, ChatBody
 from nano_inference.server.translating import as_body, given_fields
-from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 500
@@ -64,7 +63,6 @@ class WebBody(Body):
 
 def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a body. Raises `ApiError` naming the wrong field."""
-    refuse_unsupported(body.model_extra or {})
     for index, message in enumerate(body.messages):
         if message.role == "user" and not message.content:
             place = f"messages.{index}.content"

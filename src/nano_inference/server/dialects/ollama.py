@@ -18,9 +18,6 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Converting, Describing, Dialect, Generating
 from nano_inference.server.dialects.ollama_body import (
-    UNSUPPORTED,
-    UNSUPPORTED_IN_MESSAGES,
-    UNSUPPORTED_OPTIONS,
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
@@ -41,8 +38,6 @@ from nano_inference.server.schema import ChatBody
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.translating import (
     as_body,
-    refuse,
-    refuse_foreign,
     rename_structures,
     renamed_errors,
     translated_completion,
@@ -55,7 +50,6 @@ _SPARE_TOKENS = 64  # tokens read beyond the limit, because a text that is cut i
 
 def embed_call(body: OllamaEmbedBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /api/embed. Raises `ApiError` naming the invalid field."""
-    refuse_foreign(body, {})
     given: Any = body.input
     if body.truncate is not False:
         given = _cut(given, model) if isinstance(given, str) else [_cut(text, model) for text in given]
@@ -66,7 +60,6 @@ def embed_call(body: OllamaEmbedBody, model: ServedModel, config: ServerConfig, 
 
 def embeddings_call(body: OllamaEmbeddingsBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /api/embeddings. Raises `ApiError` naming the invalid field."""
-    refuse_foreign(body, {})
     with renamed_errors({"input": "prompt"}):
         fields: JSON = {"model": body.model, "input": _cut(body.prompt, model), "normalize": False}
         return _call(as_body(fields, EmbeddingBody), model, config, salt, is_list=False)
@@ -194,9 +187,7 @@ def _empty_call(body: OllamaTextBody, model: ServedModel, kind: Any) -> Call:
 
 def _common_fields(body: OllamaTextBody, model: ServedModel) -> JSON:
     """Return the fields of a `CompletionBody` or `ChatBody`. Raises `ApiError` for a field without support."""
-    refuse_foreign(body, UNSUPPORTED)
     options = body.options or OllamaOptions()
-    refuse(options.model_extra or {}, UNSUPPORTED_OPTIONS, "options.")
     has_penalty = options.repeat_penalty not in (None, 1.0) or options.presence_penalty or options.frequency_penalty
     if has_penalty and (options.repeat_last_n or 0) > 0:  # here penalties cover all tokens, not the last N
         where = "options.repeat_last_n"
@@ -242,7 +233,8 @@ def _template_variables(body: OllamaTextBody, model: ServedModel) -> JSON:
 
 def _message(place: str, message: OllamaMessage) -> JSON:
     """Return a message of a chat completion."""
-    refuse(message.model_extra or {}, UNSUPPORTED_IN_MESSAGES, f"{place}.")
+    if (message.model_extra or {}).get("images"):
+        raise unsupported_field(f"{place}.images")
     plain: JSON = {"role": message.role, "content": message.content or ""}
     if message.thinking:
         plain["reasoning_content"] = message.thinking

@@ -7,8 +7,7 @@ declared, so they are logged once and ignored, and refused by a strict server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -27,26 +26,6 @@ from nano_inference.server.schema import (
     Temperature,
     Tools,
 )
-from nano_inference.server.unsupported import EMPTY, OFF
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "images": EMPTY,
-    "suffix": EMPTY,
-    "template": EMPTY,
-    "context": EMPTY,
-    "shift": OFF,
-    **dict.fromkeys(("width", "height", "steps"), (None, 0)),
-}
-"""Unsupported fields of requests for text -> the values that are accepted because they have no effect."""
-
-UNSUPPORTED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "mirostat": (None, 0),
-    "tfs_z": (None, 1, 1.0),
-    "typical_p": (None, 1, 1.0),
-}
-"""The same for `options`."""
-
-UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {"images": EMPTY}  # the same for the entries of `messages`
 
 ModelName = Annotated[str, Field(max_length=512)]
 Think = bool | Literal["low", "medium", "high", "max"]
@@ -54,8 +33,6 @@ Think = bool | Literal["low", "medium", "high", "max"]
 
 class OllamaOptions(Body):
     """Options about the answer. Absent ones have the values of the model's files, or else Ollama's."""
-
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED_OPTIONS)
 
     num_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None  # 0 or less: up to the end of the context
     temperature: Temperature | None = None
@@ -74,8 +51,6 @@ class OllamaOptions(Body):
 
 class OllamaTextBody(Body):
     """The fields that POST /api/generate and POST /api/chat share."""
-
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
 
     model: ModelName | None = None
     stream: bool | None = None  # a stream unless false

@@ -10,7 +10,6 @@ from nano_inference.server.call import JSON
 from nano_inference.server.dialect import Occupancy, UnloadedModel
 from nano_inference.server.dialects.ollama_body import OllamaShowBody
 from nano_inference.server.model import ServedModel, tagged
-from nano_inference.server.translating import refuse_foreign
 from nano_inference.text.dialogue import TemplateDialogue
 
 VERSION = "0.13.0"
@@ -55,7 +54,6 @@ def version(model: ServedModel, occupancy: Occupancy) -> JSON:
 
 def show(body: OllamaShowBody, model: ServedModel) -> JSON:
     """Return the reply of POST /api/show. Raises `ApiError` for an unknown model."""
-    refuse_foreign(body, {})
     model.name_for(body.model or body.name)
     family = _family(model)
     lengths: JSON = {"context_length": model.limits.max_model_len, "embedding_length": model.limits.hidden_size}

@@ -2,10 +2,9 @@
 
 POST /v1/responses and /v1/responses/input_tokens; GET and DELETE of stored replies. Unless
 `store` is false, a reply is stored for the API key of its request (`reply_store`), and `previous_response_id` continues
-it. The sampling fields of /v1/chat/completions are extensions. Accepted and ignored: `metadata` (returned), `user`,
-`safety_identifier`, `prompt_cache_key`, `service_tier`, `verbosity`, `text.verbosity`, `reasoning.summary` and
-`reasoning.generate_summary` (reasoning is returned as it is), `tools.external_web_access` (false; the tool is left
-out), `stream_options.include_obfuscation`, and `stream_options.include_usage` (streams always end with the usage).
+it. The sampling fields of /v1/chat/completions are extensions. Accepted and ignored: `text.verbosity`,
+`reasoning.summary` and `reasoning.generate_summary` (reasoning is returned as it is), `tools.external_web_access`
+(false; the tool is left out), and `stream_options.include_usage` (streams always end with the usage).
 Reasoning items of `input` reach the prompt only between the calls of the current turn. The count of tokens also ignores
 what only the answer depends on: `parallel_tool_calls`, `tools.strict`, `tools.tools.strict`, `text.format.name`,
 `text.format.description` and `text.format.strict`.
@@ -17,7 +16,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from pydantic_core import from_json, to_json
 
@@ -29,7 +28,6 @@ from nano_inference.server.dialects.responses_body import (
     ConversationItems,
     InputItem,
     InputTokensBody,
-    PromptFields,
     ResponsesBody,
     is_left_out,
 )
@@ -47,33 +45,14 @@ from nano_inference.server.dialects.responses_stream import ResponsesReply, stre
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies, StoredReply
-from nano_inference.server.schema import Body, ChatBody, Sampling
-from nano_inference.server.translating import as_body, refuse, rename_structures, renamed_errors, unsupported_field
-from nano_inference.server.unsupported import HINTS, is_one_of, refuse_unsupported, refuse_window
+from nano_inference.server.schema import ChatBody, Sampling
+from nano_inference.server.translating import as_body, rename_structures, renamed_errors, unsupported_field
 
 LOGPROBS: Final = "message.output_text.logprobs"  # the value of `include` that adds log-probabilities
 _ENCRYPTED = "reasoning.encrypted_content"
 """The value of `include` that adds `encrypted_content` to reasoning items, which agents send back."""
 
 _UNLIMITED = 1 << 40
-_EMPTY: tuple[Any, ...] = (None, False, [], {})
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "background": (None, False),
-    "background_options": (None,),
-    "context_management": (None, []),
-    "conversation": (None,),
-    "max_tool_calls": (None,),
-    "moderation": (None,),
-    "prompt": (None,),
-    "truncation": (None, "disabled"),
-    "access_programs": (None,),
-    "image": (None,),
-    "n": (None, 1),
-    "prompt_logprobs": (None,),
-}
-"""Unsupported field -> the values that are accepted because they have no effect."""
-_CHAT_ONLY = (*CHAT_NAMES, *(ChatBody.model_fields.keys() - ResponsesBody.model_fields.keys() - HINTS.keys()))
-"""Fields of a chat completion that this API lacks or names otherwise, and that are more than hints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +81,13 @@ def translated_chat(body: ResponsesBody, replies: ClientReplies | None = None) -
 
     With `replies`, the request may continue one of them.
     """
-    _refuse_common(body)
+    for name, instead in CHAT_NAMES.items():
+        if getattr(body, name, None):
+            raise unsupported_field(name, f"{name} is a field of chat completions; use {instead} instead")
+    if body.n not in (None, 1):
+        raise unsupported_field("n")
+    if body.prompt_logprobs is not None:
+        raise unsupported_field("prompt_logprobs")
     include = body.include or ()
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         raise unsupported_field("stream_options.continuous_usage_stats")
@@ -159,7 +144,6 @@ def responses_call(
 
 def input_tokens(body: InputTokensBody, model: ServedModel, replies: ClientReplies | None = None) -> JSON:
     """Return the number of tokens of a prompt, also beyond the model's context. Raises `ApiError`."""
-    _refuse_common(body)
     given = {name: getattr(body, name) for name in InputTokensBody.model_fields}
     unlimited = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
     whole = as_body({**given, "max_output_tokens": 1}, ResponsesBody)
@@ -170,39 +154,7 @@ def input_tokens(body: InputTokensBody, model: ServedModel, replies: ClientRepli
 def _chat_call(body: ResponsesBody, chat: TranslatedChat, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     with renamed_errors(CHAT_NAMES):
         call = chat_call(chat.body, model, config, salt)
-    refuse_window(body.model_extra or {}, call.requests[0].params)
     return call
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
-
-
-def _refuse_common(body: Body) -> None:
-    """Raise `ApiError` for what no route of this API supports."""
-    extra = body.model_extra or {}
-    given = {**extra, **{name: getattr(body, name) for name in type(body).model_fields}}
-    refuse(given, UNSUPPORTED)
-    for name in _CHAT_ONLY:
-        if given.get(name) is not None:
-            instead = f"; use {CHAT_NAMES[name]} instead" if name in CHAT_NAMES else ""
-            raise unsupported_field(name, f"{name} is a field of chat completions{instead}")
-    refuse_unsupported(extra)
-    if isinstance(body, PromptFields):
-        _refuse_extras(body)
-
-
-def _refuse_extras(body: PromptFields) -> None:
-    """Raise `ApiError` for unknown fields of nested objects, unless they are empty."""
-    objects: list[tuple[str, Body | None]] = [("text", body.text), ("reasoning", body.reasoning)]
-    objects.append(("text.format", body.text.format if body.text else None))
-    for index, tool in enumerate(body.tools or ()):
-        if tool.type in ("function", "calculator", "namespace"):
-            objects.append((f"tools.{index}", tool))
-            objects += [(f"tools.{index}.tools.{number}", one) for number, one in enumerate(tool.tools or ())]
-    for where, one in objects:
-        for name, value in ((one.model_extra if one else None) or {}).items():
-            if not is_one_of(value, _EMPTY) and (name, value) != ("allowed_callers", ["direct"]):
-                raise unsupported_field(f"{where}.{name[:64]}")
 
 
 # ---- to a chat and back ---------------------------------------------------------------------------------------------
@@ -210,7 +162,7 @@ def _refuse_extras(body: PromptFields) -> None:
 
 def _chat_of(body: ResponsesBody, messages: Sequence[JSON], functions: Sequence[Function]) -> JSON:
     """Return the fields of a `ChatBody`."""
-    fields: JSON = {name: getattr(body, name) for name in Sampling.model_fields if name not in ("n", "verbosity")}
+    fields: JSON = {name: getattr(body, name) for name in Sampling.model_fields if name != "n"}
     fields["messages"] = messages
     fields["max_completion_tokens"] = body.max_output_tokens
     if LOGPROBS in (body.include or ()):

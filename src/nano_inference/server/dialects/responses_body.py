@@ -5,13 +5,12 @@ Fields as in openai/types/responses/response_create_params.py and `input_token_c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from nano_inference.server.schema import MAX_MESSAGES, Alternatives, Body, Samples, Sampling, TextPart, effort_hints
-from nano_inference.server.unsupported import LABELS, is_one_of
 
 MAX_TOOLS = 1024
 LOCAL_SEARCH = "web_search"
@@ -97,8 +96,6 @@ class PromptFields(Body):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    conversation: Any = None
-    truncation: Any = None
 
     def hints(self, knows: Callable[[str], bool]) -> Iterator[str]:
         """Yield the fields of this body that have no effect with this model."""
@@ -107,7 +104,7 @@ class PromptFields(Body):
                 if getattr(self.reasoning, name) is not None:
                     yield f"reasoning.{name}"
             yield from effort_hints(self.reasoning.effort, "reasoning.effort", knows)
-        if self.text is not None and not is_one_of(self.text.verbosity, LABELS["verbosity"]):
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
             yield "text.verbosity"
         if any(is_left_out(tool) for tool in self.tools or ()):
             yield f"tools.{LOCAL_SEARCH}"
@@ -116,10 +113,11 @@ class PromptFields(Body):
 class ResponsesBody(Sampling, PromptFields):
     """POST /v1/responses."""
 
-    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        name: neutral for name, neutral in LABELS.items() if name not in ("store", "metadata")
-    }
-
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     input: str | Items
     max_output_tokens: Samples | None = None
     include: Annotated[list[str], Field(max_length=64)] | None = None
@@ -129,15 +127,6 @@ class ResponsesBody(Sampling, PromptFields):
     """As in llama.cpp: return `timings`, in a stream with each piece of text and beside the last response."""
     return_progress: bool | None = None
     """As in llama.cpp: report in a stream how much of the prompt is computed, in events `response.in_progress`."""
-
-    background: Any = None
-    background_options: Any = None
-    context_management: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
-    prompt: Any = None
-    access_programs: Any = None
-    image: Any = None
 
 
 class InputTokensBody(PromptFields):

@@ -1,8 +1,7 @@
 """SGLang's POST /generate and GET /health_generate.
 
 Fields and reply as in sglang/srt/managers/io_struct.py and sglang/srt/sampling/sampling_params.py. Extension: `mask` in
-`meta_info` (1 where the model sampled the token). `output_ids` includes the stop token. Accepted and ignored, because
-they concern SGLang's logs and queues: `log_metrics`, `no_logs`, `background`.
+`meta_info` (1 where the model sampled the token). `output_ids` includes the stop token.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -47,42 +46,10 @@ from nano_inference.server.schema import (
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.translating import (
     given_fields,
-    refuse_foreign,
-    refuse_unknown,
     translated_completion,
 )
-from nano_inference.server.unsupported import EMPTY, OFF
 
 _T = TypeVar("_T")
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "input_embeds": EMPTY,
-    "image_data": EMPTY,
-    "video_data": EMPTY,
-    "audio_data": EMPTY,
-    "modalities": EMPTY,
-    "multi_item_scoring_delimiter": (None,),
-    "session_params": EMPTY,
-    "lora_path": EMPTY,
-    "lora_id": EMPTY,
-    "custom_logit_processor": EMPTY,
-    "return_hidden_states": OFF,
-    "return_routed_experts": OFF,
-    "return_prompt_token_ids": OFF,
-    "return_entropy": OFF,
-    "return_bytes": OFF,
-    "bootstrap_host": EMPTY,
-    "bootstrap_port": EMPTY,
-    "bootstrap_room": (None,),
-}
-"""Unsupported fields of SGLang's request -> the values that are accepted because they have no effect."""
-
-UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
-    "structural_tag": EMPTY,
-    "beam_width": (None, 1),
-    "thinking_budget": (None,),
-}
-"""The same for `sampling_params`."""
 
 _PARAM_NAMES: Mapping[str, str] = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "stop_regex")},
@@ -117,8 +84,6 @@ class CustomParams(Body):
 class SglangParams(Body):
     """SGLang's SamplingParams with SGLang's defaults; the model's recommended values are not applied."""
 
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED_PARAMS)
-
     max_new_tokens: Count | None = 128  # None: up to the end of the context
     min_new_tokens: Count | None = 0
     temperature: Temperature | None = 1.0
@@ -146,14 +111,6 @@ class SglangParams(Body):
 class SglangBody(Body):
     """POST /generate. A list has one entry for each prompt."""
 
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
-    idle_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "log_metrics": (None, True),
-        "no_logs": OFF,
-        "background": OFF,
-    }
-    reported_parts: ClassVar[tuple[str, ...]] = ("sampling_params",)
-
     text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | None = None
     input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
     sampling_params: SglangParams | Annotated[list[SglangParams], Field(max_length=MAX_PROMPTS)] | None = None
@@ -169,14 +126,10 @@ class SglangBody(Body):
     rid: Name | Annotated[list[Name], Field(max_length=MAX_PROMPTS)] | None = None
     cache_salt: Salt | None = Field(default=None, alias="extra_key")
     """Requests share cached prefixes only if they have the same value."""
-    log_metrics: bool | None = None
-    no_logs: bool | None = None
-    background: bool | None = None
 
 
 def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a request. Raises `ApiError` naming the invalid field of `SglangBody`."""
-    refuse_foreign(body, UNSUPPORTED)
     prompts, is_list = _prompts(body)
     params = _per_prompt(body.sampling_params, SglangParams(), len(prompts), "sampling_params")
     options = _prompt_options(body, params)
@@ -273,9 +226,6 @@ def _prompt_options(body: SglangBody, params: Sequence[SglangParams]) -> list[Pr
 
 def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> JSON:
     """Return the fields of a `CompletionBody` for one prompt, without the prompt."""
-    refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
-    if params.custom_params is not None:
-        refuse_unknown(params.custom_params.model_extra or {}, {}, "sampling_params.custom_params.")
     values = given_fields(params)
     fields: JSON = {field: values[name] for field, name in _PARAM_NAMES.items() if name in values}
     fields["max_tokens"] = params.max_new_tokens

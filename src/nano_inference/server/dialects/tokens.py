@@ -15,14 +15,12 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, read_messages, require_dialogue, to_api_error, with_prefill
 from nano_inference.server.schema import ApplyTemplateBody, CountBody, DetokenizeBody, RenderingFields, TokenizeBody
 from nano_inference.server.tools import requested_tools
-from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.types import BadRequest
 
 
 def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
     """Return {tokens, count, max_model_len} (vLLM), or {tokens} for a body with `content` (llama.cpp)."""
-    refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
@@ -41,14 +39,12 @@ def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
 
 def count_chat(body: CountBody, model: ServedModel) -> JSON:
     """Return llama.cpp's {object, input_tokens}: the number of tokens of a chat's prompt."""
-    refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     return {"object": "response.input_tokens", "input_tokens": len(_rendered(body, model))}
 
 
 def detokenize(body: DetokenizeBody, model: ServedModel) -> JSON:
     """Return {prompt} for a body with `model` (vLLM), else {content, prompt} (llama.cpp)."""
-    refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     try:
         text = model.tokenizer.decode(body.tokens, skip_special=False)
@@ -63,12 +59,11 @@ def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
     Without a BOS that the tokenizer adds itself: clients send this text to /completion.
     """
     body = with_prefill(body, model)
-    refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     dialogue = require_dialogue(model)
     use = requested_tools(body, dialogue.tool_template)
     try:
-        text = dialogue.text(*read_messages(body, dialogue, use, body.model_extra or {}))
+        text = dialogue.text(*read_messages(body, dialogue, use))
     except ValueError as error:
         raise to_api_error(error, "messages") from None
     bos = model.tokenizer.bos_id
@@ -110,7 +105,7 @@ def _rendered(body: RenderingFields, model: ServedModel) -> list[int]:
     body = with_prefill(body, model)
     use = requested_tools(body, dialogue.tool_template)
     with api_errors("messages"):
-        return dialogue.encode(*read_messages(body, dialogue, use, body.model_extra or {}))
+        return dialogue.encode(*read_messages(body, dialogue, use))
 
 
 DIALECT = Dialect(

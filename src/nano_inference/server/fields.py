@@ -1,0 +1,110 @@
+"""Fields of a body that no route reads: those whose silent loss would change the answer are refused, others logged.
+
+A field with an empty value (null, false, 0, "", [], {}) asks for nothing and is neither.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nano_inference.server.errors import ApiError
+from nano_inference.server.model import ServedModel
+from nano_inference.server.schema import Body
+
+_ONE = (1, 1.0)
+PROMPT_FIELDS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        *("suffix", "documents", "chat_template", "template", "context", "prompt_embeds", "input_embeds", "features"),
+        *("images", "image_data", "video_data", "audio_data", "multimodal_data", "content_parts", "session_params"),
+        *("conversation", "prompt"),
+    ),
+    (),
+)
+"""Fields that change what a model reads -> values, beside the empty ones, with which they do not."""
+ANSWER_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    **PROMPT_FIELDS,
+    # what the answer must look like, and what may be called in it
+    **dict.fromkeys(("tools", "functions", "structured_outputs", "guided_decoding", "format", "json_schema"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ()),
+    **dict.fromkeys(("regex", "ebnf", "grammar", "audio", "web_search_options", "mcp_servers", "container"), ()),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    # how its tokens are drawn
+    **dict.fromkeys(("logit_bias", "presence_penalty", "frequency_penalty", "samplers", "use_beam_search"), ()),
+    **dict.fromkeys(("lora_request", "lora_path", "lora_id", "lora", "mirostat", "dynatemp_range"), ()),
+    **dict.fromkeys(("logits_processors", "custom_logit_processor", "dry_multiplier", "xtc_probability"), ()),
+    **dict.fromkeys(("watermarking", "min_keep"), ()),
+    **dict.fromkeys(("top_n_sigma", "adaptive_target"), (-1,)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "typical_p", "tfs_z", "beam_width", "n", "best_of"), _ONE),
+    # where it ends
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict", "stop", "stop_regex", "min_new_tokens"), ()),
+    **dict.fromkeys(("max_new_tokens", "stop_sequences", "echo"), ()),
+    **dict.fromkeys(("reasoning_effort", "thinking_budget", "thinking_token_budget"), ()),
+    "reasoning_budget_tokens": (-1,),
+}
+"""The same for what is written, on routes that generate."""
+_PARTS = ("stream_options", "options", "sampling_params", "custom_params", "tools", "text", "output_config")
+"""Fields whose objects are looked into."""
+_WINDOWS = ("repeat_last_n", "penalty_last_n")
+_PENALTIES: Mapping[str, float] = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+_MAX_LOGGED = 1000
+
+_log = logging.getLogger("nano_inference.server")
+
+
+def refuse_lost(body: Body, model: ServedModel, *, answers: bool) -> None:
+    """Raise `ApiError` naming the first field whose loss would change the prompt or, with `answers`, the answer."""
+    refused = ANSWER_FIELDS if answers else PROMPT_FIELDS
+    given = dict(_unread(body))
+    for name, value in given.items():
+        harmless = refused.get(name.rpartition(".")[2])
+        if harmless is not None and value not in harmless:
+            raise ApiError(400, f"{name} is not supported here", param=name, code="unsupported_field")
+    # llama.cpp counts penalties over the last N tokens; here they cover all.
+    for name in _WINDOWS:
+        if answers and given.get(name, -1) != -1:
+            for penalty, off in _PENALTIES.items():
+                value = getattr(body, penalty, None)
+                if (model.generation.get(penalty, off) if value is None else value) != off:
+                    text = f"{name} is not supported together with {penalty}, except -1: penalties cover all tokens"
+                    raise ApiError(400, text, param=name, code="unsupported_field")
+
+
+def _unread(body: Body, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of each field without a reader that has a value, also in a body's options."""
+    for name, value in (body.model_extra or {}).items():
+        if value and name != "cache_control":  # Anthropic's: it decides how usage is counted
+            yield f"{place}{name[:64]}", value
+    for name in _PARTS:
+        part = getattr(body, name, None)
+        for one in part if isinstance(part, list) else [part]:
+            if isinstance(one, Body):
+                yield from _unread(one, f"{place}{name}.")
+
+
+@dataclass(slots=True)
+class IgnoredFields:
+    """Owns the names that were logged already; accessed only on the event loop."""
+
+    strict: bool
+    logged: set[str] = field(default_factory=set)
+
+    def report(self, body: Body, model: ServedModel) -> None:
+        """Log each field without effect once; with `strict`, raise `ApiError`."""
+
+        def knows(name: str) -> bool:
+            return model.dialogue is not None and model.dialogue.knows(name)
+
+        names = list(dict.fromkeys([*(name for name, _ in _unread(body)), *body.hints(knows)]))
+        if names and self.strict:
+            shown = ", ".join(map(repr, names[:8]))
+            raise ApiError(400, f"fields without effect: {shown}", param=names[0], code="unknown_field")
+        new = sorted(set(names) - self.logged)[: _MAX_LOGGED - len(self.logged)]
+        self.logged.update(new)
+        if new:
+            more = f" and {len(new) - 8} more" if new[8:] else ""
+            _log.warning("fields without effect are ignored: %s%s", ", ".join(map(repr, new[:8])), more)

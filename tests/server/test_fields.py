@@ -1,0 +1,242 @@
+"""Fields that no route reads: refused where their loss would change the answer, else logged once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.fields import ANSWER_FIELDS, PROMPT_FIELDS
+from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
+from tests.server.scripted import make_scripted
+from tests.server.test_every_parameter import BASES
+from tests.server.tiny import Running, make_tiny, running
+
+JSON = dict[str, Any]
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+GENERATE, SGLANG, LLAMA = "/inference/v1/generate", "/generate", "/completion"
+HELLO: list[JSON] = [{"role": "user", "content": "a"}]
+BODIES: Mapping[str, JSON] = MappingProxyType(
+    {
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+        CHAT: {"messages": HELLO, "max_tokens": 1},
+        "/chat/completions": {"messages": HELLO, "max_tokens": 1},
+        RESPONSES: {"input": "a", "max_output_tokens": 1},
+        MESSAGES: {"messages": HELLO, "max_tokens": 1},
+        GENERATE: {"token_ids": ids("a"), "sampling_params": {"max_tokens": 1}},
+        SGLANG: {"text": "a", "sampling_params": {"max_new_tokens": 1}},
+        LLAMA: {"prompt": "a", "n_predict": 1},
+        "/api/generate": {"prompt": "a", "options": {"num_predict": 1}},
+        "/api/chat": {"messages": HELLO, "options": {"num_predict": 1}},
+        "/api/embed": {"input": "a"},
+        "/api/embeddings": {"prompt": "a"},
+        "/v1/embeddings": {"input": "a"},
+        "/tokenize": {"messages": HELLO},
+        "/detokenize": {"tokens": [1]},
+        "/apply-template": {"messages": HELLO},
+        "/v1/chat/completions/input_tokens": {"messages": HELLO},
+        "/v1/responses/input_tokens": {"input": "a"},
+        "/v1/messages/count_tokens": {"messages": HELLO},
+        "/api/show": {},
+    }
+)
+DECLARED = {one.path: frozenset(one.body.model_fields) for one in (*GENERATING, *CONVERTING)}
+ASKING: JSON = {"n": 2, "max_tokens": 3, "reasoning_effort": "low", "response_format": {"type": "json_object"}}
+EMPTY = (None, False, 0, "", [], {})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with mounted(make_tiny(tmp_path_factory.mktemp("fields")), NANOCHATS) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = make_tiny(tmp_path_factory.mktemp("strict"), positions=2048)
+    with running(directory, ServerConfig(port=0, log_requests=False, strict=True)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose model calls the function `look` in the namespace `agents`."""
+    with running(make_scripted(tmp_path_factory.mktemp("agent"), "agents.look", {"at": 1}, "Seen.")) as one:
+        yield one
+
+
+def test_every_path_is_tried() -> None:
+    assert BODIES.keys() == {one.path for one in (*GENERATING, *CONVERTING)}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_whose_loss_changes_the_answer_are_refused(server: Running, path: str) -> None:
+    refused = ANSWER_FIELDS if path in {one.path for one in GENERATING} else PROMPT_FIELDS
+    for name in refused.keys() - DECLARED[path]:
+        reply = server.post(path, {**BODIES[path], name: ASKING.get(name, ["x"])})
+        assert reply.status_code == 400 and f"{name} is not supported" in reply.text, (name, reply.text)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_their_values_without_effect_are_taken(server: Running, path: str) -> None:
+    for name, harmless in ANSWER_FIELDS.items():
+        for value in () if name in DECLARED[path] | {"max_tokens"} else (*EMPTY, *harmless):
+            reply = server.post(path, {**BODIES[path], name: value})
+            assert reply.status_code == 200, (name, value, reply.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "part"), [(GENERATE, "sampling_params"), (SGLANG, "sampling_params"), ("/api/chat", "options")]
+)
+def test_options_are_looked_into(server: Running, caplog: pytest.LogCaptureFixture, path: str, part: str) -> None:
+    def body(**fields: Any) -> JSON:
+        return {**BODIES[path], part: {**BODIES[path][part], **fields}}
+
+    reply = server.post(path, body(mirostat=2))
+    assert reply.status_code == 400 and f"{part}.mirostat is not supported" in reply.text
+    with caplog.at_level(logging.WARNING, logger="nano_inference.server"):
+        assert server.post(path, body(**{f"zebra{path}": 1})).status_code == 200
+    assert f"'{part}.zebra{path}'" in caplog.text
+    if path == SGLANG:
+        several = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 1}, {"beam_width": 2}]}
+        assert "sampling_params.beam_width is not supported" in server.post(path, several).text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, RESPONSES])
+@pytest.mark.parametrize("name", ["repeat_last_n", "penalty_last_n"])
+def test_window_of_penalties_is_refused_with_a_penalty(server: Running, path: str, name: str) -> None:
+    body = {**BASES[path], name: 64}
+    assert server.post(path, body).status_code == 200
+    for penalty in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}):
+        reply = server.post(path, {**body, **penalty})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name), reply.text
+        assert server.post(path, {**body, **penalty, name: -1}).status_code == 200
+
+
+def test_a_stream_is_refused_before_it_starts(server: Running) -> None:
+    reply = server.post(CHAT, {**BODIES[CHAT], "stream": True, "suffix": "x"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "suffix")
+    assert reply.json()["error"]["code"] == "unsupported_field"
+
+
+def test_other_fields_are_logged_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="nano_inference.server"):
+        for _ in range(3):
+            reply = server.post(CHAT, {**BODIES[CHAT], "sparkle": 1, "evil\nname": {"a": 1}, "user": "me"})
+            assert reply.status_code == 200
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["fields without effect are ignored: 'evil\\nname', 'sparkle', 'user'"], "on one line"
+
+
+def test_number_of_logged_fields_is_bounded(server: Running) -> None:
+    flood = {f"field{index}": 1 for index in range(3000)}
+    assert server.post(CHAT, {**BODIES[CHAT], **flood}).status_code == 200
+    assert len(server.app.ignored.logged) <= 1000
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_strict_server_refuses_them(strict: Running, path: str) -> None:
+    if path == "/chat/completions":
+        return  # only of a nanochat model
+    base = BODIES[path]
+    assert strict.post(path, {**base, "zebra": None}).status_code == 200, "it asks for nothing"
+    reply = strict.post(path, {**base, "zebra": 1, "x" * 500: 1})
+    assert reply.status_code == 400
+    assert f"fields without effect: 'zebra', '{'x' * 64}'" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        (RESPONSES, {"reasoning": {"generate_summary": "auto"}}, "reasoning.generate_summary"),
+        (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (RESPONSES, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools.web_search"),
+        (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        (CHAT, {"service_tier": "flex"}, "service_tier"),
+        (CHAT, {"repeat_last_n": 64}, "repeat_last_n"),
+        (MESSAGES, {"metadata": {"user_id": "u"}}, "metadata"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    ],
+)
+def test_strict_server_refuses_what_this_model_cannot_use(strict: Running, path: str, fields: JSON, param: str) -> None:
+    assert strict.post(path, BODIES[path]).status_code == 200
+    reply = strict.post(path, {**BODIES[path], **fields})
+    assert reply.status_code == 400 and f"fields without effect: {param!r}" in reply.text, reply.text
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "some"])
+def test_effort_of_any_value_changes_nothing_without_reasoning(server: Running, effort: str) -> None:
+    chat: JSON = {"messages": HELLO, "max_tokens": 4, "temperature": 0}
+    plain, asked = (server.post(CHAT, {**chat, **more}).json() for more in ({}, {"reasoning_effort": effort}))
+    assert plain["choices"] == asked["choices"] and plain["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"]
+    reply = server.post(RESPONSES, {"input": "a", "max_output_tokens": 4, "reasoning": {"effort": effort}}).json()
+    assert reply["reasoning"]["effort"] == effort and reply["usage"]["input_tokens"] == plain["usage"]["prompt_tokens"]
+
+
+# ---- an agent's request, with functions in a namespace
+
+FUNCTION: JSON = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+SEARCH: JSON = {"type": "web_search", "external_web_access": False}
+SPACE: JSON = {"type": "namespace", "name": "agents", "description": "Work on agents.", "tools": [FUNCTION]}
+AGENT: JSON = {
+    "input": "hi",
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "k",
+    "client_metadata": {"turn": "1"},
+    "tools": [FUNCTION, SPACE, SEARCH],
+    "max_output_tokens": 4,
+}
+
+
+def test_agents_request_is_answered_and_its_hints_are_logged_once(
+    scripted: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        replies = [scripted.post(RESPONSES, AGENT) for _ in range(2)]
+    assert [one.status_code for one in replies] == [200, 200], replies[0].text
+    lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert lines == ["fields without effect are ignored: 'client_metadata', 'reasoning.summary', 'tools.web_search'"]
+    assert [tool["type"] for tool in replies[0].json()["tools"]] == ["function", "namespace"], "without the search"
+
+
+def test_call_in_a_namespace_round_trip(scripted: Running) -> None:
+    (call,) = scripted.post(RESPONSES, AGENT).json()["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "agents", "look")
+    items = [{"role": "user", "content": "hi"}, call]
+    items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "a"})
+    (message,) = scripted.post(RESPONSES, {**AGENT, "input": items}).json()["output"]
+    assert message["content"][0]["text"] == "Seen."
+
+
+def test_namespace_describes_its_functions_in_the_prompt(scripted: Running) -> None:
+    def prompt(tool: JSON) -> list[int]:
+        body = {"input": "hi", "tools": [tool], "max_output_tokens": 1, "return_token_ids": True}
+        found: list[int] = scripted.post(RESPONSES, body).json()["prompt_token_ids"]
+        return found
+
+    flat = {**FUNCTION, "name": "agents.look", "description": "Work on agents.\nLooks."}
+    assert prompt(SPACE) == prompt(flat) != prompt(FUNCTION)
+
+
+def test_errors_name_the_functions_place(scripted: Running) -> None:
+    for tools, param in (
+        ([SEARCH, {**SPACE, "tools": [{**FUNCTION, "name": "not a name"}]}], "tools.0.function.name"),
+        ([SEARCH, {**FUNCTION, "name": "not a name"}], "tools.0.function.name"),
+        ([{**SPACE, "name": None}], "tools.0.name"),
+        ([{"type": "namespace", "name": "n"}], "tools.0.tools"),
+    ):
+        reply = scripted.post(RESPONSES, {"input": "hi", "tools": tools})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+    reply = scripted.post(RESPONSES, {"input": "hi", "tools": [SEARCH], "tool_choice": "required"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tool_choice"), "the search is left out"
