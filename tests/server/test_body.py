@@ -110,9 +110,6 @@ RANGES: dict[str, list[Any]] = {
     "stream_options": [[], "x", {"include_usage": "yes"}, {"continuous_usage_stats": 1}],
     "logit_bias": [[], {"a": 1}, {"-1": 1}, {"1.0": 1}, {"5": "x"}, {"5": 101}, {"5": None}, {"": 1}, {"9" * 11: 1}],
     "model": [5, "x" * 513],
-    "metadata": ["x", []],
-    "user": [5],
-    "store": ["x"],
 }
 COMPLETION_RANGES: dict[str, list[Any]] = {
     "prompt": [
@@ -245,7 +242,7 @@ def test_error_names_path_and_limit(body: dict[str, Any], model: Any, message: s
         b'{"prompt":"a","logit_bias":{"' + b"k" * 100_000 + b'":1}}',
         ('{"prompt":"a","logit_bias":{"' + "😀" * 1000 + '":1}}').encode(),
         b'{"prompt":"a","stop":"' + b"x" * 60_000 + b'"}',
-        b'{"prompt":"a","user":{"' + b"x" * 60_000 + b'":[1]}}',
+        b'{"prompt":"a","guided_regex":{"' + b"x" * 60_000 + b'":[1]}}',
     ],
 )
 def test_error_size_is_bounded(data: bytes) -> None:

@@ -308,8 +308,6 @@ def test_template_variables_and_limits(model: ServedModel) -> None:
     assert prompt() == "hello"
     assert prompt(chat_template_kwargs={"loud": True}).startswith("hello!")
     assert prompt(reasoning_effort="high") == "hellohigh"
-    with pytest.raises(ApiError, match="reasoning_effort must be a string"):
-        chat(shouting, reasoning_effort=5)
     for effort in ("none", "minimal", "xhigh", "any"):
         assert chat(model, reasoning_effort=effort).requests[0].prompt == chat(model).requests[0].prompt
     assert chat(model, reasoning_effort=None).requests

@@ -54,5 +54,5 @@ def test_llamacpps_provider_completes_code(server: Running) -> None:
 
 def test_suffix_and_mistrals_route_are_refused(server: Running) -> None:
     refused = server.post("/api/generate", {"model": "tiny", "prompt": "a", "suffix": "b"})
-    assert (refused.status_code, refused.json()["error"]) == (400, "suffix is not supported by this server")
+    assert (refused.status_code, refused.json()["error"]) == (400, "suffix is not supported here")
     assert server.post("/v1/fim/completions", {"model": "tiny", "prompt": "a", "suffix": "b"}).status_code == 404

@@ -209,7 +209,6 @@ def test_add_special_tokens(model: ServedModel) -> None:
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
         ({"cache_salt": ["a"]}, "cache_salt", "valid string"),
         ({"model": "gpt-5"}, "model", "does not exist"),
-        ({"lora_path": "x"}, "lora_path", "not supported"),
     ],
 )
 def test_refusals_name_the_field(model: ServedModel, fields: dict[str, Any], param: str, message: str) -> None:

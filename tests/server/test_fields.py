@@ -45,7 +45,14 @@ BODIES: Mapping[str, JSON] = MappingProxyType(
     }
 )
 DECLARED = {one.path: frozenset(one.body.model_fields) for one in (*GENERATING, *CONVERTING)}
-ASKING: JSON = {"n": 2, "max_tokens": 3, "reasoning_effort": "low", "response_format": {"type": "json_object"}}
+ASKING: JSON = {
+    "n": 2,
+    "max_tokens": 3,
+    "think": False,
+    "thinking_budget": 0,
+    "reasoning_effort": "low",
+    "response_format": {"type": "json_object"},
+}
 EMPTY = (None, False, 0, "", [], {})
 
 
@@ -84,7 +91,9 @@ def test_fields_whose_loss_changes_the_answer_are_refused(server: Running, path:
 @pytest.mark.parametrize("path", BODIES)
 def test_their_values_without_effect_are_taken(server: Running, path: str) -> None:
     for name, harmless in ANSWER_FIELDS.items():
-        for value in () if name in DECLARED[path] | {"max_tokens"} else (*EMPTY, *harmless):
+        is_set_when_empty = name in ("think", "thinking_budget", "thinking_token_budget")
+        values = (None,) if is_set_when_empty else (*EMPTY, *harmless)
+        for value in () if name in DECLARED[path] | {"max_tokens"} else values:
             reply = server.post(path, {**BODIES[path], name: value})
             assert reply.status_code == 200, (name, value, reply.text)
 

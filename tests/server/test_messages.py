@@ -19,9 +19,8 @@ from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.messages import ANTHROPIC_NAMES, chat_fields, count_tokens, messages_call
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
 from nano_inference.server.dialects.messages_reply import MessagesReply, arguments_of, error_body
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, renamed
 from nano_inference.server.model import ServedModel
-from nano_inference.server.translating import renamed_error
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.generation_config import chat_defaults
@@ -330,7 +329,6 @@ def test_unsupported_block_type_is_named(model: ServedModel) -> None:
     ("param", "message", "own_param", "own_message"),
     [
         ("stop", "stop[1] is long", "stop_sequences", "stop_sequences[1] is long"),
-        ("tool_choice", "no parallel_tool_calls", "tool_choice", "no tool_choice.disable_parallel_tool_use"),
         ("messages.2", "messages[2].content must", "messages", "messages must"),
         ("messages", "cannot render these messages", "messages", "cannot render these messages"),
         (None, "the model 'stop' is gone", None, "the model 'stop' is gone"),
@@ -341,7 +339,7 @@ def test_chat_errors_have_this_apis_field_names(
 ) -> None:
     """A chat's messages have other places than the body's: their errors name no index."""
     error = ApiError(503, message, param=param, code="c", headers={"retry-after": "1"}, extra={"n_ctx": 1})
-    translated = renamed_error(error, ANTHROPIC_NAMES)
+    translated = renamed(error, ANTHROPIC_NAMES)
     assert (translated.param, translated.message) == (own_param, own_message)
     others = translated.status, translated.code, translated.headers, translated.extra
     assert others == (503, "c", {"retry-after": "1"}, {"n_ctx": 1})

@@ -25,8 +25,9 @@ from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.responses import LOGPROBS, ResponsesBody, TranslatedChat, translated_chat
 from nano_inference.server.dialects.responses_chat import CHAT_NAMES
 from nano_inference.server.dialects.responses_stream import ResponsesReply
-from nano_inference.server.errors import ApiError
-from nano_inference.server.translating import renamed_error
+from nano_inference.server.errors import ApiError, renamed
+from nano_inference.server.schema import ChatBody
+from nano_inference.server.translating import as_body
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
 from tests.server.stepped import stepped
@@ -287,7 +288,8 @@ def translated(body: JSON) -> TranslatedChat:
 
 
 def chat_of(**body: Any) -> JSON:
-    return translated({"input": "x", **body}).body.model_dump(by_alias=True, exclude_none=True)
+    fields = translated({"input": "x", **body}).fields
+    return as_body(fields, ChatBody).model_dump(by_alias=True, exclude_none=True)
 
 
 ITEM_CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
@@ -449,9 +451,10 @@ def test_unsupported_field_is_refused_by_name(body: JSON, param: str) -> None:
 )
 def test_invalid_field_is_named(body: JSON, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        translated({"input": "x", **body})
-    assert (caught.value.status, caught.value.param) == (400, param)
-    assert caught.value.message.startswith(param.split(".")[0])
+        chat_of(**{"input": "x", **body})
+    error = renamed(caught.value, CHAT_NAMES)
+    assert (error.status, error.param) == (400, param)
+    assert error.message.startswith(param.split(".")[0])
 
 
 @pytest.mark.parametrize(
@@ -459,7 +462,7 @@ def test_invalid_field_is_named(body: JSON, param: str) -> None:
     [
         ("messages[3].role", "messages[3].role must be user", "input", "input must be user"),
         ("messages", "cannot render these messages", "input", "cannot render these messages"),
-        ("max_tokens", "the max_tokens of 9 are many", "max_output_tokens", "the max_output_tokens of 9 are many"),
+        ("max_tokens", "max_tokens of 9 are many", "max_output_tokens", "max_output_tokens of 9 are many"),
         ("top_logprobs", "top_logprobs must be at most 5", "top_logprobs", "top_logprobs must be at most 5"),
         ("response_format", "response_format: no", "text.format", "text.format: no"),
         (None, "no field", None, "no field"),
@@ -469,7 +472,7 @@ def test_chat_errors_have_this_apis_field_names(
     param: str | None, message: str, own_param: str | None, own_message: str
 ) -> None:
     """A chat's messages have other places than the body's: their errors name no index."""
-    error = renamed_error(ApiError(400, message, param=param), CHAT_NAMES)
+    error = renamed(ApiError(400, message, param=param), CHAT_NAMES)
     assert (error.param, error.message) == (own_param, own_message)
 
 

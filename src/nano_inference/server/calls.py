@@ -353,11 +353,10 @@ def _room(request: PromptRequest, model: ServedModel, kind: Kind) -> int:
         return checked(request, model.limits)[1]
     except BadRequest as error:
         refused = to_api_error(error)
-        param = refused.param
         if "whole KV cache" in refused.message:
-            param = "max_tokens"
-        elif kind == "chat" and param == "prompt":  # a chat has no such field
-            param = "messages"
+            raise ApiError(400, f"max_tokens: {refused.message}", param="max_tokens") from None
+        # A chat has no such field.
+        param = "messages" if kind == "chat" and refused.param == "prompt" else refused.param
         raise ApiError(400, refused.message, param=param) from None
 
 

@@ -33,6 +33,7 @@ _INTERNALS = re.compile(
     r"|[\w./\\-]+\.pyc?\b(?::\d+)?"
 )
 """Memory addresses and file paths, which clients must not learn."""
+_FIELD = re.compile(r"(?P<head>[a-z_]+)(?P<path>(\.\w+|\[\d+\])*)")
 
 
 ErrorBody = Callable[["ApiError"], Mapping[str, Any]]  # returns the body of an error in a dialect
@@ -108,3 +109,22 @@ def quota_exceeded(message: str) -> ApiError:
 def internal_error() -> ApiError:
     """Return the 500 of a failure of the server, without details; the client should not retry."""
     return ApiError(500, "internal server error", headers={"x-should-retry": "false"})
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error whose field has a dialect's name; `names`: this server's name -> the dialect's.
+
+    A message that is about one field begins with it. Messages of a chat are renamed without their index: a dialect may
+    have them in another order.
+    """
+
+    def own(field: re.Match[str]) -> str:
+        return names[field["head"]] + ("" if field["head"] == "messages" else field["path"])
+
+    param = _FIELD.match(error.param or "")
+    if param is None or param["head"] not in names:
+        return error
+    start = _FIELD.match(error.message)
+    is_first = start is not None and start["head"] == param["head"]
+    text = own(start) + error.message[start.end() :] if start is not None and is_first else error.message
+    return ApiError(error.status, text, param=own(param), code=error.code, headers=error.headers, extra=error.extra)

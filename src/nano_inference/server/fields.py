@@ -15,6 +15,8 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import Body
 
 _ONE = (1, 1.0)
+_EVEN_EMPTY = ("think", "thinking_budget", "thinking_token_budget")
+"""Fields with which false or 0 asks for something, too."""
 PROMPT_FIELDS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
     (
         *("suffix", "documents", "chat_template", "template", "context", "prompt_embeds", "input_embeds", "features"),
@@ -43,7 +45,7 @@ ANSWER_FIELDS: Mapping[str, tuple[Any, ...]] = {
     # where it ends
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict", "stop", "stop_regex", "min_new_tokens"), ()),
     **dict.fromkeys(("max_new_tokens", "stop_sequences", "echo"), ()),
-    **dict.fromkeys(("reasoning_effort", "thinking_budget", "thinking_token_budget"), ()),
+    **dict.fromkeys(("reasoning_effort", *_EVEN_EMPTY), ()),
     "reasoning_budget_tokens": (-1,),
 }
 """The same for what is written, on routes that generate."""
@@ -77,7 +79,9 @@ def refuse_lost(body: Body, model: ServedModel, *, answers: bool) -> None:
 def _unread(body: Body, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of each field without a reader that has a value, also in a body's options."""
     for name, value in (body.model_extra or {}).items():
-        if value and name != "cache_control":  # Anthropic's: it decides how usage is counted
+        if (
+            value or (name in _EVEN_EMPTY and value is not None)
+        ) and name != "cache_control":  # Anthropic's: it decides how usage is counted
             yield f"{place}{name[:64]}", value
     for name in _PARTS:
         part = getattr(body, name, None)

@@ -6,20 +6,17 @@ Fields as in OpenAI's chat completions. `text.tool_calls` parses the calls in th
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, renamed
 from nano_inference.server.schema import FunctionSpec, NamedFunction, Tool, ToolChoice, ToolFields
 from nano_inference.text.tool_events import CallArguments, CallStart, Content, Event, Reasoning
 from nano_inference.text.tool_format import ToolFormat, tool_format
 
 MAX_TOOLS_BYTES = 1 << 18  # limit of the JSON of all functions
-
-_FUNCTION = re.compile(r"\btools(\.\d+)\.function\b")
 
 Choice = Literal["none", "auto", "required"]
 
@@ -69,12 +66,12 @@ def requested_tools(body: ToolFields, template_source: str | None) -> ToolUse | 
     try:
         return tool_use(tools, choice, False, template_source)
     except ApiError as error:
-        # The client used the deprecated fields.
-        message, param = (
-            _FUNCTION.sub(r"functions\1", text).replace("tool_choice", "function_call").replace("tools", "functions")
-            for text in (error.message, error.param or "")
-        )
-        raise ApiError(error.status, message, param=param or None) from None
+        own = renamed(error, {"tools": "functions", "tool_choice": "function_call"})
+        if own.param is not None and own.param.startswith("functions."):  # there without the key `function`
+            param = own.param.replace(".function", "", 1)
+            return_ = ApiError(own.status, own.message.replace(own.param, param, 1), param=param, code=own.code)
+            raise return_ from None
+        raise own from None
 
 
 def tool_use(

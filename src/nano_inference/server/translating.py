@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,18 +13,12 @@ from pydantic_core import to_json
 from nano_inference.core.admission import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.call import JSON, Call
-from nano_inference.server.calls import completion_call
+from nano_inference.server.calls import chat_call, completion_call
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, renamed
 from nano_inference.server.model import ServedModel
-from nano_inference.server.schema import Body, CompletionBody
-from nano_inference.server.structured import Structure
+from nano_inference.server.schema import Body, ChatBody, CompletionBody
 
-_FIELD = re.compile(r"(?<![\w.])(?P<head>[a-z]+(?:_[a-z]+)*)(?P<path>(?:\.\w+|\[\d+\])*)")
-"""A possible field in a message, with its path."""
-_MOVED = "messages"
-"""A field whose items a dialect may have in another order: renamed without its path."""
-_HEAD = re.compile(r"^[a-z_]+")
 _B = TypeVar("_B", bound=Body)
 
 
@@ -38,47 +30,11 @@ def as_body(fields: Mapping[str, Any], kind: type[_B]) -> _B:
         return parse(to_json(fields), kind)  # raises the client's error
 
 
-@contextmanager
-def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Raise the block's `ApiError` with renamed fields; `names`: this server's name -> the dialect's."""
-    try:
-        yield
-    except ApiError as error:
-        raise renamed_error(error, names) from None
-
-
-def renamed_error(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return an error with fields renamed in its message and `param`."""
-
-    def renamed(found: re.Match[str]) -> str:
-        head, path = found.groups()
-        is_word = "_" not in head and not path and found.start() > 0  # "messages" is also an English word
-        if head not in names or is_word:
-            return found.group()
-        return names[head] + ("" if head == _MOVED else path)
-
-    return reworded(error, lambda text: _FIELD.sub(renamed, text))
-
-
 def reworded(error: ApiError, reword: Callable[[str], str]) -> ApiError:
     """Return the error with its message and `param` reworded."""
     param = None if error.param is None else reword(error.param)
     text = reword(error.message)
     return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
-
-
-def rename_structures(call: Call, names: Mapping[str, str]) -> Call:
-    """Return a call whose structures have renamed fields, for errors of their later compilation."""
-
-    def renamed(structure: Structure | None) -> Structure | None:
-        if structure is None:
-            return None
-        place = _HEAD.sub(lambda found: names.get(found.group(), found.group()), structure.field)
-        return structure._replace(field=place)
-
-    return replace(
-        call, requests=tuple(replace(request, structure=renamed(request.structure)) for request in call.requests)
-    )
 
 
 def unsupported_field(param: str, message: str | None = None) -> ApiError:
@@ -105,20 +61,37 @@ def given_fields(body: Body) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def translated_completion(
-    fields: Mapping[str, Any], names: Mapping[str, str], model: ServedModel, config: ServerConfig, salt: str
+def translated_call(
+    fields: Mapping[str, Any],
+    kind: type[CompletionBody | ChatBody],
+    names: Mapping[str, str],
+    model: ServedModel,
+    config: ServerConfig,
+    salt: str,
 ) -> Call:
-    """Return the call of a completion with these fields; its errors, also later ones, have a dialect's names.
+    """Return the call of a completion or a chat with these fields; its errors, also later ones, have a dialect's names.
 
-    `names`: field of `CompletionBody` -> the dialect's. With `max_tokens` None and no default of the server, an output
-    may fill the context.
+    `names`: field of `kind` -> the dialect's. With `max_tokens` None and no default of the server, the output of a
+    completion may fill the context. Raises `ApiError`.
     """
-    is_unlimited = fields["max_tokens"] is None and config.n_predict is None
+    is_unlimited = kind is CompletionBody and fields["max_tokens"] is None and config.n_predict is None
     if is_unlimited:
         fields = {**fields, "max_tokens": max(1, fields.get("min_tokens") or 0)}  # passes validation
-    with renamed_errors(names):
-        call = completion_call(as_body(fields, CompletionBody), model, config, salt)
-    call = rename_structures(call, names)
+    try:
+        if kind is ChatBody:
+            call = chat_call(as_body(fields, ChatBody), model, config, salt)
+        else:
+            call = completion_call(as_body(fields, CompletionBody), model, config, salt)
+    except ApiError as error:
+        raise renamed(error, names) from None
+    requests = []
+    for request in call.requests:
+        if request.structure is not None:  # compiled later, and its errors name its field
+            head, dot, path = request.structure.field.partition(".")
+            structure = request.structure._replace(field=names.get(head, head) + dot + path)
+            request = replace(request, structure=structure)
+        requests.append(request)
+    call = replace(call, requests=tuple(requests))
     return fill_context(call, model.limits) if is_unlimited else call
 
 

@@ -27,6 +27,7 @@ from nano_inference.server.replies import OpenAIReply, sample_facts, token_facts
 from nano_inference.server.schema import (
     AlternativesOrAll,
     Body,
+    CompletionBody,
     Count,
     CountOrOff,
     Factor,
@@ -43,7 +44,7 @@ from nano_inference.server.schema import (
 from nano_inference.server.schema import TokenIds as Ids
 from nano_inference.server.translating import (
     given_fields,
-    translated_completion,
+    translated_call,
     without_prefix_cache,
 )
 from nano_inference.text.tokenizer import Tokenizer
@@ -97,7 +98,7 @@ def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, 
     """Return the call of a request. Raises `ApiError` naming the invalid field of `GenerateBody`."""
     params = body.sampling_params or GenerateParams()
     _check(body, params)
-    call = translated_completion(_fields(body, params), _CLIENT_NAMES, model, config, salt)
+    call = translated_call(_fields(body, params), CompletionBody, _CLIENT_NAMES, model, config, salt)
     call = without_prefix_cache(call) if params.skip_reading_prefix_cache else call
     name = body.request_id or f"generate-{uuid.uuid4().hex}"
     shape = replace(call.shape, token_ids=True, tokens_as_ids=True)

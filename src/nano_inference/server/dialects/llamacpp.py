@@ -26,9 +26,10 @@ from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptio
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, check_text_length
+from nano_inference.server.schema import CompletionBody
 from nano_inference.server.translating import (
     given_fields,
-    translated_completion,
+    translated_call,
     unsupported_field,
     with_processed_logprobs,
     without_prefix_cache,
@@ -61,7 +62,7 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise unsupported_field("repeat_last_n", message)
     fields = {"prompt": _prompts(body.prompt, model)} | _fields(body, model, config)
-    call = translated_completion(fields, _CLIENT_NAMES, model, config, salt)
+    call = translated_call(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
     call = with_processed_logprobs(call) if body.post_sampling_probs else call
     call = without_prefix_cache(call) if body.cache_prompt is False else call
     options = ReplyOptions(

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 
 from nano_inference.server.call import JSON, Call
-from nano_inference.server.calls import chat_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Generating
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody, marks_cache
@@ -23,7 +22,7 @@ from nano_inference.server.dialects.messages_reply import MessagesReply, error_b
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.translating import as_body, rename_structures, renamed_errors, unsupported_field
+from nano_inference.server.translating import translated_call, unsupported_field
 
 _IDLE_EDITS = frozenset({"clear_thinking_20251015"})
 """Edits of the context without effect: thinking of earlier turns is never in the prompt."""
@@ -89,9 +88,7 @@ def _chat_call(body: CountTokensBody, model: ServedModel, config: ServerConfig, 
     fields = chat_fields(body, model)
     is_current = body.output_config is not None and body.output_config.format is not None
     names = {**ANTHROPIC_NAMES, "response_format": "output_config.format" if is_current else "output_format"}
-    with renamed_errors(names):
-        call = chat_call(as_body(fields, ChatBody), model, config, salt)
-    return rename_structures(call, names)
+    return translated_call(fields, ChatBody, names, model, config, salt)
 
 
 def _refuse(body: CountTokensBody) -> None:

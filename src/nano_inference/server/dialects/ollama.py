@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from nano_inference.server.call import JSON, Call, Reply, Transcript
-from nano_inference.server.calls import chat_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Converting, Describing, Dialect, Generating
@@ -30,17 +29,16 @@ from nano_inference.server.dialects.ollama_body import (
 from nano_inference.server.dialects.ollama_models import ps, ps_of_models, show, tags, tags_of_models, version
 from nano_inference.server.dialects.ollama_reply import OllamaReply, durations, error_body, stream_error
 from nano_inference.server.embedding import EmbeddingBody, embedding_call, embedding_reply
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, renamed
 from nano_inference.server.events import JSON_LINES
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors
-from nano_inference.server.schema import ChatBody
+from nano_inference.server.schema import ChatBody, CompletionBody
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.translating import (
     as_body,
-    rename_structures,
-    renamed_errors,
-    translated_completion,
+    reworded,
+    translated_call,
     unsupported_field,
 )
 from nano_inference.text.tokenizer import Tokenizer
@@ -54,15 +52,19 @@ def embed_call(body: OllamaEmbedBody, model: ServedModel, config: ServerConfig, 
     if body.truncate is not False:
         given = _cut(given, model) if isinstance(given, str) else [_cut(text, model) for text in given]
     fields: JSON = {"model": body.model, "input": given, "dimensions": body.dimensions}
-    with renamed_errors({"truncate_prompt_tokens": "truncate"}):
+    try:
         return _call(as_body(fields, EmbeddingBody), model, config, salt, is_list=True)
+    except ApiError as error:
+        raise reworded(error, lambda text: text.replace("truncate_prompt_tokens", "truncate")) from None
 
 
 def embeddings_call(body: OllamaEmbeddingsBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /api/embeddings. Raises `ApiError` naming the invalid field."""
-    with renamed_errors({"input": "prompt"}):
+    try:
         fields: JSON = {"model": body.model, "input": _cut(body.prompt, model), "normalize": False}
         return _call(as_body(fields, EmbeddingBody), model, config, salt, is_list=False)
+    except ApiError as error:
+        raise renamed(error, {"input": "prompt"}) from None
 
 
 def _call(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str, *, is_list: bool) -> Call:
@@ -133,7 +135,7 @@ def generate_call(body: OllamaGenerateBody, model: ServedModel, config: ServerCo
             raise unsupported_field(name, f"{name} is not supported here: {reason}")
     if body.logprobs:
         fields |= {"logprobs": body.top_logprobs or 0}
-    call = translated_completion({**fields, "prompt": body.prompt}, _NAMES, model, config, salt)
+    call = translated_call({**fields, "prompt": body.prompt}, CompletionBody, _NAMES, model, config, salt)
     return replace(call, make_reply=partial(OllamaReply, is_chat=False))
 
 
@@ -164,9 +166,8 @@ def _chat(
         fields |= {"separate_reasoning": body.think is not False}
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    with renamed_errors(names):
-        call = chat_call(as_body(fields, ChatBody), model, config, salt)
-    return replace(rename_structures(call, names), make_reply=partial(OllamaReply, is_chat=is_chat))
+    call = translated_call(fields, ChatBody, names, model, config, salt)
+    return replace(call, make_reply=partial(OllamaReply, is_chat=is_chat))
 
 
 def _empty_call(body: OllamaTextBody, model: ServedModel, kind: Any) -> Call:

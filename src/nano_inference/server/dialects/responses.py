@@ -21,7 +21,6 @@ from typing import Final
 from pydantic_core import from_json, to_json
 
 from nano_inference.server.call import JSON, Call
-from nano_inference.server.calls import chat_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Generating, Recalling
 from nano_inference.server.dialects.responses_body import (
@@ -46,7 +45,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies, StoredReply
 from nano_inference.server.schema import ChatBody, Sampling
-from nano_inference.server.translating import as_body, rename_structures, renamed_errors, unsupported_field
+from nano_inference.server.translating import as_body, translated_call, unsupported_field
 
 LOGPROBS: Final = "message.output_text.logprobs"  # the value of `include` that adds log-probabilities
 _ENCRYPTED = "reasoning.encrypted_content"
@@ -71,7 +70,7 @@ class Conversation:
 class TranslatedChat:
     """A request of this API, translated to a chat completion."""
 
-    body: ChatBody
+    fields: JSON  # of a `ChatBody`
     conversation: Conversation
     functions: Sequence[Function]
 
@@ -109,9 +108,7 @@ def translated_chat(body: ResponsesBody, replies: ClientReplies | None = None) -
     conversation = Conversation(earlier, body.input)
     functions = functions_of(body.tools or ())
     messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
-    with renamed_errors(CHAT_NAMES):
-        chat = as_body(_chat_of(body, messages.chat, functions), ChatBody)
-    return TranslatedChat(chat, conversation, functions)
+    return TranslatedChat(_chat_of(body, messages.chat, functions), conversation, functions)
 
 
 def responses_call(
@@ -122,7 +119,7 @@ def responses_call(
     With `replies`, the call may continue one of them, and adds its reply to them.
     """
     chat = translated_chat(body, replies)
-    call = rename_structures(_chat_call(body, chat, model, config, salt), CHAT_NAMES)
+    call = translated_call(chat.fields, ChatBody, CHAT_NAMES, model, config, salt)
     stem = uuid.uuid4().hex
     call = replace(call, id=f"resp_{body.request_id or stem}")
     keep = None
@@ -147,14 +144,9 @@ def input_tokens(body: InputTokensBody, model: ServedModel, replies: ClientRepli
     given = {name: getattr(body, name) for name in InputTokensBody.model_fields}
     unlimited = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
     whole = as_body({**given, "max_output_tokens": 1}, ResponsesBody)
-    call = _chat_call(whole, translated_chat(whole, replies), unlimited, ServerConfig(), "")
+    fields = translated_chat(whole, replies).fields
+    call = translated_call(fields, ChatBody, CHAT_NAMES, unlimited, ServerConfig(), "")
     return {"object": "response.input_tokens", "input_tokens": len(call.requests[0].prompt)}
-
-
-def _chat_call(body: ResponsesBody, chat: TranslatedChat, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    with renamed_errors(CHAT_NAMES):
-        call = chat_call(chat.body, model, config, salt)
-    return call
 
 
 # ---- to a chat and back ---------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from nano_inference.server.schema import (
     Alternatives,
     Bias,
     Body,
+    CompletionBody,
     Count,
     CountOrOff,
     Factor,
@@ -46,7 +47,7 @@ from nano_inference.server.schema import (
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.translating import (
     given_fields,
-    translated_completion,
+    translated_call,
 )
 
 _T = TypeVar("_T")
@@ -143,7 +144,7 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
         names = {field: f"{where}.{name}" for field, name in _PARAM_NAMES.items()}
         names |= {**_BODY_NAMES, "prompt": source}
         completion = {**fields[first], "prompt": [prompts[index] for index in indices]}
-        calls.append(translated_completion(completion, names, model, config, salt))
+        calls.append(translated_call(completion, CompletionBody, names, model, config, salt))
     call = _merge(calls)
     for index, (request, option) in enumerate(zip(call.requests, options, strict=True)):
         if option.start > len(request.prompt):
