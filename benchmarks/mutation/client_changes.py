@@ -49,7 +49,7 @@ _STREAMED_TEXT = ("tools.py", 'deltas.append({"content": event.text})', 'deltas.
 _CALL_ID = ("dialects/responses_stream.py", ', "call_id": self.call_id}', "}")
 _MESSAGE_END = ("dialects/messages_reply.py", '{"type": "message_delta", "delta"', '{"type": "message_end", "delta"')
 _THINKING = ("dialects/messages_reply.py", '_delta", "thinking": one.text', '_delta", "text": one.text')
-_RESPONSE = ("dialects/ollama_reply.py", '"response" if name == "content"', '"text" if name == "content"')
+_RESPONSE = ("dialects/ollama.py", '"response" if name == "content"', '"text" if name == "content"')
 _PARTIAL_JSON = ("dialects/messages_reply.py", '"partial_json": one.text}', '"json": one.text}')
 _COMPLETE = (
     *("ended samples are reported as complete", "verl/server.py"),
@@ -87,7 +87,7 @@ CHANGES: Sequence[Change] = (
     route("lm_eval", "/tokenizer_info", "tokens"),
     route("ollama", "/api/show", "ollama"),
     Change(
-        *("ollama", "calls are left out of answers", "dialects/ollama_reply.py"),
+        *("ollama", "calls are left out of answers", "dialects/ollama.py"),
         *('({"tool_calls": calls} if calls else {})', '({"calls": calls} if calls else {})'),
     ),
     Change("open_responses", "`/v1/responses` has another name", *_RESPONSES),

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.ollama import ollama_chat_call
-from nano_inference.server.dialects.ollama_body import OllamaChatBody
+from nano_inference.server.dialects.ollama import OllamaChatBody, Pieces, ollama_chat_call
 from nano_inference.server.dialects.ollama_models import VERSION
-from nano_inference.server.dialects.ollama_reply import Pieces
 from nano_inference.server.errors import ApiError
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content
 from tests.server.mounted import JSON, ids

@@ -1,194 +1,208 @@
-"""Ollama's API: /api/generate, /api/chat, /api/embed, and what its clients ask about the model.
+"""Ollama's API: /api/generate, /api/chat and /api/embed; `ollama_models.py` has what its clients ask about the model.
 
-A prompt of /api/generate is a user's message, after `system` as the system's, unless `raw` is true or the model has no
-chat template. Sampling options that a request lacks are those of the model's files, or else Ollama's, except
-`repeat_penalty` (1, not 1.1). A name without a tag means the tag `latest`. The bodies are in `ollama_body.py`.
+Fields as in the documentation of Ollama's API and its Python client. A prompt of /api/generate is a user's message,
+after `system` as the system's, unless `raw` is true or the model has no chat template. Sampling options that a request
+lacks are those of the model's files, or else Ollama's, except `repeat_penalty` (1, not 1.1). A name without a tag means
+the tag `latest`. Options about memory, threads or the loading of a model (`num_ctx`, `keep_alive`, …) have no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic_core import from_json
 
 from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.detokenizer import DecodedDelta
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialect import Converting, Describing, Dialect, Generating
-from nano_inference.server.dialects.ollama_body import (
-    OllamaChatBody,
-    OllamaEmbedBody,
-    OllamaEmbeddingsBody,
-    OllamaGenerateBody,
-    OllamaMessage,
-    OllamaOptions,
-    OllamaShowBody,
-    OllamaTextBody,
+from nano_inference.server.dialects.ollama_embed import EMBEDDING_ROUTES, durations
+from nano_inference.server.dialects.ollama_models import (
+    ModelName,
+    ShowBody,
+    ps,
+    ps_of_models,
+    show,
+    tags,
+    tags_of_models,
+    version,
 )
-from nano_inference.server.dialects.ollama_models import ps, ps_of_models, show, tags, tags_of_models, version
-from nano_inference.server.dialects.ollama_reply import OllamaReply, durations, error_body, stream_error
-from nano_inference.server.embedding import EmbeddingBody, embedding_call, embedding_reply
-from nano_inference.server.errors import ApiError, renamed
-from nano_inference.server.events import JSON_LINES
+from nano_inference.server.errors import ApiError, shortened
+from nano_inference.server.events import JSON_LINES, line
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import api_errors
-from nano_inference.server.schema import ChatBody, CompletionBody
-from nano_inference.server.shape import ReplyShape
-from nano_inference.server.translating import (
-    as_body,
-    reworded,
-    translated_call,
-    unsupported_field,
+from nano_inference.server.replies import token_logprobs
+from nano_inference.server.schema import (
+    INT32,
+    MAX_MESSAGES,
+    Alternatives,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Factor,
+    Penalty,
+    SeedOrRandom,
+    Share,
+    Stops,
+    Temperature,
+    Tools,
 )
+from nano_inference.server.shape import ReplyShape
+from nano_inference.server.translating import translated_call, unsupported_field
 from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
-_SPARE_TOKENS = 64  # tokens read beyond the limit, because a text that is cut inside a word has other tokens at its end
-
-
-def embed_call(body: OllamaEmbedBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /api/embed. Raises `ApiError` naming the invalid field."""
-    given: Any = body.input
-    if body.truncate is not False:
-        given = _cut(given, model) if isinstance(given, str) else [_cut(text, model) for text in given]
-    fields: JSON = {"model": body.model, "input": given, "dimensions": body.dimensions}
-    try:
-        return _call(as_body(fields, EmbeddingBody), model, config, salt, is_list=True)
-    except ApiError as error:
-        raise reworded(error, lambda text: text.replace("truncate_prompt_tokens", "truncate")) from None
+# ---- bodies
 
 
-def embeddings_call(body: OllamaEmbeddingsBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /api/embeddings. Raises `ApiError` naming the invalid field."""
-    try:
-        fields: JSON = {"model": body.model, "input": _cut(body.prompt, model), "normalize": False}
-        return _call(as_body(fields, EmbeddingBody), model, config, salt, is_list=False)
-    except ApiError as error:
-        raise renamed(error, {"input": "prompt"}) from None
+class Options(Body):
+    """Options about the answer. Absent ones have the values of the model's files, or else Ollama's."""
+
+    num_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None  # 0 or less: up to the end of the context
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = None  # 0 or less: off
+    top_p: Share | None = None  # 0 is not refused, because Ollama's clients send it for the most likely token
+    min_p: Share | None = None
+    seed: SeedOrRandom | None = None  # -1: random
+    stop: Stops | None = None
+    repeat_penalty: Factor | None = None  # of prompt and answer; Ollama's covers the last `repeat_last_n` tokens
+    repeat_last_n: Annotated[int, Field(ge=-1, le=INT32)] | None = None
+    """-1: all tokens; 0: no penalty. Other windows are refused together with a penalty."""
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
 
 
-def _call(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str, *, is_list: bool) -> Call:
-    call = embedding_call(body, model, config, salt)
-    return replace(call, make_reply=partial(OllamaEmbedReply, body=body, is_list=is_list))
+class TextBody(Body):
+    """The fields that POST /api/generate and POST /api/chat share."""
+
+    model: ModelName | None = None
+    stream: bool | None = None  # a stream unless false
+    format: Literal["", "json"] | dict[str, Any] | None = None  # "json", or the JSON schema of the answer
+    options: Options | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None  # for templates that have a variable for it
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
 
 
-def _cut(text: str, model: ServedModel) -> list[int]:
-    """Return a text's token ids without those behind the context, as Ollama does."""
-    limits = model.limits
-    limit = min(limits.max_model_len, limits.num_blocks * limits.block_size)
-    with api_errors("input"):
-        return model.tokenizer.encode(text[: (limit + _SPARE_TOKENS) * model.longest_token])[:limit]
+class OllamaGenerateBody(TextBody):
+    """POST /api/generate."""
+
+    prompt: str | None = None  # absent or empty: nothing is generated; clients load a model in this way
+    system: str | None = None
+    raw: bool | None = None  # True: the prompt is not a message, and the chat template is not used
 
 
-class OllamaEmbedReply(Reply):
-    """The vectors as a list, or the only one."""
+class FunctionCall(Body):
+    """A call of a function in an earlier answer."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, body: EmbeddingBody, is_list: bool) -> None:
-        self._call = call
-        self._body = body
-        self._is_list = is_list
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    arguments: dict[str, Any] | None = None
 
-    def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the reply's JSON. Raises `ApiError` if a text failed."""
-        samples = [transcript.sample for transcript in transcripts if transcript.sample is not None]
-        vectors = [entry["embedding"] for entry in embedding_reply(self._body, self._call.model, samples)["data"]]
-        if not self._is_list:
-            return {"embedding": vectors[0]}
-        times = durations(transcripts)
-        return {
-            "model": self._call.model,
-            "embeddings": vectors,
-            "total_duration": times["total_duration"],
-            "load_duration": times["load_duration"],
-            "prompt_eval_count": sum(len(request.prompt) for request in self._call.requests),
-        }
 
-    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        return b""
+class ToolCall(Body):
+    """An entry of a message's `tool_calls`."""
 
+    function: FunctionCall
+
+
+class OllamaMessage(Body):
+    """One message of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None  # reasoning of an earlier answer, for templates that have a place for it
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    tool_name: Annotated[str, Field(max_length=128)] | None = None  # the function whose result this message is
+
+
+class OllamaChatBody(TextBody):
+    """POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    """Absent or empty: nothing is generated."""
+    tools: Tools | None = None
+
+
+# ---- asking
 
 _DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """Ollama's own, for what neither a request nor the model's files name."""
-_SAME_NAME = ("temperature", "min_p", "presence_penalty", "frequency_penalty", "stop")
-_NAMES: Mapping[str, str] = {
-    "max_tokens": "options.num_predict",
-    "response_format": "format",
-    "json_schema": "format",
-}
+_NAMES = {"max_tokens": "options.num_predict", "response_format": "format", "json_schema": "format"}
 """Field of OpenAI's bodies -> Ollama's, where an error can name it: `options` are checked before."""
 _SMALLEST_SHARE = 1e-6  # the `top_p` that keeps only the most likely token, for Ollama's 0
 
 
 def generate_call(body: OllamaGenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /api/generate. Raises `ApiError` naming the invalid field."""
-    fields = _common_fields(body, model)
+    fields = _fields(body, model)
     if not body.prompt:
-        return _empty_call(body, model, "completion")
+        return _empty_call(body, model, is_chat=False)
     if not body.raw and model.dialogue is not None:
         messages = [{"role": "system", "content": body.system}] if body.system else []
         messages.append({"role": "user", "content": body.prompt})
-        fields |= {"messages": messages, "chat_template_kwargs": _template_variables(body, model)}
-        return _chat(body, fields, {**_NAMES, "messages": "prompt"}, model, config, salt, is_chat=False)
+        return _chat(body, {**fields, "messages": messages}, {**_NAMES, "messages": "prompt"}, model, config, salt)
     for name in ("system", "think"):
         if getattr(body, name):
             reason = "raw is true" if body.raw else "the model has no chat template"
             raise unsupported_field(name, f"{name} is not supported here: {reason}")
     if body.logprobs:
-        fields |= {"logprobs": body.top_logprobs or 0}
+        fields["logprobs"] = body.top_logprobs or 0
     call = translated_call({**fields, "prompt": body.prompt}, CompletionBody, _NAMES, model, config, salt)
     return replace(call, make_reply=partial(OllamaReply, is_chat=False))
 
 
 def ollama_chat_call(body: OllamaChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /api/chat. Raises `ApiError` naming the invalid field."""
-    fields = _common_fields(body, model)
+    fields = _fields(body, model)
     if not body.messages:
-        return _empty_call(body, model, "chat")
-    messages = [_message(f"messages.{index}", message) for index, message in enumerate(body.messages)]
-    fields |= {"messages": messages, "chat_template_kwargs": _template_variables(body, model)}
+        return _empty_call(body, model, is_chat=True)
+    messages: list[JSON] = []
+    for index, message in enumerate(body.messages):
+        if (message.model_extra or {}).get("images"):
+            raise unsupported_field(f"messages.{index}.images")
+        plain: JSON = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            plain["reasoning_content"] = message.thinking
+        if message.tool_name:
+            plain["name"] = message.tool_name
+        if message.tool_calls:
+            functions = [one.function for one in message.tool_calls]
+            plain["tool_calls"] = [
+                {"type": "function", "function": {"name": one.name, "arguments": one.arguments or {}}}
+                for one in functions
+            ]
+        messages.append(plain)
     if body.tools:
-        fields |= {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools]}
-    return _chat(body, fields, _NAMES, model, config, salt, is_chat=True)
+        fields["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    return _chat(body, {**fields, "messages": messages}, _NAMES, model, config, salt)
 
 
 def _chat(
-    body: OllamaTextBody,
-    fields: JSON,
-    names: Mapping[str, str],
-    model: ServedModel,
-    config: ServerConfig,
-    salt: str,
-    *,
-    is_chat: bool,
+    body: TextBody, fields: JSON, names: Mapping[str, str], model: ServedModel, config: ServerConfig, salt: str
 ) -> Call:
-    """Return the call of a chat completion with these fields; reasoning is in the text if `think` is false."""
-    if body.think is not None:
-        fields |= {"separate_reasoning": body.think is not False}
+    """Return the call of a chat completion with these fields."""
+    if (think := body.think) is not None:
+        fields["separate_reasoning"] = think is not False  # else it is in the text
+        name = "reasoning_effort" if isinstance(think, str) else "enable_thinking"
+        knows = model.dialogue is None or model.dialogue.knows(name)
+        if knows:
+            fields["chat_template_kwargs"] = {name: think}
+        elif think is not False:  # such a model does not think
+            text = f"think: {think!r} is not supported by this model: its template has no {name}"
+            raise unsupported_field("think", text)
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     call = translated_call(fields, ChatBody, names, model, config, salt)
-    return replace(call, make_reply=partial(OllamaReply, is_chat=is_chat))
+    return replace(call, make_reply=partial(OllamaReply, is_chat=isinstance(body, OllamaChatBody)))
 
 
-def _empty_call(body: OllamaTextBody, model: ServedModel, kind: Any) -> Call:
-    """Return a call without a request for the engine: its reply says that the model is loaded."""
-    is_unload = (body.model_extra or {}).get("keep_alive") in (0, "0", "0s")
-    return Call(
-        kind=kind,
-        id="load",
-        model=model.name_for(body.model),
-        requests=(),
-        num_samples=1,
-        num_tokens=0,
-        shape=ReplyShape(),
-        make_reply=partial(OllamaReply, is_chat=kind == "chat", end="unload" if is_unload else "load"),
-        stream=body.stream is not False,
-    )
-
-
-def _common_fields(body: OllamaTextBody, model: ServedModel) -> JSON:
-    """Return the fields of a `CompletionBody` or `ChatBody`. Raises `ApiError` for a field without support."""
-    options = body.options or OllamaOptions()
+def _fields(body: TextBody, model: ServedModel) -> JSON:
+    """Return the fields that a `CompletionBody` and a `ChatBody` share. Raises `ApiError` naming an unsupported one."""
+    options = body.options or Options()
     has_penalty = options.repeat_penalty not in (None, 1.0) or options.presence_penalty or options.frequency_penalty
     if has_penalty and (options.repeat_last_n or 0) > 0:  # here penalties cover all tokens, not the last N
         where = "options.repeat_last_n"
@@ -198,11 +212,11 @@ def _common_fields(body: OllamaTextBody, model: ServedModel) -> JSON:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     sampling = {**_DEFAULTS, **model.generation}
     fields: JSON = {name: sampling[name] for name in _DEFAULTS}
-    fields |= {name: getattr(options, name) for name in _SAME_NAME if getattr(options, name) is not None}
-    if options.top_k is not None:
-        fields["top_k"] = max(0, options.top_k)
-    if options.top_p is not None:
-        fields["top_p"] = max(options.top_p, _SMALLEST_SHARE)
+    same = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop", "seed")
+    fields |= {name: value for name in same if (value := getattr(options, name)) is not None}
+    fields |= {"top_k": max(0, fields["top_k"]), "top_p": max(fields["top_p"], _SMALLEST_SHARE)}
+    if options.seed == -1:
+        del fields["seed"]
     if options.repeat_penalty is not None:
         fields["repetition_penalty"] = options.repeat_penalty
     if options.repeat_last_n == 0:
@@ -211,86 +225,141 @@ def _common_fields(body: OllamaTextBody, model: ServedModel) -> JSON:
         fields["response_format"] = {"type": "json_object"}
     elif body.format:
         fields["json_schema"] = body.format
-    return fields | {
-        "model": body.model,
-        "stream": body.stream is not False,
-        "max_tokens": options.num_predict if options.num_predict is not None and options.num_predict > 0 else None,
-        "seed": None if options.seed == -1 else options.seed,
-    }
+    limit = options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
+    return fields | {"model": body.model, "stream": body.stream is not False, "max_tokens": limit}
 
 
-def _template_variables(body: OllamaTextBody, model: ServedModel) -> JSON:
-    """Return the variables of the chat template for `think`. Raises `ApiError` if the template has none for it."""
-    think, dialogue = body.think, model.dialogue
-    if think is None or dialogue is None:
-        return {}
-    name = "reasoning_effort" if isinstance(think, str) else "enable_thinking"
-    if dialogue.knows(name):
-        return {name: think}
-    if think is False:  # such a model does not think
-        return {}
-    raise unsupported_field("think", f"think: {think!r} is not supported by this model: its template has no {name}")
+def _empty_call(body: TextBody, model: ServedModel, *, is_chat: bool) -> Call:
+    """Return a call without a request for the engine: its reply says that the model is loaded."""
+    is_unload = (body.model_extra or {}).get("keep_alive") in (0, "0", "0s")
+    return Call(
+        kind="chat" if is_chat else "completion",
+        id="load",
+        model=model.name_for(body.model),
+        requests=(),
+        num_samples=1,
+        num_tokens=0,
+        shape=ReplyShape(),
+        make_reply=partial(OllamaReply, is_chat=is_chat, end="unload" if is_unload else "load"),
+        stream=body.stream is not False,
+    )
 
 
-def _message(place: str, message: OllamaMessage) -> JSON:
-    """Return a message of a chat completion."""
-    if (message.model_extra or {}).get("images"):
-        raise unsupported_field(f"{place}.images")
-    plain: JSON = {"role": message.role, "content": message.content or ""}
-    if message.thinking:
-        plain["reasoning_content"] = message.thinking
-    if message.tool_name:
-        plain["name"] = message.tool_name
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {"type": "function", "function": {"name": one.function.name, "arguments": one.function.arguments or {}}}
-            for one in message.tool_calls
-        ]
-    return plain
+# ---- replies
 
 
+class OllamaReply(Reply):
+    """The reply to /api/chat, with a message, or to /api/generate, with a text.
+
+    `end` is the reason of a reply without an answer: "load" or "unload".
+    """
+
+    def __init__(
+        self, call: Call, tokenizer: Tokenizer, created: int, *, is_chat: bool, end: str | None = None
+    ) -> None:
+        self._call, self._tokenizer = call, tokenizer
+        self._is_chat, self._end = is_chat, end
+        self._pieces = Pieces()
+
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
+        if not transcripts:
+            return self._part({"content": ""}) | {"done": True, "done_reason": self._end}
+        (transcript,) = transcripts
+        return self._part(self._pieces.add(transcript.events), transcript.entries) | self._ending(transcript)
+
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+        """Return a line with what a delta adds and, at the end, one with the counts and durations."""
+        is_end = decoded.finish_reason is not None
+        fields = self._pieces.add(decoded.events, is_end=is_end)
+        has_more = len(fields) > 1 or fields["content"] or (self._call.shape.logprobs is not None and decoded.entries)
+        data = line(self._part(fields, decoded.entries) | {"done": False}) if has_more else b""
+        return data + (line(self._part({"content": ""}) | self._ending(transcript)) if is_end else b"")
+
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
+        """Return nothing: the last delta has the last line; without an answer, the only line."""
+        return b"" if transcripts else line(self.body(transcripts))
+
+    def error_events(self, error: ApiError) -> bytes:
+        return line(error_body(error))
+
+    def _part(self, fields: JSON, entries: Sequence[LogprobEntry] = ()) -> JSON:
+        """Return an object with a part of the answer."""
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        part: JSON = {"model": self._call.model, "created_at": now}
+        if self._is_chat:
+            part["message"] = {"role": "assistant", **fields}
+        else:
+            part |= {"response" if name == "content" else name: value for name, value in fields.items()}
+        if self._call.shape.logprobs is not None and entries:
+            part["logprobs"] = token_logprobs(entries, self._call.shape, self._tokenizer)
+        return part
+
+    def _ending(self, transcript: Transcript) -> JSON:
+        counts = {
+            "prompt_eval_count": len(self._call.requests[0].prompt),
+            "eval_count": len(transcript.token_ids),
+        }
+        return {"done": True, "done_reason": transcript.finish_reason, **durations([transcript]), **counts}
+
+
+class Pieces:
+    """Collects what a reply's text contains: reasoning, content, and complete calls with their arguments as objects.
+
+    The text of a call that does not become complete is content.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._arguments: dict[int, list[str]] = {}
+        self._source = ""  # the text of the call that is not complete
+
+    def add(self, events: Iterable[Event], *, is_end: bool = True) -> JSON:
+        """Return the fields of a message that these events add; a call is returned when it is complete."""
+        content, thinking, calls = "", "", []
+        for event in events:
+            if isinstance(event, Content):
+                content += self._source + event.text
+                self._source = ""
+            elif isinstance(event, Reasoning):
+                thinking += event.text
+            elif isinstance(event, CallStart):
+                self._names[event.index], self._arguments[event.index] = event.name, []
+                content, self._source = content + self._source, event.source
+            elif isinstance(event, CallArguments):
+                self._arguments[event.index].append(event.text)
+                self._source += event.source
+            elif isinstance(event, CallEnd):
+                arguments = from_json("".join(self._arguments.pop(event.index)))
+                function = {"index": event.index, "name": self._names[event.index], "arguments": arguments}
+                calls.append({"function": function})
+                self._source = ""
+        if is_end:
+            content, self._source = content + self._source, ""
+        thought: JSON = {"thinking": thinking} if thinking else {}
+        return {"content": content, **thought, **({"tool_calls": calls} if calls else {})}
+
+
+def error_body(error: ApiError) -> JSON:
+    """Return Ollama's error object: the message alone."""
+    return {"error": shortened(error.message)}
+
+
+_FORM = "; the interface of Ollama."
 DIALECT = Dialect(
     generating=(
-        Generating(
-            path="/api/generate",
-            body=OllamaGenerateBody,
-            to_call=generate_call,
-            summary="Answer a prompt; the interface of Ollama.",
-            form=JSON_LINES,
-            renders=True,
-        ),
-        Generating(
-            path="/api/chat",
-            body=OllamaChatBody,
-            to_call=ollama_chat_call,
-            summary="Answer messages; the interface of Ollama.",
-            form=JSON_LINES,
-            renders=True,
-        ),
-        Generating(
-            path="/api/embed",
-            body=OllamaEmbedBody,
-            to_call=embed_call,
-            summary="Return embedding vectors of texts; the interface of Ollama.",
-            streams=False,
-        ),
-        Generating(
-            path="/api/embeddings",
-            body=OllamaEmbeddingsBody,
-            to_call=embeddings_call,
-            summary="Return the embedding vector of a text; an older interface of Ollama.",
-            streams=False,
+        *EMBEDDING_ROUTES,
+        *(
+            Generating(path=path, body=body, to_call=to_call, summary=summary + _FORM, form=JSON_LINES, renders=True)
+            for path, body, to_call, summary in (
+                ("/api/generate", OllamaGenerateBody, generate_call, "Answer a prompt"),
+                ("/api/chat", OllamaChatBody, ollama_chat_call, "Answer messages"),
+            )
         ),
     ),
-    converting=(
-        Converting(path="/api/show", body=OllamaShowBody, work=show, summary="Describe a model; Ollama's form."),
-    ),
+    converting=(Converting(path="/api/show", body=ShowBody, work=show, summary="Describe a model; Ollama's form."),),
     describing=(
         Describing(
-            path="/api/tags",
-            describe=tags,
-            of_models=tags_of_models,
-            summary="List the model's names; Ollama's form.",
+            path="/api/tags", describe=tags, of_models=tags_of_models, summary="List the model's names; Ollama's form."
         ),
         Describing(
             path="/api/ps", describe=ps, of_models=ps_of_models, summary="List the loaded models; Ollama's form."
@@ -298,5 +367,5 @@ DIALECT = Dialect(
         Describing(path="/api/version", describe=version, summary="Return the version of Ollama's API."),
     ),
     error_body=error_body,
-    stream_error=stream_error,
+    stream_error=lambda error: line(error_body(error)),
 )

@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
+from typing import Annotated
+
+from pydantic import Field
 
 from nano_inference.server.call import JSON
 from nano_inference.server.dialect import Occupancy, UnloadedModel
-from nano_inference.server.dialects.ollama_body import OllamaShowBody
 from nano_inference.server.model import ServedModel, tagged
+from nano_inference.server.schema import Body
 from nano_inference.text.dialogue import TemplateDialogue
 
+ModelName = Annotated[str, Field(max_length=512)]
 VERSION = "0.13.0"
 """The version of Ollama whose API this follows: clients refuse servers that are older than what they need."""
 _NEVER = "9999-12-31T23:59:59Z"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
+class ShowBody(Body):
+    """POST /api/show."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None  # the older name of `model`
 
 
 def tags(model: ServedModel, occupancy: Occupancy) -> JSON:
@@ -52,7 +63,7 @@ def version(model: ServedModel, occupancy: Occupancy) -> JSON:
     return {"version": VERSION}
 
 
-def show(body: OllamaShowBody, model: ServedModel) -> JSON:
+def show(body: ShowBody, model: ServedModel) -> JSON:
     """Return the reply of POST /api/show. Raises `ApiError` for an unknown model."""
     model.name_for(body.model or body.name)
     family = _family(model)
