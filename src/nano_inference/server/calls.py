@@ -1,4 +1,4 @@
-"""Turns a checked request body into a `Call`: the engine's requests and the shape of the reply. Pure."""
+"""Turns a body of a completion or a chat into a `Call`: the engine's requests and the shape of the reply. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from nano_inference.core.admission import checked
-from nano_inference.server.call import Call, Kind
+from nano_inference.server.call import Call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import prefix_text
 from nano_inference.server.errors import ApiError
@@ -27,7 +27,7 @@ from nano_inference.server.prompts import (
 )
 from nano_inference.server.reasoning import with_reasoning
 from nano_inference.server.replies import OpenAIReply
-from nano_inference.server.schema import ChatBody, CompletionBody, LlamaExtras, Sampling
+from nano_inference.server.schema import ChatBody, CompletionBody
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.structured import FIELDS, PromptRequest, Structure, structure_of
 from nano_inference.server.tools import ToolUse, requested_tools
@@ -50,117 +50,154 @@ _SAMPLING_FIELDS = (
 
 def completion_call(body: CompletionBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /v1/completions. Raises `ApiError` naming the invalid field."""
-    _check_counts(body, model, config, body.logprobs, "logprobs")
-    name = model.name_for(body.model)
+    _check(body, model, config)
     if body.best_of not in (None, 0, body.n or 1):
         raise ApiError(400, "best_of is not supported; use n, which returns all samples", param="best_of")
-    _check_lineage(body.lineage, model)
     default = _DEFAULT_COMPLETION_TOKENS if config.n_predict is None else config.n_predict
     max_tokens = _limit(body, default if body.max_tokens is None else body.max_tokens)
     prompts = completion_prompts(body, model, max_tokens)
-    echo = tuple(prompt.echo for prompt in prompts) if body.echo else ()
-    echoes_logprobs = bool(body.echo) and body.logprobs is not None
-    asked = _requested_structure(body)
-    tool = _calculator(bool(body.calculator), model, has_others=asked is not None)
-    shape = _shape(body, config, model, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
-    shape = _with_extras(shape, body, config)
+    structure = structure_of({name: getattr(body, name) for name in FIELDS})
+    tool = _calculator(bool(body.calculator), model, has_others=structure is not None)
+    shape = _shape(body, config, model, [prompt.echo for prompt in prompts], tool)
     params = _sampling_params(body, model, config, shape, max_tokens)
-    return _call(body, model, "completion", name, prompts, params, shape, asked, salt, shape.tool)
+    return _call(body, model, prompts, params, shape, structure, salt, tool)
 
 
 def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /v1/chat/completions. Raises `ApiError` naming the invalid field."""
     body = with_prefill(body, model)
-    _check_counts(body, model, config, body.top_logprobs, "top_logprobs")
-    name = model.name_for(body.model)
+    _check(body, model, config)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.add_special_tokens:
-        raise ApiError(
-            400,
-            "add_special_tokens must be false in a chat: the template adds them",
-            param="add_special_tokens",
-        )
-    _check_lineage(body.lineage, model)
+        text = "add_special_tokens must be false in a chat: the template adds them"
+        raise ApiError(400, text, param="add_special_tokens")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     max_tokens = _limit(body, config.n_predict if max_tokens is None else max_tokens)
     if max_tokens == 0:
         field = "max_tokens" if body.n_predict is None else "n_predict"
         raise ApiError(400, f"{field} must be at least 1 in a chat", param=field)
+
+    # The messages as tokens, with the functions and the structure of the answer.
     use = requested_tools(body, require_dialogue(model).tool_template)
-    prompts = [chat_prompt(body, model, max_tokens, use)]
-    rendered = prompts[0]
-    structure = _requested_structure(body)
+    prompt = rendered = chat_prompt(body, model, max_tokens, use)
+    structure = structure_of({name: getattr(body, name) for name in FIELDS})
     has_others = structure is not None or (use is not None and bool(use.functions))
     is_wanted = bool(body.calculator or (use and use.calculator))
     if body.calculator is None and model.calculates and not has_others:
         is_wanted = not config.enable_rl  # without its tool the model answers that there was no result
-    shape = _shape(
-        body,
-        config,
-        model,
-        (body.top_logprobs or 0) if body.logprobs else None,
-        (prompts[0].echo,) if body.echo else (),
-        tool=_calculator(is_wanted, model, has_others=has_others),
-        drop_space=model.tokenizer.drops_space and not body.continue_final_message,
-    )
-    shape = _with_extras(shape, body, config)
-    program: TokenProgram | None = shape.tool
+    tool = _calculator(is_wanted, model, has_others=has_others)
+    shape = _shape(body, config, model, [prompt.echo], tool)
+    program: TokenProgram | None = tool
     if body.answer_token_ids:
-        prefilled = _prefilled(body, model, shape, prompts[0], max_tokens, has_others=has_others)
-        prompts, shape, program = [prefilled.prompt], prefilled.shape, prefilled.program
+        prompt, shape, program = _prefilled(body, model, shape, prompt, max_tokens, has_others=has_others)
     params = _sampling_params(body, model, config, shape, max_tokens)
-    is_free = structure is None and not (use is not None and use.must_call)
+
+    # What the text of the answer is split into: reasoning, content, calls.
+    whole = structure
     if use is not None and use.parses:
         special = special_tokens(model.tokenizer)
         markers = frozenset(special[mark] for mark in (use.format.begin, use.format.end) if mark in special)
         shape = replace(shape, functions=use, markers=markers)
+        is_free = structure is None and not use.must_call
         structure = _structure(structure, use, special, "functions" if body.functions else "tools")
-    whole = None if is_free else structure
+        whole = None if is_free else structure
     shape = with_reasoning(shape, body, config, model.tokenizer, rendered.ids, rendered.echo, whole)
-    beginning = Beginning(min(len(shape.prefix_ids), len(prompts[0].ids)), body.sample_index or 0)
-    return _call(body, model, "chat", name, prompts, params, shape, structure, salt, program, beginning)
+    beginning = Beginning(min(len(shape.prefix_ids), len(prompt.ids)), body.sample_index or 0)
+    return _call(body, model, [prompt], params, shape, structure, salt, program, beginning)
 
 
-def _limit(body: LlamaExtras, max_tokens: int | None) -> int | None:
+def _check(body: CompletionBody | ChatBody, model: ServedModel, config: ServerConfig) -> None:
+    """Raise `ApiError` for counts above the limits and for what cannot be combined, before tokenizing."""
+    if (body.n or 1) > config.max_n:
+        raise ApiError(400, f"n must be at most {config.max_n}, got {body.n}", param="n")
+    top = ("top_logprobs", body.top_logprobs) if isinstance(body, ChatBody) else ("logprobs", body.logprobs)
+    for name, value in (top, ("prompt_logprobs", body.prompt_logprobs)):
+        if value is not None and 0 <= config.max_logprobs < (_counted(value, model) or 0):
+            hint = ", which needs --max-logprobs -1" if value < 0 else ""
+            raise ApiError(400, f"{name} must be at most {config.max_logprobs}, got {value}{hint}", param=name)
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs needs stream=false", param="prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+    model.name_for(body.model)
+    if body.lineage not in (None, model.limits.lineage):  # another engine counted the versions of its tokens
+        raise ApiError(
+            400,
+            f"lineage: the tokens are of {body.lineage!r}, this server's lineage is {model.limits.lineage!r}, and "
+            "their weight versions are unrelated; use the server that generated them, or set one --lineage for the "
+            "pool",
+            param="lineage",
+        )
+
+
+def _counted(count: int | None, model: ServedModel) -> int | None:
+    """Return a number of alternatives, of which -1 is the whole vocabulary."""
+    return model.limits.vocab_size if count == -1 else count
+
+
+def _limit(body: CompletionBody | ChatBody, max_tokens: int | None) -> int | None:
     """Return the most tokens of an answer, None for the whole context: `n_predict`, or else `max_tokens`."""
     if body.n_predict is None:
         return max_tokens
     return None if body.n_predict < 0 else body.n_predict
 
 
-def _with_extras(shape: ReplyShape, body: CompletionBody | ChatBody, config: ServerConfig) -> ReplyShape:
-    """Return the shape with what llama.cpp's fields request, and the server's options about replies."""
-    return replace(
-        shape,
+def _calculator(is_wanted: bool, model: ServedModel, *, has_others: bool) -> Tool | None:
+    """Return the model's calculator if wanted. Raises `ApiError` if the model has none, or with `has_others`.
+
+    `has_others`: the request has functions or a structure, whose grammar does not allow the calculator's tokens.
+    """
+    if not is_wanted:
+        return None
+    if has_others:
+        raise ApiError(400, "calculator cannot be combined with functions or a structure", param="calculator")
+    tool = None if model.dialogue is None else model.dialogue.tool
+    if tool is None:
+        raise ApiError(400, "calculator: this model was not trained to use one", param="calculator")
+    return tool
+
+
+def _shape(
+    body: CompletionBody | ChatBody, config: ServerConfig, model: ServedModel, echo: Sequence[str], tool: Tool | None
+) -> ReplyShape:
+    """Return what the reply contains. Raises `ApiError` for named tokens without log-probabilities."""
+    is_chat = isinstance(body, ChatBody)
+    logprobs = body.logprobs
+    if isinstance(body, ChatBody):
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    echo_logprobs = not is_chat and bool(body.echo) and logprobs is not None
+    named, as_ids = body.logprob_token_ids or None, body.return_tokens_as_token_ids
+    if named and (logprobs is None or echo_logprobs):
+        text = "cannot be combined with echo" if echo_logprobs else "needs logprobs"
+        raise ApiError(400, f"logprob_token_ids {text}", param="logprob_token_ids")
+    continues = isinstance(body, ChatBody) and body.continue_final_message
+    return ReplyShape(
+        stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        drop_space=is_chat and model.tokenizer.drops_space and not continues,
+        logprobs=_counted(logprobs, model) if named is None else len(named),
+        named=tuple(named or ()),
+        prompt_logprobs=_counted(body.prompt_logprobs, model),
+        echo=tuple(echo) if body.echo else (),
+        echo_logprobs=echo_logprobs,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=config.return_tokens_as_token_ids if as_ids is None else as_ids,
+        versions=config.enable_rl,
+        tool=tool,
+        raw_logprobs=bool(body.return_raw_logprobs),
+        sampling_masks=bool(body.return_sampling_mask),
+        metrics=config.enable_per_request_metrics,
         forces_usage=config.enable_force_include_usage and bool(body.stream),
         timings=bool(body.timings_per_token),
         progress=bool(body.return_progress and body.stream),
     )
 
 
-def _check_lineage(lineage: str | None, model: ServedModel) -> None:
-    """Raise `ApiError` for tokens whose weight versions another engine counted."""
-    if lineage not in (None, model.limits.lineage):
-        raise ApiError(
-            400,
-            f"lineage: the tokens are of {lineage!r}, this server's lineage is {model.limits.lineage!r}, and their "
-            "weight versions are unrelated; use the server that generated them, or set one --lineage for the pool",
-            param="lineage",
-        )
-
-
-class _Prefilled(NamedTuple):
-    """A chat whose answer starts with given tokens."""
-
-    prompt: Prompt
-    shape: ReplyShape
-    program: TokenProgram | None
-
-
 def _prefilled(
     body: ChatBody, model: ServedModel, shape: ReplyShape, prompt: Prompt, max_tokens: int | None, *, has_others: bool
-) -> _Prefilled:
+) -> tuple[Prompt, ReplyShape, TokenProgram | None]:
     """Return prompt, shape and program of an answer that starts with `answer_token_ids`. Raises `ApiError`."""
     field = "answer_token_ids"
     continues = body.continue_final_message or body.add_generation_prompt is False
@@ -184,12 +221,7 @@ def _prefilled(
     shape = replace(shape, prefix_bytes=data, prefix_ids=ids)
     text = prefix_text(shape)
     prompt = Prompt(fit_to_context([*prompt.ids, *ids], body, model, max_tokens), text)
-    return _Prefilled(prompt, replace(shape, echo=(text,) if body.echo else ()), program)
-
-
-def _requested_structure(body: Sampling) -> Structure | None:
-    """Return the structure that the body's fields request. Raises `ApiError`."""
-    return structure_of({name: getattr(body, name) for name in FIELDS})
+    return prompt, replace(shape, echo=(text,) if body.echo else ()), program
 
 
 def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int], field: str) -> Structure | None:
@@ -202,103 +234,50 @@ def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]
             return None
         with api_errors(field):  # free text, in which calls of strict functions follow their schemas
             return Structure(field, calls_in_text_grammar(use.functions, use.format, use.strict, special=special))
-    # An answer that must be a call has no content to which a structure could apply.
-    answer = None if asked is None or use.must_call else _answer_or_call(asked, use)
+    answer: Mapping[str, Any] | None = None
+    if asked is not None and not use.must_call:  # an answer that must be a call has no content for the structure
+        if asked.grammar.kind not in ("json_schema", "json_object"):
+            message = f"{asked.field}: with tool_choice auto only a JSON structure is supported"
+            raise ApiError(400, message, param=asked.field)
+        if use.format.is_whole:
+            message = (
+                f"{asked.field}: with tool_choice auto this model's calls cannot be distinguished from a JSON answer"
+            )
+            raise ApiError(400, message, param=asked.field)
+        schema = json.loads(asked.grammar.text) if asked.grammar.kind == "json_schema" else {"type": "object"}
+        answer = schema if isinstance(schema, dict) else {}
+        field = asked.field
     with api_errors(field):
         grammar = calls_grammar(
             use.functions, use.format, name=use.name, parallel=use.parallel, special=special, answer=answer
         )
-    return Structure(field if answer is None or asked is None else asked.field, grammar)
+    return Structure(field, grammar)
 
 
-def _answer_or_call(asked: Structure, use: ToolUse) -> Mapping[str, Any]:
-    """Return the schema of an answer that may be a call instead. Raises `ApiError` if no grammar allows both."""
-    if asked.grammar.kind not in ("json_schema", "json_object"):
-        message = f"{asked.field}: with tool_choice auto only a JSON structure is supported"
-        raise ApiError(400, message, param=asked.field)
-    if use.format.is_whole:
-        message = f"{asked.field}: with tool_choice auto this model's calls cannot be distinguished from a JSON answer"
-        raise ApiError(400, message, param=asked.field)
-    schema = json.loads(asked.grammar.text) if asked.grammar.kind == "json_schema" else {"type": "object"}
-    return schema if isinstance(schema, dict) else {}
-
-
-def _calculator(is_wanted: bool, model: ServedModel, *, has_others: bool) -> Tool | None:
-    """Return the model's calculator if wanted. Raises `ApiError` if the model has none, or with `has_others`.
-
-    `has_others`: the request has functions or a structure, whose grammar does not allow the calculator's tokens.
-    """
-    if not is_wanted:
-        return None
-    if has_others:
-        raise ApiError(400, "calculator cannot be combined with functions or a structure", param="calculator")
-    tool = None if model.dialogue is None else model.dialogue.tool
-    if tool is None:
-        raise ApiError(400, "calculator: this model was not trained to use one", param="calculator")
-    return tool
-
-
-def _check_counts(
-    body: Sampling, model: ServedModel, config: ServerConfig, num_top: int | None, top_field: str
-) -> None:
-    """Raise `ApiError` for counts above the limits and for fields that streams do not support, before tokenizing."""
-    if (body.n or 1) > config.max_n:
-        raise ApiError(400, f"n must be at most {config.max_n}, got {body.n}", param="n")
-    for name, value in ((top_field, num_top), ("prompt_logprobs", body.prompt_logprobs)):
-        if value is not None and 0 <= config.max_logprobs < (_counted(value, model) or 0):
-            hint = ", which needs --max-logprobs -1" if value < 0 else ""
-            raise ApiError(400, f"{name} must be at most {config.max_logprobs}, got {value}{hint}", param=name)
-    if body.prompt_logprobs is not None and body.stream:
-        raise ApiError(400, "prompt_logprobs needs stream=false", param="prompt_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-
-
-def _counted(count: int | None, model: ServedModel) -> int | None:
-    """Return a number of alternatives, of which -1 is the whole vocabulary."""
-    return model.limits.vocab_size if count == -1 else count
-
-
-def _shape(
-    body: Sampling,
-    config: ServerConfig,
-    model: ServedModel,
-    logprobs: int | None,
-    echo: tuple[str, ...],
-    *,
-    tool: Tool | None,
-    echo_logprobs: bool = False,
-    drop_space: bool = False,
-) -> ReplyShape:
-    named, as_ids = body.logprob_token_ids or None, body.return_tokens_as_token_ids
-    if named and (logprobs is None or echo_logprobs):
-        text = "cannot be combined with echo" if echo_logprobs else "needs logprobs"
-        raise ApiError(400, f"logprob_token_ids {text}", param="logprob_token_ids")
-    return ReplyShape(
-        stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special=body.skip_special_tokens is not False,
-        drop_space=drop_space,
-        logprobs=_counted(logprobs, model) if named is None else len(named),
-        named=tuple(named or ()),
-        prompt_logprobs=_counted(body.prompt_logprobs, model),
-        echo=echo,
-        echo_logprobs=echo_logprobs,
-        token_ids=bool(body.return_token_ids),
-        tokens_as_ids=config.return_tokens_as_token_ids if as_ids is None else as_ids,
-        versions=config.enable_rl,
-        tool=tool,
-        raw_logprobs=bool(body.return_raw_logprobs),
-        sampling_masks=bool(body.return_sampling_mask),
-        metrics=config.enable_per_request_metrics,
-    )
+def _sampling_params(
+    body: CompletionBody | ChatBody, model: ServedModel, config: ServerConfig, shape: ReplyShape, max_tokens: int | None
+) -> SamplingParams:
+    """Return the sampling parameters: the body's, else those of the model's files, else the engine's defaults."""
+    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    scored = (shape.logprobs if shape.echo_logprobs else None, shape.prompt_logprobs)
+    try:
+        return SamplingParams(
+            **{**model.generation, **given},
+            max_tokens=max_tokens,
+            logprobs=0 if shape.named else shape.logprobs,
+            logprob_token_ids=shape.named,
+            prompt_logprobs=max((count for count in scored if count is not None), default=None),
+            logprobs_mode=config.logprobs_mode,
+            raw_logprobs=shape.raw_logprobs,
+            sampling_mask=shape.sampling_masks,
+        )
+    except ValueError as error:
+        raise to_api_error(error) from None
 
 
 def _call(
-    body: Sampling,
+    body: CompletionBody | ChatBody,
     model: ServedModel,
-    kind: Kind,
-    name: str,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     shape: ReplyShape,
@@ -307,9 +286,9 @@ def _call(
     program: TokenProgram | None,
     beginning: Beginning = FROM_THE_PROMPT,
 ) -> Call:
-    """Return the call with one request per prompt, checked against the engine's limits."""
+    """Return the call with one request per prompt, checked against the engine's limits. Raises `ApiError`."""
     num_samples, options = body.n or 1, body.stream_options
-    includes_usage = bool(options and options.include_usage)
+    is_chat, includes_usage = isinstance(body, ChatBody), bool(options and options.include_usage)
     with api_errors():
         matcher = _matcher(body, model, shape)
     requests = tuple(
@@ -327,12 +306,18 @@ def _call(
         )
         for prompt in prompts
     )
-    rooms = [_room(request, model, kind) for request in requests]
-    prefix = "chatcmpl" if kind == "chat" else "cmpl"
+    try:
+        rooms = [checked(request, model.limits)[1] for request in requests]  # tokens that a sample may have
+    except BadRequest as error:
+        refused = to_api_error(error)
+        if "whole KV cache" in refused.message:
+            raise ApiError(400, f"max_tokens: {refused.message}", param="max_tokens") from None
+        param = "messages" if is_chat and refused.param == "prompt" else refused.param  # a chat has no `prompt`
+        raise ApiError(400, refused.message, param=param) from None
     return Call(
-        kind=kind,
-        id=f"{prefix}-{body.request_id or uuid.uuid4().hex}",
-        model=name,
+        kind="chat" if is_chat else "completion",
+        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
+        model=model.name_for(body.model),
         fingerprint=model.fingerprint,
         requests=requests,
         num_samples=num_samples,
@@ -347,41 +332,7 @@ def _call(
     )
 
 
-def _room(request: PromptRequest, model: ServedModel, kind: Kind) -> int:
-    """Return how many tokens a sample may have. Raises `ApiError` if the engine would reject the request."""
-    try:
-        return checked(request, model.limits)[1]
-    except BadRequest as error:
-        refused = to_api_error(error)
-        if "whole KV cache" in refused.message:
-            raise ApiError(400, f"max_tokens: {refused.message}", param="max_tokens") from None
-        # A chat has no such field.
-        param = "messages" if kind == "chat" and refused.param == "prompt" else refused.param
-        raise ApiError(400, refused.message, param=param) from None
-
-
-def _sampling_params(
-    body: Sampling, model: ServedModel, config: ServerConfig, shape: ReplyShape, max_tokens: int | None
-) -> SamplingParams:
-    """Return the sampling parameters: the body's, else those of the model's files, else the engine's defaults."""
-    given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
-    scored = (shape.logprobs if shape.echo_logprobs else None, shape.prompt_logprobs)
-    try:
-        return SamplingParams(
-            **{**model.generation, **given},
-            max_tokens=max_tokens,
-            logprobs=0 if shape.named else shape.logprobs,
-            logprob_token_ids=shape.named,
-            prompt_logprobs=max((count for count in scored if count is not None), default=None),
-            logprobs_mode=config.logprobs_mode,
-            raw_logprobs=shape.raw_logprobs,
-            sampling_mask=shape.sampling_masks,
-        )
-    except ValueError as error:
-        raise to_api_error(error) from None
-
-
-def _matcher(body: Sampling, model: ServedModel, shape: ReplyShape) -> MatcherFactory | None:
+def _matcher(body: CompletionBody | ChatBody, model: ServedModel, shape: ReplyShape) -> MatcherFactory | None:
     """Return the matcher of stop strings, stop expressions and bad words, if any."""
     matcher: MatcherFactory | None = None
     if shape.stops:
