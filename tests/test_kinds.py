@@ -32,7 +32,7 @@ from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.formats import ModelFormat
 from nano_inference.models import dense
 from nano_inference.models.families import Family
-from nano_inference.text.hf import hf_tokenizer
+from nano_inference.text.fast import hf_tokenizer
 from nano_inference.text.kinds import TokenizerKind
 from nano_inference.text.kinds import TokenizerSource
 

@@ -13,10 +13,9 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams, Traini
 from nano_inference.build import parts_with
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.kinds import installed_kinds
-from nano_inference.text.bad_words import both
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.text.kinds import Tokenizer, TokenizerSource
-from nano_inference.text.stops import stop_matcher
+from nano_inference.text.stops import both, stop_matcher
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import EngineRequest, MatcherFactory
 from tests.cuda.engines import executor_of

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from nanochat_samples import tokenizer as nanochat_tokenizer
 from tokenizer_samples import byte_level, save
 
-from nano_inference.text.bad_words import MAX_TOKENS, BadWords, Both, bad_words_matcher, both
 from nano_inference.text.kinds import TokenizerSource
-from nano_inference.text.stops import stop_matcher
+from nano_inference.text.stops import MAX_TOKENS, BadWords, Both, bad_words_matcher, both, stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest, Matcher, StopReason
 from tests.effort import some

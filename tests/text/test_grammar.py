@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.cli.place import tokenizer_source
-from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.grammar import ENDED, MAX_CACHED, Grammar, Grammars
 from nano_inference.text.grammar_text import MAX_BYTES, MAX_CHOICES, check_grammar, reason_of
 from nano_inference.text.kinds import TokenizerSource
-from nano_inference.text.stops import stop_matcher
+from nano_inference.text.stops import bad_words_matcher, both, stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import Matcher
 from tests.server.tiny import make_tiny

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.text.repetition import repeats
+from nano_inference.text.stream import repeats
 
 LOOP = [5, 6, 7] * 50
 

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_samples import ODD, SPECIALS, byte_level, save
 
-from nano_inference.text.fast import CHAR_OF_BYTE, FastTokenizer, byte_piece
-from nano_inference.text.hf import hf_tokenizer
+from nano_inference.text.fast import CHAR_OF_BYTE, FastTokenizer, byte_piece, hf_tokenizer
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tiktoken_file import LLAMA3_WORDS
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer

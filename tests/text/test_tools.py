@@ -12,7 +12,7 @@ from nano_inference.core.appending import advance
 from nano_inference.core.sequence import start_sequences
 from nano_inference.nanochat.calculator import PythonTool, calculate, python_tool
 from nano_inference.text.fast import fast_tokenizer
-from nano_inference.text.tools import special_tokens
+from nano_inference.text.tool_format import special_tokens
 from nano_inference.types import EngineRequest, SamplingParams, TokenProgram
 from tests.effort import some
 

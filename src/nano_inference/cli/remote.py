@@ -34,7 +34,7 @@ from nano_inference.cli.terminal import Interrupts, Stopped, note
 from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.text.chat import Message
 from nano_inference.text.generation_config import CHAT_FIELDS, CHAT_MAX_TOKENS
-from nano_inference.text.repetition import repeats
+from nano_inference.text.stream import repeats
 from nano_inference.types import BadRequest, SamplingParams
 
 _FAILED = 1

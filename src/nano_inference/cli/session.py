@@ -24,7 +24,7 @@ from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import Dialogue, load_dialogue, shown, spelled
 from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.kinds import Tool
-from nano_inference.text.repetition import repeats
+from nano_inference.text.stream import repeats
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest, Delta, EngineDead, SamplingParams, StepResult, TrainingSample
 

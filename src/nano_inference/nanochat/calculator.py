@@ -20,7 +20,7 @@ from types import EllipsisType
 from typing import Any
 
 from nano_inference.text.kinds import Tokenizer
-from nano_inference.text.tools import special_tokens
+from nano_inference.text.tool_format import special_tokens
 
 MAX_EXPRESSION = 256  # most characters of an expression
 MAX_DEPTH = 64

@@ -21,7 +21,7 @@ from nano_inference.nanochat.calculator import (
 )
 from nano_inference.text.chat import with_one_system_message
 from nano_inference.text.kinds import ANSWER, Message, Rendering, Tokenizer
-from nano_inference.text.tools import special_tokens
+from nano_inference.text.tool_format import special_tokens
 from nano_inference.types import BadRequest
 
 BOS_TOKENS = ("<|bos|>", "<|endoftext|>")  # nanochat's own, and that of OpenAI's encodings

@@ -40,7 +40,7 @@ from nano_inference.nanochat.kinds import TOKENIZER
 from nano_inference.support.files import is_present
 from nano_inference.text.kinds import TokenizerKind, TokenizerSource
 from nano_inference.text.tokenizer import OWN_TOKENIZERS, load_tokenizer
-from nano_inference.text.tools import special_tokens
+from nano_inference.text.tool_format import special_tokens
 from nano_inference.types import BadRequest, ModelError
 
 HF_TYPE = "nanochat"  # `model_type` of Transformers' port, which implements G0 only

@@ -31,13 +31,11 @@ from nano_inference.server.schema import ChatBody, CompletionBody
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.structured import FIELDS, PromptRequest, Structure, structure_of
 from nano_inference.server.tools import ToolUse, requested_tools
-from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.dialogue import shown
 from nano_inference.text.kinds import Tool
 from nano_inference.text.stop_regex import stop_regex_matcher
-from nano_inference.text.stops import stop_matcher
-from nano_inference.text.tool_format import calls_grammar, calls_in_text_grammar
-from nano_inference.text.tools import resume_program, special_tokens
+from nano_inference.text.stops import bad_words_matcher, both, stop_matcher
+from nano_inference.text.tool_format import calls_grammar, calls_in_text_grammar, resume_program, special_tokens
 from nano_inference.types import FROM_THE_PROMPT, BadRequest, Beginning, MatcherFactory, SamplingParams, TokenProgram
 
 _DEFAULT_COMPLETION_TOKENS = 16

@@ -9,8 +9,8 @@ from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.structured import Structure
 from nano_inference.server.worker_pool import WorkerPool
-from nano_inference.text.bad_words import both
 from nano_inference.text.grammar import Grammar, Grammars
+from nano_inference.text.stops import both
 from nano_inference.types import BadRequest, MatcherFactory
 
 MAX_STRUCTURES = 8  # different structures in one call, over all prompts

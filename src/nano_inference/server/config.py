@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from nano_inference.config import helped
 from nano_inference.support.checks import SEEDS, Check, check_fields, check_text, from_known, integer, number
-from nano_inference.text.named_templates import TEMPLATES
+from nano_inference.text.templates import TEMPLATES
 from nano_inference.types import LogprobsMode
 
 GenerationConfig = Literal["auto", "none"]

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from nano_inference.server.errors import ApiError
 from nano_inference.text.grammar import Grammar
-from nano_inference.text.grammar_text import Kind
-from nano_inference.text.json_schema import SCHEMA_MAPS, VALUES
+from nano_inference.text.grammar_text import SCHEMA_MAPS, VALUES, Kind
 from nano_inference.types import EngineRequest
 
 FIELDS: frozenset[str] = frozenset(

@@ -17,12 +17,11 @@ from types import MappingProxyType
 from typing import Any
 
 from nano_inference.support.files import is_present, read_file
-from nano_inference.text.hf import MAX_FILE, read_json
+from nano_inference.text.fast import MAX_FILE, read_json
 from nano_inference.text.kinds import ANSWER, Rendering, Tokenizer, TokenizerSource
 from nano_inference.text.kinds import Message as Message
-from nano_inference.text.named_templates import TEMPLATES
 from nano_inference.text.reasoning import CLOSE_MARK, OPEN_MARK
-from nano_inference.text.templates import Program, TemplateRefusal, plain
+from nano_inference.text.templates import TEMPLATES, Program, TemplateRefusal, plain
 from nano_inference.text.tool_format import takes_text, tool_format
 from nano_inference.types import BadRequest, ModelError
 

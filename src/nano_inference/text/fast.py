@@ -1,4 +1,4 @@
-"""A tokenizer over the `tokenizers` library that decodes each id to its exact bytes.
+"""Tokenizers over the `tokenizers` library that decode each id to its exact bytes, and their loader for directories.
 
 The library's decoder is not used, because it cannot return the bytes of one token; streamed text must equal the
 decoding of the whole.
@@ -7,15 +7,18 @@ decoding of the whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import tokenizers
 from tokenizers import AddedToken
 
+from nano_inference.support.files import is_present, read_file
 from nano_inference.types import BadRequest, ModelError
 
 Spelling = Literal["byte_level", "sentencepiece"]
@@ -23,17 +26,20 @@ Spelling = Literal["byte_level", "sentencepiece"]
 
 SPACE_MARK = "▁"
 _SHOWN = 200
+MAX_FILE = 64 << 20
+"""Limit on the bytes of a JSON file; the largest known vocabularies have half. In memory it takes 13 times as many."""
+_PREFIX = re.compile(rb'"(?:continuing_subword_prefix|[^"\\]*\\u00[^"]*)"\s*:\s*"[^"]')
+"""A non-empty continuing_subword_prefix, its name plain or escaped: the library aborts if a piece does not match it."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's characters for bytes (openai/gpt-2, encoder.py): printable Latin-1 characters for their own bytes,
-    U+0100 and following for the others, in order."""
-    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in set(itself)]
-    return {chr(byte): byte for byte in itself} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
-
-
-BYTE_OF_CHAR: Mapping[str, int] = _byte_of_char()
+_ITSELF = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+BYTE_OF_CHAR: Mapping[str, int] = {chr(byte): byte for byte in _ITSELF} | {
+    chr(0x100 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _ITSELF)
+}
+"""GPT-2's characters for bytes (openai/gpt-2, encoder.py): printable Latin-1 characters for their own bytes, U+0100 and
+following for the others, in order."""
 CHAR_OF_BYTE: Mapping[int, str] = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 _LATIN: Mapping[int, int] = dict.fromkeys(range(256), 256) | {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
 """Maps code points to bytes; a Latin-1 character that is not in the table becomes 256, which Latin-1 cannot encode."""
@@ -173,14 +179,27 @@ def fast_tokenizer(
     core.no_truncation()
     core.no_padding()
     added = core.get_added_tokens_decoder()
-    ids = [id_of(core, named.get(role)) for role in ("bos_token", "eos_token")]
-    ends = [token for token in (ids[1], *eos_ids) if token is not None]
+    # The copy ignores added tokens in texts: the library's switch applies to an object as a whole, for all threads.
+    literal = tokenizers.Tokenizer(core.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(core, part) is not None:
+            setattr(literal, part, getattr(core, part))
+    literal.add_tokens([added[token] for token in sorted(added)])
+    literal.encode_special_tokens = True
+    for token, entry in added.items():
+        if literal.token_to_id(entry.content) != token:
+            raise ModelError(f"{where}: added token {entry.content!r} cannot have the id {token}")
+    size = core.get_vocab_size()
+    if not size or core.id_to_token(size - 1) is None or core.id_to_token(size) is not None:
+        size = max(core.get_vocab().values(), default=-1) + 1  # the ids have gaps
+    bos, eos = (core.token_to_id(named[role]) if role in named else None for role in ("bos_token", "eos_token"))
+    ends = [token for token in (eos, *eos_ids) if token is not None]
     return FastTokenizer(
         core=core,
-        literal=_literal_copy(core, added, where),
+        literal=literal,
         spelling=spelling,
-        vocab_size=max(_size(core), max(doubles, default=-1) + 1),
-        bos_id=ids[0],
+        vocab_size=max(size, max(doubles, default=-1) + 1),
+        bos_id=bos,
         eos_ids=tuple(dict.fromkeys(ends)),
         special_ids=frozenset(token for token, entry in added.items() if entry.special),
         drops_space=drops_space,
@@ -190,11 +209,6 @@ def fast_tokenizer(
     )
 
 
-def id_of(core: tokenizers.Tokenizer, text: str | None) -> int | None:
-    """Return the id of a piece, None for None and for an unknown piece."""
-    return None if text is None else core.token_to_id(text)
-
-
 def set_bos_eos(core: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
     """Set the tokens that the tokenizer adds before and after a text; None for no token."""
     parts = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
@@ -202,33 +216,140 @@ def set_bos_eos(core: tokenizers.Tokenizer, bos: str | None, eos: str | None) ->
     core.post_processor = tokenizers.processors.TemplateProcessing(single=parts, special_tokens=special)
 
 
-def _literal_copy(core: tokenizers.Tokenizer, added: Mapping[int, AddedToken], where: str) -> tokenizers.Tokenizer:
-    """Return a copy, sharing the model's memory, that encodes special tokens as plain text.
+def hf_tokenizer(directory: Path) -> FastTokenizer:
+    """Load a directory's tokenizer.json. Raises `ModelError` naming the damaged or unsupported file.
 
-    A copy, because the library's switch `encode_special_tokens` applies to the whole object, for all threads.
+    Only the post-processor of tokenizer.json adds tokens before and after a text: as in transformers 5,
+    `add_bos_token` and `add_eos_token` of tokenizer_config.json are ignored.
     """
-    plain = tokenizers.Tokenizer(core.model)
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if getattr(core, part) is not None:
-            setattr(plain, part, getattr(core, part))
-    plain.add_tokens([added[token] for token in sorted(added)])
-    plain.encode_special_tokens = True
-    for token, entry in added.items():
-        if plain.token_to_id(entry.content) != token:
-            raise ModelError(f"{where}: added token {entry.content!r} cannot have the id {token}")
-    return plain
+    path = directory / "tokenizer.json"
+    data = read_file(path, MAX_FILE, "a tokenizer's file")
+    with refused_files(str(path), "not a tokenizer.json that can be read"):
+        if _PREFIX.search(data):
+            raise ModelError(f"{path}: continuing_subword_prefix is not supported (ByteLevel, SentencePiece)")
+        core = tokenizers.Tokenizer.from_buffer(data)
+    config = read_json(directory / "tokenizer_config.json")
+    special_map = read_json(directory / "special_tokens_map.json")
+    named = named_tokens(config, special_map)
+    further, listed = _further_special(config, special_map)
+    with refused_files(str(path), "the tokenizer cannot be built"):
+        _add_missing(core, config, {**further, **named}, listed, path)
+        spelling, drops_space = _spelling(core, path)
+        return fast_tokenizer(
+            core,
+            where=str(path),
+            spelling=spelling,
+            drops_space=drops_space,
+            named=named,
+            eos_ids=end_ids(directory),
+        )
 
 
-def _size(core: tokenizers.Tokenizer) -> int:
-    size = core.get_vocab_size()
-    if size and core.id_to_token(size - 1) is not None and core.id_to_token(size) is None:
-        return size
-    return max(core.get_vocab().values(), default=-1) + 1
-
-
-def part_json(part: object) -> dict[str, Any]:
-    """Return a component of a `tokenizers.Tokenizer` as saved in JSON; empty for None."""
-    if part is None:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, empty if the file is missing. Raises `ModelError` for anything else."""
+    if not is_present(path):
         return {}
-    state: dict[str, Any] = json.loads(part.__getstate__())  # type: ignore[arg-type]
-    return state
+    text = read_file(path, MAX_FILE, "a tokenizer's file")
+    try:
+        data = json.loads(text.decode("utf-8"))
+        if _SURROGATE.search(text):
+            json.dumps(data, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {shown(error)}") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: a JSON object was expected, not {type(data).__name__}")
+    return data
+
+
+def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens' texts by role; `config` (tokenizer_config.json) has precedence over the map."""
+    found = {role: _content(config.get(role, special_map.get(role))) for role in ROLES}
+    return {role: text for role, text in found.items() if text}
+
+
+def token_number(key: str) -> int | None:
+    """Return the token id that a JSON object's key denotes, None for any other key."""
+    return int(key) if key.isascii() and key.isdigit() and len(key) < 11 else None
+
+
+def end_ids(directory: Path) -> tuple[int, ...]:
+    """Return `eos_token_id` (one id or a list) of generation_config.json and config.json."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(directory / name).get("eos_token_id")
+        found += [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
+    return tuple(dict.fromkeys(found))
+
+
+def _content(token: object) -> str | None:
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else None
+
+
+def _add_missing(
+    core: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    named: Mapping[str, str],
+    others: Sequence[str],
+    path: Path,
+) -> None:
+    """Add the tokens that only tokenizer_config.json lists, and mark those with a name and `others` as special."""
+    listed = config.get("added_tokens_decoder")
+    entries = [(token_number(key), value) for key, value in listed.items()] if isinstance(listed, dict) else []
+    for token, entry in sorted(entries, key=lambda pair: -1 if pair[0] is None else pair[0]):
+        if token is None or not isinstance(entry, dict):
+            raise ModelError(f"{path}: added_tokens_decoder of tokenizer_config.json must map ids to objects")
+        text = _content(entry)
+        if text is None or core.token_to_id(text) is not None:
+            continue
+        flags = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "special")}
+        core.add_tokens([AddedToken(text, normalized=bool(entry.get("normalized", False)), **flags)])
+        if core.token_to_id(text) != token:
+            raise ModelError(f"{path}: added token {shown(text)} of tokenizer_config.json cannot have the id {token}")
+    added = {entry.content: entry.special for entry in core.get_added_tokens_decoder().values()}
+    unmarked = [text for text in named.values() if not added.get(text)] + [text for text in others if text not in added]
+    unmarked = [text for text in unmarked if core.token_to_id(text) is not None]
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in unmarked])
+
+
+def _further_special(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Return the special tokens without a role: those with a name, and a list.
+
+    As in transformers 5, the map counts only without added_tokens_decoder, a token of the list stays as it is if it is
+    an added token, and `additional_special_tokens` are those before version 5.
+    """
+    found: dict[str, str] = {}
+    listed: list[str] = []
+    for source in (config,) if "added_tokens_decoder" in config else (special_map, config):
+        extra, older = source.get("extra_special_tokens"), source.get("additional_special_tokens")
+        named = {key: value for key, value in source.items() if key.endswith("_token") and key not in ROLES}
+        for more in (extra, source.get("model_specific_special_tokens")):
+            named |= more if isinstance(more, dict) else {}
+        found |= {key: text for key, value in named.items() if (text := _content(value)) is not None}
+        values = extra if isinstance(extra, list) and extra else older if isinstance(older, list) else []
+        listed = [text for value in values if (text := _content(value)) is not None] or listed
+    return found, listed
+
+
+def _spelling(core: tokenizers.Tokenizer, path: Path) -> tuple[Spelling, bool]:
+    """Return how pieces spell their bytes, and True if decoding drops a leading space, from the decoder."""
+    state: dict[str, Any] = {} if core.decoder is None else json.loads(core.decoder.__getstate__())
+    waiting, parts = [state] if state else [], list[dict[str, Any]]()
+    while waiting:  # sequences may contain sequences
+        part = waiting.pop(0)
+        if part.get("type") == "Sequence":
+            waiting = [*part["decoders"], *waiting]
+        else:
+            parts.append(part)
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        return "byte_level", False
+    replaced = [(part["pattern"], part["content"]) for part in parts if part["type"] == "Replace"]
+    is_sentencepiece = all(one == ({"String": "▁"}, " ") for one in replaced)
+    if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"} and is_sentencepiece:
+        strips = any(one["type"] == "Strip" and one["content"] == " " and one["start"] == 1 for one in parts)
+        spaces = (one for one in parts if one["type"] == "Metaspace")
+        return "sentencepiece", strips or any(one.get("prepend_scheme", "always") != "never" for one in spaces)
+    raise ModelError(
+        f"{path}: decoder {', '.join(sorted(kinds)) or 'none'} is not supported (ByteLevel, SentencePiece)"
+    )

@@ -7,6 +7,7 @@ pure: the caller keeps the state, a frozen value.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -88,3 +89,15 @@ def held_back(text: str, stops: tuple[str, ...]) -> int:
         if any(stop.startswith(ending) for stop in stops):
             return length
     return 0
+
+
+MAX_PERIOD, MIN_TIMES, MIN_TOKENS = 48, 6, 128
+
+
+def repeats(tokens: Sequence[object]) -> bool:
+    """Return True if at least the last 128 tokens are one sequence of at most 48, six times or more."""
+    for period in range(1, MAX_PERIOD + 1):
+        length = max(MIN_TIMES * period, MIN_TOKENS)
+        if len(tokens) >= length and tokens[-length:-period] == tokens[period - length :]:
+            return True
+    return False

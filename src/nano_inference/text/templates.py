@@ -1,8 +1,9 @@
-"""What a chat template gets, and how a rendering fails; does not import Jinja."""
+"""What a chat template gets, how a rendering fails, and the templates that have a name; does not import Jinja."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nano_inference.types import BadRequest, ModelError
@@ -50,3 +51,24 @@ def plain(value: object, name: str, depth: int = 64) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [plain(item, name, depth - 1) for item in value]
     raise BadRequest(name, f"must hold JSON values only, not {type(value).__name__}")
+
+
+_CHATML = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LLAMA3 = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+    "{{ message.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+_COMMAND_R = (
+    "{{ bos_token }}{% for message in messages %}<|START_OF_TURN_TOKEN|>"
+    "{% if message.role == 'assistant' %}<|CHATBOT_TOKEN|>{% else %}<|{{ message.role | upper }}_TOKEN|>{% endif %}"
+    "{{ message.content | trim }}<|END_OF_TURN_TOKEN|>{% endfor %}"
+    "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"
+)
+
+TEMPLATES: Mapping[str, str] = MappingProxyType({"chatml": _CHATML, "command-r": _COMMAND_R, "llama3": _LLAMA3})
+"""Name -> template."""

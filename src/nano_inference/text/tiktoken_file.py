@@ -1,7 +1,13 @@
-"""A tokenizer over a tiktoken encoding, and its loader for directories with a tiktoken file."""
+"""Tokenizers over tiktoken, and their loader for directories with a tiktoken file.
+
+The file has a line per token: its bytes in base64, a space, its rank. Llama 3's original `tokenizer.model` and Qwen 1's
+`qwen.tiktoken` are such files (openai/tiktoken, load.py).
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -9,13 +15,62 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import tiktoken
-
-from nano_inference.text.fast import check_unicode, no_panic, refused_files, shown
+from nano_inference.support.files import is_present, open_buffered
+from nano_inference.support.packages import needed
+from nano_inference.text.fast import (
+    check_unicode,
+    end_ids,
+    named_tokens,
+    no_panic,
+    read_json,
+    refused_files,
+    shown,
+    token_number,
+)
 from nano_inference.text.gguf_vocab import LLAMA3_WORDS
-from nano_inference.text.hf import end_ids, named_tokens, read_json, token_number
-from nano_inference.text.tiktoken_ranks import read_ranks
 from nano_inference.types import BadRequest, ModelError
+
+
+def find_ranks(directory: Path) -> Path | None:
+    """Return the directory's tiktoken file: a `*.tiktoken`, or a `tokenizer.model` in that format; None without one."""
+    for path in sorted(directory.glob("*.tiktoken")):
+        return path
+    path = directory / "tokenizer.model"
+    if not is_present(path):
+        return None
+    with open_buffered(path) as file:
+        first = file.readline(4096)
+    return path if _rank(first) is not None else None
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Return the ranks by token bytes. Raises `ModelError` naming the file and the wrong line."""
+    ranks: dict[bytes, int] = {}
+    with open_buffered(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            entry = _rank(line)
+            if entry is None:
+                raise ModelError(f"{path}: line {number} is not a token in base64 and its rank")
+            ranks[entry[0]] = entry[1]
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ModelError(f"{path}: the ranks are not 0 to {len(ranks) - 1}, each once")
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:
+        raise ModelError(f"{path}: the byte {lacking[0]:#04x} has no token")
+    return ranks
+
+
+def _rank(line: bytes) -> tuple[bytes, int] | None:
+    fields = line.split()
+    if len(fields) != 2 or not fields[1].isdigit():
+        return None
+    try:
+        return base64.b64decode(fields[0], validate=True), int(fields[1])
+    except (binascii.Error, ValueError):
+        return None
+
 
 LLAMA3_SPECIALS: Mapping[int, str] = {
     0: "<|begin_of_text|>",
@@ -28,8 +83,6 @@ LLAMA3_SPECIALS: Mapping[int, str] = {
     10: "<|python_tag|>",
 }
 """Llama 3's special tokens with a name, by their offset after the ranks (meta-llama/llama-models); there are 256."""
-
-
 _LLAMA3_ROLES: Mapping[str, str] = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 
 
@@ -37,7 +90,7 @@ _LLAMA3_ROLES: Mapping[str, str] = {"bos_token": "<|begin_of_text|>", "eos_token
 class TiktokenTokenizer:
     """Implements `kinds.Tokenizer`, which documents the members, over tiktoken."""
 
-    core: tiktoken.Encoding
+    core: Any  # a tiktoken.Encoding
     vocab_size: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
@@ -73,12 +126,16 @@ class TiktokenTokenizer:
         return self.token_bytes(token).decode("utf-8", "replace")
 
 
-def tiktoken_tokenizer(directory: Path, path: Path) -> TiktokenTokenizer:
-    """Load a tiktoken file with the special tokens and the pattern of tokenizer_config.json, else those of Llama 3.
+def tiktoken_tokenizer(directory: Path) -> TiktokenTokenizer:
+    """Load a directory's file with the special tokens and the pattern of tokenizer_config.json, else those of Llama 3.
 
     Raises `ModelError` naming the file if it is damaged or ids collide.
     """
-    ranks = read_ranks(path)
+    path = find_ranks(directory)
+    assert path is not None, "`find_ranks` has found the file"
+    with needed(f"{path}: tiktoken's file"):
+        import tiktoken
+    ranks = _read_ranks(path)
     config = read_json(directory / "tokenizer_config.json")
     special = _special_tokens(config, len(ranks), path)
     pattern = config.get("pat_str", LLAMA3_WORDS)

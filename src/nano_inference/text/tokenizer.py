@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nano_inference.support.files import is_present, path_of
-from nano_inference.support.packages import needed
 from nano_inference.support.plugins import table
+from nano_inference.text.fast import hf_tokenizer
 from nano_inference.text.gguf_vocab import gguf_tokenizer
-from nano_inference.text.hf import hf_tokenizer
 from nano_inference.text.kinds import TOKENIZERS_GROUP, Tokenizer, TokenizerKind, TokenizerSource
-from nano_inference.text.tiktoken_ranks import find_ranks
+from nano_inference.text.tiktoken_file import find_ranks, tiktoken_tokenizer
 from nano_inference.types import ModelError
 
 __all__ = ["Tokenizer", "installed_tokenizers", "kind_of", "load_tokenizer"]
@@ -49,20 +48,12 @@ def kind_of(directory: Path, kinds: Mapping[str, TokenizerKind]) -> TokenizerKin
     return next((one for one in reversed([*kinds.values()]) if one.reads(directory)), None)
 
 
-def _load_ranks(directory: Path) -> Tokenizer:
-    ranks = find_ranks(directory)
-    assert ranks is not None, "reads() found the file"
-    with needed(f"{ranks}: tiktoken's file"):
-        from nano_inference.text.tiktoken_file import tiktoken_tokenizer
-    return tiktoken_tokenizer(directory, ranks)
-
-
 OWN_TOKENIZERS: Mapping[str, TokenizerKind] = {
     "tiktoken": TokenizerKind(
         title="a tiktoken file",
         description="tiktoken",
         reads=lambda directory: find_ranks(directory) is not None,
-        load=_load_ranks,
+        load=tiktoken_tokenizer,
     ),
     "huggingface": TokenizerKind(
         title="tokenizer.json",

@@ -117,6 +117,8 @@ def finish(state: CallsState) -> list[Event]:
 
 def _text(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
     """Consume text up to a marker, else all; a suffix that may be the start of a marker is withheld."""
+    if state.phase == "prose":
+        return _emit_content(state, text[at:], events), len(text)
     begin = state.format.begin
     found = text.find(begin, at)
     bare = text.find(_BRACE, at, None if found < 0 else found) if state.format.is_whole else -1
@@ -153,10 +155,6 @@ def _emit_content(state: CallsState, text: str, events: list[Event]) -> CallsSta
     events.append(Content(text[: len(text) - len(spaces)]))
     has_content = state.has_content or len(spaces) < len(text)
     return replace(state, spaces=spaces, is_after_call=False, has_content=has_content)
-
-
-def _prose(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
-    return _emit_content(state, text[at:], events), len(text)
 
 
 def _reject_call(state: CallsState, events: list[Event]) -> CallsState:
@@ -296,46 +294,33 @@ def _argument_text(reader: JsonState, text: str) -> str:
 def _after_step(state: CallsState, reader: JsonState, text: str, events: list[Event]) -> CallsState | None:
     """Return the state after one JSON step; None if it cannot belong to a call."""
     before, after = len(state.json.nest) - state.base, len(reader.nest) - state.base
-    if before <= 0:
-        return _between(state, reader, text)
-    if state.call is None:
-        return None
+    held = _hold(state, text)
+    if before <= 0:  # outside of calls: the brackets of a list, a comma, the start of a call
+        if text == "{":
+            held = _hold(_drop_held(state), text) if state.has_call else held
+            return replace(held, json=reader, call=_Call())
+        if text == "[" and not state.format.is_whole:
+            return replace(held, json=reader, base=1)
+        if reader.due == "done":  # the end of a list
+            return replace(_drop_held(state), json=reader, phase="tail") if state.has_call else None
+        return replace(held, json=reader) if state.json == reader or text == "," else None
     call: _Call | None = state.call
-    if after == 0:
-        return _closed(_hold(state, text), reader, state.call, events)
-    if before == 1:
-        call = _field(state, state.call, reader, text)
-    elif state.call.stage == "open":
-        piece = _argument_text(state.json, text)
-        stage: Literal["open", "complete"] = "open" if after > 1 else "complete"
-        call = state.call._replace(arguments=_joined(state.call.arguments, piece), stage=stage)
     if call is None:
         return None
-    return _start_call(replace(_hold(state, text), json=reader, call=call), events)
-
-
-def _between(state: CallsState, reader: JsonState, text: str) -> CallsState | None:
-    """Add a step outside of calls: the brackets of a list, a comma, the start of a call."""
-    if text == "{":
-        state = _drop_held(state) if state.has_call else state
-        return replace(_hold(state, text), json=reader, call=_Call())
-    if text == "[" and not state.format.is_whole:
-        return replace(_hold(state, text), json=reader, base=1)
-    if reader.due == "done":  # the end of a list
-        return replace(_drop_held(state), json=reader, phase="tail") if state.has_call else None
-    is_space = state.json == reader
-    return replace(_hold(state, text), json=reader) if is_space or text == "," else None
-
-
-def _closed(state: CallsState, reader: JsonState, call: _Call, events: list[Event]) -> CallsState | None:
-    """Add the end of a call; the arguments default to an empty object. None if the call has no name."""
-    if call.name is None:
-        return None
-    if call.stage == "none":
-        call = call._replace(arguments=("{}",), stage="complete")
-    state = _start_call(replace(state, json=reader, call=call), events)
-    events.append(CallEnd(state.index - 1))
-    return replace(_drop_held(state), call=None, has_call=True, phase="tail" if reader.due == "done" else "json")
+    if after == 0:  # the end of a call, whose arguments default to an empty object
+        if call.name is None:
+            return None
+        if call.stage == "none":
+            call = call._replace(arguments=("{}",), stage="complete")
+        state = _start_call(replace(held, json=reader, call=call), events)
+        events.append(CallEnd(state.index - 1))
+        return replace(_drop_held(state), call=None, has_call=True, phase="tail" if reader.due == "done" else "json")
+    if before == 1:
+        call = _field(state, call, reader, text)
+    elif call.stage == "open":
+        stage: Literal["open", "complete"] = "open" if after > 1 else "complete"
+        call = call._replace(arguments=_joined(call.arguments, _argument_text(state.json, text)), stage=stage)
+    return None if call is None else _start_call(replace(held, json=reader, call=call), events)
 
 
 def _field(state: CallsState, call: _Call, reader: JsonState, text: str) -> _Call | None:
@@ -385,9 +370,6 @@ def _start_call(state: CallsState, events: list[Event]) -> CallsState:
     return replace(_drop_held(state), call=call._replace(arguments=(), is_started=True), index=state.index + 1)
 
 
-# ---- helpers
-
-
 def _joined(parts: Parts, text: str) -> Parts:
     """Return a text with more appended; copies each character O(log n) times."""
     while parts and len(parts[-1]) <= len(text):
@@ -397,5 +379,5 @@ def _joined(parts: Parts, text: str) -> Parts:
 
 _STEPS: Final = {
     **{"open": _open, "text": _text, "json": _json, "header": _header},
-    **{"other": _other, "tail": _tail, "prose": _prose},
+    **{"other": _other, "tail": _tail, "prose": _text},
 }

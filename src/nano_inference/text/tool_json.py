@@ -47,15 +47,41 @@ def step(state: JsonState, text: str, at: int, end: int) -> tuple[JsonState, int
     None if the character at `at` is invalid. The end of a number consumes no character. Unescaped control characters
     are accepted in strings, contrary to JSON, because models write them.
     """
-    if state.is_in_string:
-        return _in_string(state, text, at, end)
-    if state.token:
-        return _in_scalar(state, text, at, end)
-    char = text[at]
-    if char in SPACE:
+    nest, due, token = state
+    char, after_value = text[at], JsonState(nest, "next" if nest else "done")
+    after: JsonState | None = None
+    if token == '"':
+        if char not in '"\\':
+            found = _PLAIN.match(text, at, end)
+            return state, end if found is None else found.end()
+        after = (
+            JsonState(nest, due, char) if char == "\\" else JsonState(nest, "colon") if state.is_key else after_value
+        )
+    elif token == "\\":
+        after = JsonState(nest, due, "uuuu" if char == "u" else '"') if char in '"\\/bfnrtu' else None
+    elif state.is_in_string:  # within \uXXXX
+        after = JsonState(nest, due, token[1:] or '"') if char in "0123456789abcdefABCDEF" else None
+    elif token:  # in a number or a word
+        found = _SCALAR.match(text, at, min(end, at + MAX_SCALAR - len(token)))
+        if found is not None:
+            return JsonState(nest, due, token + found.group()), found.end()
+        is_whole = not _SCALAR.match(text, at, end) and _SCALARS.fullmatch(token)
+        return (after_value, at) if is_whole else None
+    elif char in SPACE:
         found = _SPACES.match(text, at, end)
         return state, end if found is None else found.end()
-    after = _after_punctuation(state, char)
+    elif char == '"' and due in ("value", "item", "key", "first"):
+        after = JsonState(nest, due, char)
+    elif char in "{[" and due in ("value", "item") and len(nest) < MAX_DEPTH:
+        after = JsonState(nest + char, "first" if char == "{" else "item")
+    elif due in ("first", "item", "next") and nest[-1:] + char in ("{}", "[]"):
+        after = JsonState(nest[:-1], "next" if nest[:-1] else "done")
+    elif char == ":" and due == "colon":
+        after = JsonState(nest, "value")
+    elif char == "," and due == "next":
+        after = JsonState(nest, "key" if nest[-1] == "{" else "value")
+    elif char in "-0123456789tfn" and due in ("value", "item"):
+        after = JsonState(nest, due, char)
     return None if after is None else (after, at + 1)
 
 
@@ -76,51 +102,3 @@ def as_object(text: str) -> str | None:
 def escape_control(text: str) -> str:
     """Return the content of a JSON string with its control characters escaped."""
     return _CONTROL.sub(lambda found: _SHORT.get(found[0], f"\\u{ord(found[0]):04x}"), text)
-
-
-def _after_punctuation(state: JsonState, char: str) -> JsonState | None:
-    """Return the state after a character outside of strings and numbers; None if it is invalid there."""
-    nest, due, _ = state
-    if char == '"' and due in ("value", "item", "key", "first"):
-        return JsonState(nest, due, char)
-    if char in "{[" and due in ("value", "item") and len(nest) < MAX_DEPTH:
-        return JsonState(nest + char, "first" if char == "{" else "item")
-    if due in ("first", "item", "next") and nest[-1:] + char in ("{}", "[]"):
-        return _after_value(nest[:-1])
-    if char == ":" and due == "colon":
-        return JsonState(nest, "value")
-    if char == "," and due == "next":
-        return JsonState(nest, "key" if nest[-1] == "{" else "value")
-    if char in "-0123456789tfn" and due in ("value", "item"):
-        return JsonState(nest, due, char)
-    return None
-
-
-def _after_value(nest: str) -> JsonState:
-    return JsonState(nest, "next" if nest else "done")
-
-
-def _in_string(state: JsonState, text: str, at: int, end: int) -> tuple[JsonState, int] | None:
-    nest, due, token = state
-    char = text[at]
-    if token == '"':
-        if char == '"':
-            return JsonState(nest, "colon") if state.is_key else _after_value(nest), at + 1
-        if char == "\\":
-            return JsonState(nest, due, char), at + 1
-        found = _PLAIN.match(text, at, end)
-        return state, end if found is None else found.end()
-    if token == "\\":
-        after = "uuuu" if char == "u" else '"'
-        return (JsonState(nest, due, after), at + 1) if char in '"\\/bfnrtu' else None
-    return (JsonState(nest, due, token[1:] or '"'), at + 1) if char in "0123456789abcdefABCDEF" else None
-
-
-def _in_scalar(state: JsonState, text: str, at: int, end: int) -> tuple[JsonState, int] | None:
-    nest, due, token = state
-    found = _SCALAR.match(text, at, min(end, at + MAX_SCALAR - len(token)))
-    if found is not None:
-        return JsonState(nest, due, token + found.group()), found.end()
-    if _SCALAR.match(text, at, end) or not _SCALARS.fullmatch(token):
-        return None
-    return _after_value(nest), at

@@ -8,7 +8,7 @@ const SHORTEST_S = 0.02;
 /** Default `max_tokens` for continuing a text. */
 const CONTINUATION = 200;
 const ENDS = ["stop", "abort"];
-/** The limits of `text/repetition.py`. */
+/** The limits of `text/stream.py`. */
 const [MAX_PERIOD, MIN_TIMES, MIN_TOKENS] = [48, 6, 128];
 
 /** Yield the data of a response's server-sent events; throws `ServerError` if the connection is lost. */
