@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.cli.place import tokenizer_source
 from nano_inference.text.grammar import ENDED, MAX_CACHED, Grammar, Grammars
-from nano_inference.text.grammar_text import MAX_BYTES, MAX_CHOICES, check_grammar, reason_of
+from nano_inference.text.grammar_text import MAX_BYTES, MAX_CHOICES, for_library, reason_of
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.stops import bad_words_matcher, both, stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -764,5 +764,5 @@ def test_limits_apply_to_schemas_inside_lark() -> None:
     schema = '{"allOf": [{"type": "integer", "multipleOf": 999983}, {"type": "integer", "multipleOf": 999979}]}'
     for kind in ("lark", "calls"):
         with pytest.raises(BadRequest, match="common multiple"):
-            check_grammar(Grammar(kind, f"start: %json {schema}"))
-    check_grammar(Grammar("lark", 'start: %json {"type": "integer", "multipleOf": 5}'))
+            for_library(Grammar(kind, f"start: %json {schema}"))
+    for_library(Grammar("lark", 'start: %json {"type": "integer", "multipleOf": 5}'))

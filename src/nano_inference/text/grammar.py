@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.text.grammar_text import Grammar, check_grammar, for_library, reason_of
+from nano_inference.text.grammar_text import Grammar, for_library, reason_of
 from nano_inference.text.kinds import Tokenizer
 from nano_inference.types import BadRequest, Matcher, StopReason
 
@@ -62,9 +62,9 @@ class Grammars:
         """
         compiled = self._cached(grammar)
         if compiled is None:
-            check_grammar(grammar)
+            text = for_library(grammar)
             with self._compile_lock:
-                compiled = self._cached(grammar) or self._compile(grammar)
+                compiled = self._cached(grammar) or self._compile(grammar, text)
         return lambda: GrammarMatcher(compiled)
 
     def known(self, grammar: Grammar) -> Callable[[], Matcher] | None:
@@ -79,15 +79,11 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
             return compiled
 
-    def _compile(self, grammar: Grammar) -> _Compiled:
+    def _compile(self, grammar: Grammar, text: str) -> _Compiled:
         if self._vocabulary is None:
-            try:
-                self._vocabulary = _Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_ids)
-            except ImportError:
-                message = "needs the extra 'grammar': pip install 'nano-inference[grammar]'"
-                raise BadRequest(grammar.kind, f"structured output {message}") from None
+            self._vocabulary = _Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_ids)
         vocabulary = self._vocabulary
-        compiled = _on_deep_stack(lambda: _compile(vocabulary, grammar))
+        compiled = _on_deep_stack(lambda: _compile(vocabulary, grammar, text))
         with self._cache_lock:
             self._compiled[grammar] = compiled
             if len(self._compiled) > MAX_CACHED:
@@ -170,10 +166,10 @@ class _Words:
         self.eos_token_id = vocab_size
         self.special_token_ids = [vocab_size]
         no_text = tokenizer.special_ids | eos_ids
-        self.tokens = [
-            b"" if token in no_text or token >= tokenizer.vocab_size else _bytes_of(tokenizer, token)
-            for token in range(vocab_size)
-        ] + [b""]
+        self.tokens = [b""] * (vocab_size + 1)
+        for token in range(min(vocab_size, tokenizer.vocab_size)):
+            with suppress(BadRequest):  # an id that the tokenizer does not have
+                self.tokens[token] = b"" if token in no_text else tokenizer.token_bytes(token)
         self.text_ids = [token for token, data in enumerate(self.tokens) if data]
         self._ids = {data: token for token, data in enumerate(self.tokens) if data}
         self._longest = max(map(len, self._ids), default=1)
@@ -182,13 +178,11 @@ class _Words:
         """Tokenize the beginning of a forced text with the tokenizer, or greedily if that gives other bytes."""
         beginning = text[:_FORCED_CHARS]
         data = beginning.encode("utf-8", "replace")
-        ids = self._tokenizer.encode(beginning, add_special=False, parse_special=False)
-        spelled = b"".join(self.tokens[token] for token in ids if token < len(self.tokens))
-        return ids if spelled == data else self._greedy(data)  # SentencePiece adds a space before a text
-
-    def _greedy(self, data: bytes) -> list[int]:
-        """Split bytes into the longest tokens, up to the first byte without a token."""
-        ids: list[int] = []
+        ids = list(self._tokenizer.encode(beginning, add_special=False, parse_special=False))
+        if b"".join(self.tokens[token] for token in ids if token < len(self.tokens)) == data:
+            return ids
+        # SentencePiece adds a space before a text: take the longest tokens, up to the first byte without a token.
+        ids = []
         while data:
             sizes = range(min(self._longest, len(data)), 0, -1)
             size = next((size for size in sizes if data[:size] in self._ids), 0)
@@ -207,16 +201,8 @@ def _bits(ids: Iterable[int], vocab_size: int) -> int:
     return int.from_bytes(data, "little")
 
 
-def _bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return a token's bytes; empty for an id that the tokenizer does not have."""
-    try:
-        return tokenizer.token_bytes(token)
-    except BadRequest:
-        return b""
-
-
-def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> _Compiled:
-    """Compile a grammar and compute its first mask, which saves the engine thread that time."""
+def _compile(vocabulary: _Vocabulary, grammar: Grammar, text: str) -> _Compiled:
+    """Compile a grammar (`text`: in the library's form) and its first mask, which saves the engine thread that time."""
     from llguidance import LLMatcher, LLParserLimits
 
     is_free = grammar.kind in ("lark", "gbnf")
@@ -229,7 +215,7 @@ def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> _Compiled:
         max_grammar_size=_MAX_SYMBOLS,
         verbose_errors=False,
     )
-    inner = LLMatcher(vocabulary.tokenizer, for_library(grammar), log_level=0, limits=limits)
+    inner = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
     if inner.is_error():
         raise BadRequest(grammar.kind, f"{reason_of(inner.get_error())}")
     allowed_bits = vocabulary.text_bits | _bits(grammar.special, 8 * vocabulary.num_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final, Literal
@@ -126,7 +126,6 @@ MAX_REASON = 300  # limit on the characters of the library's message in an error
 WHITESPACE = r" |\n[ \t]{0,24}"
 """Whitespace allowed between JSON tokens, at most once; where it is unlimited, small models write it without end."""
 
-_NO_SPACES = "whitespace_flexible"
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _SPECIAL_NAME = re.compile(r'"(?:\\.|[^"\\\n])*+(?:"|\\?$)|//[^\n]*+|/(?:\\.|[^/\\\n])++(?:/|\\?$)|(<[^<>\s]+>)', re.M)
 """Matches a Lark grammar's strings, comments and regexes, to their end or that of the line, or names a special token.
@@ -148,60 +147,65 @@ class Grammar:
     special: frozenset[int] = frozenset()  # the special tokens that are markers of calls
 
 
-def check_grammar(grammar: Grammar) -> None:
-    """Raise `BadRequest` naming the limit that a grammar exceeds."""
+def for_library(grammar: Grammar) -> str:
+    """Return a grammar in llguidance's form. Raises `BadRequest` for an exceeded limit, or a text not of its kind."""
     try:
         size = len(grammar.text.encode())
     except UnicodeEncodeError:
         raise BadRequest(grammar.kind, "contains half of a surrogate pair, which UTF-8 cannot encode") from None
     if size > MAX_BYTES[grammar.kind]:
         raise BadRequest(grammar.kind, f"{size} bytes are more than {MAX_BYTES[grammar.kind]}")
-    if grammar.kind == "json_schema":
-        _schema_of(grammar)
-    elif grammar.kind == "choice":
-        _choices_of(grammar)
-    elif grammar.kind in ("lark", "calls"):
-        if grammar.kind == "lark":
-            if grammar.text.lstrip().startswith("{"):  # the library's JSON form, which could set any option
-                raise BadRequest("lark", "a grammar begins with a rule or a directive, not with {")
-            named = next((found[1] for found in _SPECIAL_NAME.finditer(grammar.text) if found[1]), None)
-            if named is not None:
-                raise BadRequest("lark", f"{named[:60]}: special tokens cannot be written by a grammar")
-        list(_inline_schemas(grammar.text))  # checks them
+    try:
+        return _converted(grammar)
+    except BadRequest:
+        raise
+    except ImportError:
+        message = "needs the extra 'grammar': pip install 'nano-inference[grammar]'"
+        raise BadRequest(grammar.kind, f"structured output {message}") from None
+    except RecursionError:
+        raise BadRequest(grammar.kind, "nested too deep") from None
+    except json.JSONDecodeError as error:
+        raise BadRequest(grammar.kind, f"is not valid JSON: {error}") from None
+    except Exception as error:  # the converters raise ValueError, IndexError and plain Exception
+        raise BadRequest(grammar.kind, f"{reason_of(str(error))}") from None
 
 
-def for_library(grammar: Grammar) -> str:
-    """Return a grammar in llguidance's form. Raises `BadRequest` for a text that is not of its kind."""
+def _converted(grammar: Grammar) -> str:
+    """Return a grammar in llguidance's form, except for its size unchecked. Raises any error."""
     from llguidance import LLMatcher
 
     library: Any = LLMatcher  # its stub requires another type of dictionary
-    try:
-        match grammar.kind:
-            case "json_schema":
-                schema = _schema_of(grammar)
-                options = schema.pop("x-guidance", None)
-                rules = _rules(is_compact=isinstance(options, dict) and options.get(_NO_SPACES) is False)
-                text: str = library.grammar_from_json_schema(json.dumps(for_llguidance(schema)), overrides=rules)
-            case "json_object":
-                text = library.grammar_from_json_schema('{"type":"object"}', overrides=_rules(is_compact=False))
-            case "regex":
-                text = library.grammar_from_regex(grammar.text)
-            case "choice":
-                choices = (_META.sub(r"\\\g<0>", one) for one in _choices_of(grammar))
-                text = library.grammar_from_regex("|".join(choices))
-            case "lark" | "calls":
-                text = library.grammar_from_lark(_with_plain_schemas(grammar.text))
-            case "gbnf":
-                from llguidance.gbnf_to_lark import gbnf_to_lark
+    kind, text = grammar.kind, grammar.text
+    converted: str
+    if kind in ("json_schema", "json_object"):
+        schema = _decoder().decode(text) if kind == "json_schema" else {"type": "object"}
+        if not isinstance(schema, dict):
+            raise BadRequest(kind, "json_schema: must be an object")
+        options = schema.pop("x-guidance", None)
+        is_compact = isinstance(options, dict) and options.get("whitespace_flexible") is False
+        rules: dict[str, Any] = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": WHITESPACE}
+        converted = library.grammar_from_json_schema(json.dumps(for_llguidance(schema)), overrides=rules)
+    elif kind in ("regex", "choice"):
+        if kind == "choice":
+            choices = _decoder().decode(text)
+            if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
+                raise BadRequest(kind, "choice: must be a list of strings, at least one")
+            if len(choices) > MAX_CHOICES:
+                raise BadRequest(kind, f"{len(choices)} alternatives are more than {MAX_CHOICES}")
+            text = "|".join(_META.sub(r"\\\g<0>", one) for one in choices)
+        converted = library.grammar_from_regex(text)
+    elif kind == "gbnf":
+        from llguidance.gbnf_to_lark import gbnf_to_lark
 
-                text = library.grammar_from_lark(gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, grammar.text)))
-    except BadRequest:
-        raise
-    except RecursionError:
-        raise BadRequest(grammar.kind, "nested too deep") from None
-    except Exception as error:  # the converters raise ValueError, IndexError and plain Exception
-        raise BadRequest(grammar.kind, f"{reason_of(str(error))}") from None
-    return text
+        converted = library.grammar_from_lark(gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, text)))
+    else:
+        if kind == "lark" and text.lstrip().startswith("{"):  # the library's JSON form, which could set any option
+            raise BadRequest(kind, "a grammar begins with a rule or a directive, not with {")
+        named = next((found[1] for found in _SPECIAL_NAME.finditer(text) if found[1]), None)
+        if kind == "lark" and named is not None:
+            raise BadRequest(kind, f"{named[:60]}: special tokens cannot be written by a grammar")
+        converted = library.grammar_from_lark(_with_plain_schemas(text))
+    return converted
 
 
 def reason_of(message: str) -> str:
@@ -217,83 +221,38 @@ def reason_of(message: str) -> str:
     return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON // 2]} … {line[-MAX_REASON // 2 :]}"
 
 
-def _parsed(grammar: Grammar) -> Any:
-    multiples: list[object] = []
-    try:
-        value = _decoder(multiples).decode(grammar.text)
-    except RecursionError:
-        raise BadRequest(grammar.kind, "nested too deep") from None
-    except ValueError as error:
-        raise BadRequest(grammar.kind, f"is not valid JSON: {error}") from None
-    _check_multiples(multiples)
-    return value
+def _decoder() -> json.JSONDecoder:
+    """Return a decoder of JSON that raises `BadRequest` if all `multipleOf` have too large a common multiple."""
+    common = 1
 
-
-def _decoder(multiples: list[object]) -> json.JSONDecoder:
-    """Return a decoder that appends the `multipleOf` of every object to `multiples`."""
-
-    def noted(value: dict[str, Any]) -> dict[str, Any]:
-        multiples.append(value.get("multipleOf"))
+    def checked(value: dict[str, Any]) -> dict[str, Any]:
+        nonlocal common
+        number = value.get("multipleOf")
+        if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
+            digits = format(Decimal(str(number)), "f").replace(".", "").lstrip("-0")  # 25 for 0.025
+            common = math.lcm(common, int(digits[:20] or 1))
+        if common > MAX_MULTIPLE:
+            raise BadRequest("json_schema", f"the multipleOf have a common multiple above {MAX_MULTIPLE}")
         return value
 
-    return json.JSONDecoder(object_hook=noted, parse_constant=_no_constant)
+    def refuse(name: str) -> None:
+        raise json.JSONDecodeError(f"{name} is not a JSON number", "", 0)
 
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _schema_of(grammar: Grammar) -> dict[str, Any]:
-    """Return a schema as an object. Deep nesting is safe: Python's parser raises `RecursionError` in time."""
-    schema = _parsed(grammar)
-    if not isinstance(schema, dict):
-        raise BadRequest("json_schema", "json_schema: must be an object")
-    return schema
-
-
-def _choices_of(grammar: Grammar) -> list[str]:
-    choices = _parsed(grammar)
-    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
-        raise BadRequest("choice", "choice: must be a list of strings, at least one")
-    if len(choices) > MAX_CHOICES:
-        raise BadRequest("choice", f"{len(choices)} alternatives are more than {MAX_CHOICES}")
-    return choices
-
-
-def _check_multiples(multiples: list[object]) -> None:
-    if math.lcm(*map(_digits, multiples)) > MAX_MULTIPLE:
-        raise BadRequest("json_schema", f"the multipleOf have a common multiple above {MAX_MULTIPLE}")
-
-
-def _digits(number: object) -> int:
-    """Return a number's digits as an integer (25 for 0.025); 1 for anything that is not a number."""
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-        return 1
-    digits = format(Decimal(str(number)), "f").replace(".", "").lstrip("-0")
-    return int(digits[:20] or 1)
-
-
-def _rules(*, is_compact: bool) -> dict[str, Any]:
-    return {_NO_SPACES: False} if is_compact else {"whitespace_pattern": WHITESPACE}
-
-
-def _inline_schemas(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the schemas after %json in a Lark grammar, with their places; for invalid JSON the library raises."""
-    for found in re.finditer(r"%json\s*(?=\{)", text):
-        multiples: list[object] = []
-        try:
-            schema, end = _decoder(multiples).raw_decode(text, found.end())
-        except (ValueError, RecursionError):
-            continue
-        _check_multiples(multiples)
-        yield schema, found.end(), end
+    return json.JSONDecoder(object_hook=checked, parse_constant=refuse)
 
 
 def _with_plain_schemas(text: str) -> str:
+    """Return a Lark grammar with llguidance's form of the schemas after %json; for invalid JSON the library raises."""
     pieces, at = [], 0
-    for schema, begin, end in _inline_schemas(text):
-        if begin >= at:
-            pieces += [text[at:begin], json.dumps(for_llguidance(schema))]
+    for found in re.finditer(r"%json\s*(?=\{)", text):
+        try:
+            schema, end = _decoder().raw_decode(text, found.end())
+        except BadRequest:
+            raise
+        except (ValueError, RecursionError):
+            continue
+        if found.end() >= at:
+            pieces += [text[at : found.end()], json.dumps(for_llguidance(schema))]
             at = end
     return "".join([*pieces, text[at:]])
 
