@@ -108,7 +108,9 @@ def test_ids_equal_those_of_the_text(tokenizer: Tokenizer, content: str) -> None
     assert [tokenizer.token_text(token) for token in special] == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     closed = Rendering(add_generation_prompt=False)
     assert one.encode(messages, closed)[-2] in tokenizer.special_ids or content == ""
-    assert ids == encode_chat(one.template, tokenizer, messages, add_generation_prompt=False, continue_final=True)
+    assert ids == encode_chat(
+        one.template, tokenizer, messages, Rendering(add_generation_prompt=False, continue_final=True)
+    )
 
 
 def test_options_of_a_rendering(tokenizer: Tokenizer) -> None:

@@ -22,6 +22,7 @@ from nano_inference.nanochat.dialogue import (
 )
 from nano_inference.text.chat import ChatTemplate, chat_template, encode_chat
 from nano_inference.text.fast import fast_tokenizer
+from nano_inference.text.kinds import Rendering
 from nano_inference.types import BadRequest
 from tests.effort import some
 
@@ -184,7 +185,7 @@ def test_template_renders_the_same_tokens(turns: list[dict[str, Any]]) -> None:
     expected = render_for_completion(tokenizer(), [*turns, assistant("")], max_tokens=None)
     assert encode_chat(template(), tokenizer(), turns) == expected
     without, _ = render_conversation(tokenizer(), turns, max_tokens=None)
-    assert encode_chat(template(), tokenizer(), turns, add_generation_prompt=False) == without
+    assert encode_chat(template(), tokenizer(), turns, Rendering(add_generation_prompt=False)) == without
 
 
 @settings(max_examples=some(200), deadline=None)

@@ -119,8 +119,18 @@ def render(template: ChatTemplate, messages: Sequence[Message], rendering: Rende
     a template that exceeds a limit on depth, memory or output.
     """
     check_messages(messages)
-    if rendering.continue_final:
-        return _render_open(template, messages, rendering)
+    if rendering.continue_final:  # with a mark at the end of the last message, and cut at the mark
+        last = messages[-1]
+        if rendering.add_generation_prompt:
+            raise BadRequest("", "continue_final_message and add_generation_prompt exclude each other")
+        if not isinstance(last.get("content"), str):
+            raise BadRequest("", "continue_final_message needs a last message whose content is a text")
+        mark = _unused_character([messages, rendering.tools, rendering.extra, template.source])
+        marked = [*messages[:-1], {**last, "content": last["content"] + mark}]
+        text = render(template, marked, replace(rendering, continue_final=False))
+        if mark not in text:
+            raise BadRequest("continue_final_message", "the chat template changes the last message's content")
+        return text[: text.rindex(mark)].replace(mark, "")  # a template may write a message twice
     taken = sorted(RESERVED & set(rendering.extra))
     if taken:
         raise BadRequest("", f"chat template variable {taken[0]!r} is reserved")
@@ -182,30 +192,35 @@ def with_one_system_message(messages: Sequence[Message]) -> list[Message] | None
 
 
 def encode_chat(
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool = True,
-    continue_final: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    extra: Mapping[str, Any] = _NOTHING,
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], rendering: Rendering = ANSWER
 ) -> list[int]:
     """Return the token ids of the rendered messages; the template alone decides whether they begin with BOS.
 
     The text of a special token inside a message is encoded as plain text, so that a message cannot forge a turn. Only
     in the assistant's messages the marks of reasoning and of calls, and texts that the template looks for, are tokens
     as in the model's own answer. Raises as `render` does, and `BadRequest` if the tokenizer cannot encode such a
-    message as plain text.
+    message as plain text: splitting at special tokens must not change the ids (one that strips spaces there does).
     """
-    rendering = Rendering(
-        add_generation_prompt=add_generation_prompt, continue_final=continue_final, tools=tools, extra=extra
-    )
     text, mark = _render_marked(template, tokenizer, messages, rendering)
     special = _special_pattern(tokenizer)
     if not mark or mark not in text or special is None:
         return tokenizer.encode(text, add_special=False)
-    return _encode_marked(tokenizer, text, special, mark)
+
+    def encoded(text: str, mark: str) -> list[int]:
+        """Encode a text in which special tokens with a mark are plain text."""
+        ids, at = list[int](), 0
+        for match in (*special.finditer(text), None):
+            plain = text[at : match and match.start()].replace(mark, "")
+            ids += tokenizer.encode(plain, add_special=False, parse_special=False) if plain else ()
+            if match is not None:
+                ids += tokenizer.encode(match.group(), add_special=False)
+                at = match.end()
+        return ids
+
+    unmarked = text.replace(mark, "x")
+    if encoded(unmarked, "") != tokenizer.encode(unmarked, add_special=False):
+        raise BadRequest("", "a message contains a special token, which this model's tokenizer cannot encode as text")
+    return encoded(text, mark)
 
 
 def chat_text(
@@ -239,21 +254,6 @@ def _render_marked(
     seen = [marked(message, in_answers if message["role"] == "assistant" else special) for message in messages]
     changed = replace(rendering, tools=marked(rendering.tools, special), extra=marked(rendering.extra, special))
     return render(template, seen, changed), mark
-
-
-def _render_open(template: ChatTemplate, messages: Sequence[Message], rendering: Rendering) -> str:
-    """Render with a mark at the end of the last message, and cut the text at the mark."""
-    last = messages[-1]
-    if rendering.add_generation_prompt:
-        raise BadRequest("", "continue_final_message and add_generation_prompt exclude each other")
-    if not isinstance(last.get("content"), str):
-        raise BadRequest("", "continue_final_message needs a last message whose content is a text")
-    mark = _unused_character([messages, rendering.tools, rendering.extra, template.source])
-    marked = [*messages[:-1], {**last, "content": last["content"] + mark}]
-    text = render(template, marked, replace(rendering, continue_final=False))
-    if mark not in text:
-        raise BadRequest("continue_final_message", "the chat template changes the last message's content")
-    return text[: text.rindex(mark)].replace(mark, "")  # a template may write a message twice
 
 
 def check_messages(messages: object) -> None:
@@ -326,33 +326,6 @@ def _unused_character(values: Any) -> str:
     if free is None:
         raise BadRequest("", "the messages use every private-use character of Unicode")
     return free
-
-
-def _encode_marked(tokenizer: Tokenizer, text: str, special: re.Pattern[str], mark: str) -> list[int]:
-    """Encode a rendering in which special tokens from messages carry a mark; those without one are the template's.
-
-    Splitting at special tokens must not change the ids. This is checked on the same text with each mark replaced by
-    "x"; a tokenizer that fails (one that strips spaces around special tokens) raises `BadRequest`.
-    """
-    unmarked = text.replace(mark, "x")
-    if _encode_pieces(tokenizer, unmarked, special) != tokenizer.encode(unmarked, add_special=False):
-        raise BadRequest("", "a message contains a special token, which this model's tokenizer cannot encode as text")
-    return _encode_pieces(tokenizer, text, special, mark)
-
-
-def _encode_pieces(tokenizer: Tokenizer, text: str, special: re.Pattern[str], mark: str = "") -> list[int]:
-    ids: list[int] = []
-    at = 0
-    for match in special.finditer(text):
-        ids += _encode_literal(tokenizer, text[at : match.start()], mark)
-        ids += tokenizer.encode(match.group(), add_special=False)
-        at = match.end()
-    return ids + _encode_literal(tokenizer, text[at:], mark)
-
-
-def _encode_literal(tokenizer: Tokenizer, text: str, mark: str) -> list[int]:
-    plain = text.replace(mark, "") if mark else text
-    return tokenizer.encode(plain, add_special=False, parse_special=False) if plain else []
 
 
 _MAX_DEPTH = 32  # limit on nested groups; `re` compiles some hundreds

@@ -8,6 +8,7 @@ the result.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -40,47 +41,37 @@ def encode_chat_delta(
     tools); `BadRequest` as `encode_chat` does.
     """
 
-    def text_of(answer: str, more: Sequence[Message]) -> str:
-        chat = [*_chat(answer), *more]
-        return render(template, chat, Rendering(add_generation_prompt=bool(more), tools=tools, extra=extra))
+    def chat(answer: str, more: Sequence[Message]) -> list[Message]:
+        return [_QUESTION, {"role": "assistant", "content": answer}, *more]
 
+    def text_of(answer: str, more: Sequence[Message]) -> str:
+        return render(template, chat(answer, more), replace(rendering, add_generation_prompt=bool(more)))
+
+    rendering = Rendering(tools=tools, extra=extra)
     check_messages(messages)
     answer = tokenizer.decode(sampled, skip_special=False)  # only compared, never encoded
     before, after = text_of(answer, ()), text_of(answer, messages)
-    _check_appends(template, before, after)
+    if not after.startswith(before):
+        at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+        raise ModelError(
+            f"{template.where}: the chat template rewrites earlier turns when messages follow, so the sampled tokens "
+            f"cannot be kept: {before[at : at + 40]!r} becomes {after[at : at + 40]!r}"
+        )
     word = next(word for i in count() if (word := f"answer{i}") not in after)
     head, _, delta = text_of(word, messages).partition(word)
     added = after[len(before) :]
     if not (after.endswith(delta) and delta.endswith(added)):
         raise ModelError(f"{template.where}: in this chat template the text after an answer depends on the answer")
-    ids = encode_chat(template, tokenizer, [*_chat(word), *messages], tools=tools, extra=extra)
+    ids = encode_chat(template, tokenizer, chat(word, messages), rendering)
     head_ids = tokenizer.encode(head + word, add_special=False)
     if ids[: len(head_ids)] != head_ids:
         raise ModelError(f"{template.where}: this tokenizer joins the end of an answer with what follows it")
-    return _after_end(tokenizer, ids[len(head_ids) :], delta.removesuffix(added), sampled)
-
-
-def _chat(answer: str) -> list[Message]:
-    return [_QUESTION, {"role": "assistant", "content": answer}]
-
-
-def _check_appends(template: ChatTemplate, before: str, after: str) -> None:
-    """Raise `ModelError` unless the rendering with the new messages starts with the one without them."""
-    if after.startswith(before):
-        return
-    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
-    raise ModelError(
-        f"{template.where}: the chat template rewrites earlier turns when messages follow, so the sampled tokens "
-        f"cannot be kept: {before[at : at + 40]!r} becomes {after[at : at + 40]!r}"
-    )
-
-
-def _after_end(tokenizer: Tokenizer, ids: list[int], tail: str, sampled: Sequence[int]) -> list[int]:
-    """Drop the end of turn from `ids` if `sampled` ends with one; `tail` is the template's end of turn, as text."""
+    # Drop the end of turn if `sampled` ends with one; `tail` is the template's, as text.
+    ids, tail = ids[len(head_ids) :], delta.removesuffix(added)
     ends = tokenizer.special_ids.union(tokenizer.eos_ids)
-    at = next((i for i, token in enumerate(ids) if token in ends), None)
-    if at is None or not sampled or tokenizer.decode(ids[:at]).strip():
+    end = next((i for i, token in enumerate(ids) if token in ends), None)
+    if end is None or not sampled or tokenizer.decode(ids[:end]).strip():
         return ids
-    is_same = sampled[-1] == ids[at]
-    is_another = sampled[-1] in tokenizer.eos_ids and tail.lstrip().startswith(tokenizer.token_text(ids[at]))
-    return ids[at + 1 :] if is_same or is_another else ids
+    is_same = sampled[-1] == ids[end]
+    is_another = sampled[-1] in tokenizer.eos_ids and tail.lstrip().startswith(tokenizer.token_text(ids[end]))
+    return ids[end + 1 :] if is_same or is_another else ids

@@ -62,22 +62,15 @@ class TemplateDialogue:
 
     def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
         """Return the token ids of the rendered messages."""
-        return encode_chat(
-            self.template,
-            self.tokenizer,
-            messages,
-            add_generation_prompt=rendering.add_generation_prompt,
-            continue_final=rendering.continue_final,
-            tools=rendering.tools,
-            extra=self._variables(rendering),
-        )
+        return encode_chat(self.template, self.tokenizer, messages, self._filled(rendering))
 
     def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
         """Return the rendered messages as text."""
-        return chat_text(self.template, self.tokenizer, messages, replace(rendering, extra=self._variables(rendering)))
+        return chat_text(self.template, self.tokenizer, messages, self._filled(rendering))
 
-    def _variables(self, rendering: Rendering) -> Mapping[str, Any]:
-        return {**(dates() if self.has_dates else {}), **self.variables, **rendering.extra}
+    def _filled(self, rendering: Rendering) -> Rendering:
+        variables = {**(dates() if self.has_dates else {}), **self.variables, **rendering.extra}
+        return replace(rendering, extra=variables)
 
     def knows(self, name: str) -> bool:
         """Return True if the template mentions a variable of that name."""
