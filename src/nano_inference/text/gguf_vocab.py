@@ -87,7 +87,11 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
     if model not in ("gpt2", "llama"):
         raise ModelError(f"{where}: tokenizer.ggml.model {shown(model)} is not supported; known: gpt2, llama")
     pieces = _strings(metadata, "tokens", where)
-    given = _types(metadata, len(pieces), where)
+    given = metadata.get("tokenizer.ggml.token_type") or (1,) * len(pieces)
+    if not isinstance(given, list | tuple) or len(given) != len(pieces) or any(type(one) is not int for one in given):
+        raise ModelError(
+            f"{where}: {len(pieces)} tokens, but not as many integers in the token types (tokenizer.ggml.token_type)"
+        )
     types = [CONTROL if piece in END_TEXTS else kind for piece, kind in zip(pieces, given, strict=True)]
     vocab: dict[str, int] = {}  # of equal pieces the first id; `doubles` has the others
     doubles = {token: piece for token, piece in enumerate(pieces) if vocab.setdefault(piece, token) != token}
@@ -97,7 +101,14 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
         core, adds_bos = _sentencepiece(metadata, pieces, types, vocab, where), True
     named = _named(metadata, pieces, where)
     with refused_files(where, "the tokenizer cannot be built"):
-        _mark_special(core, pieces, types, byte_level=model == "gpt2")
+        # Control and user-defined tokens are matched before the text is split. Except user-defined runs of
+        # SentencePiece's space mark, which only merges create: no input contains that mark.
+        marked = []
+        for piece, kind in zip(pieces, types, strict=True):
+            is_special = kind == CONTROL or (kind == UNKNOWN and byte_piece(piece) is None)
+            if is_special or (kind == USER_DEFINED and (model == "gpt2" or SPACE_MARK not in piece)):
+                marked.append(AddedToken(piece, special=is_special, normalized=False))
+        core.add_tokens([token for token in marked if token.content])
         bos = named.get("bos_token") if _flag(metadata, "add_bos_token", adds_bos) else None
         eos = named.get("eos_token") if _flag(metadata, "add_eos_token", False) else None
         set_bos_eos(core, bos, eos)
@@ -117,16 +128,6 @@ def _strings(metadata: Mapping[str, Any], key: str, where: str) -> Sequence[str]
     if not isinstance(values, list | tuple) or not values or not all(isinstance(v, str) for v in values):
         raise ModelError(f"{where}: tokenizer.ggml.{key} is missing or not a list of strings")
     return values
-
-
-def _types(metadata: Mapping[str, Any], count: int, where: str) -> Sequence[int]:
-    """Return each token's type; 1 for all if the file has no types."""
-    types = metadata.get("tokenizer.ggml.token_type") or (1,) * count
-    if not isinstance(types, list | tuple) or len(types) != count or any(type(kind) is not int for kind in types):
-        raise ModelError(
-            f"{where}: {count} tokens, but not as many integers in the token types (tokenizer.ggml.token_type)"
-        )
-    return types
 
 
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) -> tokenizers.Tokenizer:
@@ -163,7 +164,15 @@ def _sentencepiece(
     if missing:
         raise ModelError(f"{where}: the vocabulary has no piece <0x{missing[0]:02X}> for that byte")
     unknown = next((piece for piece, kind in zip(pieces, types, strict=True) if kind == UNKNOWN), None)
-    merges = _merges_of_scores(pieces, types, scores, vocab)
+    # SentencePiece joins the two neighbours whose concatenation has the highest score (google/sentencepiece,
+    # bpe_model.cc), so every split of a piece into two pieces is a merge, best first.
+    mergeable = {piece for piece, kind in zip(pieces, types, strict=True) if kind in (1, USER_DEFINED)}
+    found = []
+    for piece in (piece for piece in mergeable if len(piece) > 1):
+        rank = (-scores[vocab[piece]], vocab[piece])
+        cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        found += [(*rank, vocab[a], vocab[b], a, b) for a, b in cuts if a in mergeable and b in mergeable]
+    merges = [(left, right) for *_, left, right in sorted(found)]
     with refused_files(where, _MISFIT):
         bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=unknown is not None, byte_fallback=True)
     core = tokenizers.Tokenizer(bpe)
@@ -172,37 +181,6 @@ def _sentencepiece(
     core.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), spaces]) if prefix else spaces
     core.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
     return core
-
-
-def _merges_of_scores(
-    pieces: Sequence[str], types: Sequence[int], scores: Sequence[float], vocab: Mapping[str, int]
-) -> list[tuple[str, str]]:
-    """Return the merges equivalent to SentencePiece's BPE, best first.
-
-    It joins the two neighbours whose concatenation has the highest score (google/sentencepiece, bpe_model.cc), so
-    every split of a piece into two pieces is a merge.
-    """
-    mergeable = {piece for piece, kind in zip(pieces, types, strict=True) if kind in (1, USER_DEFINED)}
-    found = []
-    for piece in mergeable:
-        if len(piece) > 1:
-            rank = (-scores[vocab[piece]], vocab[piece])
-            cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-            found += [(*rank, vocab[a], vocab[b], a, b) for a, b in cuts if a in mergeable and b in mergeable]
-    return [(left, right) for *_, left, right in sorted(found)]
-
-
-def _mark_special(core: tokenizers.Tokenizer, pieces: Sequence[str], types: Sequence[int], *, byte_level: bool) -> None:
-    """Add control tokens and user-defined tokens as added tokens, which are matched before the text is split.
-
-    Except user-defined runs of SentencePiece's space mark, which only merges create: no input contains that mark.
-    """
-    marked = []
-    for piece, kind in zip(pieces, types, strict=True):
-        special = kind == CONTROL or (kind == UNKNOWN and byte_piece(piece) is None)
-        if special or (kind == USER_DEFINED and (byte_level or SPACE_MARK not in piece)):
-            marked.append(AddedToken(piece, special=special, normalized=False))
-    core.add_tokens([token for token in marked if token.content])
 
 
 def _named(metadata: Mapping[str, Any], pieces: Sequence[str], where: str) -> dict[str, str]:

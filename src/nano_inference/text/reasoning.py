@@ -70,23 +70,17 @@ class ReasoningSplitter:
             elif is_end or not OPEN_MARK.startswith(start):
                 self._mark = None
         if self._mark == CLOSE_MARK:
-            reasoning = self._reasoning(is_end)
+            before, mark, after = self._held.partition(CLOSE_MARK)
+            kept = 0 if mark or is_end else held_back(before, (CLOSE_MARK,))
+            self._held = before[len(before) - kept :]
+            reasoning = self._released(before[: len(before) - kept])
+            if mark:
+                self._mark, self._held, self._num_given, self._drops_space = None, after, 0, True
         if self._mark is not None:
             return reasoning, ""
         content = self._released(self._held)
         self._held = ""
         return reasoning, content
-
-    def _reasoning(self, is_end: bool) -> str:
-        """Return the reasoning that is certain, without whitespace at its start."""
-        before, mark, after = self._held.partition(CLOSE_MARK)
-        if mark:
-            reasoning = self._released(before)
-            self._mark, self._held, self._num_given, self._drops_space = None, after, 0, True
-            return reasoning
-        kept = 0 if is_end else held_back(before, (CLOSE_MARK,))
-        self._held = before[len(before) - kept :]
-        return self._released(before[: len(before) - kept])
 
     def _released(self, text: str) -> str:
         """Return a text without the part that the client gave, and without whitespace that directly follows a mark."""

@@ -152,21 +152,18 @@ def _grammar(
     """Return the grammar of these rules and of the rule `call`: one call of any of the functions."""
     lines = [*rules, "call: " + " | ".join(f"call{index}" for index in range(len(functions)))]
     for index, function in enumerate(functions):
+        # An object without further properties, unless its keywords or required names allow others.
+        schema: dict[str, Any] = dict(function.get("parameters") or {"properties": {}})
+        named = schema.get("properties")
+        is_complete = isinstance(named, Mapping) and set(named).issuperset(schema.get("required") or ())
+        if is_complete and _OTHERS.isdisjoint(schema):
+            schema["additionalProperties"] = False
+        schema |= {"type": "object", "x-guidance": _LAYOUT}
         before = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{fmt.arguments}": ')
         lines.append(f'call{index}: {before} args{index} "}}"')
-        lines.append(f"args{index}: %json {json.dumps(_closed_schema(function.get('parameters')))}")
+        lines.append(f"args{index}: %json {json.dumps(schema)}")
     markers = frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
     return Grammar("calls", "\n".join(lines) + "\n", markers)
-
-
-def _closed_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return an object schema without additional properties, unless its keywords or required names allow others."""
-    schema: dict[str, Any] = {"properties": {}} if not parameters else dict(parameters)
-    named = schema.get("properties")
-    is_complete = isinstance(named, Mapping) and set(named).issuperset(schema.get("required") or ())
-    if is_complete and _OTHERS.isdisjoint(schema):
-        schema["additionalProperties"] = False
-    return {**schema, "type": "object", "x-guidance": _LAYOUT}
 
 
 @dataclass(frozen=True, slots=True)

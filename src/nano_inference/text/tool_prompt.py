@@ -54,7 +54,22 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool], template_sour
     if speaks_of_tools(template_source):
         return plain
     check_messages(plain)
-    written = _joined_results([_written(message) for message in plain])
+    written: list[Message] = []
+    for index, message in enumerate(plain):
+        content, calls = message.get("content") or "", message.get("tool_calls")
+        if message.get("role") == "tool":
+            content = content.join(_RESPONSE)
+            if index and plain[index - 1].get("role") == "tool":  # one message a run, because turns must alternate
+                content = f"{written.pop()['content']}\n{content}"
+            written.append({"role": "user", "content": content})
+            continue
+        texts = [content] if content else []
+        for function in (call["function"] for call in calls or ()):
+            name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            texts.append(f'{HERMES.begin}\n{{"name": {name}, "arguments": {text}}}\n{HERMES.end}')
+        others = {key: value for key, value in message.items() if key != "tool_calls"}
+        written.append({**others, "content": "\n".join(texts)} if calls else message)
     if not tools:
         return written
     text = explained(tools)
@@ -90,24 +105,22 @@ def _plain_message(index: int, message: Message, keeps_none: bool) -> Message:
         raise BadRequest(where, f"must be a list of at most {MAX_CALLS} calls")
     if plain.get("content") is None and not keeps_none:
         plain["content"] = ""
-    return {**plain, "tool_calls": [_plain_call(f"{where}.{number}", call) for number, call in enumerate(calls)]}
-
-
-def _plain_call(where: str, call: object) -> dict[str, Any]:
-    """Return a call with its arguments as an object. Raises `BadRequest` naming the malformed field."""
-    if not isinstance(call, Mapping):
-        raise BadRequest(where, "must be an object")
-    if call.get("type", "function") != "function":
-        raise BadRequest(f"{where}.type", "must be 'function'")
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        raise BadRequest(f"{where}.function", "must be an object")
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRequest(f"{where}.function.name", "must be a non-empty string")
-    arguments = function.get("arguments")
-    if arguments is not None and not isinstance(arguments, str | Mapping):
-        raise BadRequest(f"{where}.function.arguments", "must be a string of JSON")
-    return {**call, "type": "function", "function": {**function, "arguments": _object(arguments)}}
+    checked = []
+    for place, call in ((f"{where}.{number}", call) for number, call in enumerate(calls)):
+        if not isinstance(call, Mapping):
+            raise BadRequest(place, "must be an object")
+        if call.get("type", "function") != "function":
+            raise BadRequest(f"{place}.type", "must be 'function'")
+        function = call.get("function")
+        if not isinstance(function, Mapping):
+            raise BadRequest(f"{place}.function", "must be an object")
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRequest(f"{place}.function.name", "must be a non-empty string")
+        arguments = function.get("arguments")
+        if arguments is not None and not isinstance(arguments, str | Mapping):
+            raise BadRequest(f"{place}.function.arguments", "must be a string of JSON")
+        checked.append({**call, "type": "function", "function": {**function, "arguments": _object(arguments)}})
+    return {**plain, "tool_calls": checked}
 
 
 def _object(arguments: str | Mapping[str, Any] | None) -> str | Mapping[str, Any]:
@@ -126,35 +139,3 @@ def _object(arguments: str | Mapping[str, Any] | None) -> str | Mapping[str, Any
 def _no_constant(name: str) -> object:
     """Raise `ValueError` for NaN and the infinities, which are not JSON."""
     raise ValueError(name)
-
-
-# ---- for templates without
-
-
-def _written(message: Message) -> Message:
-    """Return a message with its calls, or the markers of a result, written into its content."""
-    content = message.get("content") or ""
-    if message.get("role") == "tool":
-        return {"role": "tool", "content": content.join(_RESPONSE)}
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    texts = [content] if content else []
-    for function in (call["function"] for call in calls):
-        name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        texts.append(f'{HERMES.begin}\n{{"name": {name}, "arguments": {written}}}\n{HERMES.end}')
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": "\n".join(texts)}
-
-
-def _joined_results(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with each run of results joined to one user message, because turns must alternate."""
-    joined: list[Message] = []
-    for index, message in enumerate(messages):
-        if message.get("role") != "tool":
-            joined.append(message)
-        elif index and messages[index - 1].get("role") == "tool":
-            joined[-1] = {"role": "user", "content": f"{joined[-1]['content']}\n{message['content']}"}
-        else:
-            joined.append({"role": "user", "content": message["content"]})
-    return joined
