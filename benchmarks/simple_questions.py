@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.loading.catalog import catalog_sampling, default_cache, resolve
 from nano_inference.loading.checkpoint import open_checkpoint
-from nano_inference.loading.opened import sampling_defaults
+from nano_inference.loading.formats import sampling_defaults
 from nano_inference.text.dialogue import load_dialogue, require
 from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.tokenizer import load_tokenizer

@@ -20,7 +20,7 @@ from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.loading.catalog import catalog_sampling, default_cache, find_wheel
 from nano_inference.loading.checkpoint import open_checkpoint
-from nano_inference.loading.opened import sampling_defaults
+from nano_inference.loading.formats import sampling_defaults
 from nano_inference.text import stream
 from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template
 from nano_inference.text.generation_config import chat_defaults, described

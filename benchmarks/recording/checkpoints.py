@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nano_inference.loading.catalog import DEFAULT_MODEL, default_cache, find_wheel
-from nano_inference.loading.wheels import is_whole
+from nano_inference.loading.downloads import is_whole
 
 # The families' tables need Transformers, which takes seconds to import: only what is written is imported.
 

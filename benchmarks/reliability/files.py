@@ -110,7 +110,7 @@ async def r52(lab: Lab) -> Finding:
     is_first = await answers(lab, first, fresh)
     has_compiled = any((cache / "kernels").glob("*.so"))
     code = (
-        "import sys, pathlib; from nano_inference.loading.wheels import pip_download as d; "
+        "import sys, pathlib; from nano_inference.loading.downloads import pip_download as d; "
         "d('x==1', pathlib.Path(sys.argv[1]))"
     )
     place = lab.scratch / "download"

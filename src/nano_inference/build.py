@@ -35,8 +35,8 @@ from nano_inference.executors.opening import ROUNDINGS, load_cuda_model, load_ke
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.loading.catalog import catalog_sampling, default_cache, resolve
 from nano_inference.loading.checkpoint import Checkpoint
+from nano_inference.loading.formats import generation_fields, sampling_defaults
 from nano_inference.loading.kinds import ModelKinds, installed_kinds, opened
-from nano_inference.loading.opened import generation_fields, sampling_defaults
 from nano_inference.models.config import ModelConfig
 from nano_inference.parallel.opening import start_ranks
 from nano_inference.text.dialogue import Dialogue, load_dialogue

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from nano_inference.cli import main
-from nano_inference.loading import catalog, hub
+from nano_inference.loading import catalog, downloads
 from nano_inference.loading.catalog import resolve
-from nano_inference.loading.wheels import WheelModel, fetch_wheel
+from nano_inference.loading.downloads import WheelModel, fetch_wheel
 
 Capture = pytest.CaptureFixture[str]
 COMMIT = "c0ffee" + "0" * 34
@@ -155,7 +155,7 @@ def test_report_growth_follows_growth_of_directory(tmp_path: Path) -> None:
         if done == 3:
             reported.set()
 
-    with hub.report_growth(tmp_path, 10, progress):
+    with downloads.report_growth(tmp_path, 10, progress):
         (tmp_path / "new").write_bytes(b"123")
         assert reported.wait(20)
     assert seen[-1] == (3, 10)
@@ -202,7 +202,7 @@ def test_verify_deletes_only_the_bad_file(tmp_path: Path) -> None:
         blob.write_bytes(content)
         (snapshot / name).symlink_to(blob)
     with pytest.raises(catalog.ModelError, match="bad: sha256 is"):
-        hub.verify(snapshot, {"bad": 1})
+        downloads.verify(snapshot, {"bad": 1})
     assert [path.name for path in snapshot.iterdir()] == ["good"] and (snapshot / "good").read_bytes() == b"1"
 
 

@@ -19,7 +19,7 @@ from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.opening import load_cuda_model
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.loading.checkpoint import open_checkpoint
-from nano_inference.loading.rounding import measured_sources
+from nano_inference.loading.sources import measured_sources
 from tests.cuda.engines import CPU, executor_of
 from tests.cuda.models import config_of
 from tests.cuda.plain import plain_kernels

@@ -18,10 +18,9 @@ from transformers.initialization import no_init_weights
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.build import assemble
 from nano_inference.loading.fields import Fields
-from nano_inference.loading.formats import ModelFormat
+from nano_inference.loading.formats import Checkpoint, ModelFormat
 from nano_inference.loading.hf_config import model_config
 from nano_inference.loading.kinds import ModelKinds, installed_kinds
-from nano_inference.loading.opened import Checkpoint
 from nano_inference.loading.sources import TensorSource
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.types import ModelError

@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference.executors.cpu.compile import compile_library, find_compiler
 from nano_inference.loading.catalog import default_cache, installed_builtins
-from nano_inference.loading.wheels import pip_download
+from nano_inference.loading.downloads import pip_download
 from nano_inference.support.processes import PYTHON, environment, find_program, run
 
 MODULES = (

@@ -188,7 +188,7 @@ def test_nothing_is_evaluated_and_one_room_starts_programs(trees: dict[str, ast.
     assert importers(trees, STARTERS) == {"support/processes.py"}
     assert importers(trees, {"ctypes"}) == {"executors/cpu/library.py", "executors/cpu/native.py", "weights/nccl.py"}
     callers = {path for path, tree in trees.items() if "nano_inference.support.processes" in set(imports(tree))}
-    starting = {"loading/wheels.py", "executors/cpu/compile.py"}
+    starting = {"loading/downloads.py", "executors/cpu/compile.py"}
     assert callers == starting | {"parallel/processes.py", "server/front/child.py"}
 
 
@@ -205,7 +205,7 @@ def test_programs_are_run_without_a_shell_in_a_named_directory(trees: dict[str, 
 def test_pip_only_downloads(trees: dict[str, ast.Module]) -> None:
     texts = {
         n.value
-        for n in ast.walk(trees["loading/wheels.py"])
+        for n in ast.walk(trees["loading/downloads.py"])
         if isinstance(n, ast.Constant) and isinstance(n.value, str)
     }
     assert "download" in texts and any("run_module('pip'" in text for text in texts)

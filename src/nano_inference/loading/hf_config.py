@@ -7,7 +7,7 @@ be `rope_theta` with `rope_scaling`, or `rope_parameters`, flat or with one obje
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -26,6 +26,7 @@ _MIXTURE_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_
 class _Rules:
     """Properties of an architecture, and defaults of fields that the file omits."""
 
+    model_type: str  # the name in the field `model_type`
     family: str = "dense"
     windows: Literal["none", "all", "upper", "unrotated", "pattern"] = "none"
     """Layers with a sliding window if there is no `layer_types`: none; all; those from `max_window_layers` on; those
@@ -46,6 +47,7 @@ class _Rules:
 
 
 _GEMMA_2 = _Rules(
+    model_type="gemma2",
     family="gemma",
     windows="pattern",
     window_period=2,
@@ -60,6 +62,7 @@ _GEMMA_2 = _Rules(
 )
 _GEMMA_3 = replace(
     _GEMMA_2,
+    model_type="gemma3_text",
     window_period=None,
     theta=1e6,
     max_positions=131072,
@@ -67,26 +70,26 @@ _GEMMA_3 = replace(
     softcaps=(("final_logit_softcapping", None),),
 )
 _RULES: Mapping[str, _Rules] = {
-    "LlamaForCausalLM": _Rules(max_positions=2048, bos=1, eos=2, mlp_bias=True),
+    "LlamaForCausalLM": _Rules(model_type="llama", max_positions=2048, bos=1, eos=2, mlp_bias=True),
     "MistralForCausalLM": _Rules(
-        windows="all", window=4096, kv_heads=8, max_positions=131072, bos=1, eos=2, bias="none"
+        model_type="mistral", windows="all", window=4096, kv_heads=8, max_positions=131072, bos=1, eos=2, bias="none"
     ),
-    "Qwen2ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, bias="qkv"),
-    "Qwen3ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, head_dim=128, qk_norm=True),
+    "Qwen2ForCausalLM": _Rules(model_type="qwen2", windows="upper", window=4096, kv_heads=32, bias="qkv"),
+    "Qwen3ForCausalLM": _Rules(
+        model_type="qwen3", windows="upper", window=4096, kv_heads=32, head_dim=128, qk_norm=True
+    ),
     "SmolLM3ForCausalLM": _Rules(
-        windows="unrotated", theta=2e6, kv_heads=4, tied=True, bos=128000, eos=128001, mlp_bias=True
+        model_type="smollm3",
+        windows="unrotated",
+        theta=2e6,
+        kv_heads=4,
+        tied=True,
+        bos=128000,
+        eos=128001,
+        mlp_bias=True,
     ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
-}
-_BY_MODEL_TYPE: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
 }
 
 
@@ -109,7 +112,11 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
     head_dim = config.integer("head_dim", rules.head_dim or hidden // heads)
     layer_types, rotated = _layers(config, rules)
     ropes = _ropes(config, rules, architecture, head_dim, sorted(set(layer_types)))
+    window, distinct = _window(config, rules), list(dict.fromkeys(ropes.values()))  # equal ones share one index
+    if window is None and SLIDING in layer_types:
+        raise ModelError(f"{config.origin}: layer_types names {SLIDING}, but there is no sliding_window")
     vocab_size = config.integer("vocab_size")
+    eos_token_ids, bos_token_id = _end_and_start(config, generation, rules, vocab_size)
     is_gemma = rules.family == "gemma"
     try:
         return ModelConfig(
@@ -121,8 +128,13 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            layers=_layer_configs(config, rules, layer_types, rotated, ropes),
-            ropes=tuple(dict.fromkeys(ropes.values())),
+            layers=tuple(
+                LayerConfig(
+                    window=window if kind == SLIDING else None, rope=distinct.index(ropes[kind]) if rotates else None
+                )
+                for kind, rotates in zip(layer_types, rotated, strict=True)
+            ),
+            ropes=tuple(distinct),
             max_positions=stretched(config.integer("max_position_embeddings", rules.max_positions), ropes.values()),
             norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
             activation=_activation(config, rules),
@@ -135,23 +147,19 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
             attention_softcap=_softcap(config, rules, "attn_logit_softcapping"),
             logits_softcap=_softcap(config, rules, "final_logit_softcapping"),
             embedding_scale=math.sqrt(hidden) if is_gemma else None,
-            eos_token_ids=_eos_ids(config, generation, rules, vocab_size),
-            bos_token_id=_bos_id(config, generation, rules, vocab_size),
+            eos_token_ids=eos_token_ids,
+            bos_token_id=bos_token_id,
         )
     except ValueError as error:
-        raise _named(config, error) from error
-
-
-def _named(config: Fields, error: ValueError) -> ModelError:
-    """Return the error of a configuration record with the file's name added."""
-    return error if isinstance(error, ModelError) else ModelError(f"{config.origin}: {error}")
+        raise error if isinstance(error, ModelError) else ModelError(f"{config.origin}: {error}") from error
 
 
 def _architecture(config: Fields) -> str:
     """Return the architecture's name. Raises `ModelError` listing the known ones, and for unsupported settings."""
     names = config.sequence("architectures") or ()
     model_type = config.text("model_type", "")
-    name = names[0] if names else _BY_MODEL_TYPE.get(model_type, model_type)
+    by_type = {rules.model_type: architecture for architecture, rules in _RULES.items()}
+    name = names[0] if names else by_type.get(model_type, model_type)
     if not isinstance(name, str):
         raise config.bad("architectures", "a list of names")
     for field in ("quantization_config", "compression_config"):  # would otherwise be ignored
@@ -186,7 +194,17 @@ def _softcap(config: Fields, rules: _Rules, name: str) -> float | None:
 def _layers(config: Fields, rules: _Rules) -> tuple[tuple[str, ...], tuple[bool, ...]]:
     """Return each layer's type, and whether it has a rotary embedding."""
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    rotated = _rotated(config, num_layers) if rules.windows == "unrotated" else (True,) * num_layers
+    rotated = (True,) * num_layers
+    if rules.windows == "unrotated":  # SmolLM3: 1 in `no_rope_layers`; by default not every fourth
+        flags = config.sequence("no_rope_layers")
+        interval = config.integer("no_rope_layer_interval", 4) if flags is None else 0
+        flags = [int((i + 1) % interval != 0) for i in range(num_layers)] if flags is None else flags
+        if len(flags) < num_layers:
+            raise ModelError(f"{config.origin}: no_rope_layers has {len(flags)} entries for {num_layers} layers")
+        for flag in flags:
+            if type(flag) is not int or flag not in (0, 1):
+                raise ModelError(f"{config.origin}: no_rope_layers must hold 0 and 1, got {shown(flag)}")
+        rotated = tuple(flag == 1 for flag in flags[:num_layers])
     explicit = config.sequence("layer_types") if rules.windows in ("upper", "unrotated", "pattern") else None
     if explicit is None:
         return tuple(_default_types(config, rules, rotated)), rotated
@@ -197,20 +215,6 @@ def _layers(config: Fields, rules: _Rules) -> tuple[tuple[str, ...], tuple[bool,
         if kind not in (FULL, SLIDING):
             raise ModelError(f"{config.origin}: layer_types holds {shown(kind)}; known: {FULL}, {SLIDING}")
     return tuple(explicit), rotated
-
-
-def _rotated(config: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer has a rotary embedding (SmolLM3: 1 in `no_rope_layers`; default: not every fourth)."""
-    explicit = config.sequence("no_rope_layers")
-    if explicit is None:
-        interval = config.integer("no_rope_layer_interval", 4)
-        return tuple((i + 1) % interval != 0 for i in range(num_layers))
-    if len(explicit) < num_layers:
-        raise ModelError(f"{config.origin}: no_rope_layers has {len(explicit)} entries for {num_layers} layers")
-    for entry in explicit:
-        if type(entry) is not int or entry not in (0, 1):
-            raise ModelError(f"{config.origin}: no_rope_layers must hold 0 and 1, got {shown(entry)}")
-    return tuple(entry == 1 for entry in explicit[:num_layers])
 
 
 def _default_types(config: Fields, rules: _Rules, rotated: tuple[bool, ...]) -> Iterable[str]:
@@ -239,53 +243,29 @@ def _window(config: Fields, rules: _Rules) -> int | None:
     return config.optional_integer("sliding_window")
 
 
-def _layer_configs(
-    config: Fields,
-    rules: _Rules,
-    layer_types: tuple[str, ...],
-    rotated: tuple[bool, ...],
-    ropes: Mapping[str, RopeConfig],
-) -> tuple[LayerConfig, ...]:
-    """Return the layers; equal rotary embeddings share one index."""
-    window = _window(config, rules)
-    if window is None and SLIDING in layer_types:
-        raise ModelError(f"{config.origin}: layer_types names {SLIDING}, but there is no sliding_window")
-    distinct = list(dict.fromkeys(ropes.values()))
-    return tuple(
-        LayerConfig(
-            window=window if kind == SLIDING else None, rope=distinct.index(ropes[kind]) if is_rotated else None
-        )
-        for kind, is_rotated in zip(layer_types, rotated, strict=True)
-    )
-
-
 def _ropes(
     config: Fields, rules: _Rules, architecture: str, head_dim: int, kinds: Iterable[str]
 ) -> dict[str, RopeConfig]:
     """Return the rotary embedding of each layer type."""
     out: dict[str, RopeConfig] = {}
     for kind in kinds:
-        fields = (
-            _gemma_3_rope(config, rules, kind) if architecture == "Gemma3ForCausalLM" else _plain_rope(config, rules)
-        )
+        if architecture == "Gemma3ForCausalLM":
+            fields = _gemma_3_rope(config, rules, kind)
+        else:  # `rope_scaling` takes precedence over `rope_parameters`
+            fields = config.within("rope_scaling" if config.mapping("rope_scaling") else "rope_parameters")
+            if FULL in fields.values or SLIDING in fields.values:
+                raise ModelError(f"{fields.origin} must not differ between layer types")
+            outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+            found = _filled(fields.values, {**outer, "rope_theta": outer["rope_theta"] or rules.theta})
+            # The original length of a context extension may be outside the rotary parameters.
+            length = config.get("original_max_position_embeddings")
+            found |= {} if length is None else {"original_max_position_embeddings": length}
+            fields = Fields(fields.origin, found)
         try:
             out[kind] = _rope(fields, config.integer("max_position_embeddings", rules.max_positions), head_dim)
         except ValueError as error:
-            raise _named(fields, error) from error
+            raise error if isinstance(error, ModelError) else ModelError(f"{fields.origin}: {error}") from error
     return out
-
-
-def _plain_rope(config: Fields, rules: _Rules) -> Fields:
-    """Return the rotary parameters; `rope_scaling` takes precedence over `rope_parameters`."""
-    fields = config.within("rope_scaling" if config.mapping("rope_scaling") else "rope_parameters")
-    if FULL in fields.values or SLIDING in fields.values:
-        raise ModelError(f"{fields.origin} must not differ between layer types")
-    outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    found = _filled(fields.values, {**outer, "rope_theta": outer["rope_theta"] or rules.theta})
-    # The original length of a context extension may be outside the rotary parameters.
-    if config.get("original_max_position_embeddings") is not None:
-        found["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
-    return Fields(fields.origin, found)
 
 
 def _gemma_3_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
@@ -325,43 +305,36 @@ def _rope(rope: Fields, max_positions: int, head_dim: int) -> RopeConfig:
         if head_dim < 4:
             raise ModelError(f"{rope.origin}: dynamic scaling needs at least 4 rotary dimensions, got {head_dim}")
         return config(kind="dynamic", factor=rope.number("factor", high=1e6), original_max_positions=max_positions)
+    original = rope.integer("original_max_position_embeddings", max_positions) if kind in ("llama3", "yarn") else 0
     if kind == "llama3":
-        return _llama3_rope(rope, config, max_positions)
+        low, high = rope.number("low_freq_factor", high=1e6), rope.number("high_freq_factor", high=1e6)
+        if low >= high:
+            text = f"high_freq_factor ({high:g}) must be greater than low_freq_factor ({low:g})"
+            raise ModelError(f"{rope.origin}: {text}")
+        return config(
+            kind="llama3",
+            factor=rope.number("factor", high=1e6),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_positions=original,
+        )
     if kind == "yarn":
-        return _yarn_rope(rope, config, theta, max_positions)
+        factor = rope.number("factor", max_positions / original, high=1e6)
+        if theta <= 1:
+            raise ModelError(f"{rope.origin}: yarn needs a rope_theta above 1, got {theta:g}")
+        return config(
+            kind="yarn",
+            factor=factor,
+            original_max_positions=original,
+            attention_factor=rope.optional_number("attention_factor", high=1e6),
+            beta_fast=rope.number("beta_fast", 32.0, high=1e6),
+            beta_slow=rope.number("beta_slow", 1.0, high=1e6),
+            truncate=rope.flag("truncate", True),
+            mscale=rope.optional_number("mscale", low=-1e6, high=1e6),
+            mscale_all_dim=rope.optional_number("mscale_all_dim", low=-1e6, high=1e6),
+        )
     raise ModelError(
         f"{rope.origin}: rope type {shown(kind)} is not supported; known: default, linear, dynamic, llama3, yarn"
-    )
-
-
-def _llama3_rope(rope: Fields, config: Callable[..., RopeConfig], max_positions: int) -> RopeConfig:
-    low, high = rope.number("low_freq_factor", high=1e6), rope.number("high_freq_factor", high=1e6)
-    if low >= high:
-        raise ModelError(f"{rope.origin}: high_freq_factor ({high:g}) must be greater than low_freq_factor ({low:g})")
-    return config(
-        kind="llama3",
-        factor=rope.number("factor", high=1e6),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_positions=rope.integer("original_max_position_embeddings", max_positions),
-    )
-
-
-def _yarn_rope(rope: Fields, config: Callable[..., RopeConfig], theta: float, max_positions: int) -> RopeConfig:
-    original = rope.integer("original_max_position_embeddings", max_positions)
-    factor = rope.number("factor", max_positions / original, high=1e6)
-    if theta <= 1:
-        raise ModelError(f"{rope.origin}: yarn needs a rope_theta above 1, got {theta:g}")
-    return config(
-        kind="yarn",
-        factor=factor,
-        original_max_positions=original,
-        attention_factor=rope.optional_number("attention_factor", high=1e6),
-        beta_fast=rope.number("beta_fast", 32.0, high=1e6),
-        beta_slow=rope.number("beta_slow", 1.0, high=1e6),
-        truncate=rope.flag("truncate", True),
-        mscale=rope.optional_number("mscale", low=-1e6, high=1e6),
-        mscale_all_dim=rope.optional_number("mscale_all_dim", low=-1e6, high=1e6),
     )
 
 
@@ -371,8 +344,10 @@ def stretched(max_positions: int, ropes: Iterable[RopeConfig]) -> int:
     return min(max(max_positions, *lengths), 2**31 - 1) if lengths else max_positions
 
 
-def _eos_ids(config: Fields, generation: Fields | None, rules: _Rules, vocab_size: int) -> tuple[int, ...]:
-    """Return the end tokens of both files; the family's default if neither has any."""
+def _end_and_start(
+    config: Fields, generation: Fields | None, rules: _Rules, vocab_size: int
+) -> tuple[tuple[int, ...], int | None]:
+    """Return the end tokens of both files, the family's default if neither has any, and the start token."""
     found: list[int] = []
     for fields in (config, generation):
         value = fields.get("eos_token_id") if fields is not None else None
@@ -383,12 +358,8 @@ def _eos_ids(config: Fields, generation: Fields | None, rules: _Rules, vocab_siz
     if not found and rules.eos is not None and "eos_token_id" not in config.values:
         found = [rules.eos]
     # Small test models made from a large model's defaults may have ids outside their vocabulary.
-    return tuple(sorted({token for token in found if token < vocab_size}))
-
-
-def _bos_id(config: Fields, generation: Fields | None, rules: _Rules, vocab_size: int) -> int | None:
-    given = "bos_token_id" in config.values
-    found = config.optional_integer("bos_token_id", low=0) if given else rules.bos
-    if found is None and generation is not None:
-        found = generation.optional_integer("bos_token_id", low=0)
-    return found if found is not None and found < vocab_size else None
+    ends = tuple(sorted({token for token in found if token < vocab_size}))
+    start = config.optional_integer("bos_token_id", low=0) if "bos_token_id" in config.values else rules.bos
+    if start is None and generation is not None:
+        start = generation.optional_integer("bos_token_id", low=0)
+    return ends, start if start is not None and start < vocab_size else None

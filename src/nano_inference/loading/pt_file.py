@@ -40,9 +40,32 @@ def read_pt(path: Path, *, is_mapped: bool = True) -> dict[str, Tensor]:
         num_bytes = _check_container(path)
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-        except Exception as error:  # a damaged pickle can raise anything
-            raise ModelError(f"{path}: {_reason(error)}") from None
-    named = _named(path, loaded)
+        except Exception as error:  # a damaged pickle can raise anything; torch's text proposes to trust the file
+            if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+                raise ModelError(f"{path}: its pickle is damaged, or contains more than tensors") from None
+            reason = f"{type(error).__name__}: {shown((str(error).splitlines() or [''])[0])}"
+            raise ModelError(f"{path}: cannot be read as a file of tensors, is it damaged? ({reason})") from None
+    if not isinstance(loaded, dict):
+        raise ModelError(f"{path}: must contain a dict of tensors, got {type(loaded).__name__}")
+    if not loaded:
+        raise ModelError(f"{path}: contains no tensors")
+    named: dict[str, Tensor] = {}
+    for key, value in loaded.items():
+        if not isinstance(key, str):
+            raise ModelError(f"{path}: a tensor's name must be a string, got {type(key).__name__}")
+        name = unwrapped(key)
+        if name in named:
+            raise ModelError(f"{path}: has {shown(name)} twice, with and without a prefix as {shown(key)}")
+        if not isinstance(value, Tensor):
+            raise ModelError(f"{path}: {shown(name)} must be a tensor, got {type(value).__name__}")
+        if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized or value.is_nested:
+            raise ModelError(f"{path}: {shown(name)} is not a plain dense tensor")
+        if value.dtype not in (*_FLOATS, *_COUNTS):
+            got, *known = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, *_FLOATS))
+            raise ModelError(f"{path}: {shown(name)} has the dtype {got}; known: {', '.join(known)}")
+        if not value.is_contiguous():  # so it is not larger than its storage
+            raise ModelError(f"{path}: {shown(name)} is not contiguous")
+        named[name] = value.detach()
     if sum(tensor.nbytes for tensor in named.values()) > _MOST_SHARED * num_bytes:
         raise ModelError(f"{path}: its tensors together have more than {_MOST_SHARED} times the bytes of the file")
     return named
@@ -67,8 +90,19 @@ def _check_container(path: Path) -> int:
                     raise ModelError(f"{path}: the record {shown(name)} is compressed; torch.save does not compress")
                 if name.endswith("data.pkl") and size > _MAX_PICKLE:
                     raise ModelError(f"{path}: a pickle of {size} bytes (limit {_MAX_PICKLE})")
-                if name.endswith("data.pkl"):
-                    _check_globals(path, archive.read(record))
+                # torch's restricted unpickler also allows `bytearray` and `torch.Tensor`, which allocate any size.
+                for opcode, argument, _ in (
+                    pickletools.genops(archive.read(record)) if name.endswith("data.pkl") else ()
+                ):
+                    if opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"):
+                        raise ModelError(
+                            f"{path}: its pickle has an opcode that torch.save does not write ({opcode.name})"
+                        )
+                    if opcode.name == "GLOBAL" and not _PLAIN.fullmatch(str(argument)):
+                        asked = shown(".".join(str(argument).split()))
+                        raise ModelError(
+                            f"{path}: its pickle names {asked}, which plain tensors do not need; it is not executed"
+                        )
             num_bytes = file.seek(0, 2)
             if sum(record.file_size for record in archive.infolist()) > num_bytes:
                 raise ModelError(f"{path}: its records together have more bytes than the file")
@@ -81,59 +115,7 @@ def _check_container(path: Path) -> int:
         raise ModelError(f"{path}: cannot be read, is it truncated? ({shown(str(error))})") from None
 
 
-def _check_globals(path: Path, data: bytes) -> None:
-    """Raise `ModelError` for globals that plain tensors do not need.
-
-    torch's restricted unpickler also allows `bytearray` and `torch.Tensor`, which allocate any size given as a number.
-    """
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"):
-            raise ModelError(f"{path}: its pickle has an opcode that torch.save does not write ({opcode.name})")
-        if opcode.name == "GLOBAL" and not _PLAIN.fullmatch(str(argument)):
-            asked = shown(".".join(str(argument).split()))
-            raise ModelError(f"{path}: its pickle names {asked}, which plain tensors do not need; it is not executed")
-
-
-def _reason(error: Exception) -> str:
-    """Return one line for torch's error, whose own text has many lines and proposes to trust the file."""
-    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-        return "its pickle is damaged, or contains more than tensors"
-    lines = str(error).splitlines() or [""]
-    return f"cannot be read as a file of tensors, is it damaged? ({type(error).__name__}: {shown(lines[0])})"
-
-
-def _named(path: Path, loaded: object) -> dict[str, Tensor]:
-    if not isinstance(loaded, dict):
-        raise ModelError(f"{path}: must contain a dict of tensors, got {type(loaded).__name__}")
-    if not loaded:
-        raise ModelError(f"{path}: contains no tensors")
-    out: dict[str, Tensor] = {}
-    for key, value in loaded.items():
-        if not isinstance(key, str):
-            raise ModelError(f"{path}: a tensor's name must be a string, got {type(key).__name__}")
-        name = unwrapped(key)
-        if name in out:
-            raise ModelError(f"{path}: has {shown(name)} twice, with and without a prefix as {shown(key)}")
-        out[name] = _checked(path, name, value)
-    return out
-
-
 def unwrapped(name: str) -> str:
     """Return a weight's name without prefixes of torch's wrappers."""
     match = PREFIX.match(name)
     return name[match.end() :] if match else name
-
-
-def _checked(path: Path, name: str, value: object) -> Tensor:
-    """Return a checked tensor: dense, of a known dtype, and contiguous, so not larger than its storage."""
-    if not isinstance(value, Tensor):
-        raise ModelError(f"{path}: {shown(name)} must be a tensor, got {type(value).__name__}")
-    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized or value.is_nested:
-        raise ModelError(f"{path}: {shown(name)} is not a plain dense tensor")
-    if value.dtype not in (*_FLOATS, *_COUNTS):
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
-        got = str(value.dtype).removeprefix("torch.")
-        raise ModelError(f"{path}: {shown(name)} has the dtype {got}; known: {known}")
-    if not value.is_contiguous():
-        raise ModelError(f"{path}: {shown(name)} is not contiguous")
-    return value.detach()

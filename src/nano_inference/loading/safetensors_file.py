@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from nano_inference.loading.fields import parse_json, read_json, shown
 from nano_inference.loading.listing import pickle_note
@@ -54,7 +53,28 @@ def header_ranges(path: Path, header: bytes, data_offset: int) -> dict[str, File
     entries.pop("__metadata__", None)
     if len(entries) > MAX_TENSORS:
         raise ModelError(f"{path}: holds {len(entries)} tensors (limit {MAX_TENSORS})")
-    ranges = {name: _range(path, data_offset, name, entry) for name, entry in entries.items()}
+    ranges: dict[str, FileRange] = {}
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or entry.keys() != _ENTRY_FIELDS:
+            raise ModelError(f"{path}: tensor {shown(name)} must have dtype, shape and data_offsets")
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in _KNOWN:
+            known = ", ".join(_KNOWN)
+            raise ModelError(f"{path}: tensor {shown(name)} has the dtype {shown(entry['dtype'])}; known: {known}")
+        for field in ("shape", "data_offsets"):
+            values = entry[field]
+            is_list = isinstance(values, list) and len(values) <= 8
+            if not is_list or any(type(value) is not int or not 0 <= value < 2**63 for value in values):
+                raise ModelError(f"{path}: tensor {shown(name)} has the {field} {shown(values)}")
+        shape, offsets = tuple(entry["shape"]), tuple(entry["data_offsets"])
+        if len(offsets) != 2:
+            raise ModelError(f"{path}: tensor {shown(name)} must have two data_offsets, got {len(offsets)}")
+        part = FileRange(path, data_offset + offsets[0], shape, _KNOWN[entry["dtype"]])
+        if offsets[1] - offsets[0] != num_bytes(part):
+            raise ModelError(
+                f"{path}: tensor {shown(name)} has data_offsets {shown(offsets)}, but its shape takes "
+                f"{shown(num_bytes(part))} bytes"
+            )
+        ranges[name] = part
     ordered = dict(sorted(ranges.items(), key=lambda item: (item[1].offset, num_bytes(item[1]))))
     end = data_offset
     for name, part in ordered.items():
@@ -67,32 +87,6 @@ def header_ranges(path: Path, header: bytes, data_offset: int) -> dict[str, File
 
 def num_bytes(part: FileRange) -> int:
     return math.prod(part.shape) * DTYPES[part.dtype].itemsize
-
-
-def _range(path: Path, data_offset: int, name: str, entry: Any) -> FileRange:
-    """Return one tensor's range. Raises `ModelError` if its size differs from shape and dtype."""
-    if not isinstance(entry, dict) or entry.keys() != _ENTRY_FIELDS:
-        raise ModelError(f"{path}: tensor {shown(name)} must have dtype, shape and data_offsets")
-    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _KNOWN:
-        known = ", ".join(_KNOWN)
-        raise ModelError(f"{path}: tensor {shown(name)} has the dtype {shown(entry['dtype'])}; known: {known}")
-    shape, offsets = (_counts(path, name, field, entry[field]) for field in ("shape", "data_offsets"))
-    if len(offsets) != 2:
-        raise ModelError(f"{path}: tensor {shown(name)} must have two data_offsets, got {len(offsets)}")
-    part = FileRange(path, data_offset + offsets[0], shape, _KNOWN[entry["dtype"]])
-    if offsets[1] - offsets[0] != num_bytes(part):
-        raise ModelError(
-            f"{path}: tensor {shown(name)} has data_offsets {shown(offsets)}, but its shape takes "
-            f"{shown(num_bytes(part))} bytes"
-        )
-    return part
-
-
-def _counts(path: Path, name: str, field: str, values: Any) -> tuple[int, ...]:
-    """Return a list of at most 8 non-negative 63-bit integers. Raises `ModelError` for anything else."""
-    if not isinstance(values, list) or len(values) > 8 or any(type(v) is not int or not 0 <= v < 2**63 for v in values):
-        raise ModelError(f"{path}: tensor {shown(name)} has the {field} {shown(values)}")
-    return tuple(values)
 
 
 def open_weights(directory: Path) -> dict[str, FileRange]:

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from nano_inference.loading.fields import Fields, shown
-from nano_inference.loading.inferred import Constant
+from nano_inference.loading.fields import Constant, Fields, shown
 from nano_inference.models.config import ROPE_DTYPES, ModelConfig, RopeDtype
 from nano_inference.support.checks import check_int, check_number
 from nano_inference.types import BadRequest, ModelError

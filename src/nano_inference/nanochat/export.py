@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.executors.staging import rows_of
-from nano_inference.loading.opened import Checkpoint
+from nano_inference.loading.formats import Checkpoint
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.loading.safetensors_file import SINGLE_NAME
 from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, WeightSource

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from nano_inference.loading.fields import Fields, read_json
-from nano_inference.loading.formats import ModelFormat
-from nano_inference.loading.opened import Checkpoint, main_dtype
+from nano_inference.loading.formats import Checkpoint, ModelFormat, main_dtype
 from nano_inference.loading.pt_file import read_pt, unwrapped
 from nano_inference.loading.safetensors_file import open_weights
 from nano_inference.loading.sources import TensorSource, WeightSource

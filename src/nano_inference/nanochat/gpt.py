@@ -32,7 +32,7 @@ from nano_inference.executors.torch.compiled import OPERATIONS, CompiledPart
 from nano_inference.executors.torch.executor import TorchExecutor, new_store
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.loading.checkpoint import OWN_FORMATS, open_checkpoint
-from nano_inference.loading.opened import Checkpoint
+from nano_inference.loading.formats import Checkpoint
 from nano_inference.loading.sources import TensorSource, check_names, load_into
 from nano_inference.models.config import LayerConfig, ModelConfig
 from nano_inference.models.ops import Store

@@ -16,8 +16,8 @@ from nano_inference.engine import InferenceEngine
 from nano_inference.executors.devices import pick_device
 from nano_inference.executors.loading import LoadProgress
 from nano_inference.loading.catalog import catalog_sampling
+from nano_inference.loading.formats import Checkpoint, sampling_defaults
 from nano_inference.loading.kinds import installed_kinds
-from nano_inference.loading.opened import Checkpoint, sampling_defaults
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.metrics import Metrics
