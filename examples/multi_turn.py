@@ -16,8 +16,7 @@ from nano_inference import EngineConfig, InferenceEngine, Rollout, SamplingParam
 from nano_inference.loading.catalog import default_cache, resolve
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.rl.rollout import Environment, to_trl
-from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template
-from nano_inference.text.chat_delta import encode_chat_delta
+from nano_inference.text.chat import ChatTemplate, encode_chat, encode_chat_delta, load_chat_template
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 
 QUESTION = "I think of a number between 1 and 20. Guess it: answer with one number only."

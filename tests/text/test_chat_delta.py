@@ -20,8 +20,15 @@ from tokenizers import decoders, models, pre_tokenizers
 from nano_inference import InferenceEngine, Rollout, SamplingParams, run_rollouts
 from nano_inference.core.seeds import derive_seed
 from nano_inference.loading.checkpoint import open_checkpoint
-from nano_inference.text.chat import ChatTemplate, Message, chat_template, encode_chat, load_chat_template, render
-from nano_inference.text.chat_delta import encode_chat_delta
+from nano_inference.text.chat import (
+    ChatTemplate,
+    Message,
+    chat_template,
+    encode_chat,
+    encode_chat_delta,
+    load_chat_template,
+    render,
+)
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest

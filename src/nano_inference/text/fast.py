@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,9 +231,34 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
     config = read_json(directory / "tokenizer_config.json")
     special_map = read_json(directory / "special_tokens_map.json")
     named = named_tokens(config, special_map)
-    further, listed = _further_special(config, special_map)
+    further, listed_special = _further_special(config, special_map)
     with refused_files(str(path), "the tokenizer cannot be built"):
-        _add_missing(core, config, {**further, **named}, listed, path)
+        # Add the tokens that only tokenizer_config.json lists; mark those with a name and the listed ones as special.
+        special = {**further, **named}
+        entries_by_id = config.get("added_tokens_decoder")
+        entries = (
+            [(token_number(key), value) for key, value in entries_by_id.items()]
+            if isinstance(entries_by_id, dict)
+            else []
+        )
+        for token, entry in sorted(entries, key=lambda pair: -1 if pair[0] is None else pair[0]):
+            if token is None or not isinstance(entry, dict):
+                raise ModelError(f"{path}: added_tokens_decoder of tokenizer_config.json must map ids to objects")
+            text = _content(entry)
+            if text is None or core.token_to_id(text) is not None:
+                continue
+            flags = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "special")}
+            core.add_tokens([AddedToken(text, normalized=bool(entry.get("normalized", False)), **flags)])
+            if core.token_to_id(text) != token:
+                raise ModelError(
+                    f"{path}: added token {shown(text)} of tokenizer_config.json cannot have the id {token}"
+                )
+        added = {entry.content: entry.special for entry in core.get_added_tokens_decoder().values()}
+        unmarked = [text for text in special.values() if not added.get(text)] + [
+            text for text in listed_special if text not in added
+        ]
+        unmarked = [text for text in unmarked if core.token_to_id(text) is not None]
+        core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in unmarked])
         spelling, drops_space = _spelling(core, path)
         return fast_tokenizer(
             core,
@@ -284,32 +309,6 @@ def end_ids(directory: Path) -> tuple[int, ...]:
 def _content(token: object) -> str | None:
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
-
-
-def _add_missing(
-    core: tokenizers.Tokenizer,
-    config: Mapping[str, Any],
-    named: Mapping[str, str],
-    others: Sequence[str],
-    path: Path,
-) -> None:
-    """Add the tokens that only tokenizer_config.json lists, and mark those with a name and `others` as special."""
-    listed = config.get("added_tokens_decoder")
-    entries = [(token_number(key), value) for key, value in listed.items()] if isinstance(listed, dict) else []
-    for token, entry in sorted(entries, key=lambda pair: -1 if pair[0] is None else pair[0]):
-        if token is None or not isinstance(entry, dict):
-            raise ModelError(f"{path}: added_tokens_decoder of tokenizer_config.json must map ids to objects")
-        text = _content(entry)
-        if text is None or core.token_to_id(text) is not None:
-            continue
-        flags = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "special")}
-        core.add_tokens([AddedToken(text, normalized=bool(entry.get("normalized", False)), **flags)])
-        if core.token_to_id(text) != token:
-            raise ModelError(f"{path}: added token {shown(text)} of tokenizer_config.json cannot have the id {token}")
-    added = {entry.content: entry.special for entry in core.get_added_tokens_decoder().values()}
-    unmarked = [text for text in named.values() if not added.get(text)] + [text for text in others if text not in added]
-    unmarked = [text for text in unmarked if core.token_to_id(text) is not None]
-    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in unmarked])
 
 
 def _further_special(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

@@ -57,7 +57,17 @@ def for_llguidance(schema: Any) -> Any:
         del out["format"]
     elif "format" in out and any(mark in str(out.get("pattern")) for mark in _LOOK_AROUND):
         del out["pattern"]
-    for key in _silent(out):
+    # Drop keywords that allow everything, by their value or without the keyword they belong to.
+    silent = [key for key, values in _NOTHING.items() if key in out and out[key] in values]
+    if "contains" not in out:
+        silent += ["minContains", "maxContains"]
+    elif out.get("minContains") == 0 and "maxContains" not in out:
+        silent.append("contains")
+    if "if" not in out:
+        silent += ["then", "else"]
+    elif all(out.get(key, True) in (True, {}) for key in ("then", "else")):
+        silent += ["if", "then", "else"]
+    for key in silent:
         out.pop(key, None)
     return _with_named_properties(out)
 
@@ -68,20 +78,6 @@ def _below(key: str, value: Any) -> Any:
     if key in SCHEMA_MAPS and isinstance(value, Mapping):
         return {name: for_llguidance(one) for name, one in value.items()}
     return for_llguidance(value) if isinstance(value, list | Mapping) else value
-
-
-def _silent(schema: Mapping[str, Any]) -> list[str]:
-    """Return the keywords of a schema that allow everything, by their value or without the keyword they belong to."""
-    silent = [key for key, values in _NOTHING.items() if key in schema and schema[key] in values]
-    if "contains" not in schema:
-        silent += ["minContains", "maxContains"]
-    elif schema.get("minContains") == 0 and "maxContains" not in schema:
-        silent.append("contains")
-    if "if" not in schema:
-        silent += ["then", "else"]
-    elif all(schema.get(key, True) in (True, {}) for key in ("then", "else")):
-        silent += ["if", "then", "else"]
-    return silent
 
 
 def _with_named_properties(schema: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,8 @@ def find_ranks(directory: Path) -> Path | None:
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Return the ranks by token bytes. Raises `ModelError` naming the file and the wrong line."""
     ranks: dict[bytes, int] = {}
+    if not is_present(path):
+        raise ModelError(f"{path}: no such file")
     with open_buffered(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -137,7 +139,22 @@ def tiktoken_tokenizer(directory: Path) -> TiktokenTokenizer:
         import tiktoken
     ranks = _read_ranks(path)
     config = read_json(directory / "tokenizer_config.json")
-    special = _special_tokens(config, len(ranks), path)
+    # Special tokens are those of added_tokens_decoder in tokenizer_config.json, else Llama 3's 256.
+    special: dict[str, int] = {}
+    listed, first = config.get("added_tokens_decoder"), len(ranks)
+    for key, entry in listed.items() if isinstance(listed, dict) else ():
+        text, token = entry.get("content") if isinstance(entry, dict) else None, token_number(key)
+        if token is None or not isinstance(text, str) or token < first:
+            raise ModelError(
+                f"{path}: added token {shown(key)} of tokenizer_config.json is not beyond the {first} ranks"
+            )
+        if not text:  # tiktoken would match it at every position, in an endless loop
+            raise ModelError(f"{path}: added token {token} of tokenizer_config.json is empty")
+        special[text] = token
+    if not special:
+        numbers = count()  # of the tokens without a name
+        names = (LLAMA3_SPECIALS.get(i) or f"<|reserved_special_token_{next(numbers)}|>" for i in range(256))
+        special = {name: first + i for i, name in enumerate(names)}
     pattern = config.get("pat_str", LLAMA3_WORDS)
     if not isinstance(pattern, str):
         raise ModelError(f"{path}: pat_str of tokenizer_config.json must be a string, got {shown(pattern)}")
@@ -156,23 +173,3 @@ def tiktoken_tokenizer(directory: Path) -> TiktokenTokenizer:
         named=MappingProxyType(named),
         adds_bos=bool(config.get("add_bos_token", "bos_token" in named)),
     )
-
-
-def _special_tokens(config: Mapping[str, Any], first: int, path: Path) -> dict[str, int]:
-    """Return the special tokens' ids: those of added_tokens_decoder in tokenizer_config.json, else Llama 3's 256."""
-    listed = config.get("added_tokens_decoder")
-    if not isinstance(listed, dict) or not listed:
-        numbers = count()  # of the tokens without a name
-        names = (LLAMA3_SPECIALS.get(i) or f"<|reserved_special_token_{next(numbers)}|>" for i in range(256))
-        return {name: first + i for i, name in enumerate(names)}
-    special = {}
-    for key, entry in listed.items():
-        text, token = entry.get("content") if isinstance(entry, dict) else None, token_number(key)
-        if token is None or not isinstance(text, str) or token < first:
-            raise ModelError(
-                f"{path}: added token {shown(key)} of tokenizer_config.json is not beyond the {first} ranks"
-            )
-        if not text:  # tiktoken would match it at every position, in an endless loop
-            raise ModelError(f"{path}: added token {token} of tokenizer_config.json is empty")
-        special[text] = token
-    return special

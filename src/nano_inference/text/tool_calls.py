@@ -328,7 +328,22 @@ def _field(state: CallsState, call: _Call, reader: JsonState, text: str) -> _Cal
     before = state.json
     if before.is_in_string or text == '"':
         call = call._replace(word=_joined(call.word, text))
-        return call if reader.is_in_string else _word(state, call._replace(word=()), before.is_key, call.word)
+        if reader.is_in_string:
+            return call
+        word: str = json.loads("".join(call.word), strict=False)
+        call = call._replace(word=())
+        if before.is_key:  # a duplicate, or in a reply without a marker a foreign key, shows that this is no call
+            is_repeated = (word == "name" and call.name is not None) or (word in _ARGUMENTS and call.stage != "none")
+            is_foreign = state.format.is_whole and call.name is None and word not in _HARMLESS
+            return None if is_repeated or is_foreign else call._replace(key=word)
+        if call.key == "name":
+            return call._replace(name=word) if word in state.names else None
+        if call.key not in _ARGUMENTS:
+            return call
+        # arguments written as a string
+        is_text = not any("\ud800" <= char <= "\udfff" for char in word)
+        given = as_object(word.strip(SPACE) or "{}") if is_text else None
+        return None if given is None else call._replace(arguments=(given,), stage="complete")
     if before.due not in ("value", "item") or state.json == reader:
         return call
     if call.key == "name":
@@ -340,22 +355,6 @@ def _field(state: CallsState, call: _Call, reader: JsonState, text: str) -> _Cal
     if text == _BRACE:
         return call._replace(stage="open", arguments=(_BRACE,))
     return call if reader.token and "null".startswith(reader.token) else None
-
-
-def _word(state: CallsState, call: _Call, is_key: bool, spelled: Parts) -> _Call | None:
-    """Add a complete string: a key, the name, or arguments written as a string; None if this is not a call."""
-    word: str = json.loads("".join(spelled), strict=False)
-    if is_key:  # a duplicate, or in a reply without a marker a foreign key, shows that this is no call
-        is_repeated = (word == "name" and call.name is not None) or (word in _ARGUMENTS and call.stage != "none")
-        is_foreign = state.format.is_whole and call.name is None and word not in _HARMLESS
-        return None if is_repeated or is_foreign else call._replace(key=word)
-    if call.key == "name":
-        return call._replace(name=word) if word in state.names else None
-    if call.key not in _ARGUMENTS:
-        return call
-    is_text = not any("\ud800" <= char <= "\udfff" for char in word)
-    given = as_object(word.strip(SPACE) or "{}") if is_text else None
-    return None if given is None else call._replace(arguments=(given,), stage="complete")
 
 
 def _start_call(state: CallsState, events: list[Event]) -> CallsState:
