@@ -39,7 +39,7 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
-from nano_inference.weights.updates import NamedWeights, WeightUpdate, update_of
+from nano_inference.weights.updates import NamedWeights, WeightUpdate
 
 Answer = TypeVar("Answer")
 
@@ -399,10 +399,10 @@ class AsyncEngine(Generic[Engine]):
         them too. Raises `WeightError`, `UpdateBusy`, `BadRequest` and `EngineDead`.
         """
         if not isinstance(weights, WeightUpdate):
-            weights = update_of(
-                weights,
-                on_running=on_running,
-                version=version,
+            weights = WeightUpdate(
+                weights=weights,
+                on_running="keep" if on_running is None else on_running,
+                label=version,
                 partial=partial,
                 allow_nonfinite=allow_nonfinite,
                 checksum=checksum,

@@ -51,7 +51,7 @@ from nano_inference.types import (
 from nano_inference.weights.group import WeightGroup
 from nano_inference.weights.member import GroupBackend
 from nano_inference.weights.sync import WeightSyncManager
-from nano_inference.weights.updates import NamedWeights, WeightUpdate, check_weight_label, update_of
+from nano_inference.weights.updates import NamedWeights, WeightUpdate, check_weight_label
 
 _LAST_PIECE_S = 2.0
 """Most seconds `shutdown` waits for a thread that gathers weights: Python aborts if one copies at exit."""
@@ -525,16 +525,16 @@ class InferenceEngine:
         returns and raises `WeightError`. Otherwise a thread gathers and `tick` installs; do not modify the tensors
         until then; `finish_update` waits and raises the error; an argument of another form is refused at once.
         With `hold`, gathered weights wait for `commit_update`, and steps continue with the old ones. `on_running` is
-        "recompute" by default with `blocking`, else "keep"; `version` is the trainer's label; `UpdateRules` and
-        `WeightUpdate` document the others. Raises `UpdateBusy` during another update, `BadRequest`, `EngineDead` if a
+        "recompute" by default with `blocking`, else "keep"; `version` is the trainer's label; `WeightUpdate`
+        documents the others. Raises `UpdateBusy` during another update, `BadRequest`, `EngineDead` if a
         rank is lost.
         """
         self._require_alive()
-        update = update_of(
-            weights,
-            blocking=blocking,
-            on_running=on_running,
-            version=version,
+        check_bool("blocking", blocking)
+        update = WeightUpdate(
+            weights=weights,
+            on_running=("recompute" if blocking else "keep") if on_running is None else on_running,
+            label=version,
             partial=partial,
             allow_nonfinite=allow_nonfinite,
             checksum=checksum,

@@ -9,7 +9,8 @@ import pytest
 
 from nano_inference import InferenceEngine, RolloutPool, WeightError, save_weights, weights_checksum
 from nano_inference.rl.pool.local import LocalFleet, LocalWorker
-from nano_inference.rl.pool.worker import HeldUpdate, WorkerDied
+from nano_inference.rl.pool.worker import WorkerDied
+from nano_inference.weights.updates import WeightUpdate
 from tests.pool.engines import PARAMS, PROMPTS, SEED, Engines, config_of, facts
 from tests.weights.pairs import Pair
 
@@ -79,7 +80,7 @@ class Recording(LocalWorker):
 
     staged: list[int]
 
-    async def stage(self, update: HeldUpdate) -> int:
+    async def stage(self, update: WeightUpdate) -> int:
         self.staged.append(0 if isinstance(update.weights, Path) else len(update.weights))
         return await super().stage(update)
 

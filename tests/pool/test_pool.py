@@ -24,7 +24,7 @@ from nano_inference import (
     weights_checksum,
 )
 from nano_inference.rl.pool.local import LocalFleet, LocalWorker
-from nano_inference.rl.pool.worker import HeldUpdate
+from nano_inference.weights.updates import WeightUpdate
 from tests.pool.engines import LONG, PARAMS, PROMPTS, SEED, Engines, config_of, facts, transient
 from tests.weights.pairs import Pair
 from tests.weights.test_update import failing
@@ -129,7 +129,7 @@ class Choosy(LocalWorker):
         super().__init__(f"worker {index}", lambda: fleet.engines.open(index))
         self._fleet, self._index = fleet, index
 
-    async def stage(self, update: HeldUpdate) -> int:
+    async def stage(self, update: WeightUpdate) -> int:
         if self._fleet.is_broken and self._index == 1:
             raise WeightError("q_proj.weight: holds NaN or infinity")
         return await super().stage(update)

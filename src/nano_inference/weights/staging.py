@@ -15,7 +15,6 @@ from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, Weight
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.types import ModelError, WeightError
-from nano_inference.weights.updates import UpdateRules
 
 _SHOWN_NAMES = 5
 
@@ -26,9 +25,9 @@ NamedWeights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor | FileRange]]
 class Staging:
     """Owns the staged weights of an update until they are complete."""
 
-    def __init__(self, program: Program, staged: Staged, rules: UpdateRules) -> None:
+    def __init__(self, program: Program, staged: Staged, *, is_partial: bool) -> None:
         self._staged = staged
-        self._rules = rules
+        self._is_partial = is_partial
         self._specs = {spec.name: spec for spec in program.weights}
         self._aliases = program.tied_names
         self._taken: dict[str, str] = {}  # maps the names of staged weights to the names (aliases) in the update
@@ -73,7 +72,7 @@ class Staging:
     def complete(self) -> Any:
         """Check that no tensor is missing; return the argument of `Executor.commit`."""
         missing = [name for name in self._specs if name not in self._taken]
-        if missing and not self._rules.partial:
+        if missing and not self._is_partial:
             rest = f" and {len(missing) - _SHOWN_NAMES} more" if len(missing) > _SHOWN_NAMES else ""
             raise WeightError(f"the update lacks {len(missing)} tensors: {', '.join(missing[:_SHOWN_NAMES])}{rest}")
         if not self._taken:

@@ -223,7 +223,7 @@ class WeightSyncManager:
     def _new_job(self, update: WeightUpdate) -> _Job:
         """Return the job of a new update. Raises as `require_idle`, and `WeightError` for no source."""
         self.require_idle()
-        if update.rules.partial and not self._has_weights:
+        if update.partial and not self._has_weights:
             raise WeightError("partial: the weights were discarded, so an update must contain all of them")
         named = update.weights
         if isinstance(named, str | Path):
@@ -247,7 +247,7 @@ class _Job:
         self._executor = executor
         self.update = replace(update, weights={})  # the tensors are referred to only while they are gathered
         self._named = named
-        self.checksum = update.rules.checksum
+        self.checksum = update.checksum
         self.label = update.label
         self.staged: Any = None  # the argument of `Executor.commit`
         self._gathered: Staged | None = None  # the owner of the complete update
@@ -273,16 +273,16 @@ class _Job:
                 self.update.on_gathered()
 
     def _stage(self) -> Any:
-        executor, rules = self._executor, self.update.rules
+        executor, update = self._executor, self.update
         pace = self._pace if self.thread and self.takes_turns else None
-        staged = executor.stage(pace=pace, check_finite=not rules.allow_nonfinite)
-        staging = Staging(executor.program, staged, rules)
+        staged = executor.stage(pace=pace, check_finite=not update.allow_nonfinite)
+        staging = Staging(executor.program, staged, is_partial=update.partial)
         source = pairs(self._named)
         try:
             while (item := self._next(source)) is not None:
                 staging.put(*item)
             complete = staging.complete()
-            for tied, name in staging.only_aliases.items() if rules.partial else ():
+            for tied, name in staging.only_aliases.items() if update.partial else ():
                 # A new head came without its embedding, which stays as it is: the two must be equal.
                 new = next(value for found, value in executor.staged_values(complete) if found == tied)
                 if not all(torch.equal(new, old) for _, old in executor.weight_values((tied,))):

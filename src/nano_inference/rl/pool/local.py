@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from nano_inference.async_engine import AsyncEngine, Turn
 from nano_inference.core.admission import Limits
 from nano_inference.core.outbox import Outbox
 from nano_inference.engine import InferenceEngine
-from nano_inference.rl.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
+from nano_inference.rl.pool.worker import Job, WorkerDied, WorkerFacts, directory_of
 from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
 from nano_inference.weights.directory import weights_in
-from nano_inference.weights.updates import NamedWeights, WeightUpdate
+from nano_inference.weights.updates import WeightUpdate
 
 OpenEngine = Callable[[int], InferenceEngine]
 """Opens the engine of the worker with this index; called on the engine's thread."""
@@ -58,17 +59,9 @@ class LocalWorker:
                 if self._jobs.get(job.id) is outbox:
                     del self._jobs[job.id]
 
-    async def stage(self, update: HeldUpdate) -> int:
+    async def stage(self, update: WeightUpdate) -> int:
         directory = directory_of(update)
-        weights: NamedWeights = update.weights if directory is None else weights_in(directory)
-        held = WeightUpdate(
-            weights=weights,
-            rules=update.rules,
-            label=update.label,
-            on_running=update.on_running,
-            timeout=update.timeout,
-            hold=True,
-        )
+        held = update if directory is None else replace(update, weights=weights_in(directory))
         return await self._engine.update_weights(held) + 1
 
     async def commit(self) -> int:

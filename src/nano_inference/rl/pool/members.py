@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from nano_inference.core.admission import Limits
 from nano_inference.rl.pool.routing import PrefixRouter
-from nano_inference.rl.pool.worker import Fleet, HeldUpdate, Job, Worker, WorkerDied
+from nano_inference.rl.pool.worker import Fleet, Job, Worker, WorkerDied
 from nano_inference.support.files import path_of
 from nano_inference.types import BadRequest, Delta, EngineDead, PauseMode, TrainingSample, WeightLabel
 from nano_inference.weights.staging import pairs
-from nano_inference.weights.updates import NamedWeights
+from nano_inference.weights.updates import NamedWeights, WeightUpdate
 
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
@@ -54,7 +54,7 @@ class Members:
         self._lineage = lineage
         self._router = PrefixRouter(fleet.size)
         self._members: dict[int, Member] = {}
-        self._in_force: list[tuple[int, HeldUpdate]] = []
+        self._in_force: list[tuple[int, WeightUpdate]] = []
         """(pool version, update): the latest complete one, and of the partial ones after it what none replaces."""
         self._is_paused = False
         self._tasks: set[asyncio.Task[Any]] = set()  # replacements that run
@@ -201,12 +201,12 @@ class Members:
     # ---- weights and replacements -----------------------------------------------------------------------------------
 
     def shared(self, weights: NamedWeights | str | Path) -> Any:
-        """Return new weights as `HeldUpdate.weights`. Can be called on any thread. Raises `WeightError`."""
+        """Return new weights as `WeightUpdate.weights`. Can be called on any thread. Raises `WeightError`."""
         if isinstance(weights, str | Path):
             return path_of(weights, "weights").absolute()
         return self._fleet.share(pairs(weights))
 
-    def record(self, update: HeldUpdate, numbers: Iterable[tuple[Member, int]]) -> int:
+    def record(self, update: WeightUpdate, numbers: Iterable[tuple[Member, int]]) -> int:
         """Count an update that all workers hold, before any installs it; return the pool's new version.
 
         `numbers` are those that the members' workers give the new weights. From now on the update is in force: a worker
@@ -217,16 +217,16 @@ class Members:
             self.labels[self.version] = update.label
         for member, number in numbers:
             member.versions[number] = self.version
-        kept: list[tuple[int, HeldUpdate]] = []
+        kept: list[tuple[int, WeightUpdate]] = []
         # A partial update leaves earlier ones in force, but not the tensors that it replaces, which bounds their size.
-        for version, one in self._in_force if update.rules.partial else ():
-            left = one.weights
-            if one.rules.partial:
+        for version, one in self._in_force if update.partial else ():
+            left: Any = one.weights
+            if one.partial:
                 with suppress(Exception):  # a directory that only the workers can read
                     left = self._fleet.uncovered(one.weights, update.weights)
             if left is not None:
-                rules = one.rules if left is one.weights else replace(one.rules, checksum=None)
-                kept.append((version, replace(one, weights=left, rules=rules)))
+                checksum = one.checksum if left is one.weights else None
+                kept.append((version, replace(one, weights=left, checksum=checksum)))
         self._in_force = [*kept, (self.version, update)]
         return self.version
 

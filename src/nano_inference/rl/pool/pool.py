@@ -15,7 +15,7 @@ from nano_inference.core.admission import checked, requests_for, score_starts, s
 from nano_inference.core.seeds import derive_seed
 from nano_inference.rl.pool.members import Members
 from nano_inference.rl.pool.updates import Updates
-from nano_inference.rl.pool.worker import Fleet, HeldUpdate, Job, WorkerFacts
+from nano_inference.rl.pool.worker import Fleet, Job, WorkerFacts
 from nano_inference.support.checks import check_bool, check_int, token_ids, unit_vector
 from nano_inference.types import (
     PAUSE_MODES,
@@ -35,7 +35,7 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
-from nano_inference.weights.updates import NamedWeights, update_of
+from nano_inference.weights.updates import NamedWeights, WeightUpdate
 
 Result = TypeVar("Result")
 
@@ -205,24 +205,19 @@ class RolloutPool:
         in force, or `WeightGroup.receive()`, which this process receives for all workers; a worker does not join a
         group itself. Workers at URLs take directories only.
         """
-        update = update_of(
-            weights,
-            blocking=blocking,
-            on_running=on_running,
-            version=version,
+        check_bool("blocking", blocking)
+        update = WeightUpdate(
+            weights=weights,
+            on_running=("recompute" if blocking else "keep") if on_running is None else on_running,
+            label=version,
             partial=partial,
             allow_nonfinite=allow_nonfinite,
             checksum=checksum,
             timeout=timeout,
+            hold=True,
         )
         self._require_open()
-        held = HeldUpdate(
-            weights=self._members.shared(weights),
-            rules=update.rules,
-            label=version,
-            on_running=update.on_running,
-            timeout=timeout,
-        )
+        held = replace(update, weights=self._members.shared(weights))
         try:
             number = self._run(self._updates.start(held))
             return self.finish_update() if blocking else number

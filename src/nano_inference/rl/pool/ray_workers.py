@@ -20,11 +20,12 @@ from nano_inference.core.admission import Limits
 from nano_inference.engine import InferenceEngine
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.rl.pool.local import LocalWorker, plain_tensor, uncovered_directory
-from nano_inference.rl.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
+from nano_inference.rl.pool.worker import Job, WorkerDied, WorkerFacts, directory_of
 from nano_inference.support.checks import check_int, check_number
 from nano_inference.support.packages import MissingPackage, ray_address
 from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
 from nano_inference.weights.directory import weights_in
+from nano_inference.weights.updates import WeightUpdate
 
 _MOST_CALLS = 100_000  # calls of one actor at the same time: a batch of rollouts waits in it for the engine
 
@@ -64,7 +65,7 @@ class EngineActor(LocalWorker):
         await self.open()
         return self.limits
 
-    async def stage_shared(self, update: HeldUpdate, shared: list[SharedTensor]) -> int:
+    async def stage_shared(self, update: WeightUpdate, shared: list[SharedTensor]) -> int:
         """`shared` replaces the update's weights: Ray resolves only references that are arguments themselves."""
         return await self.stage(replace(update, weights=from_shared(shared)))
 
@@ -100,11 +101,11 @@ class RayWorker:
         finally:
             self._ray.cancel(deltas)
 
-    async def stage(self, update: HeldUpdate) -> int:
+    async def stage(self, update: WeightUpdate) -> int:
         if directory_of(update) is not None:
             asked = self._actor.stage.remote(update)
         else:
-            asked = self._actor.stage_shared.remote(replace(update, weights=None), update.weights)
+            asked = self._actor.stage_shared.remote(replace(update, weights=()), update.weights)
         version: int = await self._answer(asked)
         return version
 

@@ -6,8 +6,9 @@ import asyncio
 import logging
 
 from nano_inference.rl.pool.members import Member, Members
-from nano_inference.rl.pool.worker import HeldUpdate, WorkerDied
+from nano_inference.rl.pool.worker import WorkerDied
 from nano_inference.types import UpdateBusy, WeightError
+from nano_inference.weights.updates import WeightUpdate
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ class Updates:
         self._task: asyncio.Task[int] | None = None
         self._is_committing = False
 
-    async def start(self, update: HeldUpdate) -> int:
+    async def start(self, update: WeightUpdate) -> int:
         """Start an update; return the pool's future version. Raises `UpdateBusy` during another update."""
         if self._task is not None and not self._task.done():
             raise UpdateBusy("an update of the pool is in progress; finish or cancel it first")
@@ -53,7 +54,7 @@ class Updates:
     def is_running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    async def _install(self, update: HeldUpdate) -> int:
+    async def _install(self, update: WeightUpdate) -> int:
         """Stage in all workers, then commit in all; discard everywhere if one fails, and replace those that are gone.
 
         Raises `WeightError`, `UpdateBusy`.

@@ -12,10 +12,11 @@ from nano_inference.core.admission import Limits
 from nano_inference.rl.pool.dialect import SampleBuilder, check_supported, plain_request, request_json, samples_of
 from nano_inference.rl.pool.local import uncovered_directory
 from nano_inference.rl.pool.wire import Refused, Server, read_url
-from nano_inference.rl.pool.worker import HeldUpdate, Job, WorkerDied, WorkerFacts, directory_of
+from nano_inference.rl.pool.worker import Job, WorkerDied, WorkerFacts, directory_of
 from nano_inference.support.checks import check_number, float32
 from nano_inference.types import BadRequest, Delta, PauseMode, TrainingSample, WeightError
 from nano_inference.weights.directory import weights_in
+from nano_inference.weights.updates import WeightUpdate
 
 _GENERATE = "/inference/v1/generate"
 
@@ -77,13 +78,13 @@ class UrlWorker:
         finally:
             self._open.pop(job.id, None)
 
-    async def stage(self, update: HeldUpdate) -> int:
+    async def stage(self, update: WeightUpdate) -> int:
         """Only our own server holds updates; others reject the field by name."""
-        directory, rules = directory_of(update), update.rules
+        directory = directory_of(update)
         assert directory is not None, "UrlFleet.share refuses tensors"
         body: dict[str, Any] = {"weight_dir": str(directory), "hold": True, "on_running": update.on_running}
-        body |= {"partial": rules.partial, "allow_nonfinite": rules.allow_nonfinite}
-        given = {"weight_version": update.label, "checksum": rules.checksum}
+        body |= {"partial": update.partial, "allow_nonfinite": update.allow_nonfinite}
+        given = {"weight_version": update.label, "checksum": update.checksum}
         body |= {name: value for name, value in given.items() if value is not None}
         try:
             reply = await self._command("/update_weights", body)

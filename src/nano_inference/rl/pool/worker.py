@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +12,10 @@ from nano_inference.types import (
     Delta,
     EngineDead,
     EngineRequest,
-    OnRunning,
     PauseMode,
     TrainingSample,
-    WeightLabel,
 )
-from nano_inference.weights.updates import UpdateRules
+from nano_inference.weights.updates import WeightUpdate
 
 
 class WorkerDied(EngineDead):
@@ -30,17 +28,6 @@ class Job:
 
     id: int  # unique in the pool
     request: EngineRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldUpdate:
-    """New weights for a worker, which gathers and holds them until `Worker.commit`."""
-
-    weights: Any  # a directory (`Path`), or what the fleet's `share` returned
-    rules: UpdateRules = field(default_factory=UpdateRules)
-    label: WeightLabel | None = None
-    on_running: OnRunning = "keep"
-    timeout: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +53,10 @@ class Worker(Protocol):
     def stream(self, job: Job) -> AsyncGenerator[Delta]:
         """Yield the job's deltas; closing the iterator aborts its samples. Raises `BadRequest`."""
 
-    async def stage(self, update: HeldUpdate) -> int:
-        """Gather and check new weights, hold them, and return the version that they will get.
+    async def stage(self, update: WeightUpdate) -> int:
+        """Gather and check new weights, hold them until `commit`, and return the version that they will get.
 
+        The update's weights are a directory (`Path`), or what the fleet's `share` returned.
         Jobs continue with the old weights. Raises `WeightError`, `UpdateBusy`.
         """
 
@@ -107,13 +95,13 @@ class Fleet(Protocol):
     retry_s: float  # seconds between attempts to open a worker in the place of a dead one
 
     def share(self, named: Iterable[tuple[object, object]]) -> Any:
-        """Return a snapshot of (name, tensor) pairs as `HeldUpdate.weights`, stored once for all workers.
+        """Return a snapshot of (name, tensor) pairs as `WeightUpdate.weights`, stored once for all workers.
 
         A tensor need only be valid until the next is requested. Raises `WeightError`.
         """
 
     def uncovered(self, older: Any, newer: Any) -> Any | None:
-        """Return `older`, a `HeldUpdate.weights`, without tensors that `newer` has too; None if none is left.
+        """Return `older`, a `WeightUpdate.weights`, without tensors that `newer` has too; None if none is left.
 
         A fleet that cannot divide `older` returns it whole. Raises if a directory cannot be read.
         """
@@ -125,6 +113,6 @@ class Fleet(Protocol):
         """Free what the fleet owns; its workers are closed already."""
 
 
-def directory_of(update: HeldUpdate) -> Path | None:
+def directory_of(update: WeightUpdate) -> Path | None:
     """Return the directory of an update, or None if it contains tensors."""
     return update.weights if isinstance(update.weights, Path) else None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nano_inference.server.engine_link import EngineLink
@@ -23,7 +23,7 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
-from nano_inference.weights.updates import UpdateRules, WeightUpdate
+from nano_inference.weights.updates import WeightUpdate
 
 HOW_TO_END = (
     "end it with /finish_weight_update, or abort it with /abort_weight_update or /shutdown_weight_transfer_engine"
@@ -82,22 +82,21 @@ class Updates:
         `group`: the group that the source receives from. Raises `ApiError`: 409 during another update, else 400.
         """
         try:
-            rules = UpdateRules(partial=partial, checksum=checksum)
-            outcome = await self._start(source, label=label, rules=rules, on_running=on_running)
+            outcome = await self._start(
+                WeightUpdate(weights=source, label=label, checksum=checksum, on_running=on_running, partial=partial)
+            )
             with self._receiving_from(group):
                 return await outcome
         except Exception as error:
             raise self._client_error(error) from None
 
-    async def hold(
-        self, source: Source, *, label: WeightLabel | None, rules: UpdateRules, on_running: OnRunning
-    ) -> int:
-        """Read a source to its end and hold the weights until `commit`; return the version that they will get.
+    async def hold(self, update: WeightUpdate) -> int:
+        """Read an update to its end and hold its weights until `commit`; return the version that they will get.
 
         Raises `ApiError` as `install` does.
         """
         try:
-            outcome = await self._start(source, label=label, rules=rules, on_running=on_running, is_held=True)
+            outcome = await self._start(replace(update, hold=True))
             return (await outcome).version + 1
         except Exception as error:
             raise self._client_error(error) from None
@@ -120,7 +119,7 @@ class Updates:
         """
         feed = Feed()
         try:
-            outcome = await self._start(feed.pairs(), label=None, rules=UpdateRules(), on_running="keep")
+            outcome = await self._start(WeightUpdate(weights=feed.pairs()))
         except Exception as error:
             raise self._client_error(error) from None
         self._failure = ""
@@ -188,25 +187,14 @@ class Updates:
         self._failure = ""
         return was_running
 
-    async def _start(
-        self,
-        source: Source,
-        *,
-        label: WeightLabel | None,
-        rules: UpdateRules,
-        on_running: OnRunning,
-        is_held: bool = False,
-    ) -> asyncio.Future[WeightInfo]:
-        """Start gathering; return the future of the installed version, with `is_held` set once they are gathered."""
-        update = WeightUpdate(
-            weights=source, rules=rules, label=label, on_running=on_running, hold=is_held, timeout=self._timeout
-        )
+    async def _start(self, update: WeightUpdate) -> asyncio.Future[WeightInfo]:
+        """Start gathering; return the future of the installed version, with `hold` set once they are gathered."""
         try:
-            outcome = await self._link.engine.start_update(update)
+            outcome = await self._link.engine.start_update(replace(update, timeout=self._timeout))
         except UpdateBusy as error:
             how = HOW_TO_END if self.is_open else HOW_TO_COMMIT if self._holds else "wait for its end"
             raise UpdateBusy(f"{str(error).partition(';')[0]}; {how}") from None
-        self._holds = is_held
+        self._holds = update.hold
         return outcome
 
     async def _result(self, opened: _OpenUpdate) -> WeightInfo:

@@ -41,7 +41,7 @@ from nano_inference.server.trainers.schema import (
     WakeBody,
 )
 from nano_inference.types import WeightLabel
-from nano_inference.weights.updates import UpdateRules
+from nano_inference.weights.updates import WeightUpdate
 
 BROADCASTER = "prime-rl"  # name of the group that /init_broadcaster joins
 _BUCKET_BYTES = 1 << 30  # vLLM's default size of packed broadcasts
@@ -145,9 +145,15 @@ async def _hold(context: RLContext, body: UpdateWeightsBody, directory: str | No
     """An extension: gather weights from a directory without installing them."""
     if directory is None:
         raise ApiError(400, "hold: give the weights as a directory, in weight_dir", param="hold")
-    rules = UpdateRules(partial=bool(body.partial), allow_nonfinite=bool(body.allow_nonfinite), checksum=body.checksum)
-    weights = await context.weights_in(directory, field)
-    held = await context.updates.hold(weights, label=_label_of(body), rules=rules, on_running=body.on_running or "keep")
+    update = WeightUpdate(
+        weights=await context.weights_in(directory, field),
+        label=_label_of(body),
+        on_running=body.on_running or "keep",
+        partial=bool(body.partial),
+        allow_nonfinite=bool(body.allow_nonfinite),
+        checksum=body.checksum,
+    )
+    held = await context.updates.hold(update)
     return {"message": "Weights held", "held_version": held, **await context.facts()}
 
 
