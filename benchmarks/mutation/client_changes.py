@@ -38,7 +38,7 @@ def route(client: str, path: str, file: str) -> Change:
 
 def rl_route(client: str, path: str, file: str) -> Change:
     """Return the change that serves a trainer's route under another path."""
-    return Change(client, f"`{path}` has another name", f"trainers/{file}.py", f'"{path}": ', f'"{path}-gone": ')
+    return Change(client, f"`{path}` has another name", f"trainers/{file}.py", f'"{path}",', f'"{path}-gone",')
 
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"

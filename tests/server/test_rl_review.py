@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nano_inference.server.trainers import context
-from nano_inference.server.trainers.threads import JOINING
+from nano_inference.server.trainers import places
+from nano_inference.server.trainers.groups import JOINING
 from nano_inference.types import BadRequest, EngineDead, EnginePaused, UpdateBusy, WeightError
 from nano_inference.weights import plain
 from tests.server.tiny import Running
@@ -279,7 +279,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingFileSystem]:
         one.answer.wait(60)
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(context, "place_of", place_of)
+    monkeypatch.setattr(places, "place_of", place_of)
     yield one
     one.answer.set()
 
@@ -287,14 +287,14 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingFileSystem]:
 def test_hanging_file_system_blocks_no_other_request(
     server: Running, hanging: HangingFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context, "_FILE_SYSTEM_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(places, "_FILE_SYSTEM_TIMEOUT_S", 60.0)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(server.post, "/update_weights_from_disk", {"model_path": "one"})
         assert hanging.asked.wait(60)
         assert server.client.get("/health").status_code == 200
         assert Stream(server, params=SHORT).result().finish_reason == "length"
         assert not waiting.done()
-        monkeypatch.setattr(context, "_FILE_SYSTEM_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(places, "_FILE_SYSTEM_TIMEOUT_S", 0.01)
         refused(server.post("/update_weights_from_disk", {"model_path": "one"}), 503, "model_path", "did not answer")
         hanging.answer.set()
         refused(waiting.result(60), 400, "Stale file handle")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nano_inference.server.errors import ApiError
-from nano_inference.server.trainers.context import place_of, weights_root
+from nano_inference.server.trainers.places import place_of, weights_root
 from tests.server.tiny import Running
 from tests.server.trainer import (
     LONG,
@@ -283,7 +283,7 @@ def test_link_within_weights_dir_is_followed(shelf: Path, outside: Path) -> None
 
 
 def test_file_replaced_by_a_link_while_read_is_detected(shelf: Path, outside: Path, tmp_path: Path) -> None:
-    from nano_inference.server.trainers.context import weights_below
+    from nano_inference.server.trainers.places import weights_below
 
     root = tmp_path.resolve()
     shutil.copytree(shelf / "one", root / "one")

@@ -1,5 +1,5 @@
 """Routes for trainers: pause, abort, sleep and weight updates, under vLLM's paths and under SGLang's.
 
-`control` and `updates` implement the commands on the event loop through `EngineLink`; `vllm`, `sglang` and `facts` map
-paths and bodies to them; `routes` assembles the routes.
+`vllm` and `sglang` are tables of commands (path, body, call, reply), `facts` one of questions; `routes` mounts them.
+Their calls reach the engine by `control`, `updates` and `groups`, which `context` has.
 """

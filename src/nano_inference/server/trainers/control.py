@@ -1,4 +1,4 @@
-"""Pause, resume, abort, cache flush and sleep for trainers; executed by the engine thread between two steps."""
+"""Pause, sleep and cache flush for trainers; executed by the engine thread between two steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from starlette.types import Receive
 from nano_inference.async_engine import DrivenEngine
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
-from nano_inference.server.guard import ClientGone, while_connected
-from nano_inference.server.trainers.updates import client_error
+from nano_inference.server.guard import while_connected
 from nano_inference.types import PauseMode
 
 MEMORY = frozenset({"weights", "kv_cache"})
@@ -30,32 +29,18 @@ class Control:
         """Pause the engine, which may be paused already; return the number of aborted samples.
 
         If the client disconnects during mode "wait", the pause is cancelled unless another client waits for it too.
-        Raises `ApiError` 409 if another command resumes or pauses the engine meanwhile, or if the engine sleeps.
+        Raises `ApiError` 409 if another command resumes or pauses the engine meanwhile, `EnginePaused` if it sleeps.
         """
         if mode == "abort":
             return await self._link.end_requests(first=lambda engine: engine.pause("keep", clear_cache=clear_cache))
-        try:
-            is_paused = await while_connected(self._link.engine.pause(mode, clear_cache=clear_cache), receive)
-        except ClientGone:
-            raise
-        except Exception as error:
-            raise client_error(error) from None
-        if not is_paused:
+        if not await while_connected(self._link.engine.pause(mode, clear_cache=clear_cache), receive):
             text = "overtaken by a command that resumed the engine before it was paused, or paused it in another mode"
             raise ApiError(409, text, code="overtaken")
         return 0
 
     async def resume(self) -> None:
         """Resume the engine, also after sleep level 0 and if it is not paused."""
-
-        def wake(_: object) -> None:
-            self.asleep -= {SCHEDULING}
-
-        await self._link.engine.resume(first=wake)
-
-    async def abort(self, names: Iterable[str] | None) -> int:
-        """Abort the requests with these names, or all if None; return the number of aborted samples."""
-        return await self._link.end_requests(names)
+        await self._link.engine.resume(first=lambda _: self._add_asleep(wakes={SCHEDULING}))
 
     async def flush(self, *, recompute: bool = False) -> int:
         """Drop cached prefixes; return the number of freed blocks.
@@ -65,14 +50,13 @@ class Control:
         """
 
         def flush(engine: DrivenEngine) -> int:
-            if not recompute:
-                return engine.flush_cache()
-            if engine.is_pausing:
+            if recompute and engine.is_pausing:
                 raise ApiError(409, "reset_running_requests: the engine is pausing", code="busy")
-            was_paused = engine.is_paused
-            engine.pause("keep", clear_cache=True)
-            if not was_paused:
-                engine.resume()
+            if recompute:
+                was_paused = engine.is_paused
+                engine.pause("keep", clear_cache=True)
+                if not was_paused:
+                    engine.resume()
             return engine.flush_cache()
 
         return await self._link.engine.call(flush)
@@ -97,17 +81,13 @@ class Control:
 
         Raises `EnginePaused` while the engine is pausing.
         """
-        named = MEMORY.intersection(what)
 
         def release(engine: DrivenEngine) -> None:
             engine.sleep(discard_weights=discard_weights)
             self._add_asleep(named)
 
-        if named:
+        if named := MEMORY.intersection(what):
             await self._link.engine.call(release)
-
-    def _add_asleep(self, what: Iterable[str]) -> None:
-        self.asleep |= frozenset(what)
 
     async def wake(self, what: Iterable[str] | None) -> None:
         """Wake the named parts, or all if None; memory is allocated again once all released parts are named."""
@@ -121,3 +101,6 @@ class Control:
             return SCHEDULING in before - left
 
         await self._link.engine.resume(first=wake)
+
+    def _add_asleep(self, what: Iterable[str] = (), *, wakes: Iterable[str] = ()) -> None:
+        self.asleep = self.asleep.difference(wakes).union(what)

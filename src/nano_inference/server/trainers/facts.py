@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +10,7 @@ from starlette.requests import Request
 import nano_inference
 from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
-from nano_inference.server.trainers.context import Command, RLContext
+from nano_inference.server.trainers.context import RLContext
 
 
 async def _is_paused(context: RLContext, request: Request) -> JSON:
@@ -56,10 +56,6 @@ async def _load(context: RLContext, request: Request) -> list[JSON]:
     one = (await _loads(context, request))["loads"][0]
     names = {"num_reqs": "num_total_reqs", "num_waiting_reqs": "num_waiting_reqs", "num_tokens": "num_used_tokens"}
     return [{"rid": None, "dp_rank": 0, **{name: one[source] for name, source in names.items()}}]
-
-
-async def _weight_version(context: RLContext, request: Request) -> JSON:
-    return await context.facts()
 
 
 async def _model_info(context: RLContext, request: Request) -> JSON:
@@ -111,15 +107,15 @@ async def _vllm_config(context: RLContext) -> dict[str, Any]:
     }
 
 
-QUERIES: Mapping[str, Command] = {
+QUERIES: Mapping[str, Callable[[RLContext, Request], Awaitable[JSON | list[JSON]]]] = {
     "/is_paused": _is_paused,
     "/is_sleeping": _is_sleeping,
     "/weight_info": _weight_info,
     "/get_world_size": _world_size,
     "/v1/loads": _loads,
     "/get_load": _load,
-    "/get_weight_version": _weight_version,
-    "/weight_version": _weight_version,
+    "/get_weight_version": lambda context, _: context.facts(),
+    "/weight_version": lambda context, _: context.facts(),
     "/get_model_info": _model_info,
     "/model_info": _model_info,
     "/server_info": _server_info,

@@ -6,19 +6,42 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from nano_inference.server.errors import ApiError
-from nano_inference.server.trainers.feed import Source
-from nano_inference.server.trainers.threads import in_thread
+from nano_inference.server.trainers.updates import Source
 from nano_inference.types import WeightError
 
+JOINING = "weight-joining"  # name of the threads that wait for a trainer
 MAX_GROUPS = 8
 Packed = int | Literal[False] | None  # size in bytes of packed broadcasts; False for one broadcast per tensor
 _SHOWN_FAULTS = 5
 _GRACE_S = 5.0  # time for a group to report its own timeout
 _log = logging.getLogger("nano_inference.server")
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T], drop: Callable[[T], None], name: str = JOINING) -> T:
+    """Return the result of `work`, or raise its exception; if the caller was cancelled, `drop` receives the result.
+
+    The thread is a daemon: such calls cannot be cancelled, and the process does not join them at exit.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        return await asyncio.shield(asyncio.wrap_future(done))
+    except asyncio.CancelledError:
+        done.add_done_callback(lambda one: drop(one.result()) if one.exception() is None else None)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +132,14 @@ class Groups:
             # If this is cancelled meanwhile, the group is closed.
             self._groups[name] = await in_thread(connect, lambda joined: joined.close())
 
-        task = asyncio.ensure_future(store())
-        task.add_done_callback(lambda _: given_up.set())
-        await self._wait(name, task, limit=self._timeout + _GRACE_S if is_vllm else None)
-
-    async def _wait(self, name: str, task: asyncio.Task[None], limit: float | None) -> None:
-        """Wait until a group is joined; `limit` is in seconds, for those that do not end by themselves.
-
-        A join that exceeds it leaves its thread in ncclCommInitRank, which cannot be interrupted.
-        """
-        self._joining[name] = task
+        task = self._joining[name] = asyncio.ensure_future(store())
         try:
-            await asyncio.wait({task}, timeout=limit)
+            # ncclCommInitRank has no timeout; the other groups end by themselves. Its thread is abandoned.
+            await asyncio.wait({task}, timeout=self._timeout + _GRACE_S if is_vllm else None)
         finally:
             is_late = not task.done()
             task.cancel()
+            given_up.set()
             if self._joining.get(name) is task:
                 del self._joining[name]
         if is_late:
@@ -180,15 +196,19 @@ class Groups:
         source: Source = joined.group.receive(specs, shapes_of, bucket_bytes=bucket_bytes)
         return source
 
-    def has(self, name: str) -> bool:
-        """Return True if a group of that name was joined."""
-        return name in self._groups
-
     def receive_state_dicts(self, name: str) -> Source:
         """Return a source that receives what prime-rl's trainer broadcasts. Raises `ApiError` if there is no group."""
         from nano_inference.weights.state_dicts import state_dicts
 
         return state_dicts(self._joined(name).group, self._weight_shapes())
+
+    def has(self, name: str) -> bool:
+        """Return True if a group of that name was joined."""
+        return name in self._groups
+
+    def receiving(self) -> list[str]:
+        """Return the names of the groups with tensors still to be received."""
+        return sorted(name for name, joined in self._groups.items() if joined.group.is_receiving)
 
     def _joined(self, name: str) -> _Joined:
         if name not in self._groups:

@@ -8,7 +8,7 @@ sglang/srt/entrypoints/http_server.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,9 +18,13 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy
-from nano_inference.server.trainers.context import endpoint_of, make_context
+from nano_inference.server.trainers.context import CLIENT_ERRORS, Command, RLContext, client_error, json_response
+from nano_inference.server.trainers.control import Control
 from nano_inference.server.trainers.facts import DESCRIPTIONS, QUERIES
-from nano_inference.server.trainers.sglang import SGLANG_COMMANDS, sglang_endpoint_of, unsupported
+from nano_inference.server.trainers.groups import Groups
+from nano_inference.server.trainers.places import weights_root
+from nano_inference.server.trainers.sglang import SGLANG_COMMANDS
+from nano_inference.server.trainers.updates import Updates
 from nano_inference.server.trainers.vllm import VLLM_COMMANDS
 
 REFUSED_COMMANDS = frozenset(
@@ -32,12 +36,10 @@ REFUSED_COMMANDS = frozenset(
 )
 """Commands that trainers send and this server does not support."""
 QUESTIONS = frozenset(QUERIES)  # GET paths, which change nothing; an ordinary key is enough
-
-ADMIN_PATHS = frozenset({*VLLM_COMMANDS, *SGLANG_COMMANDS}) | REFUSED_COMMANDS  # all paths that need an admin key
-STREAM_PATHS = frozenset({"/update_weights_from_body"})
-"""Commands whose body is bytes, and whose fields are in the query."""
-_ALSO_GET = frozenset({"/flush_cache", "/weights_checker"})
-"""Commands that SGLang also accepts as GET, as some trainers send them."""
+ADMIN_PATHS = frozenset(one.path for one in (*VLLM_COMMANDS, *SGLANG_COMMANDS)) | REFUSED_COMMANDS
+"""All paths that need an admin key."""
+STREAM_PATHS = frozenset(one.path for one in VLLM_COMMANDS if one.takes_stream)
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def rl_routes(
@@ -48,25 +50,64 @@ def rl_routes(
     `opened` returns the loaded model, or raises `ApiError` while it is loading. Raises `ValueError` if
     `config.weights_dir` is not a directory.
     """
-    context = make_context(link, config, policy, opened)
-    questions = [Route(path, endpoint_of(command, context), methods=["GET"]) for path, command in QUERIES.items()]
+    context = RLContext(
+        config=config,
+        policy=policy,
+        link=link,
+        opened=opened,
+        root=weights_root(config.weights_dir),
+        control=Control(link),
+        updates=Updates(link, config.weight_timeout),
+        groups=Groups(config.weight_timeout, lambda: opened().engine.weight_shapes()),
+    )
+    is_open = QUESTIONS if config.enable_rl else DESCRIPTIONS
+    routes = [Route(path, _question(path, context), methods=["GET"]) for path in QUERIES if path in is_open]
     if not config.enable_rl:
-        described = [route for route in questions if route.path in DESCRIPTIONS]
-        return [*(_hint(path) for path in sorted((ADMIN_PATHS | QUESTIONS) - DESCRIPTIONS)), *described]
-    endpoints = {path: endpoint_of(command, context) for path, command in VLLM_COMMANDS.items()}
-    endpoints |= {path: sglang_endpoint_of(command, context) for path, command in SGLANG_COMMANDS.items()}
-    endpoints |= {path: sglang_endpoint_of(unsupported(path), context) for path in sorted(REFUSED_COMMANDS)}
-    return [
-        *(
-            Route(path, endpoint, methods=["POST", "GET"] if path in _ALSO_GET else ["POST"])
-            for path, endpoint in endpoints.items()
-        ),
-        *questions,
-    ]
+        closed = sorted((ADMIN_PATHS | QUESTIONS) - DESCRIPTIONS)
+        return [*routes, *(_refused(path, 404, _NEEDS_RL, ("GET", "POST")) for path in closed)]
+    routes += [Route(one.path, _command(one, context), methods=one.methods) for one in VLLM_COMMANDS]
+    routes += [Route(one.path, _sglangs(_command(one, context)), methods=one.methods) for one in SGLANG_COMMANDS]
+    return [*routes, *(_refused(path, 501, _UNSUPPORTED, ("POST",)) for path in sorted(REFUSED_COMMANDS))]
 
 
-def _hint(path: str) -> Route:
-    async def disabled(request: Request) -> Response:
-        raise ApiError(404, f"no such path: {path}; the routes for trainers need --enable-rl")
+_NEEDS_RL = "no such path: {}; the routes for trainers need --enable-rl"
+_UNSUPPORTED = "{} is not supported by this server"
 
-    return Route(path, disabled, methods=["GET", "POST"])
+
+def _question(path: str, context: RLContext) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        try:
+            return json_response(await QUERIES[path](context, request))
+        except CLIENT_ERRORS as error:
+            raise client_error(error) from None
+
+    return endpoint
+
+
+def _command(command: Command, context: RLContext) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        return await command.run(context, request)
+
+    return endpoint
+
+
+def _sglangs(endpoint: Endpoint) -> Endpoint:
+    """Return an endpoint whose error replies have SGLang's `success` and `message` next to the error object."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ApiError as error:
+            request.scope["state"]["log_fields"] = {"error": error}
+            body = error.to_dict()
+            failed = {"success": False, "message": body["error"]["message"], **body}
+            return json_response(failed, error.status, error.headers)
+
+    return answer
+
+
+def _refused(path: str, status: int, text: str, methods: tuple[str, ...]) -> Route:
+    async def refuse(request: Request) -> Response:
+        raise ApiError(status, text.format(path), code="not_supported" if status == 501 else None)
+
+    return Route(path, _sglangs(refuse) if status == 501 else refuse, methods=methods)

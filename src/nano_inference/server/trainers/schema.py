@@ -1,17 +1,20 @@
 """Bodies of the trainer routes: strict pydantic models with vLLM's and SGLang's field names.
 
 vLLM's: vllm/entrypoints/serve/*/api_router.py and distributed/weight_transfer/base.py. SGLang's:
-sglang/srt/managers/io_struct.py. Unknown fields are rejected: a trainer that misspells `checksum` must not believe that
-it was checked.
+sglang/srt/managers/io_struct.py. The tables of routes say which path takes which body. Unknown fields are rejected: a
+trainer that misspells `checksum` must not believe that it was checked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import Body
+from nano_inference.weights.updates import NamedWeights, WeightUpdate
 
 MAX_TENSORS = 100_000
 GROUP = "weight_update_group"  # SGLang's default name of a group
@@ -27,90 +30,113 @@ Label = Annotated[str, Field(min_length=1, max_length=256)] | Annotated[int, Fie
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
 Names = Annotated[list[Name], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
-Dtypes = Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=MAX_TENSORS, fail_fast=True)]
+Dtype = Annotated[str, Field(max_length=64)]
+Dtypes = Annotated[list[Dtype], Field(max_length=MAX_TENSORS, fail_fast=True)]
 Shape = Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=8)]
 Shapes = Annotated[list[Shape], Field(max_length=MAX_TENSORS, fail_fast=True)]
 GroupName = Annotated[str, Field(min_length=1, max_length=128)]
+Backend = Literal["gloo", "nccl"]
 Address = Annotated[str, Field(min_length=1, max_length=255)]
 Port = Annotated[int, Field(ge=1, le=65535), BeforeValidator(_number)]  # a number, or its digits: AReaL sends text
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-
-
+Format = Annotated[str, Field(max_length=256)]
+Mode = Literal["abort", "wait", "keep"]
 Checksum = Annotated[str, Field(min_length=1, max_length=256)]
 """The result of `weights_checksum` over all weights of a version."""
 UPDATE_FORMS = ("ipc_handles", "ipc_handles_pickled", "sparse", "handles", "serialized_named_tensors")
 """Fields of vLLM's other weight transfer methods, which are rejected unless they are empty."""
+BUCKET_BYTES = 1 << 30  # vLLM's default size of packed broadcasts
 
 
 class EmptyBody(Body):
     """A command without fields."""
 
 
+class NewWeights(Body):
+    """New weights in one request. By default requests continue, as in vLLM and unlike SGLang."""
+
+    weight_version: Label | None = None
+    checksum: Checksum | None = None
+    abort_all_requests: bool | None = None
+
+    def update(self, weights: NamedWeights, *, partial: bool = False) -> WeightUpdate:
+        """Return the update with these weights; with `partial`, weights that are not among them keep their values."""
+        return WeightUpdate(
+            weights=weights,
+            label=self.weight_version,
+            checksum=self.checksum,
+            on_running="abort" if self.abort_all_requests else "keep",
+            partial=partial,
+        )
+
+
+class Rendezvous(Body):
+    """Where a trainer's process group meets."""
+
+    master_address: Address
+    master_port: Port
+    rank_offset: Count
+    world_size: Count
+    group_name: GroupName | None = None
+    backend: Backend | None = None
+
+
+class Packing(Body):
+    """How a trainer broadcasts its tensors."""
+
+    packed: bool | None = None  # several tensors as one array of bytes
+    packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=2**36)] | None = None
+    packed_num_buffers: Count | None = None  # ignored: it concerns the sender
+
+    @property
+    def bucket_bytes(self) -> int | Literal[False] | None:
+        """The size of packed broadcasts; False for single ones, None if the trainer does not say."""
+        if self.packed is None:
+            return None
+        return (self.packed_buffer_size_bytes or BUCKET_BYTES) if self.packed else False
+
+
 # ---- vLLM -----------------------------------------------------------------------------------------------------------
 
 
 class PauseBody(Body):
-    """POST /pause."""
-
-    mode: Literal["abort", "wait", "keep"] | None = None
+    mode: Mode | None = None
     clear_cache: bool | None = None
     wait_for_inflight_requests: bool | None = None  # vLLM's older form of mode=wait
 
 
 class AbortBody(Body):
-    """POST /abort_requests: all requests without the field, none for an empty list."""
-
-    request_ids: Annotated[list[Name], Field(max_length=MAX_TENSORS)] | None = None
+    request_ids: Annotated[list[Name], Field(max_length=MAX_TENSORS)] | None = None  # None: all
 
 
 class ResetBody(Body):
-    """POST /reset_prefix_cache."""
-
     reset_running_requests: bool | None = None
     reset_external: bool | None = None
     reset_connector: bool | None = None  # both are ignored: there is no external cache
 
 
 class SleepBody(Body):
-    """POST /sleep: level 0 only pauses, 1 releases memory, 2 also discards the weights."""
-
-    level: Annotated[int, Field(ge=0, le=2)] | None = None
-    mode: Literal["abort", "wait", "keep"] | None = None
+    level: Annotated[int, Field(ge=0, le=2)] | None = None  # 0 only pauses, 1 releases memory, 2 discards the weights
+    mode: Mode | None = None
 
 
 class WakeBody(Body):
-    """POST /wake_up; without tags, all parts."""
-
-    tags: list[Literal["weights", "kv_cache", "scheduling"]] | None = None
+    tags: list[Literal["weights", "kv_cache", "scheduling"]] | None = None  # none: all parts
 
 
-class InitInfo(Body):
+class InitInfo(Rendezvous, Packing):
     """The trainer's rendezvous; `group_name` and `backend` are extensions."""
-
-    master_address: Address
-    master_port: Port
-    rank_offset: Count
-    world_size: Count
-    packed: bool | None = None  # the trainer broadcasts several tensors as one array of bytes
-    packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=2**36)] | None = None
-    packed_num_buffers: Count | None = None  # ignored: it concerns the sender
-    group_name: GroupName | None = None
-    backend: Literal["gloo", "nccl"] | None = None
 
 
 class InitTransferBody(Body):
-    """POST /init_weight_transfer_engine."""
-
     init_info: InitInfo
 
 
 class StartUpdateBody(Body):
-    """POST /start_weight_update."""
-
     is_checkpoint_format: bool | None = None
 
 
-class UpdateInfo(Body):
+class UpdateInfo(Packing):
     """Either tensors that the trainer broadcasts next, or a directory."""
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UPDATE_FORMS)
@@ -118,16 +144,13 @@ class UpdateInfo(Body):
     names: Names | None = None
     dtype_names: Dtypes | None = None
     shapes: Shapes | None = None
-    packed: bool | None = None  # the trainer broadcasts several tensors as one array of bytes
-    packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=2**36)] | None = None
-    packed_num_buffers: Count | None = None  # ignored: it concerns the sender
     group_name: GroupName | None = None
     weight_dir: Path | None = None
     path: Path | None = None
 
 
 class UpdateWeightsBody(Body):
-    """POST /update_weights: vLLM's form, or prime-rl's with a directory."""
+    """vLLM's form, or prime-rl's with a directory."""
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UPDATE_FORMS)
     update_info: UpdateInfo | None = None
@@ -142,39 +165,58 @@ class UpdateWeightsBody(Body):
     partial: bool | None = None  # an extension: weights that the directory lacks keep their values, with `hold`
     allow_nonfinite: bool | None = None  # an extension: accept NaN and infinity, with `hold`
 
+    def directory(self) -> tuple[str | None, str]:
+        """Return (directory, its field), or (None, ""). Raises `ApiError` for two sources or unsupported fields."""
+        info = self.update_info
+        extra = {**(self.model_extra or {}), **((info.model_extra or {}) if info else {})}
+        for name in UPDATE_FORMS:
+            if extra.get(name):
+                text = f"{name} is not supported: broadcast plain tensors or name a directory"
+                raise ApiError(501, text, param=name)
+        paths: Mapping[str, str | None] = {"weight_dir": self.weight_dir}
+        if info is not None:
+            paths = {**paths, "update_info.weight_dir": info.weight_dir, "update_info.path": info.path}
+        found = [(path, field) for field, path in paths.items() if path is not None]
+        if len(found) > 1 or (found and info is not None and info.names is not None):
+            raise ApiError(400, "update_info: give either names, dtype_names and shapes, or one directory")
+        return found[0] if found else (None, "")
 
-class FromBodyQuery(Body):
-    """Query of POST /update_weights_from_body."""
+    def update(self, weights: NamedWeights) -> WeightUpdate:
+        """Return the update with these weights. Raises `ApiError` 400 if `version` and `weight_version` differ."""
+        if self.version is not None and self.weight_version not in (None, self.version):
+            raise ApiError(400, "version and weight_version disagree", param="version")
+        return WeightUpdate(
+            weights=weights,
+            label=self.version if self.weight_version is None else self.weight_version,
+            on_running=self.on_running or "keep",
+            partial=bool(self.partial),
+            allow_nonfinite=bool(self.allow_nonfinite),
+            checksum=self.checksum,
+            hold=bool(self.hold),
+        )
 
-    weight_version: Label | None = None
-    checksum: Checksum | None = None
+
+class FromBodyQuery(NewWeights):
     partial: bool | None = None  # weights that the body lacks keep their values
-    abort_all_requests: bool | None = None
 
 
 class FinishUpdateBody(Body):
-    """POST /finish_weight_update."""
-
     weight_version: Label | None = None
     checksum: Checksum | None = None
 
 
 class LabelBody(Body):
-    """POST /update_weight_version. By default no request is aborted, as in vLLM and unlike SGLang."""
-
     new_version: Label
     abort_all_requests: bool | None = None
 
 
 class CheckBody(Body):
-    """POST /weight_checker."""
-
     action: Annotated[str, Field(max_length=64)]
     checksum: Annotated[str, Field(max_length=256)] | None = None  # expected checksum, for the action `compare`
 
 
 class InitBroadcasterBody(Body):
-    """POST /init_broadcaster, of prime-rl; `backend` is an extension."""
+    """prime-rl's rendezvous; `backend` is an extension."""
 
     host: Address
     port: Port
@@ -183,7 +225,7 @@ class InitBroadcasterBody(Body):
     timeout: Count | None = None  # ignored: the server has its own limit
     quantize_in_weight_transfer: bool | None = None
     session_id: Annotated[str, Field(max_length=256)] | None = None
-    backend: Literal["gloo", "nccl"] | None = None
+    backend: Backend | None = None
 
 
 class ParameterInfo(Body):
@@ -191,11 +233,11 @@ class ParameterInfo(Body):
 
     name: Name
     shape: Shape
-    dtype: Annotated[str, Field(max_length=64)]
+    dtype: Dtype
 
 
 class ReceiveUpdateBody(Body):
-    """POST /receive_weight_update, of PipelineRL; `group_name` is an extension."""
+    """PipelineRL's update; `group_name` is an extension."""
 
     version: Label
     parameters_info: Annotated[list[ParameterInfo], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
@@ -208,40 +250,27 @@ class ReceiveUpdateBody(Body):
 
 
 class PauseGenerationBody(Body):
-    """POST /pause_generation."""
-
     mode: Literal["abort", "retract", "in_place"] | None = None
 
 
 class AbortRequestBody(Body):
-    """POST /abort_request."""
-
     rid: Name | Annotated[list[Name], Field(max_length=MAX_TENSORS)] | Literal[""] | None = None
     abort_all: bool | None = None
     abort_message: str | None = None  # ignored
 
 
 class ContinueBody(Body):
-    """POST /continue_generation."""
-
     torch_empty_cache: bool | None = None  # ignored: torch's cache is kept
 
 
 class FlushBody(Body):
-    """POST /flush_cache."""
-
     timeout: float | Annotated[str, Field(max_length=32)] | None = None  # ignored: the flush does not wait
 
 
-class FromDiskBody(Body):
-    """POST /update_weights_from_disk."""
-
+class FromDiskBody(NewWeights):
     model_path: Path
-    load_format: Annotated[str, Field(max_length=64)] | None = None
-    weight_version: Label | None = None
-    checksum: Checksum | None = None
+    load_format: Format | None = None
     flush_cache: bool | None = None  # ignored: cached prefixes are never reused with other weights
-    abort_all_requests: bool | None = None
     is_async: bool | None = None
     """Ignored: requests always continue during the update, and the reply is sent at its end."""
     torch_empty_cache: bool | None = None
@@ -251,41 +280,20 @@ class FromDiskBody(Body):
     token_step: int | None = None  # ignored
 
 
-class InitGroupBody(Body):
-    """POST /init_weights_update_group."""
-
-    master_address: Address
-    master_port: Port
-    rank_offset: Count
-    world_size: Count
-    group_name: GroupName = GROUP
-    backend: Literal["gloo", "nccl"] | None = None
-
-
-class FromGroupBody(Body):
-    """POST /update_weights_from_distributed; weights that are not named keep their values."""
-
+class FromGroupBody(NewWeights):
     names: Names
     dtypes: Dtypes
     shapes: Shapes
     group_name: GroupName = GROUP
-    load_format: Annotated[str, Field(max_length=64)] | None = None
-    weight_version: Label | None = None
-    checksum: Checksum | None = None
+    load_format: Format | None = None
     flush_cache: bool | None = None
     torch_empty_cache: bool | None = None  # both are ignored, as in `FromDiskBody`
-    abort_all_requests: bool | None = None
 
 
-class FromTensorBody(Body):
-    """POST /update_weights_from_tensor; weights that are not named keep their values."""
-
+class FromTensorBody(NewWeights):
     serialized_named_tensors: Annotated[list[str], Field(min_length=1, max_length=1024)]
     """A pickle in base64 for each tensor-parallel rank."""
-    load_format: Annotated[str, Field(max_length=256)] | None = None
-    weight_version: Label | None = None
-    checksum: Checksum | None = None
-    abort_all_requests: bool | None = None
+    load_format: Format | None = None
     flush_cache: bool | None = None
     torch_empty_cache: bool | None = None
     disable_draft_model: bool | None = None
@@ -293,25 +301,19 @@ class FromTensorBody(Body):
 
 
 class DestroyGroupBody(Body):
-    """POST /destroy_weights_update_group."""
-
     group_name: GroupName = GROUP
 
 
 class PostProcessBody(Body):
-    """POST /post_process_weights. Both are done in every update here: it takes a checkpoint's weights as they are."""
+    """Both are done in every update here: it takes a checkpoint's weights as they are."""
 
     restore_weights_before_load: bool | None = None
     post_process_quantization: bool | None = None
 
 
 class WeightsCheckerBody(Body):
-    """POST /weights_checker."""
-
     action: Literal["checksum"] = "checksum"
 
 
 class MemoryBody(Body):
-    """POST /release_memory_occupation and /resume_memory_occupation; without tags, all parts."""
-
-    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None  # none: all parts

@@ -18,10 +18,10 @@ from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.opening import open_model
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind, close_listener
-from nano_inference.server.trainers.feed import Feed
+from nano_inference.server.trainers.updates import Feed, UpdateInParts
 from nano_inference.server.verl.options import RolloutOptions, refuse_media, sampling_params
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
-from nano_inference.types import SamplingParams, TrainingSample, WeightError
+from nano_inference.types import SamplingParams, TrainingSample
 from nano_inference.weights.updates import WeightUpdate
 
 TAGS = frozenset({"weights", "kv_cache"})  # the parts whose memory verl asks to resume
@@ -53,8 +53,7 @@ class RolloutServer:
         """Whether requests that arrive while generation is stopped are returned as aborted, instead of waiting."""
         self._running: dict[int, str] = {}  # requests in the engine
         self._num_requests = 0
-        self._feed: Feed | None = None
-        self._update: asyncio.Task[int] | None = None
+        self._update: UpdateInParts | None = None
 
     # ---- start ------------------------------------------------------------------------------------------------------
 
@@ -215,34 +214,24 @@ class RolloutServer:
     async def begin_update(self, global_steps: int | None) -> None:
         """Start an update, whose tensors follow by `put_weights`; one that its sender left unfinished is dropped."""
         await self.cancel_update("another update was started")
-        self._feed = Feed()
-        update = WeightUpdate(weights=self._feed.pairs(), label=global_steps, on_running="recompute")
-        self._update = asyncio.get_running_loop().create_task(self._link.engine.update_weights(update))
+        feed = Feed()
+        update = WeightUpdate(weights=feed.pairs(), label=global_steps, on_running="recompute")
+        self._update = UpdateInParts(feed, await self._link.engine.start_update(update))
 
     async def put_weights(self, shared: Iterable[SharedTensor]) -> None:
         """Add tensors to the update; return when they are packed. Raises what the update raised."""
-        feed, update = self._require_update()
-        packed = feed.put(from_shared(shared))
-        either: list[asyncio.Future[Any]] = [packed, update]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if update.done() or packed.cancelled():
-            await update
-            raise WeightError("the update ended before these tensors")
+        await self._require_update().add(from_shared(shared))
 
     async def finish_update(self, global_steps: int | None) -> int:
         """Install the update between two steps; return its version. Raises `WeightError`; then the old weights stay."""
-        feed, update = self._require_update()
-        feed.end()
-        version: int = await update
+        installed = await self._require_update().finish()
         self._steps = self._steps if global_steps is None else global_steps
-        return version
+        return installed.version
 
     async def cancel_update(self, reason: str) -> None:
         """End an update without installing it. Has no effect without one."""
-        if self._feed is not None and self._update is not None and not self._update.done():
-            self._feed.abort(reason)
-            await asyncio.wait({self._update})
-            self._update.exception()  # known to the caller: not to be logged as never retrieved
+        if self._update is not None and not self._update.outcome.done():
+            await self._update.abort(reason)
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Record the trainer's step of the installed weights."""
@@ -278,9 +267,9 @@ class RolloutServer:
         assert self._options is not None, "not launched"
         return self._options
 
-    def _require_update(self) -> tuple[Feed, asyncio.Task[int]]:
-        assert self._feed is not None and self._update is not None, "begin_update comes first"
-        return self._feed, self._update
+    def _require_update(self) -> UpdateInParts:
+        assert self._update is not None, "begin_update comes first"
+        return self._update
 
 
 def scores_of(sample: TrainingSample) -> dict[str, Any]:
