@@ -95,12 +95,12 @@ def test_the_proxy_passes_requests_and_streams_on(stubs: list[Stub], single: Inf
     with proxied([stub.url for stub in stubs], checks_health=True) as front:
         assert front.client.get("/v1/models").json()["data"][0]["id"] == "m"
         assert front.client.get("/health").json()["status"] == "ok"
-        front.fleet.placed.clear()
+        front.servers.placed.clear()
         whole = front.client.post("/inference/v1/generate", json=body).json()
         assert tuple(whole["choices"][0]["token_ids"]) == right
         text = front.client.post("/inference/v1/generate", json={**body, "stream": True}).text
         assert tuple(event["choices"][0]["token_ids"][0] for event in events_in(text)[:-1]) == right
-        assert len(front.fleet.placed) == 2 and len(set(front.fleet.placed)) == 1  # where the prefix is cached
+        assert len(front.servers.placed) == 2 and len(set(front.servers.placed)) == 1  # where the prefix is cached
         completion = front.client.post("/v1/completions", json={"prompt": PROMPTS[0], "max_tokens": 3}).json()
         assert len(json.loads(completion["choices"][0]["text"].replace("(", "[").replace(")", "]"))) == 3
         assert front.client.get("/metrics").status_code == front.client.get("/load").status_code == 200

@@ -189,7 +189,7 @@ def test_nothing_is_evaluated_and_one_room_starts_programs(trees: dict[str, ast.
     assert importers(trees, {"ctypes"}) == {"executors/cpu/library.py", "executors/cpu/native.py", "weights/nccl.py"}
     callers = {path for path, tree in trees.items() if "nano_inference.support.processes" in set(imports(tree))}
     starting = {"loading/downloads.py", "executors/cpu/compile.py"}
-    assert callers == starting | {"parallel/processes.py", "server/front/child.py"}
+    assert callers == starting | {"parallel/processes.py", "server/front/process.py"}
 
 
 def test_programs_are_run_without_a_shell_in_a_named_directory(trees: dict[str, ast.Module]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,10 @@ import httpx2
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import stream_errors
-from nano_inference.server.front.fleet import Fleet
+from nano_inference.server.front import front
 from nano_inference.server.front.forwarding import make_client
 from nano_inference.server.front.placement import Placement
-from nano_inference.server.front.replicas import Proxy
-from nano_inference.server.front.supervisor import HealthCheck
+from nano_inference.server.front.servers import Server, Servers, State
 from nano_inference.server.guard import Guard
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.protocol import uvicorn_config
@@ -26,19 +25,20 @@ from nano_inference.server.wiring import guard_policy, installed_dialects
 from tests.server.tiny import close
 
 
-class CountingFleet(Fleet):
-    """Also lists the replica of each request that was placed."""
+class CountingServers(Servers):
+    """Also lists the index of each server that was chosen, and sets states from outside."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
+    def __init__(self, servers: Sequence[Server], client: httpx2.AsyncClient) -> None:
+        super().__init__(servers, client)
         self.placed: list[int] = []
 
-    @contextmanager
-    def place(self, placement: Placement, avoid: Collection[int] = ()) -> Iterator[int | None]:
-        with super().place(placement, avoid) as index:
-            if index is not None:
-                self.placed.append(index)
-            yield index
+    def place(self, placement: Placement, among: Sequence[Server]) -> Server:
+        server = super().place(placement, among)
+        self.placed.append(self.all.index(server))
+        return server
+
+    def set_state(self, index: int, state: State) -> None:
+        self.all[index].state = state
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Front:
     """A running proxy."""
 
     url: str
-    fleet: CountingFleet
-    proxy: Proxy
+    servers: CountingServers
+    proxy: front.Front
     loop: asyncio.AbstractEventLoop
     client: httpx2.Client
 
@@ -69,22 +69,22 @@ def proxied(urls: Sequence[str], *, checks_health: bool = False, **settings: Any
     came_up, leave = threading.Event(), threading.Event()
 
     async def main() -> None:
-        fleet, policy = CountingFleet(len(urls)), guard_policy(config, KeyRing.of(load_keys(config)))
+        policy = guard_policy(config, KeyRing.of(load_keys(config)))
         async with make_client() as client:
-            proxy = Proxy(fleet, client, policy, stream_errors(installed_dialects()))
+            behind = [Server(names=(f"worker {n}",), url=url, state="ready") for n, url in enumerate(config.workers)]
+            servers = CountingServers(behind, client)
+            errors = stream_errors(installed_dialects())
+            proxy = front.Front(servers, front.Replicas(servers), client, policy, errors, load_timeout=60)
             listener = Listener(uvicorn_config(Guard(proxy, policy), config, policy))
             serving = asyncio.create_task(listener.serve(sockets=[listening]))
-            for index, url in enumerate(config.workers):
-                fleet.set_ready(index, url)
-            health = HealthCheck(fleet, client)
             if checks_health:
-                health.start()
+                await servers.open()
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             http = httpx2.Client(base_url=url, timeout=60, verify=False)
-            ready.append(Front(url, fleet, proxy, asyncio.get_running_loop(), http))
+            ready.append(Front(url, servers, proxy, asyncio.get_running_loop(), http))
             came_up.set()
             await asyncio.to_thread(leave.wait)
-            await health.close()
+            await servers.close()
             await close(listener, serving)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), name="proxy")

@@ -1,18 +1,20 @@
-"""Which models are loaded and unloaded when: `Models` with servers that the test controls."""
+"""Which models are loaded and unloaded when: `Servers` with processes that the test controls."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from nano_inference.server.errors import ApiError
-from nano_inference.server.front import child
-from nano_inference.server.front.child import ReplicaFailed
-from nano_inference.server.front.models import HostedModel, MemoryLimits, ModelEntry, Models
+from nano_inference.server.front import process
+from nano_inference.server.front.forwarding import make_client
+from nano_inference.server.front.process import ServerFailed
+from nano_inference.server.front.servers import MemoryLimits, Server, Servers
 
 PATIENCE = 20.0
 
@@ -30,7 +32,7 @@ class ScriptedServer:
     async def ready(self) -> str:
         await self.may_load.wait()
         if self._errors:
-            raise ReplicaFailed(self._errors.pop(0))
+            raise ServerFailed(self._errors.pop(0))
         return f"http://{self.name}"
 
     async def wait(self) -> int:
@@ -49,29 +51,38 @@ class World:
     """Models a, b, c, ... with files of 1 byte, and their servers in the order in which they were started."""
 
     def __init__(
-        self, names: str, limits: MemoryLimits, *, loads_at_once: bool = True, file_bytes: int = 1, **times: float
+        self,
+        names: str,
+        limits: MemoryLimits,
+        *,
+        loads_at_once: bool = True,
+        file_bytes: int = 1,
+        retry_after: float = 5.0,
+        measure_every: float = 2.0,
     ) -> None:
-        entries = [ModelEntry(names=(name,), file_bytes=1 if name == "a" else file_bytes, setup={}) for name in names]
+        behind = [
+            Server(names=(name,), file_bytes=1 if name == "a" else file_bytes, start=partial(self._start, name))
+            for name in names
+        ]
         self.sizes = dict.fromkeys(names, 10)
         self.errors: dict[str, list[str]] = {name: [] for name in names}
         self.started: list[ScriptedServer] = []
         self._loads_at_once = loads_at_once
-        self.models = Models(entries, self._start, limits, **times)
+        retry = (retry_after, retry_after)
+        self.models = Servers(behind, make_client(), limits=limits, retry=retry, measure_every=measure_every)
 
-    def _start(self, entry: ModelEntry) -> ScriptedServer:
-        server = ScriptedServer(entry.name, self.errors[entry.name], self.sizes[entry.name])
+    def _start(self, name: str) -> ScriptedServer:
+        server = ScriptedServer(name, self.errors[name], self.sizes[name])
         if self._loads_at_once:
             server.may_load.set()
         self.started.append(server)
         return server
 
-    def __getitem__(self, name: str) -> HostedModel:
-        found = self.models.find(name)
-        assert found is not None
-        return found
+    def __getitem__(self, name: str) -> Server:
+        return next(one for one in self.models.all if one.name == name)
 
     async def use(self, name: str) -> str:
-        async with self.models.use(self[name], PATIENCE) as url:
+        async with self.models.use(self[name], PATIENCE, may_start=True) as url:
             return url
 
     def hold(self, name: str) -> tuple[asyncio.Task[None], asyncio.Event, asyncio.Event]:
@@ -79,7 +90,7 @@ class World:
         began, end = asyncio.Event(), asyncio.Event()
 
         async def work() -> None:
-            async with self.models.use(self[name], PATIENCE):
+            async with self.models.use(self[name], PATIENCE, may_start=True):
                 began.set()
                 await end.wait()
 
@@ -87,7 +98,7 @@ class World:
 
     @property
     def loaded(self) -> set[str]:
-        return {one.entry.name for one in self.models.loaded}
+        return {one.name for one in self.models.ready}
 
 
 def run(work: Callable[[World], Awaitable[None]], names: str, limits: MemoryLimits, **options: Any) -> None:
@@ -155,7 +166,7 @@ def test_a_model_in_use_is_unloaded_only_after_its_requests() -> None:
         holding, began, end = world.hold("a")
         await began.wait()
         waiting = asyncio.create_task(world.use("b"))
-        await until(lambda: world["a"].state == "unloading")
+        await until(lambda: world["a"].state == "draining")
         late = asyncio.create_task(world.use("a"))  # waits until a is loaded again, and so does not delay b
         await asyncio.sleep(0.02)
         assert not waiting.done() and not late.done() and not world.started[0].was_stopped
@@ -174,10 +185,10 @@ def test_a_model_that_waits_for_memory_is_not_delayed_by_new_requests_for_anothe
         holding, began, end = world.hold("a")
         await until(lambda: len(world.started) == 1)
         waiting = asyncio.create_task(world.use("b"))
-        await until(lambda: world["b"].state == "loading")
+        await until(lambda: world["b"].state == "starting")
         world.started[0].may_load.set()
         await began.wait()
-        await until(lambda: world["a"].state == "unloading")
+        await until(lambda: world["a"].state == "draining")
         end.set()
         await until(lambda: len(world.started) == 2)
         world.started[1].may_load.set()
@@ -215,7 +226,7 @@ def test_each_further_failure_doubles_the_pause_before_the_next_try() -> None:
         world.errors["b"] = ["bad"] * 9
         pauses = []
         for _ in range(4):
-            world["b"].failed_at = -1e9  # long ago
+            world["b"].retry_at = 0.0  # long ago
             with pytest.raises(ApiError, match="bad"):
                 await world.use("b")
             pauses.append(world["b"].num_failures)
@@ -233,7 +244,7 @@ def test_a_client_that_leaves_while_a_model_is_unloaded_does_not_stop_it() -> No
         holding, began, end = world.hold("a")
         await began.wait()
         unloading = asyncio.create_task(world.models.unload(world["a"]))
-        await until(lambda: world["a"].state == "unloading")
+        await until(lambda: world["a"].state == "draining")
         unloading.cancel()
         await asyncio.gather(unloading, return_exceptions=True)
         end.set()
@@ -250,7 +261,7 @@ def test_a_slow_request_delays_only_the_loads_that_need_its_memory() -> None:
         holding, began, end = world.hold("a")
         await began.wait()
         unloading = asyncio.create_task(world.models.unload(world["a"]))
-        await until(lambda: world["a"].state == "unloading")
+        await until(lambda: world["a"].state == "draining")
         assert await world.use("b") == "http://b", "there is room beside a"
         await world.models.unload(world["b"])
         end.set()
@@ -276,7 +287,7 @@ def test_a_load_that_is_cancelled_or_breaks_leaves_no_request_waiting() -> None:
 def test_a_default_model_that_cannot_be_loaded_ends_the_start() -> None:
     async def work(world: World) -> None:
         world.errors["a"] = ["damaged"]
-        with pytest.raises(ReplicaFailed, match="damaged"):
+        with pytest.raises(ServerFailed, match="damaged"):
             await world.models.open()
 
     run(work, "ab", MemoryLimits(1 << 40))
@@ -301,7 +312,7 @@ def test_a_server_that_ends_by_itself_is_started_by_the_next_request(caplog: pyt
 
     with caplog.at_level(logging.WARNING):
         run(work, "ab", MemoryLimits(1 << 40))
-    assert "the server of a ended with code -9" in caplog.text
+    assert "a ended with code -9" in caplog.text
 
 
 def test_a_wait_for_a_model_ends_at_the_deadline_and_with_its_client() -> None:
@@ -311,7 +322,7 @@ def test_a_wait_for_a_model_ends_at_the_deadline_and_with_its_client() -> None:
         world.started[0].may_load.set()
         await opening
         with pytest.raises(ApiError, match=r"the model b is not loaded after 0.01 seconds"):
-            async with world.models.use(world["b"], 0.01):
+            async with world.models.use(world["b"], 0.01, may_start=True):
                 pass
         leaving = asyncio.create_task(world.use("b"))
         await asyncio.sleep(0)
@@ -324,19 +335,12 @@ def test_a_wait_for_a_model_ends_at_the_deadline_and_with_its_client() -> None:
     run(work, "ab", MemoryLimits(1 << 40), loads_at_once=False)
 
 
-def test_a_name_without_a_tag_means_latest() -> None:
-    async def work(world: World) -> None:
-        assert world.models.find("a:latest") is world.models.default and world.models.find("a:1b") is None
-
-    run(work, "ab", MemoryLimits(1))
-
-
 def test_a_server_that_ends_before_it_reads_its_setup_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "COMMAND", ("/bin/false",))
+    monkeypatch.setattr(process, "COMMAND", ("/bin/false",))
 
     async def main() -> None:
-        server = child.ServerProcess({"name": "x" * 200_000})  # more than a pipe holds
-        with pytest.raises(ReplicaFailed, match="ended with code 1"):
+        server = process.ServerProcess({"name": "x" * 200_000})  # more than a pipe holds
+        with pytest.raises(ServerFailed, match="ended with code 1"):
             await server.ready()
         for _ in range(2):
             await server.stop(0)

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.front.merging import merge
+from nano_inference.server.front.forwarding import merge
 from tests.server.proxied import Front, proxied
 from tests.server.served import Process
 from tests.server.tiny import Running, events_in, running
@@ -60,9 +60,9 @@ def scripted(reply: bytes) -> Iterator[str]:
 
 def homes(front: Front, send: Callable[[], Any]) -> list[int]:
     """Send and return the servers to which the requests went."""
-    front.fleet.placed.clear()
+    front.servers.placed.clear()
     send()
-    return list(front.fleet.placed)
+    return list(front.servers.placed)
 
 
 def complete(front: Front, prompt: Any, **fields: Any) -> httpx2.Response:
@@ -101,8 +101,8 @@ def test_different_prompts_use_both_servers(front: Front, servers: tuple[Running
             lines = reply.iter_lines()  # the response ends with it
             assert next(lines)
             complete(front, "second")
-            assert front.fleet.placed == [0, 1]
-            assert front.fleet.members[0].num_open == 1
+            assert front.servers.placed == [0, 1]
+            assert front.servers.all[0].num_open == 1
     finally:
         for server in servers:
             server.blocker.take_off()
@@ -120,22 +120,22 @@ def test_a_session_stays_with_its_server(front: Front, servers: tuple[Running, R
             lines = reply.iter_lines()  # the response ends with it
             assert next(lines)
             complete(front, "short", headers={"x-session-id": "a"})
-            front.fleet.placed.clear()
+            front.servers.placed.clear()
     finally:
         for server in servers:
             server.blocker.take_off()
     for index in range(4):
         complete(front, f"{index} different", headers={"x-session-id": "a"})
-    assert front.fleet.placed == [1] * 4
+    assert front.servers.placed == [1] * 4
 
 
 def test_a_client_that_leaves_aborts_its_request(front: Front, servers: tuple[Running, Running]) -> None:
     with front.client.stream("POST", "/v1/completions", json=endless("leave")) as reply:
         assert next(reply.iter_lines())
     deadline = time.monotonic() + 30
-    while front.fleet.num_open or any(server.link.num_open for server in servers):
+    while front.servers.num_open or any(server.link.num_open for server in servers):
         assert time.monotonic() < deadline
-    assert [member.num_open for member in front.fleet.members] == [0, 0]
+    assert [member.num_open for member in front.servers.all] == [0, 0]
 
 
 def test_a_refused_connection_moves_a_request_to_the_next_server(servers: tuple[Running, Running]) -> None:
@@ -159,7 +159,7 @@ def test_a_503_is_answered_by_another_server_or_returned(servers: tuple[Running,
 
 def test_without_a_server_requests_get_503(front: Front) -> None:
     for index in (0, 1):
-        front.on_loop(lambda index=index: front.fleet.set_away(index, "unreachable"))
+        front.on_loop(lambda index=index: front.servers.set_state(index, "unreachable"))
     reply = front.client.post("/v1/completions", json={"prompt": "a"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_replica")
     assert (front.client.get("/health").status_code, front.client.get("/ready").status_code) == (503, 503)
@@ -175,7 +175,7 @@ def test_a_stream_that_is_cut_off_ends_with_an_error_event() -> None:
         assert [one for one in events_in(text)[:-1] if one.get("id")] == [json.loads(event[6:])]
         assert events_in(text)[-2]["error"]["code"] == "replica_died" and events_in(text)[-1] == "[DONE]"
         with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
-            front.on_loop(lambda: front.fleet.set_ready(0, url))
+            front.on_loop(lambda: front.servers.set_state(0, "ready"))
             with pytest.raises(openai.APIError, match="the replica that generated this answer died"):
                 list(client.completions.create(model="m", prompt="a", stream=True))
 
@@ -245,9 +245,9 @@ def test_lines_that_are_cut_off_end_with_an_error_line() -> None:
 
 def test_health_checks_return_a_server_to_the_routing(servers: tuple[Running, Running]) -> None:
     with proxied([servers[0].url, CLOSED], checks_health=True) as front:
-        front.on_loop(lambda: front.fleet.set_away(0, "unreachable"))
+        front.on_loop(lambda: front.servers.set_state(0, "unreachable"))
         deadline = time.monotonic() + 30
-        while front.client.get("/health").json()["ready"] != 1 or front.fleet.members[1].state != "unreachable":
+        while front.client.get("/health").json()["ready"] != 1 or front.servers.all[1].state != "unreachable":
             assert time.monotonic() < deadline
             threading.Event().wait(0.05)
         complete(front, "a")

@@ -13,43 +13,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from nano_inference.server.config import SettingError
-from nano_inference.server.front.child import ClusterLost, ReplicaFailed, ServerProcess
+from nano_inference.server.front.process import ServerFailed, ServerProcess
 from nano_inference.support.packages import MissingPackage, ray_address
 
 _MOST_CALLS = 8  # calls of one actor at the same time: `ready`, `wait` and `stop`
-
-
 _MARGIN_S = 5.0
 _WATCH_S, _ANSWER_S = 2.0, 20.0
 """Between two questions whether the cluster is alive, and how long it may take to answer."""
 _STORE_BYTES = 100 << 20  # Ray's object store on this machine, which replicas do not use
 
 
-class ReplicaActor:
+class ClusterLost(Exception):
+    """What runs the replicas has ended. The message is one line."""
+
+
+class ReplicaActor(ServerProcess):
     """Runs in a Ray process and owns one replica's server process on that machine."""
 
     def __init__(self, setup: Mapping[str, Any], is_remote: bool) -> None:
         if is_remote:
-            ray = require_ray()
-            server = {**setup["server"], "host": ray.util.get_node_ip_address()}
-            setup = {**setup, "server": server}
-        self._server = ServerProcess(setup)
+            host = require_ray().util.get_node_ip_address()
+            setup = {**setup, "server": {**setup["server"], "host": host}}
+        super().__init__(setup)
 
-    async def ready(self) -> tuple[str, int]:
-        """Return the URL and the process id when the model is loaded."""
-        return await self._server.ready(), self._server.pid
-
-    async def wait(self) -> int:
-        """Return the exit code when the process has ended."""
-        return await self._server.wait()
-
-    async def stop(self, timeout: float) -> None:
-        """End the process: see `ServerProcess.stop`."""
-        await self._server.stop(timeout)
+    async def process_id(self) -> int:
+        return self.pid
 
 
 class RayReplica:
-    """Owns an actor; see `supervisor.Replica`."""
+    """Owns an actor; see `servers.Process`."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -58,11 +50,11 @@ class RayReplica:
 
     async def ready(self) -> str:
         try:
-            url, self.pid = await self._actor.ready.remote()
+            url, self.pid = await self._actor.ready.remote(), await self._actor.process_id.remote()
         except self._ray.exceptions.RayTaskError as error:
-            raise ReplicaFailed(str(error.cause)) from None
+            raise ServerFailed(str(error.cause)) from None
         except self._ray.exceptions.RayActorError:
-            raise ReplicaFailed("its Ray actor died") from None
+            raise ServerFailed("its Ray actor died") from None
         return str(url)
 
     async def wait(self) -> int:
@@ -70,6 +62,12 @@ class RayReplica:
             return int(await self._actor.wait.remote())
         except self._ray.exceptions.RayError:
             return 1
+
+    async def memory(self) -> int:
+        try:
+            return int(await self._actor.memory.remote())
+        except self._ray.exceptions.RayError:
+            return 0
 
     async def stop(self, timeout: float) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):

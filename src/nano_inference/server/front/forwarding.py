@@ -1,4 +1,4 @@
-"""Forwarding of requests to other servers over HTTP, and of their responses to the client.
+"""Forwarding of requests to other servers over HTTP, of their responses to the client, and of their metrics.
 
 A stream whose server dies ends with an error in the form of its dialect; everything else is passed on as it arrives.
 """
@@ -6,13 +6,10 @@ A stream whose server dies ends with an error in the form of its dialect; everyt
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
 from urllib.parse import quote
 
 import httpx2
@@ -21,9 +18,6 @@ from starlette.types import Scope, Send
 from nano_inference.server.dialect import StreamError
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import JSON_LINES
-from nano_inference.server.guard import ClientGone, json_headers
-from nano_inference.server.headers import Headers
-from nano_inference.server.metrics import CONTENT_TYPE
 
 CONNECT_TIMEOUT_S = 5.0
 DESCRIBE_TIMEOUT_S = 10.0
@@ -39,6 +33,8 @@ _HOP_BY_HOP = frozenset(
 _NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id"})
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _LINE_END = re.compile(rb"\n")
+_SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?(?P<rest> .*)")
+_ENGINE = re.compile(r'(^|,)engine="[^"]*"')
 _LOST = "the replica that generated this answer died; send the request again"
 _log = logging.getLogger("nano_inference.server")
 
@@ -113,12 +109,6 @@ async def fetch_all(client: httpx2.AsyncClient, urls: Mapping[int, str], scope: 
     return {index: text for index, text in zip(urls, texts, strict=True) if text is not None}
 
 
-def summed_load(replies: Mapping[int, str]) -> dict[str, int]:
-    """Return the sums of several servers' replies to GET /load."""
-    found = [json.loads(text) for text in replies.values()]
-    return {name: sum(int(one.get(name, 0)) for one in found) for name in ("server_load", "running", "waiting")}
-
-
 def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """Return a request's headers for a server: hop-by-hop ones left out, request id and client address added."""
     kept: list[tuple[bytes, bytes]] = [(n, v) for n, v in scope["headers"] if n.lower() not in _HOP_BY_HOP]
@@ -132,19 +122,31 @@ def forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     return [*kept, *extra, *(header for header in defaults if header[0] not in names)]
 
 
-async def respond(send: Send, status: int, fields: Mapping[str, Any]) -> None:
-    """Send an object as the whole response."""
-    body = json.dumps(fields).encode()
-    await _send_whole(send, status, json_headers(body), body)
+def gauge(name: str, text: str, samples: Mapping[str, float]) -> str:
+    """Return a gauge as Prometheus text; `samples` are its values by their labels, as in `{model_name="m"}`."""
+    lines = (f"{name}{labels} {value}\n" for labels, value in samples.items())
+    return f"# HELP {name} {text}\n# TYPE {name} gauge\n{''.join(lines)}"
 
 
-async def respond_text(send: Send, body: bytes) -> None:
-    """Send metrics as the whole response."""
-    headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", b"%d" % len(body))]
-    await _send_whole(send, 200, headers, body)
+def merge(texts: Mapping[int, str]) -> str:
+    """Return the samples of several servers' Prometheus texts, one group per family with the first one's comments.
 
-
-async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    with contextlib.suppress(ClientGone):
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+    Each sample gets the server's index as its label `engine`, as vLLM labels the engines of one server: dashboards
+    that sum over engines work unchanged. Values are not summed here: a sum of counters falls when a replica restarts.
+    """
+    comments: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for index, text in texts.items():
+        family, seen = "", set(comments)
+        for line in text.splitlines():
+            if line.startswith("#"):
+                family = [*line.split(" ", 3), "", "", ""][2]
+                if family not in seen:
+                    comments.setdefault(family, []).append(line)
+            elif (match := _SAMPLE.fullmatch(line)) is not None:
+                given, label = match["labels"] or "", f'engine="{index}"'
+                labels, count = _ENGINE.subn(rf"\1{label}", given)
+                labels = labels if count else ",".join(filter(None, (given, label)))
+                samples.setdefault(family, []).append(f"{match['name']}{{{labels}}}{match['rest']}")
+    lines = [line for family in samples for line in (*comments.get(family, ()), *samples[family])]
+    return "".join(f"{line}\n" for line in lines)

@@ -1,306 +1,222 @@
-"""`Models`: which models are loaded. It loads one when a request names it, and unloads others when memory is short."""
+"""`Models`: several models behind one port, each in a server of its own; see `front.Kind`.
+
+The model is that of the body's field `model`, or of the query's parameter `model`. A POST without one goes to the
+default model, a GET without one to any loaded model, preferably the default. Only a POST loads a model, or a request
+with a key: a page of another site can cause any other request, by an image for example, and not every browser says so.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qs
 
+import httpx2
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.dialect import Dialect, UnloadedModel, listings, stored_paths
 from nano_inference.server.errors import ApiError, queue_full
-from nano_inference.server.front.child import ReplicaFailed
-from nano_inference.server.model import tagged
+from nano_inference.server.front.forwarding import DESCRIBE_TIMEOUT_S, fetch_all, forwarded_headers, gauge
+from nano_inference.server.front.front import LARGE_BODY, Answer, Target
+from nano_inference.server.front.servers import LOAD_PATH, Server, Servers
+from nano_inference.server.model import OWNER, tagged, unknown_model
+from nano_inference.server.openapi import openapi
+from nano_inference.server.pages import LATER, Page, load_page, page_response
 
-State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
-RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
-"""After a failed load, requests get its error for this long, doubled for each further failure; then it is tried again:
-making room may unload models that work."""
-NOTICE_S = 1.0  # a process that has ended is noticed within this time
-MEASURE_S = 2.0  # between two measurements of the loaded models' memory
-STOP_S = 10.0
-_log = logging.getLogger("nano_inference.server")
-
-
-class ModelServer(Protocol):
-    """The running server of one model."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    async def ready(self) -> str:
-        """Return its URL when the model is loaded. Raises `ReplicaFailed`."""
-
-    async def wait(self) -> int:
-        """Return its exit code when it has ended."""
-
-    async def memory(self) -> int:
-        """Return the bytes of memory that it uses."""
-
-    async def stop(self, timeout: float) -> None:
-        """Let it drain for up to `timeout` seconds, then end it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelEntry:
-    """One model that can be loaded."""
-
-    names: tuple[str, ...]  # names that requests may use; replies use the name in the request
-    file_bytes: int  # bytes of its files: the estimate of its memory until it was loaded once
-    setup: Mapping[str, Any]  # see `process.main`
-
-    @property
-    def name(self) -> str:
-        """The first name."""
-        return self.names[0]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLimits:
-    """What loaded models may use together."""
-
-    num_bytes: int
-    max_loaded: int | None = None  # most models loaded at the same time; None: as many as `num_bytes` allows
-
-
-@dataclass(slots=True, kw_only=True)
-class HostedModel:
-    """The state of one model. Accessed only on the event loop."""
-
-    entry: ModelEntry
-    num_bytes: int  # memory that it used last, or the size of its files
-    state: State = "unloaded"
-    url: str = ""
-    num_open: int = 0  # requests that it answers
-    num_waiting: int = 0  # requests that wait until it is loaded
-    last_used: float = 0.0
-    error: str = ""  # why it is "failed"
-    failed_at: float = 0.0
-    num_failures: int = 0  # failed loads since the last one that succeeded
-    server: ModelServer | None = None
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+UNLOAD_PATH = "/models/unload"
+STATES = {"stopped": "unloaded", "starting": "loading", "ready": "loaded", "draining": "unloading", "failed": "failed"}
+"""`Server.state` -> its name in replies, which llama.cpp's router uses too."""
+_MODEL_NAMES = ("model", "name")  # fields with a model's name; Ollama's clients still send the second one
 
 
 class Models:
-    """Owns the servers of the models. All methods are called on the event loop."""
+    """Chooses the model of a request, and describes all models."""
 
     def __init__(
         self,
-        entries: Sequence[ModelEntry],
-        start: Callable[[ModelEntry], ModelServer],
-        limits: MemoryLimits,
+        servers: Servers,
+        client: httpx2.AsyncClient,
+        dialects: Mapping[str, Dialect],
+        config: ServerConfig,
         *,
-        retry_after: float = RETRY_S,
-        measure_every: float = MEASURE_S,
+        needs_key: bool,
     ) -> None:
-        """`start` starts a model's server. The first entry is the default model. Times are in seconds."""
-        self.hosted = [HostedModel(entry=entry, num_bytes=entry.file_bytes) for entry in entries]
-        self._start, self._limits = start, limits
-        self._retry_after, self._measure_every = retry_after, measure_every
-        self._changed = asyncio.Event()
-        self._measuring: asyncio.Task[None] | None = None
+        """`needs_key`: whether the OpenAPI document says so."""
+        self._servers, self._client, self._dialects = servers, client, dialects
+        self._any_model, self._needs_key, self._load_timeout = config.any_model, needs_key, config.request_timeout
+        self._stored, self._listings = stored_paths(dialects), listings(dialects)
+        self._started = int(time.time())
+        self._openapi: asyncio.Task[dict[str, Any]] | None = None
+        self._pages: dict[str, Page] = {}
+        pages = ("/", "/dashboard", "/docs", *(f"/{name}" for name in LATER)) if config.pages else ()
+        self.answers: Mapping[str, Answer] = {
+            "/openapi.json": self._document,
+            **dict.fromkeys(("/v1/models", "/v1/models/", "/models"), self._cards),
+            **dict.fromkeys(self._listings, self._listing),
+            **dict.fromkeys(pages, self._page),
+        }
 
-    @property
-    def default(self) -> HostedModel:
-        """The model of requests that name none."""
-        return self.hosted[0]
+    def health(self) -> tuple[str, dict[str, Any]]:
+        """Return "ok" once the default model was loaded: the others are loaded by requests."""
+        default = self._servers.all[0]
+        states = Counter(STATES[one.state] for one in self._servers.all)  # without names: the path needs no key
+        return "loading" if default.state == "starting" and not default.last_used else "ok", {"models": states}
 
-    @property
-    def loaded(self) -> list[HostedModel]:
-        """The loaded models, the most recently used first."""
-        return sorted((one for one in self.hosted if one.state == "loaded"), key=lambda one: -one.last_used)
+    def metrics(self) -> str:
+        loaded = {json.dumps(one.name, ensure_ascii=False): one.state == "ready" for one in self._servers.all}
+        is_loaded = {f"{{model_name={name}}}": float(value) for name, value in loaded.items()}
+        num_bytes = [float(one.num_bytes) if one.state == "ready" else 0.0 for one in self._servers.all]
+        memory = dict(zip(is_loaded, num_bytes, strict=True))
+        text = gauge("nano_inference_model_loaded", "1 if the model is loaded.", is_loaded)
+        return text + gauge("nano_inference_model_resident_bytes", "Memory of the model's processes.", memory)
 
-    @property
-    def num_open(self) -> int:
-        """Requests that are answered, or wait for a model."""
-        return sum(one.num_open + one.num_waiting for one in self.hosted)
+    # ---- one model --------------------------------------------------------------------------------------------------
 
-    def find(self, name: str) -> HostedModel | None:
+    async def target(self, scope: Scope, body: bytes) -> Target | Response:
+        path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
+        may_start = scope["method"] == "POST" or scope["state"]["key_index"] is not None
+        if is_read and path.startswith(("/v1/models/", "/models/")):
+            return await self._card(scope, may_start)
+        if is_read and path == "/info":
+            return await self._info(scope, may_start)
+        if scope["method"] == "POST" and path.removeprefix("/v1") in (LOAD_PATH, UNLOAD_PATH):
+            return await self._switch(path.removeprefix("/v1"), body)
+        if any(pattern.fullmatch(path) for pattern in self._stored):  # the reply's id does not name its model
+            lost = queue_full("the servers of the loaded models died", code="model_died")
+            models = self._servers.ready or [self._servers.all[0]]
+            return Target(servers=lambda: models, may_start=may_start, passed_over=404, lost=lost)
+        fields: Mapping[str, Any] | None = {}
+        if not is_read:
+            fields = await asyncio.to_thread(object_of, body) if len(body) > LARGE_BODY else object_of(body)
+        if is_read or (fields is None and body):  # an error of the body does not depend on the model
+            model = (self._in_query(scope) if is_read else None) or self._any()
+        else:
+            model = self._named(fields or {}) or self._in_query(scope) or self._servers.all[0]
+        return Target(servers=lambda: [model], attempts=2, may_start=may_start, lost=_silent(model))
+
+    def find(self, name: str) -> Server | None:
         """Return the model with this name; as in Ollama, a name without a tag means the tag `latest`."""
         wanted = tagged(name)
-        return next((one for one in self.hosted if wanted in map(tagged, one.entry.names)), None)
+        return next((one for one in self._servers.all if wanted in map(tagged, one.names)), None)
 
-    async def open(self) -> None:
-        """Load the default model. Raises `ReplicaFailed`."""
-        self._measuring = asyncio.create_task(self._measure_always())
-        await self._load(self.default)
-        if self.default.state == "failed":
-            raise ReplicaFailed(self.default.error)
+    def _in_query(self, scope: Scope) -> Server | None:
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        return self._named({"model": query["model"][-1]}) if "model" in query else None
 
-    async def close(self) -> None:
-        """End all servers."""
-        tasks = [task for one in self.hosted for task in one.tasks]
-        tasks += [self._measuring] if self._measuring is not None else []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        servers = [one.server for one in self.hosted if one.server is not None]
-        await asyncio.gather(*(server.stop(STOP_S) for server in servers), return_exceptions=True)
+    def _any(self) -> Server:
+        default, loaded = self._servers.all[0], self._servers.ready
+        return default if default in loaded or not loaded else loaded[0]
 
-    @asynccontextmanager
-    async def use(self, model: HostedModel, timeout: float) -> AsyncIterator[str]:
-        """Yield the URL of the model's server, which is not ended before the block ends.
+    def _named(self, fields: Mapping[str, Any]) -> Server | None:
+        """Return the model that fields name; None if they name none, or by a value that the model's server refuses."""
+        name = next((fields[one] for one in _MODEL_NAMES if fields.get(one)), None)
+        if not isinstance(name, str):
+            return None
+        found = self.find(name)
+        if found is None and not self._any_model:
+            raise self._unknown(name)
+        return found
 
-        Loads the model if necessary. Raises `ApiError` 503 if it cannot be loaded, or is not within `timeout` seconds.
-        """
-        model.num_waiting += 1
-        try:
-            async with asyncio.timeout(timeout):
-                url = await self._wait_loaded(model)
-            model.num_open += 1
-        except TimeoutError:
-            raise queue_full(f"the model {model.entry.name} is not loaded after {timeout:g} seconds") from None
-        finally:
-            model.num_waiting -= 1
-            self._notify()
-        model.last_used = time.monotonic()
-        try:
-            yield url
-        finally:
-            model.num_open -= 1
-            model.last_used = time.monotonic()
-            self._notify()
+    def _unknown(self, name: str) -> ApiError:
+        return unknown_model(name, [one for server in self._servers.all for one in server.names])
 
-    async def unload(self, model: HostedModel) -> None:
-        """End the model's server when its open requests are answered; the next request loads it again."""
-        while model.state == "loading":
-            await self._changed.wait()
-        if model.state == "loaded":
-            await asyncio.shield(self._start_end(model))  # a client that leaves does not stop it
-
-    async def has_ended(self, model: HostedModel, url: str) -> bool:
-        """Return whether the model's server at `url` has ended; one that was killed is noticed within a second."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(NOTICE_S):
-                while model.state == "loaded" and model.url == url:
-                    await self._changed.wait()
-        return model.state != "loaded" or model.url != url
-
-    # ---- loading ----------------------------------------------------------------------------------------------------
-
-    async def _wait_loaded(self, model: HostedModel) -> str:
-        has_waited = False
-        while model.state != "loaded":
-            pause: float = min(self._retry_after * 2 ** min(model.num_failures - 1, 30), LONGEST_RETRY_S)
-            if model.state == "failed" and (has_waited or time.monotonic() < model.failed_at + pause):
-                text = f"the model {model.entry.name} could not be loaded: {model.error}"
-                raise ApiError(503, text, param="model", code="model_not_loaded", headers={"retry-after": "5"})
-            if model.state in ("unloaded", "failed"):
-                model.state = "loading"
-                self._spawn(model, self._load(model))
-            await self._changed.wait()
-            has_waited = True
-        return model.url
-
-    async def _load(self, model: HostedModel) -> None:
-        """Load a model, after unloading others if necessary; leave it loaded or failed."""
-        model.state = "loading"
-        try:
-            await self._make_room(model)
-            started = time.monotonic()
-            server = model.server = self._start(model.entry)  # from here on, its memory counts
-            model.url = await server.ready()
-            model.num_bytes = await server.memory() or model.num_bytes
-        except asyncio.CancelledError:
-            self._fail(model, "the server is shutting down")
-            raise
-        except Exception as error:  # also of starting a process or a thread: the model must not stay "loading"
-            started_server, model.server = model.server, None
-            if started_server is not None:
-                await started_server.stop(0)
-            self._fail(model, str(error) or type(error).__name__)
+    async def _switch(self, path: str, body: bytes) -> Response:
+        """Load or unload the model that the body names, as llama.cpp's router does."""
+        name = (object_of(body) or {}).get("model")
+        if not isinstance(name, str):
+            raise ApiError(400, "model must be the name of a model", param="model")
+        model = self.find(name)
+        if model is None:
+            raise self._unknown(name)
+        if path == UNLOAD_PATH:
+            await self._servers.unload(model)
         else:
-            model.state, model.last_used, model.num_failures = "loaded", time.monotonic(), 0
-            took, used = time.monotonic() - started, model.num_bytes / 2**20
-            _log.warning("%s is loaded: %.1f s, %.0f MiB, process %d", model.entry.name, took, used, server.pid)
-            self._spawn(model, self._watch(model, server))
-            self._notify()
+            async with self._servers.use(model, self._load_timeout, may_start=True):
+                pass
+        return JSONResponse({"success": True, "model": model.name, "status": {"value": STATES[model.state]}})
 
-    def _fail(self, model: HostedModel, reason: str) -> None:
-        _log.error("%s could not be loaded: %s", model.entry.name, reason)
-        model.state, model.error, model.failed_at = "failed", reason, time.monotonic()
-        model.num_failures += 1
-        self._notify()
+    async def _info(self, scope: Scope, may_start: bool) -> Response:
+        """Return GET /info of the model in the query, or of a loaded one, with all models' states."""
+        model = self._in_query(scope) or self._any()
+        async with self._servers.use(model, self._load_timeout, may_start=may_start) as url:
+            headers = forwarded_headers(scope)
+            try:
+                reply = await self._client.get(f"{url}/info", headers=headers, timeout=DESCRIBE_TIMEOUT_S)
+            except httpx2.HTTPError:
+                raise _silent(model) from None
+        states = [
+            {"id": one.name, "state": STATES[one.state], "open": one.num_open, "waiting": one.num_waiting}
+            for one in self._servers.all
+        ]
+        return JSONResponse({**reply.json(), "models": states}, reply.status_code)
 
-    async def _make_room(self, model: HostedModel) -> None:
-        """Unload the least recently used models until there is room. Raises `ReplicaFailed` if there never will be.
+    # ---- all models -------------------------------------------------------------------------------------------------
 
-        Returns without giving control to other tasks after the last check, so that the caller can take the room.
-        """
-        if model.entry.file_bytes > self._limits.num_bytes:
-            needed, limit = model.entry.file_bytes, self._limits.num_bytes
-            raise ReplicaFailed(f"its files have {needed} bytes, more than models_memory, {limit}")
-        while not self._has_room(model, [one for one in self.hosted if one.server is not None]):
-            staying = [one for one in self.hosted if one.server is not None and one.state != "unloading"]
-            idle_first = sorted(self.loaded, key=lambda one: (one.num_open > 0, one.last_used))
-            victim = next((one for one in idle_first if not one.num_waiting), None)
-            if victim is not None and not self._has_room(model, staying):
-                self._start_end(victim)
-            else:
-                await self._changed.wait()
+    async def _cards(self, scope: Scope) -> Response:
+        """Return the list of models: those of loaded ones from their servers, with each one's state."""
+        return JSONResponse({"object": "list", "data": await self._all_cards(scope)})
 
-    def _has_room(self, model: HostedModel, others: Sequence[HostedModel]) -> bool:
-        """Return whether a model fits beside others."""
-        if not others:
-            return True
-        max_loaded = self._limits.max_loaded
-        if max_loaded is not None and len(others) >= max_loaded:
-            return False
-        return total_bytes([*others, model]) <= self._limits.num_bytes
+    async def _card(self, scope: Scope, may_start: bool) -> Response:
+        """Return one model's card; with `load=true` in the query, after loading it: only then are its limits known."""
+        name = scope["path"].partition("models/")[2]
+        found = self._named({"model": name}) or self._servers.all[0]
+        if parse_qs(scope["query_string"].decode("latin-1")).get("load") == ["true"]:
+            async with self._servers.use(found, self._load_timeout, may_start=may_start):
+                pass
+        cards = [card for card in await self._all_cards(scope) if card["id"] in found.names]
+        return JSONResponse(next((one for one in cards if one["id"] == name), cards[0]))
 
-    # ---- ending -----------------------------------------------------------------------------------------------------
+    async def _all_cards(self, scope: Scope) -> list[dict[str, Any]]:
+        replies = await fetch_all(self._client, self._servers.urls, scope, "/v1/models")
+        cards: list[dict[str, Any]] = []
+        for index, model in enumerate(self._servers.all):
+            unloaded = {"object": "model", "created": self._started, "owned_by": OWNER, "root": model.name}
+            names = [
+                {"id": one, **unloaded, "parent": None if one == model.name else model.name} for one in model.names
+            ]
+            own = json.loads(replies[index])["data"] if index in replies else names
+            cards += [{**card, "status": {"value": STATES[model.state]}} for card in own]
+        return cards
 
-    def _start_end(self, model: HostedModel) -> asyncio.Task[None]:
-        """Accept no further request for a loaded model; return the task that ends it after its open ones."""
-        assert model.state == "loaded" and model.server is not None
-        model.state = "unloading"
-        return self._spawn(model, self._end(model, model.server))
+    async def _listing(self, scope: Scope) -> Response:
+        """Return what a dialect lists of the models."""
+        replies = await fetch_all(self._client, self._servers.urls, scope, scope["path"])
+        unloaded = [
+            UnloadedModel(names=one.names, file_bytes=one.file_bytes, created=self._started)
+            for index, one in enumerate(self._servers.all)
+            if index not in replies
+        ]
+        return JSONResponse(self._listings[scope["path"]]([json.loads(one) for one in replies.values()], unloaded))
 
-    async def _end(self, model: HostedModel, server: ModelServer) -> None:
-        while model.num_open:
-            await self._changed.wait()
-        await server.stop(STOP_S)
-        model.state, model.server = "unloaded", None
-        _log.warning("%s is unloaded", model.entry.name)
-        self._notify()
+    async def _page(self, scope: Scope) -> Response:
+        name = scope["path"].removeprefix("/") or "chat"
+        if name not in self._pages:
+            self._pages[name] = load_page(name)
+        return page_response(self._pages[name], Request(scope))
 
-    async def _watch(self, model: HostedModel, server: ModelServer) -> None:
-        """Note the unexpected end of a model's server."""
-        code = await server.wait()
-        if model.server is server and model.state == "loaded":
-            _log.error("the server of %s ended with code %d; the next request loads it", model.entry.name, code)
-            model.state = "unloading"
-            self._notify()
-            await server.stop(0)
-            model.state, model.server = "unloaded", None
-            self._notify()
-
-    async def _measure_always(self) -> None:
-        """Measure the loaded models; while they use too much, unload an idle one that is not the latest used."""
-        while True:
-            await asyncio.sleep(self._measure_every)
-            for one in self.loaded:
-                if one.server is not None:
-                    one.num_bytes = await one.server.memory() or one.num_bytes
-            idle = [one for one in self.loaded[1:] if not (one.num_open or one.num_waiting)]
-            if idle and total_bytes(self.loaded) > self._limits.num_bytes:
-                self._start_end(idle[-1])
-
-    def _spawn(self, model: HostedModel, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        model.tasks.add(task)
-        task.add_done_callback(model.tasks.discard)
-        return task
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    async def _document(self, scope: Scope) -> Response:
+        if self._openapi is None:
+            making = asyncio.to_thread(openapi, self._dialects, needs_key=self._needs_key)
+            self._openapi = asyncio.create_task(making)
+        return JSONResponse(await asyncio.shield(self._openapi))
 
 
-def total_bytes(models: Iterable[HostedModel]) -> int:
-    """Return the memory of models, in bytes."""
-    return sum(one.num_bytes for one in models)
+def object_of(body: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a body; None if it is not one."""
+    try:
+        value = from_json(body)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _silent(model: Server) -> ApiError:
+    return queue_full(f"the server of {model.name} does not answer", code="model_died")
