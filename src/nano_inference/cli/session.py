@@ -17,8 +17,8 @@ from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.loading.catalog import catalog_sampling
-from nano_inference.loading.kinds import installed_kinds
 from nano_inference.loading.formats import Checkpoint, generation_fields, sampling_defaults
+from nano_inference.loading.kinds import installed_kinds
 from nano_inference.text import stream
 from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import Dialogue, load_dialogue, shown, spelled

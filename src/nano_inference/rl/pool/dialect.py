@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from nano_inference.types import (
@@ -115,13 +116,7 @@ class SampleBuilder:
     def __init__(self, request: EngineRequest, index: int, version: int) -> None:
         self._request, self._index = request, index
         self._version = version
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._mask: list[int] = []
-        self._versions: list[int] = []
-        self._tops: list[TopLogprobs] = []
-        self._raw: list[float] = []
-        self._masks: list[SamplingMask] = []
+        self._deltas: list[Delta] = []
 
     def add(self, choice: Mapping[str, Any]) -> Delta:
         """Add the tokens of a reply's or a chunk's choice; return them, without the sample."""
@@ -142,46 +137,43 @@ class SampleBuilder:
             raw_logprobs=tuple(choice.get("raw_logprobs") or ()) if params.raw_logprobs else None,
             sampling_masks=_masks(choice.get("sampling_mask") or ()) if params.sampling_mask else None,
         )
-        self._tokens += tokens
-        self._logprobs += delta.logprobs
-        self._mask += mask
-        self._versions += delta.versions
-        self._tops += delta.top_logprobs or ()
-        self._raw += delta.raw_logprobs or ()
-        self._masks += delta.sampling_masks or ()
+        self._deltas.append(delta)
         return delta
 
     def sample(self, choice: Mapping[str, Any], prompt: Mapping[str, Any], num_cached: int = 0) -> TrainingSample:
         """Return the sample; `choice` is the last one, which has the finish reason."""
         params = self._request.params
         labels = {span["number"]: span["version"] for span in choice.get("weight_versions") or () if "number" in span}
-        versions = tuple(self._versions)
+        versions = self._joined("versions")
         return TrainingSample(
             request_id=0,
             sample_index=self._index,
             prompt_tokens=tuple(self._request.prompt),
-            completion_tokens=tuple(self._tokens),
-            logprobs=tuple(self._logprobs),
-            mask=tuple(self._mask),
+            completion_tokens=self._joined("token_ids"),
+            logprobs=self._joined("logprobs"),
+            mask=self._joined("mask"),
             token_versions=versions,
             weight_version=min(versions, default=self._version),
             finish_reason="length" if params.max_tokens == 0 else choice["finish_reason"],
             stop_reason=choice.get("stop_reason"),
             seed=params.seed,
             version_labels={number: label for number, label in labels.items() if label != str(number)},
-            top_logprobs=None if params.logprobs is None else tuple(self._tops),
-            raw_logprobs=tuple(self._raw) if params.raw_logprobs else None,
-            sampling_masks=tuple(self._masks) if params.sampling_mask else None,
+            top_logprobs=None if params.logprobs is None else self._joined("top_logprobs"),
+            raw_logprobs=self._joined("raw_logprobs") if params.raw_logprobs else None,
+            sampling_masks=self._joined("sampling_masks") if params.sampling_mask else None,
             num_cached_tokens=num_cached,
             **prompt,
         )
+
+    def _joined(self, name: str) -> tuple[Any, ...]:
+        return tuple(chain.from_iterable(getattr(delta, name) or () for delta in self._deltas))
 
     def _versions_of(self, choice: Mapping[str, Any], count: int) -> tuple[int, ...]:
         """Return the version of each token: from a chunk's list, or from a reply's spans."""
         if choice.get("token_versions") is not None:
             return tuple(choice["token_versions"])
         spans = choice.get("weight_versions")
-        if spans is None or len(self._tokens):
+        if spans is None or any(delta.token_ids for delta in self._deltas):
             return (self._version,) * count
         return tuple(span.get("number", self._version) for span in spans for _ in range(span["start"], span["end"]))
 

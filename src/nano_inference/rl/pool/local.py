@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from contextlib import aclosing
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +14,8 @@ from nano_inference.async_engine import AsyncEngine, Turn
 from nano_inference.core.admission import Limits
 from nano_inference.core.outbox import Outbox
 from nano_inference.engine import InferenceEngine
-from nano_inference.rl.pool.worker import Job, WorkerDied, WorkerFacts, directory_of
+from nano_inference.rl.pool.worker import Command, Job, WorkerDied, WorkerFacts
 from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
-from nano_inference.weights.directory import weights_in
 from nano_inference.weights.updates import WeightUpdate
 
 OpenEngine = Callable[[int], InferenceEngine]
@@ -32,13 +29,14 @@ class LocalWorker:
         self.name = name
         self.limits: Limits | None = None
         self.first_version = 0
-        self._counters = _Counters()
-        self._engine = AsyncEngine(open_engine, observer=self._counters, end_error=self._died)
+        self._num_computed = self._num_sampled = 0
+        self._engine = AsyncEngine(open_engine, observer=self, end_error=self._died)
         self._jobs: dict[int, Outbox] = {}  # open jobs
 
-    async def open(self) -> None:
-        """Open the engine. Raises what its constructor raises."""
+    async def open(self) -> Limits:
+        """Open the engine; return the limits of its requests. Raises what its constructor raises."""
         self.limits = (await self._engine.start()).limits
+        return self.limits
 
     async def generate(self, job: Job) -> list[TrainingSample]:
         found: dict[int, TrainingSample] = {}
@@ -59,42 +57,68 @@ class LocalWorker:
                 if self._jobs.get(job.id) is outbox:
                     del self._jobs[job.id]
 
+    async def call(self, command: Command, *args: Any) -> Any:
+        return await getattr(self, command)(*args)
+
+    # ---- commands ---------------------------------------------------------------------------------------------------
+
     async def stage(self, update: WeightUpdate) -> int:
-        directory = directory_of(update)
-        held = update if directory is None else replace(update, weights=weights_in(directory))
-        return await self._engine.update_weights(held) + 1
+        """Gather and check new weights, hold them, and return the version that they will get.
+
+        Jobs continue with the old weights. Raises `WeightError`, `UpdateBusy`.
+        """
+        return await self._engine.update_weights(update) + 1
 
     async def commit(self) -> int:
+        """Install the held weights; return their version."""
         return await self._engine.commit_update()
 
     async def discard(self) -> bool:
+        """Drop weights that are not installed; return whether there were any."""
         return await self._engine.cancel_update()
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Stop running steps, as `InferenceEngine.pause` does; return when the engine is paused."""
         await self._engine.pause(mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
+        """Allow steps again."""
         await self._engine.resume()
 
     async def abort(self, job_ids: Collection[int] | None) -> None:
+        """End these jobs (None: all) now; their samples end as "abort"."""
         wanted = self._jobs if job_ids is None else job_ids
         await self._engine.abort([self._jobs[one] for one in wanted if one in self._jobs])
 
     async def flush(self) -> int:
+        """Forget all cached prefixes; return the number of blocks freed."""
         return await self._engine.call(lambda engine: engine.flush_cache())
 
     async def checksum(self) -> str:
+        """Return `weights_checksum` of the installed weights."""
         return await self._engine.call(lambda engine: engine.weights_checksum())
 
     async def facts(self) -> WorkerFacts:
-        counters = self._counters
+        """Return counters; the cheapest way to learn whether the engine lives."""
         version = await self._engine.call(lambda engine: engine.weight_info().version)
-        return WorkerFacts(
-            num_computed=counters.num_computed, num_sampled=counters.num_sampled, version=version, pid=os.getpid()
-        )
+        computed, sampled = self._num_computed, self._num_sampled
+        return WorkerFacts(num_computed=computed, num_sampled=sampled, version=version, pid=os.getpid())
 
     async def close(self) -> None:
         await self._engine.stop()
+
+    # ---- what the engine reports ------------------------------------------------------------------------------------
+
+    def on_delta(self, outbox: Outbox, prompt_index: int, delta: Delta, last_token: float | None) -> None:
+        """Ignored."""
+
+    def on_turn(self, turn: Turn) -> None:
+        """Add up the steps."""
+        self._num_computed += turn.result.stats.num_computed
+        self._num_sampled += turn.result.stats.num_sampled
+
+    def on_death(self, error: BaseException) -> None:
+        """Ignored: the next call of the worker raises."""
 
     def _died(self, cause: BaseException | None) -> Exception:
         reason = "the engine was stopped" if cause is None else f"{type(cause).__name__}: {cause}"
@@ -116,12 +140,11 @@ class LocalFleet:
         """Return copies, so that the trainer may change its tensors."""
         return [(str(name), plain_tensor(name, value).clone()) for name, value in named]
 
-    def uncovered(self, older: Any, newer: Any) -> Any | None:
-        names = {name for name, _ in (weights_in(newer) if isinstance(newer, Path) else newer)}
-        if isinstance(older, Path):
-            return uncovered_directory(older, names)
-        left = [pair for pair in older if pair[0] not in names]
-        return older if len(left) == len(older) else left or None
+    def get(self, shared: Any) -> list[Any]:
+        return list(shared)
+
+    def put(self, pairs: list[Any]) -> Any:
+        return pairs
 
     async def open(self, index: int) -> LocalWorker:
         worker = LocalWorker(f"worker {index}", lambda: self._open_engine(index))
@@ -130,29 +153,6 @@ class LocalFleet:
 
     async def close(self) -> None:
         """Owns nothing."""
-
-
-class _Counters:
-    """Observes an engine and adds up its steps."""
-
-    def __init__(self) -> None:
-        self.num_computed = 0
-        self.num_sampled = 0
-
-    def on_delta(self, outbox: Outbox, prompt_index: int, delta: Delta, last_token: float | None) -> None:
-        """Ignored."""
-
-    def on_turn(self, turn: Turn) -> None:
-        self.num_computed += turn.result.stats.num_computed
-        self.num_sampled += turn.result.stats.num_sampled
-
-    def on_death(self, error: BaseException) -> None:
-        """Ignored: the next call of the worker raises."""
-
-
-def uncovered_directory(directory: Path, names: Collection[str]) -> Path | None:
-    """Return the directory, or None if all its weights are among `names`."""
-    return None if all(name in names for name, _ in weights_in(directory)) else directory
 
 
 def plain_tensor(name: object, value: object) -> Tensor:

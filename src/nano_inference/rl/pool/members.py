@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nano_inference.core.admission import Limits
 from nano_inference.rl.pool.routing import PrefixRouter
-from nano_inference.rl.pool.worker import Fleet, Job, Worker, WorkerDied
+from nano_inference.rl.pool.worker import Command, Fleet, Job, Worker, WorkerDied
 from nano_inference.support.files import path_of
 from nano_inference.types import BadRequest, Delta, EngineDead, PauseMode, TrainingSample, WeightLabel
+from nano_inference.weights.directory import weights_in
 from nano_inference.weights.staging import pairs
 from nano_inference.weights.updates import NamedWeights, WeightUpdate
-
-Answer = TypeVar("Answer")
-Result = TypeVar("Result")
 
 _MOST_ATTEMPTS = 4  # a request that so many workers in a row did not survive is not tried again
 _log = logging.getLogger(__name__)
@@ -32,13 +30,34 @@ class Member:
 
     index: int
     worker: Worker
-    versions: dict[int, int]  # the worker's numbers of versions -> the pool's
+    versions: dict[int, int]  # the worker's numbers of versions, which start anew in each -> the pool's
+    labels: Mapping[int, WeightLabel]  # the trainer's names for the pool's versions; they replace a server's
+    lineage: str  # the pool's
 
     def pool_version(self, number: int) -> int:
         """Return the pool's number. Raises `EngineDead` if another client has updated the worker's weights."""
         if number not in self.versions:
             raise EngineDead(f"{self.worker.name}: has weights of version {number}, which this pool did not install")
         return self.versions[number]
+
+    def sample(self, sample: TrainingSample, job_id: int) -> TrainingSample:
+        """Return a worker's sample with the pool's request id, versions and lineage."""
+        number = self.pool_version
+        labels = {number(version): label for version, label in sample.version_labels.items()}
+        return replace(
+            sample,
+            request_id=job_id,
+            token_versions=tuple(map(number, sample.token_versions)),
+            weight_version=number(sample.weight_version),
+            version_labels={**labels, **self.labels},
+            lineage=self.lineage,
+        )
+
+    def delta(self, delta: Delta, job_id: int) -> Delta:
+        """Return a worker's delta, as `sample` does with samples."""
+        sample = None if delta.sample is None else self.sample(delta.sample, job_id)
+        versions = tuple(map(self.pool_version, delta.versions))
+        return replace(delta, request_id=job_id, versions=versions, sample=sample)
 
 
 class Members:
@@ -101,7 +120,7 @@ class Members:
             with self._placed(job, session) as member:
                 try:
                     samples = await member.worker.generate(job)
-                    return [self._numbering(member).sample(one, job.id) for one in samples]
+                    return [member.sample(one, job.id) for one in samples]
                 except WorkerDied as error:
                     died = error
             await self.replace(member, died)
@@ -121,7 +140,7 @@ class Members:
                 try:
                     async with aclosing(member.worker.stream(job)) as deltas:
                         async for delta in deltas:
-                            new = delivered.unseen(self._numbering(member).delta(delta, job.id))
+                            new = delivered.unseen(member.delta(delta, job.id))
                             if new is not None:
                                 yield new
                     return
@@ -129,9 +148,6 @@ class Members:
                     died = error
             await self.replace(member, died)
         raise _gave_up(job, died)
-
-    def _numbering(self, member: Member) -> Numbering:
-        return Numbering(pool_version=member.pool_version, labels=self.labels, lineage=self._lineage)
 
     async def _some_alive(self) -> None:
         """Wait until there is a worker, while one is replaced. Raises `EngineDead` if none is left."""
@@ -160,24 +176,26 @@ class Members:
 
     # ---- all workers ------------------------------------------------------------------------------------------------
 
-    async def each(self, work: Callable[[Worker], Awaitable[Answer]]) -> dict[str, Answer]:
-        """Return the result of `work` for each worker by its name; a dead worker is replaced and asked again.
+    async def each(self, command: Command, *args: Any) -> dict[str, Any]:
+        """Return each worker's result of a command by its name; a dead worker is replaced and asked again.
 
         All have ended when an error of one is raised.
         """
         while self._tasks:  # a replacement that another call has started
             await asyncio.wait(self._tasks)
         self.require_some()
-        found = await asyncio.gather(*(self._at(one.index, work) for one in self.alive), return_exceptions=True)
+        found = await asyncio.gather(
+            *(self._at(one.index, command, args) for one in self.alive), return_exceptions=True
+        )
         for one in found:
             if isinstance(one, BaseException):
                 raise one
         return dict(one for one in found if one is not None and not isinstance(one, BaseException))
 
-    async def _at(self, index: int, work: Callable[[Worker], Awaitable[Answer]]) -> tuple[str, Answer] | None:
+    async def _at(self, index: int, command: Command, args: tuple[Any, ...]) -> tuple[str, Any] | None:
         while (member := self._members.get(index)) is not None:
             try:
-                return member.worker.name, await work(member.worker)
+                return member.worker.name, await member.worker.call(command, *args)
             except WorkerDied as error:
                 await self.replace(member, error)
         return None
@@ -186,17 +204,17 @@ class Members:
         """Pause all workers, and those that replace them. Raises `BadRequest`, with none paused, if one cannot."""
         self._is_paused = True
         try:
-            await self.each(lambda worker: worker.pause(mode, clear_cache=clear_cache))
+            await self.each("pause", mode, clear_cache)
         except BadRequest:
             self._is_paused = False
             for member in self.alive:
                 with suppress(BadRequest, WorkerDied):
-                    await member.worker.resume()
+                    await member.worker.call("resume")
             raise
 
     async def resume(self) -> None:
         self._is_paused = False
-        await self.each(lambda worker: worker.resume())
+        await self.each("resume")
 
     # ---- weights and replacements -----------------------------------------------------------------------------------
 
@@ -223,12 +241,26 @@ class Members:
             left: Any = one.weights
             if one.partial:
                 with suppress(Exception):  # a directory that only the workers can read
-                    left = self._fleet.uncovered(one.weights, update.weights)
+                    left = self._uncovered(one.weights, update.weights)
             if left is not None:
                 checksum = one.checksum if left is one.weights else None
                 kept.append((version, replace(one, weights=left, checksum=checksum)))
         self._in_force = [*kept, (self.version, update)]
         return self.version
+
+    def _uncovered(self, older: Any, newer: Any) -> Any | None:
+        """Return older weights without the tensors that newer ones have too; a directory whole; None if none is left.
+
+        Raises if a directory cannot be read.
+        """
+        if isinstance(older, Path) and older == newer:
+            return None
+        names = {pair[0] for pair in (weights_in(newer) if isinstance(newer, Path) else self._fleet.get(newer))}
+        found = list(weights_in(older)) if isinstance(older, Path) else self._fleet.get(older)
+        left = [pair for pair in found if pair[0] not in names]
+        if not left:
+            return None
+        return older if isinstance(older, Path) or len(left) == len(found) else self._fleet.put(left)
 
     async def replace(self, member: Member, error: WorkerDied) -> None:
         """Open a new worker in the place of a dead one; if that fails, try again later. Idempotent."""
@@ -276,25 +308,29 @@ class Members:
 
     async def _open(self, index: int) -> Member:
         worker = await self._fleet.open(index)
-        return Member(index=index, worker=worker, versions={worker.first_version: 0})
+        return self._member(index, worker)
+
+    def _member(self, index: int, worker: Worker) -> Member:
+        versions = {worker.first_version: 0}
+        return Member(index=index, worker=worker, versions=versions, labels=self.labels, lineage=self._lineage)
 
     async def _prepared(self, index: int, worker: Worker) -> Member:
         """Install the weights in force in a new worker, and pause or resume it as the pool is."""
-        member = Member(index=index, worker=worker, versions={worker.first_version: 0})
+        member = self._member(index, worker)
         if self._in_force:
-            await worker.discard()  # a server that was unreachable may hold an update of before
+            await worker.call("discard")  # a server that was unreachable may hold an update of before
         for version, update in self._in_force:
-            number = await worker.stage(update)
+            number = await worker.call("stage", update)
             member.versions[number] = version
-            await worker.commit()
+            await worker.call("commit")
         is_paused: bool | None = None  # a server that was unreachable may be paused since then
         while is_paused != self._is_paused:  # the pool may be paused or resumed during the call
             is_paused = self._is_paused
             if is_paused:
-                await worker.pause("keep", clear_cache=False)
+                await worker.call("pause", "keep", False)
             else:
                 with suppress(BadRequest):  # a server without pauses cannot be paused
-                    await worker.resume()
+                    await worker.call("resume")
         return member
 
 
@@ -336,36 +372,6 @@ class Delivered:
         if delta.sample is not None:
             self._ended.add(index)
         return new if new.token_ids or new.sample is not None else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numbering:
-    """How a pool numbers one worker's samples."""
-
-    pool_version: Callable[[int], int]
-    """Maps the worker's numbers of versions, which start anew in each new worker, to the pool's."""
-    labels: Mapping[int, WeightLabel]
-    """The trainer's names for the pool's versions; they replace a server's, which are texts."""
-    lineage: str
-
-    def sample(self, sample: TrainingSample, job_id: int) -> TrainingSample:
-        """Return a worker's sample with the pool's request id, versions and lineage."""
-        number = self.pool_version
-        labels = {number(version): label for version, label in sample.version_labels.items()}
-        return replace(
-            sample,
-            request_id=job_id,
-            token_versions=tuple(map(number, sample.token_versions)),
-            weight_version=number(sample.weight_version),
-            version_labels={**labels, **self.labels},
-            lineage=self.lineage,
-        )
-
-    def delta(self, delta: Delta, job_id: int) -> Delta:
-        """Return a worker's delta, as `sample` does with samples."""
-        sample = None if delta.sample is None else self.sample(delta.sample, job_id)
-        versions = tuple(map(self.pool_version, delta.versions))
-        return replace(delta, request_id=job_id, versions=versions, sample=sample)
 
 
 def without_first(delta: Delta, count: int) -> Delta:

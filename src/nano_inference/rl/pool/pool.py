@@ -150,11 +150,11 @@ class RolloutPool:
         Ids are in the pool's deltas and samples, and count its requests from 0.
         """
         ids = [request_ids] if isinstance(request_ids, int) else list(request_ids)
-        self._run(self._members.each(lambda worker: worker.abort(ids)))
+        self._run(self._members.each("abort", ids))
 
     def abort_all(self) -> None:
         """End every request now, as `abort` does."""
-        self._run(self._members.each(lambda worker: worker.abort(None)))
+        self._run(self._members.each("abort", None))
 
     # ---- control ----------------------------------------------------------------------------------------------------
 
@@ -171,11 +171,11 @@ class RolloutPool:
 
     def flush_cache(self) -> int:
         """Forget all cached prefixes; return the number of blocks freed in all workers."""
-        return sum(self._run(self._members.each(lambda worker: worker.flush())).values())
+        return sum(self._run(self._members.each("flush")).values())
 
     def facts(self) -> dict[str, WorkerFacts]:
         """Return the counters of each worker by its name; replaces workers that have died."""
-        return self._run(self._members.each(lambda worker: worker.facts()))
+        return self._run(self._members.each("facts"))
 
     @property
     def num_replaced(self) -> int:
@@ -246,7 +246,7 @@ class RolloutPool:
 
     def weights_checksum(self) -> str:
         """Return `weights_checksum` of the installed weights. Raises `WeightError` if the workers disagree."""
-        found = self._run(self._members.each(lambda worker: worker.checksum()))
+        found: dict[str, str] = self._run(self._members.each("checksum"))
         if len(set(found.values())) > 1:
             raise WeightError(f"the workers have different weights: {', '.join(f'{n} {c}' for n, c in found.items())}")
         return next(iter(found.values()))

@@ -6,7 +6,7 @@ Ray is imported in functions: it is an extra.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,11 @@ from nano_inference.config import EngineConfig
 from nano_inference.core.admission import Limits
 from nano_inference.engine import InferenceEngine
 from nano_inference.loading.pieces import DTYPES
-from nano_inference.rl.pool.local import LocalWorker, plain_tensor, uncovered_directory
-from nano_inference.rl.pool.worker import Job, WorkerDied, WorkerFacts, directory_of
+from nano_inference.rl.pool.local import LocalWorker, plain_tensor
+from nano_inference.rl.pool.worker import Command, Job, WorkerDied
 from nano_inference.support.checks import check_int, check_number
 from nano_inference.support.packages import MissingPackage, ray_address
-from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
-from nano_inference.weights.directory import weights_in
+from nano_inference.types import Delta, TrainingSample, WeightError
 from nano_inference.weights.updates import WeightUpdate
 
 _MOST_CALLS = 100_000  # calls of one actor at the same time: a batch of rollouts waits in it for the engine
@@ -61,13 +60,11 @@ class EngineActor(LocalWorker):
     def __init__(self, name: str, config: EngineConfig) -> None:
         super().__init__(name, lambda: InferenceEngine(config))
 
-    async def opened(self) -> Limits | None:
-        await self.open()
-        return self.limits
-
-    async def stage_shared(self, update: WeightUpdate, shared: list[SharedTensor]) -> int:
-        """`shared` replaces the update's weights: Ray resolves only references that are arguments themselves."""
-        return await self.stage(replace(update, weights=from_shared(shared)))
+    async def stage(self, update: WeightUpdate) -> int:
+        if not isinstance(update.weights, Path):
+            shared: Any = update.weights  # a reference, which Ray does not resolve inside a record
+            update = replace(update, weights=from_shared(await shared))
+        return await super().stage(update)
 
 
 class RayWorker:
@@ -83,7 +80,7 @@ class RayWorker:
     async def open(self, timeout: float) -> None:
         """Wait until the engine is open. Raises `WorkerDied` after `timeout` seconds."""
         try:
-            self.limits = await asyncio.wait_for(self._answer(self._actor.opened.remote()), timeout)
+            self.limits = await asyncio.wait_for(self._answer(self._actor.open.remote()), timeout)
         except TimeoutError:
             raise WorkerDied(f"{self.name}: did not start within {timeout:g} s; has Ray the CPUs and GPUs?") from None
 
@@ -101,42 +98,8 @@ class RayWorker:
         finally:
             self._ray.cancel(deltas)
 
-    async def stage(self, update: WeightUpdate) -> int:
-        if directory_of(update) is not None:
-            asked = self._actor.stage.remote(update)
-        else:
-            asked = self._actor.stage_shared.remote(replace(update, weights=()), update.weights)
-        version: int = await self._answer(asked)
-        return version
-
-    async def commit(self) -> int:
-        version: int = await self._answer(self._actor.commit.remote())
-        return version
-
-    async def discard(self) -> bool:
-        was_held: bool = await self._answer(self._actor.discard.remote())
-        return was_held
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        await self._answer(self._actor.pause.remote(mode, clear_cache=clear_cache))
-
-    async def resume(self) -> None:
-        await self._answer(self._actor.resume.remote())
-
-    async def abort(self, job_ids: Collection[int] | None) -> None:
-        await self._answer(self._actor.abort.remote(job_ids))
-
-    async def flush(self) -> int:
-        num_blocks: int = await self._answer(self._actor.flush.remote())
-        return num_blocks
-
-    async def checksum(self) -> str:
-        checksum: str = await self._answer(self._actor.checksum.remote())
-        return checksum
-
-    async def facts(self) -> WorkerFacts:
-        facts: WorkerFacts = await self._answer(self._actor.facts.remote())
-        return facts
+    async def call(self, command: Command, *args: Any) -> Any:
+        return await self._answer(getattr(self._actor, command).remote(*args))
 
     async def close(self) -> None:
         self._ray.kill(self._actor, no_restart=True)
@@ -196,14 +159,11 @@ class RayFleet:
         """Put the tensors in the object store, once; return their reference."""
         return self._ray.put([to_shared(name, value) for name, value in named])
 
-    def uncovered(self, older: Any, newer: Any) -> Any | None:
-        pairs = weights_in(newer) if isinstance(newer, Path) else self._ray.get(newer)
-        names = {pair[0] for pair in pairs}
-        if isinstance(older, Path):
-            return uncovered_directory(older, names)
-        shared: list[SharedTensor] = self._ray.get(older)
-        left = [one for one in shared if one.name not in names]
-        return older if len(left) == len(shared) else self._ray.put(left) if left else None
+    def get(self, shared: Any) -> list[Any]:
+        return list(self._ray.get(shared))
+
+    def put(self, pairs: list[Any]) -> Any:
+        return self._ray.put(pairs)
 
     async def open(self, index: int) -> RayWorker:
         name = f"worker {index}"

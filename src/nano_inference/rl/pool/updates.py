@@ -64,7 +64,9 @@ class Updates:
             members.require_some()
             alive = members.alive
             try:
-                outcomes = await asyncio.gather(*(one.worker.stage(update) for one in alive), return_exceptions=True)
+                outcomes = await asyncio.gather(
+                    *(one.worker.call("stage", update) for one in alive), return_exceptions=True
+                )
             except asyncio.CancelledError:
                 await asyncio.shield(_discard(alive))
                 raise
@@ -78,7 +80,7 @@ class Updates:
                 self._is_committing = True
                 try:
                     version = members.record(update, numbers)
-                    done = await asyncio.gather(*(one.worker.commit() for one in alive), return_exceptions=True)
+                    done = await asyncio.gather(*(one.worker.call("commit") for one in alive), return_exceptions=True)
                 finally:
                     self._is_committing = False
         for member, error in failed:
@@ -101,4 +103,4 @@ def _refused(member: Member, error: BaseException, version: int) -> WeightError 
 
 
 async def _discard(holding: list[Member]) -> None:
-    await asyncio.gather(*(one.worker.discard() for one in holding), return_exceptions=True)
+    await asyncio.gather(*(one.worker.call("discard") for one in holding), return_exceptions=True)

@@ -10,12 +10,10 @@ from typing import Any
 
 from nano_inference.core.admission import Limits
 from nano_inference.rl.pool.dialect import SampleBuilder, check_supported, plain_request, request_json, samples_of
-from nano_inference.rl.pool.local import uncovered_directory
 from nano_inference.rl.pool.wire import Refused, Server, read_url
-from nano_inference.rl.pool.worker import Job, WorkerDied, WorkerFacts, directory_of
+from nano_inference.rl.pool.worker import Command, Job, WorkerDied, WorkerFacts
 from nano_inference.support.checks import check_number, float32
 from nano_inference.types import BadRequest, Delta, PauseMode, TrainingSample, WeightError
-from nano_inference.weights.directory import weights_in
 from nano_inference.weights.updates import WeightUpdate
 
 _GENERATE = "/inference/v1/generate"
@@ -38,10 +36,10 @@ class UrlWorker:
 
     async def open(self) -> None:
         """Read the model's name and the version of its weights. Raises `WorkerDied`, `BadRequest`."""
-        models = await self._server.get("/v1/models")
+        models = await self._server.ask("/v1/models")
         self._model = models["data"][0]["id"]
         try:
-            info = await self._server.get("/weight_info")
+            info = await self._server.ask("/weight_info")
             self.first_version, self._lineage = int(info["version"]), info.get("lineage")
             self._is_extended = True
         except (Refused, KeyError):  # another program's server, or one without the trainers' routes
@@ -54,7 +52,7 @@ class UrlWorker:
             return [await self._embedding(job)]
         body = self._body(job)
         try:
-            reply = await self._server.generate(_GENERATE, body)
+            reply = await self._server.ask(_GENERATE, body, None)
         finally:
             self._open.pop(job.id, None)
         for choice in reply["choices"]:
@@ -78,11 +76,14 @@ class UrlWorker:
         finally:
             self._open.pop(job.id, None)
 
+    async def call(self, command: Command, *args: Any) -> Any:
+        return await getattr(self, command)(*args)
+
+    # ---- commands: see `local.LocalWorker` --------------------------------------------------------------------------
+
     async def stage(self, update: WeightUpdate) -> int:
         """Only our own server holds updates; others reject the field by name."""
-        directory = directory_of(update)
-        assert directory is not None, "UrlFleet.share refuses tensors"
-        body: dict[str, Any] = {"weight_dir": str(directory), "hold": True, "on_running": update.on_running}
+        body: dict[str, Any] = {"weight_dir": str(update.weights), "hold": True, "on_running": update.on_running}
         body |= {"partial": update.partial, "allow_nonfinite": update.allow_nonfinite}
         given = {"weight_version": update.label, "checksum": update.checksum}
         body |= {name: value for name, value in given.items() if value is not None}
@@ -101,7 +102,7 @@ class UrlWorker:
     async def discard(self) -> bool:
         return bool((await self._command("/abort_weight_update", {}))["aborted"])
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         await self._command("/pause", {"mode": mode, "clear_cache": clear_cache})
 
     async def resume(self) -> None:
@@ -119,7 +120,7 @@ class UrlWorker:
         return str((await self._command("/weight_checker", {"action": "checksum"}))["checksum"])
 
     async def facts(self) -> WorkerFacts:
-        await self._server.get("/health")
+        await self._server.ask("/health")
         return WorkerFacts(version=self._version)
 
     async def close(self) -> None:
@@ -140,7 +141,7 @@ class UrlWorker:
     async def _command(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Call a route of our server with `--enable-rl`. Raises `Refused`, naming the route if there is none."""
         try:
-            return await self._server.command(path, body)
+            return await self._server.ask(path, body)
         except Refused as error:
             if error.status not in (404, 405):
                 raise
@@ -151,25 +152,12 @@ class UrlWorker:
             ) from None
 
     async def _embedding(self, job: Job) -> TrainingSample:
-        request = job.request
-        body = {"model": self._model, "input": list(request.prompt), "encoding_format": "float"}
-        reply = await self._server.generate(
-            "/v1/embeddings", body | {"pooling": request.params.pooling, "normalize": False}
-        )
+        body: dict[str, Any] = {"model": self._model, "input": list(job.request.prompt), "encoding_format": "float"}
+        body |= {"pooling": job.request.params.pooling, "normalize": False}
+        reply = await self._server.ask("/v1/embeddings", body, None)
         self._check_lineage(reply)
-        return TrainingSample(
-            request_id=0,
-            sample_index=0,
-            prompt_tokens=tuple(request.prompt),
-            completion_tokens=(),
-            logprobs=(),
-            mask=(),
-            token_versions=(),
-            weight_version=self._version,
-            finish_reason="length",
-            seed=request.params.seed,
-            embedding=float32(reply["data"][0]["embedding"]),
-        )
+        sample = SampleBuilder(job.request, 0, self._version).sample({}, {})
+        return replace(sample, embedding=float32(reply["data"][0]["embedding"]))
 
 
 class UrlFleet:
@@ -202,8 +190,11 @@ class UrlFleet:
             "not from tensors or a process group"
         )
 
-    def uncovered(self, older: Any, newer: Any) -> Any | None:
-        return None if older == newer else uncovered_directory(older, {name for name, _ in weights_in(newer)})
+    def get(self, shared: Any) -> list[Any]:
+        raise AssertionError("share refuses tensors")
+
+    def put(self, pairs: list[Any]) -> Any:
+        raise AssertionError("share refuses tensors")
 
     async def open(self, index: int) -> UrlWorker:
         worker = UrlWorker(Server(self._urls[index], self._api_key))

@@ -14,10 +14,10 @@ from nano_inference.types import BadRequest, UpdateBusy
 
 JSON = dict[str, Any]
 _CONNECT_S = 10.0
-_COMMAND_S = 600.0  # most seconds of a command, such as gathering an update
+COMMAND_S = 600.0  # most seconds of a command, such as gathering an update
 _IDLE_S = 2.0
 """Shorter than servers keep idle connections open: a request on one that they close at that moment would fail."""
-_FULL_S = 0.25  # pause before a request is sent again that the server refused because its queue is full
+_FULL, _FULL_S = 429, 0.25  # status of a full queue, and the pause before the request is sent again
 _MOST_TEXT = 500
 
 
@@ -45,23 +45,27 @@ class Server:
             trust_env=False,
         )
 
-    async def get(self, path: str) -> JSON:
-        """Return a reply's JSON. Raises `WorkerDied` if the server does not answer, else `Refused`."""
-        return await self._limited(self._ask("GET", path, None))
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None, limit: float | None = COMMAND_S) -> JSON:
+        """POST a body, or GET without one, again while the server's queue is full; return the reply's JSON.
 
-    async def command(self, path: str, body: Mapping[str, Any]) -> JSON:
-        """POST a command, as `get`. Raises `UpdateBusy` too."""
-        return await self._limited(self._ask("POST", path, body))
-
-    async def generate(self, path: str, body: Mapping[str, Any]) -> JSON:
-        """POST a request that may take any time, again while the server's queue is full."""
-        while True:
-            try:
-                return await self._ask("POST", path, body)
-            except Refused as error:
-                if error.status != 429:
-                    raise
-            await asyncio.sleep(_FULL_S)
+        Raises `WorkerDied` if the server does not answer within `limit` seconds, else `Refused`, `UpdateBusy`.
+        """
+        method = "GET" if body is None else "POST"
+        try:
+            async with asyncio.timeout(limit):
+                while (reply := await self._client.request(method, path, json=body)).status_code == _FULL:
+                    await asyncio.sleep(_FULL_S)
+        except self._failures as error:
+            raise self._gone(error) from None
+        except TimeoutError:
+            raise WorkerDied(f"{self.url}: did not answer within {limit:g} s") from None
+        if reply.status_code != 200:
+            raise self._refusal(reply.status_code, reply.content)
+        try:
+            found: JSON = reply.json() if reply.content else {}
+        except ValueError:
+            raise WorkerDied(f"{self.url}: replied to {path} with something else than JSON") from None
+        return found
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[JSON]:
         """POST a request and yield its server-sent events. Raises `WorkerDied` if the stream ends without [DONE]."""
@@ -81,27 +85,6 @@ class Server:
 
     async def close(self) -> None:
         await self._client.aclose()
-
-    async def _limited(self, asked: Any) -> JSON:
-        try:
-            async with asyncio.timeout(_COMMAND_S):
-                reply: JSON = await asked
-                return reply
-        except TimeoutError:
-            raise WorkerDied(f"{self.url}: did not answer within {_COMMAND_S:g} s") from None
-
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> JSON:
-        try:
-            reply = await self._client.request(method, path, json=None if body is None else dict(body))
-        except self._failures as error:
-            raise self._gone(error) from None
-        if reply.status_code != 200:
-            raise self._refusal(reply.status_code, reply.content)
-        try:
-            found: JSON = reply.json() if reply.content else {}
-        except ValueError:
-            raise WorkerDied(f"{self.url}: replied to {path} with something else than JSON") from None
-        return found
 
     def _event(self, data: bytes) -> JSON:
         event: JSON = json.loads(data)

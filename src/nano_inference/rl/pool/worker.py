@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from nano_inference.core.admission import Limits
 from nano_inference.types import (
     Delta,
     EngineDead,
     EngineRequest,
-    PauseMode,
     TrainingSample,
 )
-from nano_inference.weights.updates import WeightUpdate
 
 
 class WorkerDied(EngineDead):
@@ -40,6 +37,9 @@ class WorkerFacts:
     pid: int = 0  # the engine's process; 0 if unknown
 
 
+Command = Literal["stage", "commit", "discard", "pause", "resume", "abort", "flush", "checksum", "facts"]
+
+
 class Worker(Protocol):
     """One engine. Every method raises `WorkerDied` if the engine is gone; all run on the pool's event loop."""
 
@@ -53,36 +53,8 @@ class Worker(Protocol):
     def stream(self, job: Job) -> AsyncGenerator[Delta]:
         """Yield the job's deltas; closing the iterator aborts its samples. Raises `BadRequest`."""
 
-    async def stage(self, update: WeightUpdate) -> int:
-        """Gather and check new weights, hold them until `commit`, and return the version that they will get.
-
-        The update's weights are a directory (`Path`), or what the fleet's `share` returned.
-        Jobs continue with the old weights. Raises `WeightError`, `UpdateBusy`.
-        """
-
-    async def commit(self) -> int:
-        """Install the held weights; return their version."""
-
-    async def discard(self) -> bool:
-        """Drop weights that are not installed; return whether there were any."""
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop running steps, as `InferenceEngine.pause` does; return when the engine is paused."""
-
-    async def resume(self) -> None:
-        """Allow steps again."""
-
-    async def abort(self, job_ids: Collection[int] | None) -> None:
-        """End these jobs (None: all) now; their samples end as "abort"."""
-
-    async def flush(self) -> int:
-        """Forget all cached prefixes; return the number of blocks freed."""
-
-    async def checksum(self) -> str:
-        """Return `weights_checksum` of the installed weights."""
-
-    async def facts(self) -> WorkerFacts:
-        """Return counters; the cheapest way to learn whether the engine lives."""
+    async def call(self, command: Command, *args: Any) -> Any:
+        """Return what the method of `local.LocalWorker` with this name returns. Raises `WeightError`, `UpdateBusy`."""
 
     async def close(self) -> None:
         """Shut the engine down. Does not raise `WorkerDied`."""
@@ -100,19 +72,14 @@ class Fleet(Protocol):
         A tensor need only be valid until the next is requested. Raises `WeightError`.
         """
 
-    def uncovered(self, older: Any, newer: Any) -> Any | None:
-        """Return `older`, a `WeightUpdate.weights`, without tensors that `newer` has too; None if none is left.
+    def get(self, shared: Any) -> list[Any]:
+        """Return what `share` stored: tuples that begin with a name."""
 
-        A fleet that cannot divide `older` returns it whole. Raises if a directory cannot be read.
-        """
+    def put(self, pairs: list[Any]) -> Any:
+        """Store some of the tuples that `get` returned; return them as `share` does."""
 
     async def open(self, index: int) -> Worker:
         """Open the worker with this index, also in place of a dead one. Raises `WorkerDied`, `ModelError`."""
 
     async def close(self) -> None:
         """Free what the fleet owns; its workers are closed already."""
-
-
-def directory_of(update: WeightUpdate) -> Path | None:
-    """Return the directory of an update, or None if it contains tensors."""
-    return update.weights if isinstance(update.weights, Path) else None
