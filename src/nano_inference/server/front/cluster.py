@@ -53,21 +53,21 @@ class RayReplica:
             url, self.pid = await self._actor.ready.remote(), await self._actor.process_id.remote()
         except self._ray.exceptions.RayTaskError as error:
             raise ServerFailed(str(error.cause)) from None
-        except self._ray.exceptions.RayActorError:
+        except self._ray.exceptions.RayError:
             raise ServerFailed("its Ray actor died") from None
         return str(url)
 
     async def wait(self) -> int:
-        try:
-            return int(await self._actor.wait.remote())
-        except self._ray.exceptions.RayError:
-            return 1
+        return await self._ask(self._actor.wait, 1)
 
     async def memory(self) -> int:
+        return await self._ask(self._actor.memory, 0)
+
+    async def _ask(self, method: Any, lost: int) -> int:
         try:
-            return int(await self._actor.memory.remote())
+            return int(await method.remote())
         except self._ray.exceptions.RayError:
-            return 0
+            return lost
 
     async def stop(self, timeout: float) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):

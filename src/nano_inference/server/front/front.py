@@ -8,53 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import httpx2
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nano_inference.server.dialect import StreamError, openai_stream_error
-from nano_inference.server.errors import ApiError, queue_full
+from nano_inference.server.errors import queue_full
 from nano_inference.server.front.forwarding import fetch_all, gauge, merge, request_for, return_reply
-from nano_inference.server.front.placement import ANYWHERE, Placement, placement_of
-from nano_inference.server.front.servers import Server, Servers
+from nano_inference.server.front.models import Models
+from nano_inference.server.front.placement import ANYWHERE, placement_of
+from nano_inference.server.front.servers import LARGE_BODY, Answer, Server, Servers, Target
 from nano_inference.server.guard import GuardPolicy, read_body, while_connected
 from nano_inference.server.metrics import CONTENT_TYPE
 
-LARGE_BODY = 64 << 10  # bodies of more bytes are parsed in a thread
 HEALTH = ("/health", "/ping", "/liveness", "/ready")
 LOAD = ("server_load", "running", "waiting")
-Answer = Callable[[Scope], Awaitable[Response]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Which servers may answer a request."""
-
-    servers: Callable[[], Sequence[Server]]  # now; the first one is asked, unless `placement` chooses
-    placement: Placement | None = None
-    attempts: int = 1  # requests to one server, while it does not answer
-    may_start: bool = False  # whether the request may start a server
-    passed_over: int = 0  # status of replies that are returned only by the last server
-    lost: ApiError  # the error if no server answers
-
-
-class Kind(Protocol):
-    """What differs between replicas of one model (`Replicas`) and several models (`models.Models`)."""
-
-    answers: Mapping[str, Answer]  # GET paths that are answered without a server
-
-    def health(self) -> tuple[str, dict[str, Any]]:
-        """Return the status, "ok" or "degraded" if requests are accepted, and further fields of GET /health."""
-
-    def metrics(self) -> str:
-        """Return its own metrics as Prometheus text."""
-
-    async def target(self, scope: Scope, body: bytes) -> Target | Response:
-        """Return where a request goes, or its response. Raises `ApiError`."""
 
 
 class Front:
@@ -63,7 +34,7 @@ class Front:
     def __init__(
         self,
         servers: Servers,
-        kind: Kind,
+        kind: Replicas | Models,
         client: httpx2.AsyncClient,
         policy: GuardPolicy,
         stream_errors: Mapping[str, StreamError],
@@ -132,7 +103,7 @@ class Front:
 
 
 class Replicas:
-    """Replicas of one model: any of them answers a request; see `Kind`."""
+    """Replicas of one model: any of them answers a request."""
 
     def __init__(self, servers: Servers) -> None:
         self.answers: Mapping[str, Answer] = {}
@@ -144,7 +115,7 @@ class Replicas:
         status = "ok" if num_ready == len(servers) else "degraded" if num_ready else "unavailable"
         if all(not one.url for one in servers):
             status = "loading"
-        states = [{"state": STATES.get(one.state, one.state), "open": one.num_open} for one in servers]
+        states = [{"state": one.state, "open": one.num_open} for one in servers]
         return status, {"ready": num_ready, "replicas": states}
 
     def metrics(self) -> str:
@@ -160,7 +131,3 @@ class Replicas:
             placement = placement_of(scope["headers"], body)
         lost = queue_full("no replica accepts requests at the moment", code="no_replica")
         return Target(servers=lambda: self._servers.ready, placement=placement, passed_over=503, lost=lost)
-
-
-STATES = {"stopped": "starting", "failed": "starting"}
-"""A replica's states in GET /health where they differ from `Server.state`: it is started again."""

@@ -1,4 +1,4 @@
-"""`Models`: several models behind one port, each in a server of its own; see `front.Kind`.
+"""`Models`: several models behind one port, each in a server of its own.
 
 The model is that of the body's field `model`, or of the query's parameter `model`. A POST without one goes to the
 default model, a GET without one to any loaded model, preferably the default. Only a POST loads a model, or a request
@@ -25,8 +25,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect, UnloadedModel, listings, stored_paths
 from nano_inference.server.errors import ApiError, queue_full
 from nano_inference.server.front.forwarding import DESCRIBE_TIMEOUT_S, fetch_all, forwarded_headers, gauge
-from nano_inference.server.front.front import LARGE_BODY, Answer, Target
-from nano_inference.server.front.servers import LOAD_PATH, Server, Servers
+from nano_inference.server.front.servers import LARGE_BODY, LOAD_PATH, Answer, Server, Servers, Target
 from nano_inference.server.model import OWNER, tagged, unknown_model
 from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response

@@ -41,20 +41,20 @@ ANYWHERE = Placement(())  # a request without a prompt
 
 def placement_of(headers: Headers, body: bytes) -> Placement:
     """Return how to route a request with this body; a body that is not a JSON object counts as text."""
-    named = single(headers, SESSION_HEADER)
+    named = (single(headers, SESSION_HEADER) or "")[:MAX_SESSION] or None
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict):
-        return Placement(body, 1 + len(body) // BYTES_PER_TOKEN, shorten(named))
+        return Placement(body, 1 + len(body) // BYTES_PER_TOKEN, named)
     prompt = next((data[name] for name in _PROMPTS if data.get(name)), "")
     tokens = tokens_of(prompt, [data[name] for name in _BEFORE if data.get(name)])
     size = len(tokens) // (BYTES_PER_TOKEN if isinstance(tokens, bytes) else 1)
     cost = min(MAX_COST, 1 + size + output_tokens(data))
     key = data.get("prompt_cache_key")
-    session = named or (key if isinstance(key, str) and key else None) or conversation(prompt)
-    return Placement(tokens, cost, shorten(session))
+    session = key[:MAX_SESSION] if isinstance(key, str) and key else conversation(prompt)
+    return Placement(tokens, cost, named or session)
 
 
 def tokens_of(prompt: Any, before: Sequence[Any] = ()) -> Sequence[int]:
@@ -96,8 +96,3 @@ def conversation(messages: object) -> str | None:
         return None
     text = json.dumps(messages[: first + 1])
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def shorten(session: str | None) -> str | None:
-    """Return at most `MAX_SESSION` characters, so that the router's memory is bounded."""
-    return session[:MAX_SESSION] if session else None

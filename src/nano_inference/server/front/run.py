@@ -22,7 +22,7 @@ from nano_inference.server.app import strip_root_path
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import error_bodies, stream_errors
 from nano_inference.server.front.forwarding import make_client
-from nano_inference.server.front.front import Front, Kind, Replicas
+from nano_inference.server.front.front import Front, Replicas
 from nano_inference.server.front.models import Models
 from nano_inference.server.front.servers import MemoryLimits, Server, Servers
 from nano_inference.server.guard import Guard, GuardPolicy
@@ -120,7 +120,7 @@ async def serve_front(
     dialects, policy = installed_dialects(), guard_policy(config, KeyRing.of(load_keys(config)))
     async with make_client() as client:
         servers = Servers(behind, client, limits=limits, drain_timeout=config.shutdown_timeout)
-        kind: Kind = Replicas(servers)
+        kind: Replicas | Models = Replicas(servers)
         if limits is not None:
             kind = Models(servers, client, dialects, config, needs_key=not policy.keys.is_empty)
         elif config.replicas:

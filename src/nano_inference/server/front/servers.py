@@ -10,18 +10,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import httpx2
+from starlette.responses import Response
+from starlette.types import Scope
 
 from nano_inference.rl.pool.routing import PrefixRouter
 from nano_inference.server.errors import ApiError, queue_full
 from nano_inference.server.front.placement import Placement
 from nano_inference.server.front.process import ServerFailed
 
+Answer = Callable[[Scope], Awaitable[Response]]
 State = Literal["stopped", "starting", "ready", "unreachable", "draining", "failed"]
 CHECK_S = 1.0  # between two health checks of a server
 HEALTH_TIMEOUT_S = 10.0  # a busy machine answers late; a stopped process refuses the connection at once
@@ -29,7 +33,8 @@ NOTICE_S = 1.0  # a process that has ended is noticed within this time
 MEASURE_S = 2.0  # between two measurements of the memory of models
 STOP_S = 10.0
 LOAD_PATH = "/models/load"
-RETRY = {"retry-after": "5"}
+LARGE_BODY = 64 << 10  # bodies of more bytes are parsed in a thread
+_LATER = MappingProxyType({"retry-after": "5"})
 _log = logging.getLogger("nano_inference.server")
 
 
@@ -75,6 +80,18 @@ class Server:
     def name(self) -> str:
         """The first name."""
         return self.names[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Which servers may answer a request."""
+
+    servers: Callable[[], Sequence[Server]]  # now; the first one is asked, unless `placement` chooses
+    placement: Placement | None = None
+    attempts: int = 1  # requests to one server, while it does not answer
+    may_start: bool = False  # whether the request may start a server
+    passed_over: int = 0  # status of replies that are returned only by the last server
+    lost: ApiError  # the error if no server answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +183,8 @@ class Servers:
 
     def place(self, placement: Placement, among: Sequence[Server]) -> Server:
         """Choose a server for a request, by its prefix and their work; `use` must follow."""
-        avoid = [index for index, one in enumerate(self.all) if one not in among]
+        allowed = set(among)
+        avoid = [index for index, one in enumerate(self.all) if one not in allowed]
         return self.all[self._router.place(placement.tokens, placement.cost, placement.session, avoid=avoid)]
 
     @asynccontextmanager
@@ -208,8 +226,8 @@ class Servers:
                 while server.state != "ready":
                     is_late = has_waited or (may_start and time.monotonic() < server.retry_at)
                     if server.state == "failed" and is_late:
-                        text, headers = f"the model {server.name} could not be loaded: {server.error}", RETRY
-                        raise ApiError(503, text, param="model", code="model_not_loaded", headers=headers)
+                        text = f"the model {server.name} could not be loaded: {server.error}"
+                        raise ApiError(503, text, param="model", code="model_not_loaded", headers=_LATER)
                     if server.state != "starting" and not may_start:
                         text = f"{server.name} is not loaded: POST its name as `model` to {LOAD_PATH}; without a key,"
                         raise ApiError(403, f"{text} GET loads no model", param="model", code="load_needs_post")
@@ -250,6 +268,7 @@ class Servers:
             if started is not None:
                 await started.stop(0)
             self._fail(server, str(error) or type(error).__name__)
+            _log.error("%s could not be started: %s", server.name, server.error)
             return
         server.last_used, server.num_failures, server.retry_at = time.monotonic(), 0, 0.0
         where = f"{server.name} accepts requests at {server.url}, process {process.pid}"
@@ -264,7 +283,6 @@ class Servers:
         self._set(server, "stopped")
 
     def _fail(self, server: Server, reason: str) -> None:
-        _log.error("%s could not be started: %s", server.name, reason)
         pause = min(self._retry[0] * 2 ** min(server.num_failures, 30), self._retry[1])
         server.error, server.retry_at = reason, time.monotonic() + pause
         server.num_failures += 1
