@@ -10,7 +10,7 @@ import pytest
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink
-from nano_inference.server.keys import KeyRing
+from nano_inference.server.security import KeyRing
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 from nano_inference.support.plugins import PluginError
 from tests.server.tiny import Running, make_tiny, running

@@ -19,7 +19,7 @@ from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.nanochat.files import nanochat_home
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
-from nano_inference.server.keys import load_admin_keys, load_keys
+from nano_inference.server.security import load_admin_keys, load_keys
 from nano_inference.server.trainers.places import place_of, weights_root
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer

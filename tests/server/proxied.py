@@ -18,9 +18,9 @@ from nano_inference.server.front.forwarding import make_client
 from nano_inference.server.front.placement import Placement
 from nano_inference.server.front.servers import Server, Servers, State
 from nano_inference.server.guard import Guard
-from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind
+from nano_inference.server.security import KeyRing, load_keys
 from nano_inference.server.wiring import guard_policy, installed_dialects
 from tests.server.tiny import close
 

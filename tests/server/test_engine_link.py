@@ -18,11 +18,11 @@ import pytest
 
 from nano_inference import BadRequest, InferenceEngine, SamplingParams
 from nano_inference.core.outbox import Outbox, PromptDelta
-from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.engine_link import MAX_UNREAD, EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
+from nano_inference.server.security import Client
 from nano_inference.server.structured import PromptRequest
 from nano_inference.types import Delta, TrainingSample
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference

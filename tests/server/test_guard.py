@@ -22,6 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.server import guard as guard_module
+from nano_inference.server import security
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import (
@@ -31,7 +32,7 @@ from nano_inference.server.guard import (
     GuardPolicy,
     read_body,
 )
-from nano_inference.server.keys import KeyRing
+from nano_inference.server.security import KeyRing
 from nano_inference.server.wiring import guard_policy
 from tests.cases import failures
 
@@ -396,7 +397,8 @@ def test_server_without_keys_needs_none() -> None:
 
 
 def test_guard_uses_only_scope_path() -> None:
-    tree = ast.parse(inspect.getsource(guard_module))
+    sources = [ast.parse(inspect.getsource(module)) for module in (guard_module, security)]
+    tree = ast.Module([node for source in sources for node in source.body], [])
     read = {
         node.slice.value
         for node in ast.walk(tree)
@@ -411,6 +413,7 @@ def test_guard_uses_only_scope_path() -> None:
 # CORS
 
 PAGE = "https://page.example"
+EVIL = ("host", "evil.example")
 ASKS = ("access-control-request-method", "POST")
 
 
@@ -427,7 +430,7 @@ def test_cors_is_off_by_default(origin: str) -> None:
 def test_allowed_origin_gets_cors_headers(app: ASGIApp) -> None:
     answer = ask(app, policy_of(cors_origin=(PAGE, "https://b.example")), ("origin", PAGE))
     assert answer.headers["access-control-allow-origin"] == PAGE
-    assert answer.headers["vary"] == "origin"
+    assert answer.headers["vary"] == "Origin"
     assert "access-control-allow-credentials" not in answer.headers
 
 
@@ -446,10 +449,9 @@ OTHERS = [
 def test_other_origin_gets_no_cors_headers(origin: str) -> None:
     policy = policy_of(KEY, cors_origin=(PAGE,))
     answer = ask(served, policy, BEARER, ("origin", origin))
-    assert "access-control-allow-origin" not in answer.headers and answer.headers["vary"] == "origin"
-    assert ask(served, policy, ("origin", origin), ASKS, method="OPTIONS").status == 401
-    twice = ask(served, policy, BEARER, ("origin", PAGE), ("origin", origin))
-    assert "access-control-allow-origin" not in twice.headers
+    assert "access-control-allow-origin" not in answer.headers and answer.headers["vary"] == "Origin"
+    preflight = ask(failing(AssertionError("reached")), policy, ("origin", origin), ASKS, method="OPTIONS")
+    assert (preflight.status, preflight.headers.get("access-control-allow-origin")) == (400, None)
 
 
 def test_star_allows_any_origin() -> None:
@@ -476,19 +478,25 @@ def test_localhost_allows_pages_of_this_machine(origin: str) -> None:
     answer = ask(served, policy, BEARER, ("origin", origin))
     granted = [one.headers.get("access-control-allow-origin") for one in (preflight, answer)]
     assert granted == ([origin, origin] if origin in LOCAL else [None, None])
-    assert preflight.status == (200 if origin in LOCAL else 401)
+    assert preflight.status == (200 if origin in LOCAL else 400)
     assert ask(served, policy, BEARER, ("origin", PAGE)).headers["access-control-allow-origin"] == PAGE
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/nowhere"])
 def test_only_preflight_of_allowed_origin_needs_no_key(path: str) -> None:
     policy = policy_of(KEY, cors_origin=(PAGE,))
-    answer = ask(failing(AssertionError("reached")), policy, ("origin", PAGE), ASKS, method="OPTIONS", path=path)
-    assert (answer.status, answer.body, answer.is_whole) == (200, b"", True)
-    assert answer.headers["access-control-allow-origin"] == PAGE and answer.headers["vary"] == "origin"
+    wanted = ("access-control-request-headers", "authorization,content-type")
+    answer = ask(
+        failing(AssertionError("reached")), policy, ("origin", PAGE), ASKS, wanted, method="OPTIONS", path=path
+    )
+    assert (answer.status, answer.body, answer.is_whole) == (200, b"OK", True)
+    assert answer.headers["access-control-allow-origin"] == PAGE and answer.headers["vary"].startswith("Origin")
+    assert answer.headers["x-request-id"] and answer.headers["x-content-type-options"] == "nosniff"
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert "authorization" in answer.headers["access-control-allow-headers"]
-    for headers in ((), (("origin", PAGE),), (ASKS,), (("origin", "https://evil.example"), ASKS)):
+    foreign = ask(failing(AssertionError("reached")), policy, ("origin", PAGE), ASKS, method="OPTIONS", host=(EVIL,))
+    check_refused(foreign, 403)
+    for headers in ((), (("origin", PAGE),), (ASKS,)):
         assert ask(routed(), policy, *headers, method="OPTIONS", path=path).status == 401
         with_key = ask(routed(), policy, BEARER, *headers, method="OPTIONS", path=path)
         assert with_key.status == {"/v1/models": 405, "/metrics": 307, "/nowhere": 404}[path]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.hosts import MAX_HOST, hosts_to_allow, is_loopback_name, parse_host
+from nano_inference.server.security import MAX_HOST, hosts_to_allow, is_loopback_name, parse_host
 
 
 def test_parse_host_follows_rfc_9110() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.server import guard, keys
+from nano_inference.server import guard, security
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.keys import KeyRing, load_keys
+from nano_inference.server.security import KeyRing, load_keys
 
 FIRST, SECOND = "first-key-1", "second-key-2"
 
@@ -42,7 +42,7 @@ def test_short_keys_need_insecure(tmp_path: Path) -> None:
     assert load_keys(ServerConfig(api_key=("a-short",), insecure=True)) == ("a-short",)
     admin = ServerConfig(admin_key=("a-short",), enable_rl=True, insecure=True)
     with pytest.raises(ValueError, match="admin_key: key 1 is shorter than 8 characters"):
-        keys.load_admin_keys(admin)
+        security.load_admin_keys(admin)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o610, 0o601])
@@ -71,7 +71,7 @@ def test_key_file_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^api_key_file"):
         load_keys(ServerConfig(api_key_file=str(tmp_path)))
     with pytest.raises(ValueError, match=r"^api_key_file is larger than"):
-        load_keys(key_file(tmp_path, "k" * (keys.MAX_KEY_FILE + 1)))
+        load_keys(key_file(tmp_path, "k" * (security.MAX_KEY_FILE + 1)))
 
 
 BAD_KEYS = [

@@ -30,8 +30,8 @@ from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect
 from nano_inference.server.engine_link import EngineLink
-from nano_inference.server.keys import KeyRing
 from nano_inference.server.openapi import openapi
+from nano_inference.server.security import KeyRing
 from nano_inference.server.trainers.routes import ADMIN_PATHS, QUESTIONS
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 from tests.effort import IS_THOROUGH

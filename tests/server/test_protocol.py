@@ -25,12 +25,12 @@ from uvicorn.server import ServerState
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import LINGER_SECONDS, Guard, read_body
-from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.protocol import (
     MAX_HEAD_BYTES,
     LimitedProtocol,
     uvicorn_config,
 )
+from nano_inference.server.security import KeyRing, load_keys
 from nano_inference.server.wiring import guard_policy
 from tests.cases import failures
 
@@ -470,7 +470,7 @@ def test_keys_and_preflights_over_the_wire(keyed: Running) -> None:
     assert request(keyed, get("/v1/models", *requests).replace(b"GET", b"OPTIONS", 1)).status == 200
     evil = (b"Access-Control-Request-Method: POST", b"Origin: https://evil.example")
     reply = request(keyed, get("/v1/models", *evil).replace(b"GET", b"OPTIONS", 1))
-    assert reply.status == 401 and "access-control-allow-origin" not in reply.headers
+    assert reply.status == 400 and "access-control-allow-origin" not in reply.headers
 
 
 def test_post_without_preflight_is_refused(server: Running) -> None:

@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from nano_inference.core.outbox import Outbox
-from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Capacity, Dispatcher
-from nano_inference.server.quota import MAX_TAGS, FairQueue, quota
+from nano_inference.server.limits import MAX_TAGS, FairQueue, quota
+from nano_inference.server.security import Client
 from nano_inference.types import EngineRequest, SamplingParams, StepStats
 
 GREEDY, OTHER, THIRD = Client("key 0"), Client("key 1"), Client("key 2")

@@ -15,7 +15,7 @@ import pytest
 import nano_inference
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink
-from nano_inference.server.keys import KeyRing
+from nano_inference.server.security import KeyRing
 from nano_inference.server.trainers.facts import DESCRIPTIONS
 from nano_inference.server.trainers.routes import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS, STREAM_PATHS
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app

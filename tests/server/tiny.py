@@ -22,10 +22,10 @@ from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect
 from nano_inference.server.engine_link import EngineLink, LoadedModel
-from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.opening import open_model
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind
+from nano_inference.server.security import KeyRing, load_keys
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
 TEMPLATE = (

@@ -98,6 +98,6 @@ def check_table(
         elif key_of(option) in NOT_IN_FILES:
             raise BadRequest(str(path), f"{name} can only be set on the command line or in the environment")
         elif option.field_info.name in SECRETS:
-            from nano_inference.server.keys import check_private
+            from nano_inference.server.security import check_private
 
             check_private(path, status, f"{path}: {name}")

@@ -19,8 +19,8 @@ from nano_inference.server.front.cluster import ClusterLost, RayCluster
 from nano_inference.server.front.process import ServerFailed, ServerProcess
 from nano_inference.server.front.run import check_remote, limits_of, serve_front, setup_of, weight_bytes
 from nano_inference.server.front.servers import Server
-from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.model import tagged
+from nano_inference.server.security import KeyRing, load_keys
 from nano_inference.server.wiring import guard_policy
 
 

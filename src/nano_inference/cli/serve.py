@@ -20,9 +20,9 @@ from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import served_name
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
-from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.log import set_up_logs
 from nano_inference.server.run import bind, serve
+from nano_inference.server.security import is_loopback_name
 from nano_inference.server.trainers.groups import JOINING
 from nano_inference.server.worker_pool import has_stuck_threads
 from nano_inference.text.generation_config import described, differing

@@ -17,7 +17,7 @@ import httpx2
 
 from nano_inference.cli.conversation import ServerError
 from nano_inference.cli.printable import one_line
-from nano_inference.server.hosts import is_loopback_name
+from nano_inference.server.security import is_loopback_name
 from nano_inference.types import BadRequest
 
 _TIMEOUT = httpx2.Timeout(300, connect=10)  # seconds between two chunks of a reply; a busy server may queue a request

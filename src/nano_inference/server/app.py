@@ -38,12 +38,12 @@ from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.fields import IgnoredFields, refuse_lost
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
+from nano_inference.server.limits import QueueLimits
 from nano_inference.server.log import log_access, record_of
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import info
 from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
-from nano_inference.server.queue_limits import QueueLimits
 from nano_inference.server.reply_store import ClientReplies, ReplyStore
 from nano_inference.server.schema import Body
 from nano_inference.server.serving import CallResponse, OpenCalls, Serving

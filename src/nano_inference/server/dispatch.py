@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nano_inference.core.outbox import Outbox
-from nano_inference.server.clients import Client
-from nano_inference.server.quota import FairQueue, quota
+from nano_inference.server.limits import FairQueue, quota
+from nano_inference.server.security import Client
 from nano_inference.types import StepStats
 
 Enter = Callable[[int], None]

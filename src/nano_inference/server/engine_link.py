@@ -10,11 +10,11 @@ from typing import Literal
 
 from nano_inference.async_engine import AsyncEngine, DrivenEngine, Turn
 from nano_inference.core.outbox import Outbox, SampleTimes
-from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Dispatcher
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.metrics import Metrics, SampleRecord
 from nano_inference.server.model import ServedModel
+from nano_inference.server.security import Client
 from nano_inference.types import Delta, EngineRequest, StepStats, TrainingSample
 
 State = Literal["loading", "ready", "draining", "stopped", "dead"]

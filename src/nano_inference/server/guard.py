@@ -17,17 +17,34 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import TypeVar
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nano_inference.server.clients import Client, Network, address_of, networks
 from nano_inference.server.config import DEFAULT_SHARE, ServerConfig, SettingError
-from nano_inference.server.cors import LOCALHOST, PREFLIGHT, cors_headers, is_from_page, is_preflight
 from nano_inference.server.errors import ApiError, ErrorBody, internal_error
-from nano_inference.server.headers import Headers, single, values
-from nano_inference.server.hosts import Host, hosts_to_allow, is_loopback_name, parse_host
-from nano_inference.server.keys import KeyRing, load_admin_keys
+from nano_inference.server.security import (
+    BYTES_TYPE,
+    Client,
+    Headers,
+    Host,
+    KeyRing,
+    Network,
+    address_of,
+    announces_body,
+    check_content,
+    hosts_to_allow,
+    is_from_page,
+    is_loopback_name,
+    load_admin_keys,
+    networks,
+    parse_host,
+    presented_key,
+    single,
+    too_large,
+    values,
+)
 
 _T = TypeVar("_T")
 OnResponse = Callable[[Scope, int | None, float, Exception | None], None]
@@ -40,12 +57,13 @@ All other paths need one, including paths that do not exist.
 """
 LINGER_SECONDS, LINGER_BYTES = 2.0, 32 << 20
 """How much of an unwanted body is read and dropped: most clients read the response only after sending their body."""
-JSON_TYPE, BYTES_TYPE = "application/json", "application/octet-stream"
+LOCALHOST = "localhost"  # in a list of origins: those of this machine, any port of a loopback name with http or https
 _MAX_STREAM = 1 << 50
 
 _LOGGER = logging.getLogger("nano_inference.server")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[\x21-\x2e\x30-\x7e]+")
+_LOOPBACK = r"https?://(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?"
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 _ALWAYS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
 _UNLESS_SET = (
@@ -62,10 +80,8 @@ class ClientGone(Exception):
 class GuardPolicy:
     """Which requests the guard admits. Routes read it from `scope["state"]["policy"]`."""
 
-    keys: KeyRing
-    """Keys of the ordinary routes; includes the admin keys. Empty: no key is needed."""
-    admins: KeyRing = KeyRing.of(())
-    """Keys of `admin_paths`; if empty, these take an ordinary key."""
+    keys: KeyRing  # of the ordinary routes; includes the admin keys. Empty: no key is needed
+    admins: KeyRing = KeyRing.of(())  # of `admin_paths`; if empty, these take an ordinary key
     admin_paths: frozenset[str] = frozenset()
     stream_paths: frozenset[str] = frozenset()
     """Those of `admin_paths` whose body is bytes of any length, which the route bounds itself."""
@@ -75,10 +91,8 @@ class GuardPolicy:
     cors_origins: frozenset[str] = frozenset()
     max_body_bytes: int
     body_timeout: float
-    client_share: float = 1.0
-    """Fraction of the capacity not held by others that one client may hold; 1: no quota."""
-    trusted_proxies: tuple[Network, ...] = ()
-    """Proxies whose X-Forwarded-For is used."""
+    client_share: float = 1.0  # fraction of the capacity not held by others that one client may hold; 1: no quota
+    trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For is used
     linger_bytes: int = LINGER_BYTES
     linger_seconds: float = LINGER_SECONDS
 
@@ -146,57 +160,70 @@ class Guard:
         self.app = app
         self.policy = policy
         self.on_response = on_response
-        self.error_bodies = error_bodies
-        """Path -> error body, for paths that do not use OpenAI's error object."""
+        self.error_bodies = error_bodies  # path -> error body, for paths that do not use OpenAI's error object
+        self._after_host = with_cors(self._answer, policy.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; pass lifespan events, refuse websockets."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
-        elif scope["type"] == "http":
-            await self._serve(Exchange(scope, receive, send, self.policy, self.error_bodies.get(scope["path"])))
-        else:
+            return
+        if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-
-    async def _serve(self, exchange: Exchange) -> None:
-        error: Exception | None = None
+            return
+        exchange = Exchange(scope, receive, send, self.policy, self.error_bodies.get(scope["path"]))
         try:
-            error = await self._answer(exchange)
+            check_host(scope["headers"], self.policy)
+            await self._after_host(scope, exchange.receive, exchange.send)
+        except ApiError as error:
+            await exchange.refuse(error, exchange.send)
         finally:
-            self._report(exchange, error)
+            status = None if exchange.is_gone else exchange.status
+            try:
+                if self.on_response is not None:
+                    self.on_response(scope, status, exchange.seconds, exchange.error)
+            except Exception:
+                _LOGGER.exception("request %s was answered, but logging it failed", exchange.request_id)
 
-    async def _answer(self, exchange: Exchange) -> Exception | None:
-        """Pass the request to the application or refuse it; return the error, if any."""
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request with a valid Host to the application, or refuse it."""
+        exchange: Exchange = scope["state"]["exchange"]
         try:
-            if check_admission(exchange.scope, self.policy) == "preflight":
-                await exchange.respond(200, PREFLIGHT)
-            else:
-                await self.app(exchange.scope, exchange.receive, exchange.send)
+            check_admission(scope, self.policy)
+            await self.app(scope, receive, send)
             if exchange.status is None and not exchange.is_gone:
                 raise RuntimeError("the application returned without an answer")
         except ClientGone as error:
-            exchange.is_gone = True
-            return error
+            exchange.is_gone, exchange.error = True, error
         except asyncio.CancelledError:
             # Only the stopping server awaits this task: raising would only print a traceback.
-            return await exchange.refuse(ApiError(503, "the server is shutting down", code="shutting_down"))
+            await exchange.refuse(ApiError(503, "the server is shutting down", code="shutting_down"), send)
         except Exception as error:
             if isinstance(error, ApiError) and exchange.status is None:
-                return await exchange.refuse(error)
+                await exchange.refuse(error, send)
+                return
             # A started response stays incomplete, so that the connection is closed.
             _LOGGER.exception("request %s failed: %s", exchange.request_id, type(error).__name__)
-            await exchange.refuse(internal_error())
-            return error
-        return None
+            await exchange.refuse(internal_error(), send)
+            exchange.error = error
 
-    def _report(self, exchange: Exchange, error: Exception | None) -> None:
-        if self.on_response is None:
-            return
-        status = None if exchange.is_gone else exchange.status
-        try:
-            self.on_response(exchange.scope, status, exchange.seconds, error)
-        except Exception:
-            _LOGGER.exception("request %s was answered, but logging it failed", exchange.request_id)
+
+def with_cors(app: ASGIApp, origins: frozenset[str]) -> ASGIApp:
+    """Return an application that answers preflights, and lets pages of these origins read its responses.
+
+    No credentials are allowed: a page sends its key in a header, which a browser adds to no request by itself.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=tuple(origins - {LOCALHOST}),
+        allow_origin_regex=_LOOPBACK if LOCALHOST in origins else None,
+        allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
+        allow_headers=("*",),
+        allow_private_network=True,  # origins are named by the operator
+        expose_headers=("x-request-id", "x-max-tokens", "retry-after"),
+    )
 
 
 class Exchange:
@@ -205,7 +232,6 @@ class Exchange:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, policy: GuardPolicy, error_body: ErrorBody | None = None
     ) -> None:
-        self.scope = scope
         self._receive = receive
         self._send = send
         self._policy = policy
@@ -214,10 +240,12 @@ class Exchange:
         self._ended: float | None = None
         self._is_unread = announces_body(scope["headers"])
         self.status: int | None = None
+        self.error: Exception | None = None
         self.is_gone = False
         given = single(scope["headers"], b"x-request-id")
         self.request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {}).update(request_id=self.request_id, policy=policy, key_index=None)
+        state = scope.setdefault("state", {})
+        state.update(request_id=self.request_id, policy=policy, key_index=None, exchange=self)
 
     @property
     def seconds(self) -> float:
@@ -246,30 +274,23 @@ class Exchange:
                 message = {"type": "http.response.body", "body": b""}
         await self._send(message)
 
-    async def respond(self, status: int, headers: Headers, body: bytes = b"") -> None:
-        """Send a complete response."""
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body})
-
-    async def refuse(self, error: ApiError) -> ApiError:
-        """Send an error, unless a response has started or the client has disconnected; return it."""
+    async def refuse(self, error: ApiError, send: Send) -> None:
+        """Send an error, unless a response has started or the client has disconnected."""
+        self.error = error
         if self.status is None and not self.is_gone:
             body = (error if self._error_body is None else error.with_body(self._error_body)).to_json()
             extra = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
-            await self.respond(error.status, [*json_headers(body), *extra], body)
-        return error
+            headers = [*json_headers(body), *extra]
+            await send({"type": "http.response.start", "status": error.status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
 
     def _completed(self, headers: Headers) -> list[tuple[bytes, bytes]]:
         """Return a response's headers with the common ones added."""
-        forced = [
-            *_ALWAYS,
-            (b"x-request-id", self.request_id.encode()),
-            *cors_headers(self.scope, self._policy.cors_origins),
-        ]
+        forced = [*_ALWAYS, (b"x-request-id", self.request_id.encode())]
         if self._is_unread:
             # The rest of the body must not be parsed as the next request.
             forced.append((b"connection", b"close"))
-        replaced = {name for name, _ in forced} - {b"vary"}
+        replaced = {name for name, _ in forced}
         kept = [(name.lower(), value) for name, value in headers if name.lower() not in replaced]
         present = {name for name, _ in kept}
         return [*kept, *forced, *(header for header in _UNLESS_SET if header[0] not in present)]
@@ -286,16 +307,13 @@ class Exchange:
                     room -= len(message.get("body", b""))
 
 
-def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "preflight"]:
-    """Return "preflight" for a CORS preflight, else "request". Raises `ApiError` for a request that is refused."""
-    headers = scope["headers"]
-    check_host(headers, policy)
-    if is_preflight(scope, policy.cors_origins):
-        return "preflight"
+def check_admission(scope: Scope, policy: GuardPolicy) -> None:
+    """Note the request's key and client. Raises `ApiError` for a request that is refused."""
+    headers, state = scope["headers"], scope["state"]
     if scope["path"] in policy.admin_paths:
         check_admin(scope, policy.admins)
-    scope["state"]["key_index"] = check_key(scope, policy.keys)
-    scope["state"].update(client=client_of(scope, policy))
+    state["key_index"] = check_key(scope, policy.keys)
+    state.update(client=client_of(scope, policy))
     # A router's `$` matches before a final newline, a set of paths does not.
     if any(char < " " or char == "\x7f" for char in scope["path"]):
         raise ApiError(404, "no such path: it contains a control character")
@@ -306,13 +324,6 @@ def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "pr
             check_content(headers, _MAX_STREAM, BYTES_TYPE)
         else:
             check_content(headers, policy.max_body_bytes)
-    return "request"
-
-
-def announces_body(headers: Headers) -> bool:
-    """Return True if the headers announce a body (RFC 9112, 6.3)."""
-    lengths = values(headers, b"content-length")
-    return bool(values(headers, b"transfer-encoding")) or any(length.strip("0") for length in lengths)
 
 
 def check_host(headers: Headers, policy: GuardPolicy) -> None:
@@ -364,34 +375,6 @@ def check_admin(scope: Scope, admins: KeyRing) -> None:
         text = "an admin key is needed: Authorization: Bearer KEY"
         raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     raise ApiError(403, "this path needs an admin key", code="admin_key_needed")
-
-
-def presented_key(headers: Headers) -> str | None:
-    """Return the key in `Authorization: Bearer` (OpenAI's clients) or `x-api-key` (Anthropic's)."""
-    scheme, _, key = (single(headers, b"authorization") or "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else single(headers, b"x-api-key")
-
-
-def check_content(headers: Headers, max_body_bytes: int, wanted: str = JSON_TYPE) -> None:
-    """Refuse a body of another type (web pages may send some without a preflight), or that is declared too large.
-
-    JSON needs no type, as some of Ollama's clients send it, unless a web page sends it: a page can omit the type.
-    """
-    kind = (single(headers, b"content-type") or "").partition(";")[0].strip().lower()
-    is_bare = wanted == JSON_TYPE and not values(headers, b"content-type") and not is_from_page(headers)
-    if kind != wanted and not is_bare:
-        form = "as JSON" if wanted == JSON_TYPE else "as bytes"
-        raise ApiError(415, f"send the body {form}, with the header Content-Type: {wanted}")
-    if any(value.strip().lower() != "identity" for value in values(headers, b"content-encoding")):
-        raise ApiError(415, "send the body without Content-Encoding")
-    length = single(headers, b"content-length") or "0"
-    if len(length) > 18 or int(length) > max_body_bytes:
-        raise too_large(max_body_bytes)
-
-
-def too_large(limit: int) -> ApiError:
-    """Return the 413 for a body above the limit."""
-    return ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
 
 
 def json_headers(body: bytes) -> list[tuple[bytes, bytes]]:

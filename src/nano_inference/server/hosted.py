@@ -13,7 +13,7 @@ from nano_inference.loading.catalog import resolve, served_name
 from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
-from nano_inference.server.keys import KeyRing, load_keys
+from nano_inference.server.security import KeyRing, load_keys
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
 OF_THE_LISTENER = (

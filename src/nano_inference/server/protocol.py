@@ -21,11 +21,11 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from nano_inference.server.clients import Network, is_trusted, parse_address, prefix_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy
-from nano_inference.server.quota import quota
+from nano_inference.server.limits import quota
+from nano_inference.server.security import Network, is_trusted, parse_address, prefix_of
 
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a request line and its headers."""
@@ -231,7 +231,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig, policy: GuardPolicy | Non
         log_config=None,
         # At lower levels uvicorn logs each invalid request and each websocket upgrade: any client could fill a log.
         log_level="error",
-        # X-Forwarded-For is controlled by the client; see `clients.address_of`.
+        # X-Forwarded-For is controlled by the client; see `security.address_of`.
         proxy_headers=False,
         server_header=False,
         date_header=True,

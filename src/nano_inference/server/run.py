@@ -21,8 +21,8 @@ import uvicorn
 from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig, SettingError
 from nano_inference.server.engine_link import EngineLink, LoadedModel
-from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.protocol import uvicorn_config
+from nano_inference.server.security import KeyRing, load_keys
 from nano_inference.server.unix_socket import bind_unix, remove_socket
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 

@@ -11,13 +11,13 @@ from starlette.types import Receive, Scope, Send
 from nano_inference.core.outbox import Outbox
 from nano_inference.server.answering import Answer, Timing
 from nano_inference.server.call import Call, Transcript, transcripts_of, usage
-from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Dispatcher
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
+from nano_inference.server.limits import QueueLimits
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
-from nano_inference.server.queue_limits import QueueLimits
+from nano_inference.server.security import Client
 from nano_inference.server.worker_pool import WorkerPool
 
 

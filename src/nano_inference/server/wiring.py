@@ -21,8 +21,8 @@ from nano_inference.server.dialects import (
 )
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
-from nano_inference.server.keys import KeyRing
 from nano_inference.server.reply_store import ReplyStore
+from nano_inference.server.security import KeyRing
 from nano_inference.server.trainers.routes import ADMIN_PATHS, STREAM_PATHS, rl_routes
 from nano_inference.support.plugins import table
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from nano_inference.server.headers import Headers, single
+from nano_inference.server.security import Headers, single
 
 SESSION_HEADER = b"x-session-id"  # requests with the same value go to the same replica
 BYTES_PER_TOKEN = 4  # estimate for text

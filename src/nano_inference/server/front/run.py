@@ -26,11 +26,10 @@ from nano_inference.server.front.front import Front, Replicas
 from nano_inference.server.front.models import Models
 from nano_inference.server.front.servers import MemoryLimits, Server, Servers
 from nano_inference.server.guard import Guard, GuardPolicy
-from nano_inference.server.hosts import is_loopback_name
-from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.log import log_access, record_of
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, Shutdown, close_listener
+from nano_inference.server.security import KeyRing, is_loopback_name, load_keys
 from nano_inference.server.unix_socket import remove_socket
 from nano_inference.server.wiring import guard_policy, installed_dialects
 

@@ -13,11 +13,10 @@ from nano_inference.rl.pool.ray_workers import SharedTensor, from_shared
 from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
-from nano_inference.server.hosts import is_loopback_name
-from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.opening import open_model
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind, close_listener
+from nano_inference.server.security import KeyRing, is_loopback_name, load_keys
 from nano_inference.server.trainers.updates import Feed, UpdateInParts
 from nano_inference.server.verl.options import RolloutOptions, refuse_media, sampling_params
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
