@@ -15,9 +15,9 @@ from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.cli import main
 from nano_inference.cli.arguments import size_of
 from nano_inference.executors.devices import available_memory
+from nano_inference.server.app import guard_policy
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.security import KeyRing, load_keys
-from nano_inference.server.wiring import guard_policy
 from tests.cli.test_serve import forked
 from tests.warm import Forker
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.security import KeyRing
-from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 from nano_inference.support.plugins import PluginError
 from tests.server.tiny import Running, make_tiny, running
 
@@ -119,7 +119,7 @@ def test_a_path_that_is_taken_is_refused_with_both_owners(
     monkeypatch.syspath_prepend(tmp_path)
     config = ServerConfig()
     with pytest.raises(PluginError, match=f"{method} {path} is served twice: .*by {owner}"):
-        make_app(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), installed_dialects())
+        App(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), installed_dialects())
 
 
 def test_a_row_of_another_kind_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from nano_inference import InferenceEngine, SamplingParams
+from nano_inference.server.app import installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Generating
-from nano_inference.server.wiring import installed_dialects
 from nano_inference.text.fast import BYTE_OF_CHAR
 from nano_inference.types import TrainingSample
 from tests.server.tiny import Running, running

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 
+from nano_inference.server.app import guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import stream_errors
 from nano_inference.server.front import front
@@ -21,7 +22,6 @@ from nano_inference.server.guard import Guard
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind
 from nano_inference.server.security import KeyRing, load_keys
-from nano_inference.server.wiring import guard_policy, installed_dialects
 from tests.server.tiny import close
 
 

@@ -1157,9 +1157,8 @@ def test_requests_above_queue_limit_are_refused(tiny_directory: Path) -> None:
                 assert one.json()["error"]["code"] == "queue_full"
                 assert one.json()["error"]["type"] == "unavailable_error"
         assert server.post(COMPLETE, body).status_code == 200, "the places are free again"
-        serving = server.app.serving
-        assert serving is not None
-        queue_limits = serving.queue_limits  # released after the response was sent
+        queue_limits = server.app.limits  # released after the response was sent
+        assert queue_limits is not None
         wait_for(lambda: (queue_limits.num_samples, queue_limits.num_tokens) == (0, 0), server)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from nano_inference.server.app import guard_policy
 from nano_inference.server.config import DEFAULT_SHARE, ServerConfig
 from nano_inference.server.security import IPV6_PREFIX, KeyRing, address_of, load_keys, networks
-from nano_inference.server.wiring import guard_policy
 from tests.server.mounted import GENERATING, ids
 from tests.server.tiny import Running, make_tiny, running
 

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.server import guard as guard_module
 from nano_inference.server import security
+from nano_inference.server.app import guard_policy
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import (
@@ -33,7 +34,6 @@ from nano_inference.server.guard import (
     read_body,
 )
 from nano_inference.server.security import KeyRing
-from nano_inference.server.wiring import guard_policy
 from tests.cases import failures
 
 KEY, OTHER_KEY = "first-key-1", "second-key-2"

@@ -13,6 +13,7 @@ import pytest
 
 import nano_inference
 from nano_inference import InferenceEngine
+from nano_inference.server.app import installed_dialects
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, token_text
@@ -22,7 +23,6 @@ from nano_inference.server.dialects.llamacpp_body import LlamaBody
 from nano_inference.server.dialects.llamacpp_reply import error_body, selected
 from nano_inference.server.errors import ApiError
 from nano_inference.server.timings import speeds
-from nano_inference.server.wiring import installed_dialects
 from tests.cases import failures
 from tests.server.mounted import ALIASES, BYTES, END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import TEMPLATE, Running, events_in

@@ -26,14 +26,13 @@ from schemathesis.specs.openapi.checks import (
 from starlette.routing import Route
 
 from nano_inference.server import schema as bodies
-from nano_inference.server.app import App
+from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.openapi import openapi
 from nano_inference.server.security import KeyRing
 from nano_inference.server.trainers.routes import ADMIN_PATHS, QUESTIONS
-from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 from tests.effort import IS_THOROUGH
 from tests.server.tiny import Running, running
 
@@ -83,7 +82,7 @@ class WatchedDialects(dict[str, Dialect]):
 def unserved(dialects: Mapping[str, Dialect]) -> Iterator[App]:
     """Yield an application without a model."""
     config = ServerConfig(log_requests=False)
-    one = make_app(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), dialects)
+    one = App(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), dialects)
     yield one
     one.close()
 

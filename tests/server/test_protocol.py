@@ -22,6 +22,7 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from nano_inference.server.app import guard_policy
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import LINGER_SECONDS, Guard, read_body
@@ -31,7 +32,6 @@ from nano_inference.server.protocol import (
     uvicorn_config,
 )
 from nano_inference.server.security import KeyRing, load_keys
-from nano_inference.server.wiring import guard_policy
 from tests.cases import failures
 
 PATIENCE = 30.0

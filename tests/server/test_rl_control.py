@@ -13,12 +13,12 @@ import httpx2
 import pytest
 
 import nano_inference
+from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.security import KeyRing
 from nano_inference.server.trainers.facts import DESCRIPTIONS
 from nano_inference.server.trainers.routes import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS, STREAM_PATHS
-from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 from tests.cases import failures
 from tests.server.tiny import Running
 from tests.server.trainer import LONG, PROMPT, SHORT, Hold, Stream, held, ok, refused, serving, until
@@ -550,7 +550,7 @@ def test_weight_checker_returns_and_compares_the_checksum(server: Running) -> No
 
 def test_commands_are_refused_while_the_model_loads() -> None:
     config = ServerConfig(enable_rl=True)
-    app = make_app(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), installed_dialects())
+    app = App(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), installed_dialects())
 
     async def ask() -> None:
         transport = httpx2.ASGITransport(app.asgi)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from nano_inference.server.app import guard_policy
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.security import KeyRing, load_admin_keys, load_keys
 from nano_inference.server.trainers.routes import ADMIN_PATHS, QUESTIONS
-from nano_inference.server.wiring import guard_policy
 from tests.cases import failures
 from tests.server.tiny import Running
 from tests.server.trainer import ok, refused, serving

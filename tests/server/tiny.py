@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from nano_inference import EngineConfig
-from nano_inference.server.app import App
+from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect
 from nano_inference.server.engine_link import EngineLink, LoadedModel
@@ -26,7 +26,6 @@ from nano_inference.server.opening import open_model
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind
 from nano_inference.server.security import KeyRing, load_keys
-from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -209,7 +208,7 @@ def running(
         link = EngineLink(step_timeout=config.step_timeout)
         keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
         table = installed_dialects() if dialects is None else dialects
-        app = make_app(config, guard_policy(config, keys), link, table)
+        app = App(config, guard_policy(config, keys), link, table)
         listener = Listener(uvicorn_config(app.asgi, config))
         serving = asyncio.create_task(listener.serve(sockets=[listening]))
         loaded = await link.start(lambda: make(directory, config, **options))

@@ -18,8 +18,8 @@ from typing import Any
 import nano_inference
 from nano_inference.cli.app import build_app
 from nano_inference.cli.arguments import walk_commands
+from nano_inference.server.app import installed_dialects
 from nano_inference.server.openapi import openapi
-from nano_inference.server.wiring import installed_dialects
 from tests.surface.extensions import environment, groups
 from tests.surface.metrics import metrics
 

@@ -14,6 +14,7 @@ from nano_inference.cli.place import cache_of, fetch, for_any_directory
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import served_name
+from nano_inference.server.app import guard_policy
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.front.cluster import ClusterLost, RayCluster
 from nano_inference.server.front.process import ServerFailed, ServerProcess
@@ -21,7 +22,6 @@ from nano_inference.server.front.run import check_remote, limits_of, serve_front
 from nano_inference.server.front.servers import Server
 from nano_inference.server.model import tagged
 from nano_inference.server.security import KeyRing, load_keys
-from nano_inference.server.wiring import guard_policy
 
 
 def listen(

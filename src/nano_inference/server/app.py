@@ -1,13 +1,13 @@
-"""`App`: the routes. Each reads a body, lets a pure function interpret it, and sends the reply."""
+"""`App`: the routes of all dialects. Each reads a body, lets a pure function interpret it, and sends the reply."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
@@ -17,12 +17,14 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nano_inference
-from nano_inference.server.answering import Timing
+from nano_inference.core.outbox import Outbox
+from nano_inference.server import guard
+from nano_inference.server.answering import Answer, Timing
 from nano_inference.server.body import parse, read_json
-from nano_inference.server.call import Call
-from nano_inference.server.compiling import Compilers
+from nano_inference.server.call import Call, Transcript, transcripts_of, usage
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import (
+    DIALECTS_GROUP,
     Converting,
     Describing,
     Dialect,
@@ -32,6 +34,16 @@ from nano_inference.server.dialect import (
     Recalling,
     error_bodies,
     health_fields,
+)
+from nano_inference.server.dialects import (
+    generate,
+    llamacpp,
+    messages,
+    ollama,
+    openai,
+    responses,
+    sglang,
+    tokens,
 )
 from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.engine_link import EngineLink, LoadedModel
@@ -46,10 +58,22 @@ from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.reply_store import ClientReplies, ReplyStore
 from nano_inference.server.schema import Body
-from nano_inference.server.serving import CallResponse, OpenCalls, Serving
-from nano_inference.server.worker_pool import BodyWorkers
-from nano_inference.support.plugins import PluginError
+from nano_inference.server.security import Client, KeyRing
+from nano_inference.server.trainers.routes import ADMIN_PATHS, STREAM_PATHS, rl_routes
+from nano_inference.server.worker_pool import BodyWorkers, Compilers
+from nano_inference.support.plugins import PluginError, table
 
+OWN_DIALECTS: Mapping[str, Dialect] = {
+    "openai": openai.DIALECT,
+    "responses": responses.DIALECT,
+    "messages": messages.DIALECT,
+    "generate": generate.DIALECT,
+    "sglang": sglang.DIALECT,
+    "llamacpp": llamacpp.DIALECT,
+    "ollama": ollama.DIALECT,
+    "embeddings": openai.EMBEDDINGS,
+    "tokens": tokens.DIALECT,
+}
 _PROBE_SECONDS = 20.0  # deadline of a probing route: SGLang's value for /health_generate
 _REJECTIONS = {
     "queue_full": "max_num_queued_reqs",
@@ -60,54 +84,53 @@ _REJECTIONS = {
 }
 """Error code -> reason in `metrics.REJECTIONS`."""
 
-_log = logging.getLogger("nano_inference.server")
 Endpoint = Callable[[Request], Awaitable[Response]]
-FurtherRoutes = Callable[[Callable[[], LoadedModel]], Sequence[Route]]
-"""Returns routes, given a function that returns the loaded model or raises `ApiError` while there is none."""
+
+
+def installed_dialects() -> Mapping[str, Dialect]:
+    """Return the dialects of this package and of all installed ones, by name. Raises `PluginError`."""
+    return table(DIALECTS_GROUP, OWN_DIALECTS, Dialect)
+
+
+def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
+    """Return `guard.policy_of` with the trainers' commands as admin paths. Raises `ValueError`."""
+    return guard.policy_of(config, keys, ADMIN_PATHS, STREAM_PATHS)
 
 
 class App:
-    """Owns the routes and their shared state: engine link, admission limits, dispatcher, worker threads.
+    """Owns the routes and their shared state: engine link, admission limits, dispatcher, stored replies, threads.
 
-    `further` returns routes that belong to no dialect; `replies` stores replies that clients refer to later. Raises
-    `PluginError` for a route that is defined twice.
+    Raises `PluginError` for a route that is defined twice.
     """
 
     def __init__(
-        self,
-        config: ServerConfig,
-        policy: GuardPolicy,
-        link: EngineLink,
-        dialects: Mapping[str, Dialect],
-        further: FurtherRoutes,
-        replies: ReplyStore,
+        self, config: ServerConfig, policy: GuardPolicy, link: EngineLink, dialects: Mapping[str, Dialect]
     ) -> None:
         self.config = config
         self.link = link
-        self._replies = replies
-        self.serving: Serving | None = None
+        self.loaded: LoadedModel | None = None  # set by `serve`, as the next two
+        self.limits: QueueLimits | None = None
+        self.dispatcher: Dispatcher | None = None
+        self._max_running = 0  # limit of running samples
+        self._replies = ReplyStore(config.max_stored_replies, config.max_stored_bytes, config.max_body_bytes)
         self._dialects = dialects
-        self._further = further
         self._policy = policy
         self.workers = BodyWorkers()
         self.compilers = Compilers()
         self.ignored = IgnoredFields(config.strict)
-        self._open_calls = OpenCalls()
-        self._max_running = 0  # limit of running samples
+        self.num_open = 0  # calls that are being answered
         self._document: asyncio.Task[bytes] | None = None
-        """Creates the OpenAPI document; started by the first request for it."""
         self._pages: dict[str, Page] = {}
         self.routes = self._make_routes()
         self._router = Router(self.routes, redirect_slashes=False)
         self.guard = Guard(self._route, policy, self._on_response, error_bodies(dialects))
-        """Admits requests, and reports each response."""
         self.asgi: ASGIApp = strip_root_path(config.root_path, self.guard)  # the ASGI application
 
     def serve(self, loaded: LoadedModel, max_running: int) -> None:
         """Start to accept requests for a loaded model that runs up to `max_running` samples at once."""
-        self._max_running = max_running
+        self.loaded, self._max_running = loaded, max_running
         share, limits = self._policy.client_share, loaded.model.limits
-        queue_limits = QueueLimits(
+        self.limits = QueueLimits(
             max_samples=max_running + self.config.max_queued_requests,
             max_tokens=self.config.max_admitted_tokens,
             share=share,
@@ -118,14 +141,19 @@ class App:
             block_size=limits.block_size,
             step_tokens=loaded.step_tokens,
         )
-        dispatcher = Dispatcher(capacity, share=share)
-        self.serving = Serving(loaded=loaded, queue_limits=queue_limits, dispatcher=dispatcher)
-        self.link.start_accepting(dispatcher)
+        self.dispatcher = Dispatcher(capacity, share=share)
+        self.link.start_accepting(self.dispatcher)
 
     def close(self) -> None:
         """End the worker threads."""
         self.workers.close()
         self.compilers.close()
+
+    def require_loaded(self) -> LoadedModel:
+        """Return the loaded model. Raises `ApiError` 503 unless requests are accepted."""
+        _ = self.link.engine  # raises unless it accepts requests
+        assert self.loaded is not None, "requests are accepted after the model is loaded"
+        return self.loaded
 
     def _make_routes(self) -> list[Route]:
         gets: dict[str, Endpoint] = {
@@ -147,7 +175,7 @@ class App:
         owned = [
             *((name, route) for name, dialect in self._dialects.items() for route in self._routes_of(dialect)),
             *(("the server", Route(path, endpoint, methods=["GET"])) for path, endpoint in gets.items()),
-            *(("the server", route) for route in self._further(lambda: self._require_serving().loaded)),
+            *(("the server", route) for route in rl_routes(self.link, self.config, self._policy, self.require_loaded)),
         ]
         owners: dict[tuple[str, str], str] = {}
         for name, route in owned:
@@ -158,16 +186,16 @@ class App:
         return [route for _, route in owned]
 
     def _routes_of(self, dialect: Dialect) -> Iterator[Route]:
-        for generating in dialect.generating:
-            yield Route(generating.path, partial(self._generate, generating), methods=["POST"])
-        for converting in dialect.converting:
-            yield Route(converting.path, partial(self._convert, converting), methods=["POST"])
-        for describing in dialect.describing:
-            yield Route(describing.path, partial(self._describe, describing), methods=["GET"])
-        for probing in dialect.probing:
-            yield Route(probing.path, partial(self._probe, probing), methods=["GET"])
-        for recalling in dialect.recalling:
-            yield Route(recalling.path, partial(self._recall, recalling), methods=[recalling.method])
+        kinds: tuple[tuple[Sequence[Any], Callable[[Any, Request], Awaitable[Response]], str], ...] = (
+            (dialect.generating, self._generate, "POST"),
+            (dialect.converting, self._convert, "POST"),
+            (dialect.describing, self._describe, "GET"),
+            (dialect.probing, self._probe, "GET"),
+            (dialect.recalling, self._recall, "GET"),
+        )
+        for routes, endpoint, method in kinds:
+            for route in routes:
+                yield Route(route.path, partial(endpoint, route), methods=[getattr(route, "method", method)])
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the route; turn the router's 404 and 405 into `ApiError`."""
@@ -185,74 +213,59 @@ class App:
                 text = f"no such path: {path[:200]}{hint}"
             raise ApiError(error.status_code, text, headers=headers) from None
 
-    # ---- generation -------------------------------------------------------------------------------------------------
+    # ---- a dialect's routes -----------------------------------------------------------------------------------------
 
     async def _generate(self, named: Generating, request: Request) -> Response:
-        arrived = time.monotonic()
-        serving = self._require_serving()
+        arrived, seconds, state = time.monotonic(), self.config.request_timeout, request.scope["state"]
+        model = self.require_loaded().model
         data = await self._read(request)
 
         def to_call() -> tuple[Body, Call]:
             route = named
             if named.choose is not None:
-                route = named.choose(read_json(data, named.body.malformed_status), serving.model) or named
+                route = named.choose(read_json(data, named.body.malformed_status), model) or named
             body = parse(data, route.body)
-            refuse_lost(body, serving.model, answers=True)
-            index, asked = request.scope["state"].get("key_index"), getattr(body, "cache_salt", None)
-            salt = self._policy.keys.cache_salt(index, asked)
+            refuse_lost(body, model, answers=True)
+            salt = self._policy.keys.cache_salt(state.get("key_index"), getattr(body, "cache_salt", None))
             if route.to_stored_call is not None:
-                call = route.to_stored_call(body, serving.model, self.config, salt, self._replies_of(request))
-            else:
-                call = route.to_call(body, serving.model, self.config, salt)
-            return body, call
+                return body, route.to_stored_call(body, model, self.config, salt, self._replies_of(request))
+            return body, route.to_call(body, model, self.config, salt)
 
-        seconds = self.config.request_timeout
         body, call = await self.workers.run(len(data), to_call, renders=named.renders, seconds=seconds)
-        self.ignored.report(body, serving.model)
-        left = arrived + self.config.request_timeout - time.monotonic()
-        call = await self.compilers.add_matchers(call, serving.model.grammars, left)
-        names = call.names | {call.id, request.scope["state"]["request_id"]}
-        call = replace(call, names=names, form=named.form)
-        timing = Timing(deadline=arrived + self.config.request_timeout, keep_alive_s=self.config.sse_keep_alive)
-        return self._response(serving, call, timing)
+        self.ignored.report(body, model)
+        call = await self.compilers.add_matchers(call, model.grammars, arrived + seconds - time.monotonic())
+        call = replace(call, names=call.names | {call.id, state["request_id"]}, form=named.form)
+        return CallResponse(self, call, Timing(deadline=arrived + seconds, keep_alive_s=self.config.sse_keep_alive))
 
     async def _probe(self, route: Probing, request: Request) -> Response:
-        serving = self._require_serving()
+        model = self.require_loaded().model
         if await self.link.engine.call(lambda engine: engine.is_halted):
-            return _json(to_json({"status": "paused"}))
-        call = route.to_call(serving.model, self.config)
+            return _json({"status": "paused"})
         seconds = min(_PROBE_SECONDS, self.config.request_timeout)
-        return self._response(serving, call, Timing(deadline=time.monotonic() + seconds, keep_alive_s=0))
-
-    def _response(self, serving: Serving, call: Call, timing: Timing) -> Response:
-        return CallResponse(self.link, serving, self._open_calls, call, timing, self.workers.large)
-
-    # ---- text -------------------------------------------------------------------------------------------------------
+        timing = Timing(deadline=time.monotonic() + seconds, keep_alive_s=0)
+        return CallResponse(self, route.to_call(model, self.config), timing)
 
     async def _convert(self, route: Converting, request: Request) -> Response:
-        serving = self._require_serving()
+        model = self.require_loaded().model
         data = await self._read(request)
 
         def convert() -> tuple[Body, bytes]:
             body = parse(data, route.body)
-            refuse_lost(body, serving.model, answers=False)
+            refuse_lost(body, model, answers=False)
             if route.stored_work is not None:
-                return body, to_json(route.stored_work(body, serving.model, self._replies_of(request)))
-            return body, to_json(route.work(body, serving.model))
+                return body, to_json(route.stored_work(body, model, self._replies_of(request)))
+            return body, to_json(route.work(body, model))
 
         seconds = self.config.request_timeout
         body, reply = await self.workers.run(len(data), convert, renders=route.renders, seconds=seconds)
-        self.ignored.report(body, serving.model)
+        self.ignored.report(body, model)
         return _json(reply)
 
-    # ---- model, documents, pages ------------------------------------------------------------------------------------
-
     async def _describe(self, route: Describing, request: Request) -> Response:
-        model = self._require_serving().model
-        return _json(to_json(route.describe(model, self._occupancy())))
+        return _json(route.describe(self.require_loaded().model, self._occupancy()))
 
     async def _recall(self, route: Recalling, request: Request) -> Response:
-        self._require_serving()
+        self.require_loaded()
         replies, name = self._replies_of(request), request.path_params["id"]
 
         def recall() -> bytes:
@@ -266,37 +279,35 @@ class App:
         """Return the stored replies of the request's API key."""
         return ClientReplies(self._replies, request.scope["state"].get("key_index"))
 
+    async def _read(self, request: Request) -> bytes:
+        return await read_body(request.receive, self._policy.max_body_bytes, self._policy.body_timeout)
+
+    # ---- the server's own routes ------------------------------------------------------------------------------------
+
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        model = self._require_serving().model
-        return _json(to_json({"object": "list", "data": [model.card(name) for name in model.names]}))
+        model = self.require_loaded().model
+        return _json({"object": "list", "data": [model.card(name) for name in model.names]})
 
     async def model_card(self, request: Request) -> Response:
         """GET /v1/models/{id}; the id may contain slashes, and if it is empty all are listed."""
-        model, name = self._require_serving().model, request.path_params["model"]
+        model, name = self.require_loaded().model, request.path_params["model"]
         if not name:  # a client's URL ended in a slash
             return await self.models(request)
-        return _json(to_json(model.card(model.name_for(name))))
+        return _json(model.card(model.name_for(name)))
 
     async def version(self, request: Request) -> Response:
         """GET /version."""
-        return _json(to_json({"version": nano_inference.__version__}))
+        return _json({"version": nano_inference.__version__})
 
     async def document(self, request: Request) -> Response:
-        """GET /openapi.json: created once, in a thread."""
-        if self._document is None:
-
-            def make() -> bytes:
-                return to_json(openapi(self._dialects, needs_key=not self._policy.keys.is_empty))
-
-            def drop_failed(done: asyncio.Task[bytes]) -> None:
-                if done.cancelled() or done.exception() is not None:
-                    self._document = None
-
-            making = self.workers.large.run(make, seconds=self.config.request_timeout)
-            self._document = asyncio.create_task(making)
-            self._document.add_done_callback(drop_failed)
-        return _json(await asyncio.shield(self._document))
+        """GET /openapi.json: created once, in a thread, at the first request; again if that failed."""
+        made = self._document
+        if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
+            work = partial(openapi, self._dialects, needs_key=not self._policy.keys.is_empty)
+            making = self.workers.large.run(lambda: to_json(work()), seconds=self.config.request_timeout)
+            made = self._document = asyncio.create_task(making)
+        return _json(await asyncio.shield(made))
 
     def page(self, name: str) -> Endpoint:
         """Return the endpoint of a page, or of a file that a page loads; bundled at the first request."""
@@ -310,16 +321,34 @@ class App:
 
     async def info(self, request: Request) -> Response:
         """GET /info: the model, its limits and defaults."""
-        return _json(to_json(info(self._require_serving().model, self.config, self._max_running)))
-
-    # ---- health and load --------------------------------------------------------------------------------------------
+        return _json(info(self.require_loaded().model, self.config, self._max_running))
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 unless loading or dead; llama.cpp's `status`, and the dialects' fields."""
         state = self.link.state
         status = {"status": "ok" if state == "ready" else state}
         fields = status | health_fields(self._dialects, self._occupancy()) | status
-        return _json(to_json(fields), 200 if state in ("ready", "draining") else 503)
+        return _json(fields, 200 if state in ("ready", "draining") else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: 200 while requests are accepted."""
+        state = self.link.state
+        return _json({"status": state}, 200 if state == "ready" else 503)
+
+    async def load(self, request: Request) -> Response:
+        """GET /load: open requests (vLLM's `server_load`), and the engine's counts."""
+        stats = self.link.last_stats
+        running, waiting = (stats.num_running, stats.num_waiting) if stats else (0, 0)
+        return _json({"server_load": self.num_open, "running": running, "waiting": waiting})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        text = not_loaded()
+        if self.loaded is not None and self.limits is not None and self.dispatcher is not None:
+            metrics = self.loaded.metrics
+            metrics.clients(self.limits.num_clients, self.limits.largest_part, self.dispatcher.num_waiting)
+            text = metrics.render()
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     def _occupancy(self) -> Occupancy:
         stats = self.link.last_stats
@@ -329,58 +358,75 @@ class App:
             max_running=self._max_running,
         )
 
-    async def ready(self, request: Request) -> Response:
-        """GET /ready: 200 while requests are accepted."""
-        state = self.link.state
-        return _json(to_json({"status": state}), 200 if state == "ready" else 503)
-
-    async def load(self, request: Request) -> Response:
-        """GET /load: open requests (vLLM's `server_load`), and the engine's counts."""
-        stats = self.link.last_stats
-        return _json(
-            to_json(
-                {
-                    "server_load": self._open_calls.num,
-                    "running": stats.num_running if stats else 0,
-                    "waiting": stats.num_waiting if stats else 0,
-                }
-            )
-        )
-
-    async def metrics(self, request: Request) -> Response:
-        """GET /metrics."""
-        if self.serving is None:
-            text = not_loaded()
-        else:
-            queue_limits = self.serving.queue_limits
-            self.serving.metrics.clients(
-                queue_limits.num_clients, queue_limits.largest_part, self.serving.dispatcher.num_waiting
-            )
-            text = self.serving.metrics.render()
-        return Response(text, headers={"content-type": CONTENT_TYPE})
-
-    # ---- helpers ----------------------------------------------------------------------------------------------------
-
-    def _require_serving(self) -> Serving:
-        """Return the served model. Raises `ApiError` 503 unless requests are accepted."""
-        _ = self.link.engine  # raises unless it accepts requests
-        assert self.serving is not None, "requests are accepted after the model is loaded"
-        return self.serving
-
-    async def _read(self, request: Request) -> bytes:
-        return await read_body(request.receive, self._policy.max_body_bytes, self._policy.body_timeout)
-
     def _on_response(self, scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
         """Count and log a finished request."""
         route = scope.get("route")
         template = route.path if isinstance(route, Route) else "other"
-        if self.serving is not None:
-            self.serving.metrics.responded(scope["method"], template, status or 499, seconds)
+        if self.loaded is not None:
+            self.loaded.metrics.responded(scope["method"], template, status or 499, seconds)
             if isinstance(error, ApiError) and error.code in _REJECTIONS:
-                self.serving.metrics.rejected(_REJECTIONS[error.code])
+                self.loaded.metrics.rejected(_REJECTIONS[error.code])
         call_fields = scope["state"].get("log_fields") or {}
         error = call_fields.pop("error", None) or error
         log_access(replace(record_of(scope, status, seconds, error), **call_fields))
+
+
+class CallResponse(Response):
+    """Runs a call when it is sent, and releases its resources when sending ends in any way."""
+
+    def __init__(self, app: App, call: Call, timing: Timing) -> None:
+        self._app, self._call, self._timing = app, call, timing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Admit the call, submit it to the engine, send the answer."""
+        app, call, timing = self._app, self._call, self._timing
+        assert app.limits is not None and app.loaded is not None, "there is a call"
+        client: Client = scope["state"]["client"]
+        transcripts: list[Transcript] = []
+        outbox: Outbox | None = None
+        error: ApiError | None = None
+        app.num_open += 1
+        try:
+            with app.limits.reserve(call, client), app.link.submit(call.requests, call.names, client) as outbox:
+                transcripts += transcripts_of(call, outbox.times)  # after admission, since there may be many
+                answer = Answer(
+                    call=call,
+                    outbox=outbox,
+                    tokenizer=app.loaded.model.tokenizer,
+                    timing=timing,
+                    pool=app.workers.large,
+                    send=send,
+                    transcripts=transcripts,
+                )
+                error = await answer.run(receive)
+        finally:
+            app.num_open -= 1
+            scope["state"]["log_fields"] = log_fields(call, transcripts, outbox, error)
+
+
+def log_fields(
+    call: Call, transcripts: list[Transcript], outbox: Outbox | None, error: ApiError | None
+) -> dict[str, Any]:
+    """Return the access log's fields of a call: token counts, timings in ms, and the end."""
+    counts = usage(call, transcripts)
+    times = [] if outbox is None else [one for row in outbox.times for one in row]
+    first = min((one.first_token for one in times if one.first_token is not None), default=None)
+    started = min((one.started for one in times if one.started is not None), default=None)
+    last = max((one.last_token for one in times if one.last_token is not None), default=None)
+    arrived = None if outbox is None else outbox.arrived
+    num_new = counts["completion_tokens"]
+    return {
+        "model": call.model,
+        "n": call.num_samples,
+        "prompt_tokens": counts["prompt_tokens"],
+        "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
+        "output_tokens": num_new,
+        "queue_ms": None if started is None or arrived is None else (started - arrived) * 1e3,
+        "ttft_ms": None if first is None or arrived is None else (first - arrived) * 1e3,
+        "decode_tps": (num_new - 1) / (last - first) if first and last and last > first else None,
+        "finish_reason": transcripts[0].finish_reason if transcripts else None,
+        "error": error,
+    }
 
 
 def strip_root_path(root: str, app: ASGIApp) -> ASGIApp:
@@ -397,5 +443,5 @@ def strip_root_path(root: str, app: ASGIApp) -> ASGIApp:
     return stripped
 
 
-def _json(body: bytes, status: int = 200) -> Response:
-    return Response(body, status, media_type="application/json")
+def _json(value: object, status: int = 200) -> Response:
+    return Response(value if isinstance(value, bytes) else to_json(value), status, media_type="application/json")

@@ -10,11 +10,10 @@ from starlette.types import Receive, Scope, Send
 
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import resolve, served_name
-from nano_inference.server.app import App
+from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.security import KeyRing, load_keys
-from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
 OF_THE_LISTENER = (
     *("port", "uds", "max_connections", "keep_alive_timeout", "write_timeout", "log_requests", "exit_on_failure"),
@@ -64,7 +63,7 @@ class HostedApp:
         config, name = self._config, self._engine.model_path
         policy = guard_policy(config, KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache))
         self._link = link = EngineLink(step_timeout=config.step_timeout)
-        self._app = make_app(config, policy, link, installed_dialects())
+        self._app = App(config, policy, link, installed_dialects())
 
         def load() -> LoadedModel:
             path = resolve(name, self._cache)

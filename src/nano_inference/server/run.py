@@ -18,13 +18,12 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from nano_inference.server.app import App
+from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig, SettingError
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.security import KeyRing, load_keys
 from nano_inference.server.unix_socket import bind_unix, remove_socket
-from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
 Open = Callable[[], LoadedModel]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -117,7 +116,7 @@ async def serve(
     link = EngineLink(step_timeout=config.step_timeout)
     keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
     policy = guard_policy(config, keys)
-    app = make_app(config, policy, link, installed_dialects())
+    app = App(config, policy, link, installed_dialects())
     listener = Listener(uvicorn_config(app.asgi, config, policy))
     shutdown = Shutdown()
     loop = asyncio.get_running_loop()

@@ -6,25 +6,29 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
+from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError, queue_full
+from nano_inference.server.structured import Structure
+from nano_inference.text.grammar import Grammar, Grammars
+from nano_inference.text.stops import both
+from nano_inference.types import BadRequest, MatcherFactory
 
 _T = TypeVar("_T")
 
-_MAX_JOBS = 32
-"""Default limit of running and waiting jobs; each holds a body in memory."""
-_SMALL_BODY = 16 << 10
-"""Maximum bytes of a small body, which has separate threads."""
-_MAX_SMALL_JOBS = 1024
-"""Limit of running and waiting jobs of small bodies, per kind."""
+MAX_STRUCTURES = 8  # different structures in one call, over all prompts
+_MAX_JOBS = 32  # default limit of running and waiting jobs; each holds a body in memory
+_MAX_SMALL_JOBS = 1024  # limit of running and waiting jobs of small bodies, per kind
+_SMALL_BODY = 16 << 10  # maximum bytes of a small body, which has separate threads
 _RENDERING = "the chat template rendered its messages"
 _NAME = "worker-"
 _JOIN_TIMEOUT_S = 1.0
 
 
 class WorkerPool:
-    """Owns threads, and the number of jobs that run or wait."""
+    """Owns threads, and the number of jobs that run or wait. `task`: what an error says was being done."""
 
     def __init__(
         self, name: str, num_threads: int, *, max_jobs: int = _MAX_JOBS, task: str = "it was being processed"
@@ -33,7 +37,6 @@ class WorkerPool:
         self._max_jobs = max_jobs
         self._num_jobs = 0
         self._task = task
-        """What the message of a request that took too long says it was doing."""
 
     async def run(self, work: Callable[[], _T], *, seconds: float) -> _T:
         """Return `work()`, run in a thread.
@@ -50,12 +53,8 @@ class WorkerPool:
             async with asyncio.timeout(seconds):
                 return await asyncio.wrap_future(job)
         except TimeoutError:
-            raise ApiError(
-                503,
-                f"the request took more than {seconds:.3g} s (--request-timeout) while {self._task}",
-                code="timeout",
-                headers={"x-should-retry": "false"},
-            ) from None
+            text = f"the request took more than {seconds:.3g} s (--request-timeout) while {self._task}"
+            raise ApiError(503, text, code="timeout", headers={"x-should-retry": "false"}) from None
 
     def close(self) -> None:
         """End the threads after their current jobs."""
@@ -69,14 +68,12 @@ class BodyWorkers:
     """Owns the pools that parse bodies: small, large, with and without rendering, so that slow ones delay no others."""
 
     def __init__(self) -> None:
-        self.large = WorkerPool("text", 2)
-        """Also used for large replies."""
-        self._others = {
+        self.large = WorkerPool("text", 2)  # also used for large replies
+        self._others = {  # (body is small, messages are rendered) -> pool
             (False, True): WorkerPool("large-chat", 2, task=_RENDERING),
             (True, False): WorkerPool("small-text", 2, max_jobs=_MAX_SMALL_JOBS),
             (True, True): WorkerPool("small-chat", 4, max_jobs=_MAX_SMALL_JOBS, task=_RENDERING),
         }
-        """(body is small, messages are rendered) -> pool."""
 
     async def run(self, size: int, work: Callable[[], _T], *, renders: bool, seconds: float) -> _T:
         """Run `work` for a body of `size` bytes in the pool of its kind: `WorkerPool.run`."""
@@ -87,6 +84,67 @@ class BodyWorkers:
         """End the threads after their current jobs."""
         for pool in (self.large, *self._others.values()):
             pool.close()
+
+
+class Compilers:
+    """Owns the thread that compiles grammars; concurrent requests for one grammar share one compilation."""
+
+    def __init__(self) -> None:
+        self._pool = WorkerPool("grammar", 1)
+        self._pending: dict[Grammar, asyncio.Task[MatcherFactory]] = {}
+
+    @property
+    def num_pending(self) -> int:
+        """Grammars that are being compiled or wait."""
+        return len(self._pending)
+
+    async def add_matchers(self, call: Call, grammars: Grammars, seconds: float) -> Call:
+        """Return the call with a grammar matcher in each request that has a structure.
+
+        Raises `ApiError` naming the field of a structure that cannot be compiled, and 503 after `seconds`.
+        """
+        asked = list(dict.fromkeys(request.structure for request in call.requests if request.structure is not None))
+        if not asked:
+            return call
+        if len(asked) > MAX_STRUCTURES:
+            name = asked[0].field
+            text = f"{name}: at most {MAX_STRUCTURES} different structures in one request, got {len(asked)}"
+            raise ApiError(400, text, param=name)
+        matchers = {structure: await self._matcher(structure, grammars, seconds) for structure in asked}
+        requests = (
+            request
+            if request.structure is None
+            else replace(request, make_matcher=both(request.make_matcher, matchers[request.structure]))
+            for request in call.requests
+        )
+        return replace(call, requests=tuple(requests))
+
+    async def _matcher(self, structure: Structure, grammars: Grammars, seconds: float) -> MatcherFactory:
+        grammar = structure.grammar
+        known = grammars.known(grammar)
+        if known is not None:
+            return known
+        task = self._pending.get(grammar)
+        if task is None:
+            compiling = self._pool.run(lambda: grammars.matcher(grammar), seconds=seconds)
+            task = self._pending[grammar] = asyncio.get_running_loop().create_task(compiling)
+            task.add_done_callback(lambda done: self._end(grammar, done))
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            raise ApiError(503, "the request timed out while its grammar was compiled", code="timeout") from None
+        except BadRequest as error:
+            raise ApiError(400, f"{structure.field}: {error}", param=structure.field) from None
+
+    def _end(self, grammar: Grammar, done: asyncio.Task[MatcherFactory]) -> None:
+        del self._pending[grammar]
+        if not done.cancelled():
+            done.exception()  # retrieved even if all waiters are gone: asyncio would log it otherwise
+
+    def close(self) -> None:
+        """End the thread after its current compilation."""
+        self._pool.close()
 
 
 def has_stuck_threads() -> bool:

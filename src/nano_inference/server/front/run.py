@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from nano_inference.config import EngineConfig
-from nano_inference.server.app import strip_root_path
+from nano_inference.server.app import guard_policy, installed_dialects, strip_root_path
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import error_bodies, stream_errors
 from nano_inference.server.front.forwarding import make_client
@@ -31,7 +31,6 @@ from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, Shutdown, close_listener
 from nano_inference.server.security import KeyRing, is_loopback_name, load_keys
 from nano_inference.server.unix_socket import remove_socket
-from nano_inference.server.wiring import guard_policy, installed_dialects
 
 _SPARE_CONNECTIONS = 64
 _POLL_S = 0.02

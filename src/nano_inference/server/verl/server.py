@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.rl.pool.ray_workers import SharedTensor, from_shared
-from nano_inference.server.app import App
+from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.opening import open_model
@@ -19,7 +19,6 @@ from nano_inference.server.run import Listener, bind, close_listener
 from nano_inference.server.security import KeyRing, is_loopback_name, load_keys
 from nano_inference.server.trainers.updates import Feed, UpdateInParts
 from nano_inference.server.verl.options import RolloutOptions, refuse_media, sampling_params
-from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 from nano_inference.types import SamplingParams, TrainingSample
 from nano_inference.weights.updates import WeightUpdate
 
@@ -319,7 +318,7 @@ class HttpFace:
         """Open the model and accept requests; return it. Raises what `open_model` raises."""
         config = self._config
         policy = guard_policy(config, KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache))
-        self._app = make_app(config, policy, self.link, installed_dialects())
+        self._app = App(config, policy, self.link, installed_dialects())
         path = Path(self._engine.model_path)
         opened = await self.link.start(lambda: open_model(self._engine, config, name=path.name, path=path))
         self._app.serve(opened, self._engine.max_batch_size)
