@@ -18,7 +18,7 @@ import uvicorn
 
 from nano_inference import EngineConfig
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.hosted import HostedApp
+from nano_inference.server.run import HostedApp
 
 PATIENCE = 60.0
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -17,7 +17,7 @@ import httpx2
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import default_cache
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.hosted import HostedApp
+from nano_inference.server.run import HostedApp
 from nano_inference.support.packages import MissingPackage
 
 _HEALTH_S = 10.0

@@ -28,9 +28,8 @@ from nano_inference.server.front.servers import MemoryLimits, Server, Servers
 from nano_inference.server.guard import Guard, GuardPolicy
 from nano_inference.server.log import log_access, record_of
 from nano_inference.server.protocol import uvicorn_config
-from nano_inference.server.run import Listener, Shutdown, close_listener
+from nano_inference.server.run import Listener, Shutdown, close_listener, remove_socket
 from nano_inference.server.security import KeyRing, is_loopback_name, load_keys
-from nano_inference.server.unix_socket import remove_socket
 
 _SPARE_CONNECTIONS = 64
 _POLL_S = 0.02
