@@ -17,17 +17,21 @@ from hypothesis import strategies as st
 
 from nano_inference.server import log
 from nano_inference.server.log import (
-    AccessRecord,
-    JsonFormatter,
-    access_line,
+    LineFormatter,
     clean,
+    cleaned,
     is_quiet,
     log_access,
     set_up_logs,
     timestamp,
 )
 
-FULL = AccessRecord(
+
+def request_of(**fields: Any) -> dict[str, Any]:
+    return {"ts": 0.0, "level": "info", **fields}
+
+
+FULL = request_of(
     ts=1700000000.125,
     request_id="req-1",
     method="POST",
@@ -50,6 +54,12 @@ HOSTILE = st.text(st.characters(exclude_categories=()), max_size=400) | st.sampl
     ["\r\n{}", '"}\n{"level":"error"', "\x1b[2J", "\u2028\u2029\x85", "\ud800\udfff\ud800", "\u202eabc", "\x00" * 9]
 )
 NUMBERS = st.none() | st.floats()
+
+
+def access_line(fields: dict[str, Any]) -> str:
+    record = logging.LogRecord("a", logging.INFO, "f.py", 1, "request", (), None)
+    record.access = cleaned(fields)
+    return LineFormatter().format(record)
 
 
 def parsed(line: str) -> dict[str, Any]:
@@ -84,7 +94,7 @@ def test_access_line_has_request_and_result_fields() -> None:
 
 
 def test_none_fields_are_omitted() -> None:
-    assert parsed(access_line(AccessRecord(ts=0.0, status=404))) == {
+    assert parsed(access_line(request_of(ts=0.0, status=404))) == {
         "ts": "1970-01-01T00:00:00.000Z",
         "level": "info",
         "status": 404,
@@ -93,7 +103,7 @@ def test_none_fields_are_omitted() -> None:
 
 @given(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)
 def test_arbitrary_text_stays_on_one_line(a: str, b: str, c: str, d: str, e: str, f: str, g: str) -> None:
-    record = AccessRecord(
+    record = request_of(
         ts=1.0, level=a, request_id=b, method=c, path=d, model=e, finish_reason=f, error_type=g, status=200
     )
     values = parsed(access_line(record))
@@ -106,24 +116,24 @@ def test_arbitrary_text_stays_on_one_line(a: str, b: str, c: str, d: str, e: str
 
 @given(NUMBERS, NUMBERS, NUMBERS, st.floats())
 def test_arbitrary_numbers_are_valid_json(a: float | None, b: float | None, c: float | None, ts: float) -> None:
-    values = parsed(access_line(AccessRecord(ts=ts, queue_ms=a, ttft_ms=b, decode_tps=c)))
+    values = parsed(access_line(request_of(ts=ts, queue_ms=a, ttft_ms=b, decode_tps=c)))
     assert all(values[name] >= 0 for name in ("queue_ms", "ttft_ms", "decode_tps") if name in values)
 
 
 def test_nan_is_omitted_and_negative_duration_is_zero() -> None:
-    record = AccessRecord(ts=float("nan"), queue_ms=-5.0, ttft_ms=float("inf"), decode_tps=float("nan"), total_ms=0.0)
+    record = request_of(ts=float("nan"), queue_ms=-5.0, ttft_ms=float("inf"), decode_tps=float("nan"), total_ms=0.0)
     assert parsed(access_line(record)) == {"level": "info", "queue_ms": 0.0, "total_ms": 0.0}
 
 
 def test_long_texts_are_cut_at_field_limit() -> None:
-    values = parsed(access_line(AccessRecord(ts=0.0, path="/" + "a" * 999, request_id="b" * 999, model="c" * 256)))
+    values = parsed(access_line(request_of(ts=0.0, path="/" + "a" * 999, request_id="b" * 999, model="c" * 256)))
     assert values["path"] == "/" + "a" * 254 + "…"
     assert values["request_id"] == "b" * 127 + "…"
     assert values["model"] == "c" * 256
 
 
 def test_query_is_removed_from_path() -> None:
-    assert parsed(access_line(AccessRecord(ts=0.0, path="/v1/models?api_key=secret")))["path"] == "/v1/models"
+    assert parsed(access_line(request_of(ts=0.0, path="/v1/models?api_key=secret")))["path"] == "/v1/models"
 
 
 def test_unprintable_characters_are_replaced() -> None:
@@ -162,8 +172,8 @@ def test_requests_are_written_to_the_stream_once() -> None:
     set_up_logs(io.StringIO())
     assert set_up_logs(stream) is logging.getLogger("nano_inference.access")
     log_access(FULL)
-    log_access(AccessRecord(ts=0.0, path="/health", status=200))
-    log_access(AccessRecord(ts=0.0, path="/health", status=500))
+    log_access(request_of(ts=0.0, path="/health", status=200))
+    log_access(request_of(ts=0.0, path="/health", status=500))
     lines = [parsed(line) for line in stream.getvalue().splitlines()]
     assert [line["path"] for line in lines] == ["/v1/completions", "/health"]
     assert not other.getvalue()
@@ -181,7 +191,7 @@ def test_request_logging_can_be_disabled() -> None:
 def test_percent_sign_in_path_is_literal() -> None:
     stream = io.StringIO()
     set_up_logs(stream)
-    log_access(AccessRecord(ts=0.0, path="/%s%d", status=200))
+    log_access(request_of(ts=0.0, path="/%s%d", status=200))
     assert parsed(stream.getvalue()[:-1])["path"] == "/%s%d"
 
 
@@ -215,12 +225,10 @@ def test_terminal_has_sentences_about_answers_and_failures() -> None:
     stream = FakeTerminal()
     set_up_logs(stream, as_json=True)
     for path in ("/", "/info", "/tokenize"):
-        log_access(AccessRecord(ts=0.0, method="GET", path=path, status=200))
+        log_access(request_of(ts=0.0, method="GET", path=path, status=200))
     facts = {"prompt_tokens": 36, "cached_tokens": 3, "output_tokens": 8, "ttft_ms": 120.0, "total_ms": 900.0}
-    log_access(AccessRecord(ts=0.0, method="POST", path="/v1/chat/completions?k=v", status=200, **facts))
-    log_access(
-        AccessRecord(ts=0.0, method="POST", path="/\x1b", status=404, error_type="not_found", error_param="model")
-    )
+    log_access(request_of(ts=0.0, method="POST", path="/v1/chat/completions?k=v", status=200, **facts))
+    log_access(request_of(ts=0.0, method="POST", path="/\x1b", status=404, error_type="not_found", error_param="model"))
     logging.getLogger("x").warning("look\nout")
     lines = [re.fullmatch(r"\d\d:\d\d:\d\d (.*)", line) for line in stream.getvalue().splitlines()]
     assert [line and line[1] for line in lines] == [
@@ -233,7 +241,7 @@ def test_terminal_has_sentences_about_answers_and_failures() -> None:
 def formatted(message: object, *args: object, exc_info: Any = None) -> dict[str, Any]:
     record = logging.LogRecord("a", logging.ERROR, "f.py", 1, message, args, exc_info)
     record.created = 0.0
-    return parsed(JsonFormatter().format(record))
+    return parsed(LineFormatter().format(record))
 
 
 def test_an_exception_is_one_field() -> None:
@@ -271,7 +279,7 @@ def test_invalid_log_arguments_still_write_json() -> None:
 @given(HOSTILE, HOSTILE)
 def test_arbitrary_message_stays_on_one_line(message: str, name: str) -> None:
     record = logging.LogRecord(name, logging.INFO, "f.py", 1, message, (), None)
-    values = parsed(JsonFormatter().format(record))
+    values = parsed(LineFormatter().format(record))
     assert values["message"].isprintable() and values["logger"].isprintable()
 
 

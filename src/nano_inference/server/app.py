@@ -368,7 +368,7 @@ class App:
                 self.loaded.metrics.rejected(_REJECTIONS[error.code])
         call_fields = scope["state"].get("log_fields") or {}
         error = call_fields.pop("error", None) or error
-        log_access(replace(record_of(scope, status, seconds, error), **call_fields))
+        log_access(record_of(scope, status, seconds, error) | call_fields)
 
 
 class CallResponse(Response):

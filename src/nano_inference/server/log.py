@@ -12,73 +12,51 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Any, TextIO
 
 from starlette.types import Scope
 
 ACCESS_LOGGER = "nano_inference.access"
 QUIET_PATHS = ("/health", "/ready", "/ping", "/liveness", "/metrics", "/load")
 """Polled every few seconds; logged only if answering fails."""
-MAX_TEXT = 256  # characters of a field that is not in `MAX_LENGTHS`
+MAX_TEXT = 256  # characters of a field that is not in `_LENGTHS`
 MAX_MESSAGE = 8192
 MAX_EXCEPTION = 16384  # characters of a traceback; the start is cut, as the error is at the end
 
-MAX_LENGTHS: Mapping[str, int] = {"level": 16, "request_id": 128, "method": 16, "finish_reason": 32}
+_LENGTHS: Mapping[str, int] = {
+    **{"level": 16, "request_id": 128, "method": 16, "finish_reason": 32},
+    **{"message": MAX_MESSAGE},
+}
 _DURATIONS = frozenset(("queue_ms", "ttft_ms", "total_ms", "decode_tps"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccessRecord:
-    """One finished HTTP request. Fields that are None are omitted from the line."""
+def record_of(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> dict[str, Any]:
+    """Return the fields of a request that has just ended, after `seconds`; `App` adds those of a call.
 
-    ts: float  # end of the request, seconds since 1970
-    level: str = "info"
-    request_id: str | None = None
-    method: str | None = None
-    path: str | None = None
-    status: int | None = None  # None if the client disconnected before the response started
-    model: str | None = None
-    n: int | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    queue_ms: float | None = None
-    ttft_ms: float | None = None
-    total_ms: float | None = None
-    decode_tps: float | None = None  # output tokens per second after the first token
-    finish_reason: str | None = None
-    client_abort: bool | None = None
-    error_type: str | None = None
-    error_code: str | None = None
-    error_param: str | None = None  # the invalid field
-
-
-def record_of(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> AccessRecord:
-    """Return the record of a request that has just ended, after `seconds`; without the fields of a call."""
-    return AccessRecord(
-        ts=time.time(),
-        level="error" if status is not None and status >= 500 else "info",
-        request_id=scope["state"].get("request_id"),
-        method=scope["method"],
-        path=scope["path"],
-        status=status,
-        total_ms=seconds * 1e3,
-        client_abort=True if status is None else None,
-        error_type=None if error is None else getattr(error, "type", type(error).__name__),
-        error_code=getattr(error, "code", None),
-        error_param=getattr(error, "param", None),
-    )
-
-
-def access_line(record: AccessRecord) -> str:
-    """Return the record as one line of JSON without a newline.
-
-    The path is logged without its query, strings are cut and cleaned (`clean`), and negative durations become 0.
+    `status` is None if the client disconnected before the response started. Fields that are None are not logged.
     """
-    values = {field.name: _value(field.name, getattr(record, field.name)) for field in fields(record)}
-    return _line(values)
+    return {
+        "ts": time.time(),
+        "level": "error" if status is not None and status >= 500 else "info",
+        "request_id": scope["state"].get("request_id"),
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "total_ms": seconds * 1e3,
+        "client_abort": True if status is None else None,
+        "error_type": None if error is None else getattr(error, "type", type(error).__name__),
+        "error_code": getattr(error, "code", None),
+        "error_param": getattr(error, "param", None),
+    }
+
+
+def log_access(fields: Mapping[str, Any]) -> None:
+    """Log a request, unless its path is quiet or request logging is off."""
+    logger = logging.getLogger(ACCESS_LOGGER)
+    if logger.isEnabledFor(logging.INFO) and not is_quiet(fields["path"], fields["status"]):
+        values = cleaned(fields)
+        logger.info(_line(values), extra={"access": values})
 
 
 def is_quiet(path: str, status: int | None) -> bool:
@@ -86,15 +64,7 @@ def is_quiet(path: str, status: int | None) -> bool:
 
     A 503 is the normal answer to a probe while the model is loading.
     """
-    bare = path.partition("?")[0].rstrip("/")
-    return bare in QUIET_PATHS and status != 500
-
-
-def log_access(record: AccessRecord) -> None:
-    """Log a request, unless its path is quiet or request logging is off."""
-    logger = logging.getLogger(ACCESS_LOGGER)
-    if logger.isEnabledFor(logging.INFO) and not is_quiet(record.path or "", record.status):
-        logger.info(access_line(record), extra={"access": record})
+    return path.partition("?")[0].rstrip("/") in QUIET_PATHS and status != 500
 
 
 def set_up_logs(
@@ -107,73 +77,88 @@ def set_up_logs(
     JSON, of answers and failures only: a page makes several other requests.
     """
     stream = sys.stderr if stream is None else stream
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LineFormatter(is_read=stream.isatty()))
+    if stream.isatty():
+        handler.addFilter(_is_of_interest)
     access = logging.getLogger(ACCESS_LOGGER)
     access.propagate = False
     access.setLevel(logging.INFO if log_requests else logging.CRITICAL + 1)
-    is_read = stream.isatty()
-    _only_handler(access, stream, TerminalFormatter() if is_read else logging.Formatter("%(message)s"))
-    if is_read:
-        access.handlers[0].addFilter(is_of_interest)
+    access.handlers[:] = [handler]
     if as_json:
         root = logging.getLogger()
         root.setLevel(level)
-        _only_handler(root, stream, TerminalFormatter() if is_read else JsonFormatter())
+        root.handlers[:] = [handler]
         logging.captureWarnings(True)
     return access
 
 
-class JsonFormatter(logging.Formatter):
-    """Formats a `logging` record as one line of JSON: ts, level, logger, message, exception."""
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    """Return True for a message, an answer and a failure."""
+    values = getattr(record, "access", None)
+    return values is None or "output_tokens" in values or values.get("status", 400) >= 400
+
+
+class LineFormatter(logging.Formatter):
+    """Formats a request or a message as one line of JSON, or with `is_read` as a sentence for a person."""
+
+    def __init__(self, *, is_read: bool = False) -> None:
+        super().__init__()
+        self._is_read = is_read
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line. A message with invalid arguments is written without them."""
+        request: Mapping[str, Any] | None = getattr(record, "access", None)
+        values = cleaned(self._message(record)) if request is None else request
+        if not self._is_read:
+            return _line(values)
+        at = time.strftime("%H:%M:%S", time.localtime(record.created))
+        if request is not None:
+            return f"{at} {sentence(request)}"
+        return "\n".join([f"{at} {values['level']}: {values['message']}", *values.get("exception", "").splitlines()])
+
+    def _message(self, record: logging.LogRecord) -> dict[str, Any]:
         try:
             message = record.getMessage()
         except Exception:  # a faulty log call must not lose its message
             message = record.msg if isinstance(record.msg, str) else type(record.msg).__name__
-        text = self.formatException(record.exc_info) if record.exc_info else record.exc_text
-        lines = (text or "")[-MAX_EXCEPTION:].split("\n")  # the end of the traceback, whose line breaks stay
-        values = {
-            "ts": timestamp(record.created),
-            "level": record.levelname.lower(),
-            "logger": clean(record.name, MAX_TEXT),
-            "message": clean(message, MAX_MESSAGE),
-            "exception": "\n".join(clean(line, MAX_EXCEPTION) for line in lines) if text else None,
-        }
-        return _line(values)
+        trace = self.formatException(record.exc_info) if record.exc_info else record.exc_text
+        fields = {"ts": record.created, "level": record.levelname.lower(), "logger": record.name, "message": message}
+        return {**fields, "exception": trace or None}
 
 
-class TerminalFormatter(JsonFormatter):
-    """Formats a request or a message as one line for a person."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        at = time.strftime("%H:%M:%S", time.localtime(record.created))
-        request = getattr(record, "access", None)
-        if request is not None:
-            return f"{at} {sentence(request)}"
-        values = json.loads(super().format(record))
-        return "\n".join([f"{at} {values['level']}: {values['message']}", *values.get("exception", "").splitlines()])
-
-
-def is_of_interest(record: logging.LogRecord) -> bool:
-    """Return True for the record of an answer or of a failure."""
-    request = getattr(record, "access", None)
-    return request is None or request.output_tokens is not None or request.status is None or request.status >= 400
-
-
-def sentence(record: AccessRecord) -> str:
+def sentence(values: Mapping[str, Any]) -> str:
     """Return a request as text: method, path, status, and what was generated or refused."""
-    values = json.loads(access_line(record))
     text = f"{values.get('method', '')} {values.get('path', '')} {values.get('status', 'client left')}".strip()
     facts = [f"{values['error_type']} {values.get('error_param', '')}".strip()] if "error_type" in values else []
     if "output_tokens" in values:
         cached = values.get("cached_tokens", 0)
-        prompt = f"{values.get('prompt_tokens', 0)} prompt tokens ({cached} cached)"
-        facts += [prompt, f"{values['output_tokens']} generated"]
+        facts += [f"{values.get('prompt_tokens', 0)} prompt tokens ({cached} cached)"]
+        facts += [f"{values['output_tokens']} generated"]
     facts += [f"first token after {values['ttft_ms'] / 1e3:.2f} s"] if "ttft_ms" in values else []
     facts += [f"{values['total_ms'] / 1e3:.2f} s"] if "total_ms" in values else []
     return ", ".join([text, *facts])
+
+
+def cleaned(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not None as JSON values.
+
+    The path loses its query, which may contain a key; strings are cut and cleaned (`clean`), the line breaks of a
+    traceback stay; negative durations become 0.
+    """
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name == "ts":
+            value = timestamp(value)
+        elif name == "exception" and value is not None:
+            value = "\n".join(clean(line, MAX_EXCEPTION) for line in value[-MAX_EXCEPTION:].split("\n"))
+        elif isinstance(value, str):
+            value = clean(value.partition("?")[0] if name == "path" else value, _LENGTHS.get(name, MAX_TEXT))
+        elif name in _DURATIONS and value is not None:
+            value = round(max(0.0, value), 3) if math.isfinite(value) else None
+        if value is not None:
+            values[name] = value
+    return values
 
 
 def clean(text: str, limit: int) -> str:
@@ -194,25 +179,5 @@ def timestamp(seconds: float) -> str | None:
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _value(name: str, value: object) -> object:
-    """Return a field's value for the line; None omits it."""
-    if name == "ts" and isinstance(value, int | float):
-        return timestamp(value)
-    if isinstance(value, str):
-        text = value.partition("?")[0] if name == "path" else value  # a query may contain a key
-        return clean(text, MAX_LENGTHS.get(name, MAX_TEXT))
-    if name in _DURATIONS and isinstance(value, int | float):
-        return round(max(0.0, value), 3) if math.isfinite(value) else None
-    return value
-
-
-def _line(values: Mapping[str, object]) -> str:
-    """Return the values that are not None as one line of ASCII JSON."""
-    return json.dumps({name: value for name, value in values.items() if value is not None}, separators=(",", ":"))
-
-
-def _only_handler(logger: logging.Logger, stream: TextIO, formatter: logging.Formatter) -> None:
-    """Replace a logger's handlers by one that writes to a stream."""
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(formatter)
-    logger.handlers[:] = [handler]
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, separators=(",", ":"))
