@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -29,31 +28,20 @@ class SettingError(ValueError):
 
 
 _HOST = "127.0.0.1"
-DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
-    {
-        "logprobs_mode": ("raw", "processed"),
-        "generation_config": ("auto", "none"),
-        "reasoning_format": ("auto", "none"),
-        "max_queued_requests": (256, 65536),
-        "max_admitted_tokens": (1 << 22, 1 << 30),
-        "max_n": (16, 1024),
-        "max_logprobs": (20, 1000),
-        "max_body_bytes": (4 << 20, 64 << 20),
-        "request_timeout": (600.0, 86400.0),
-    }
-)
-"""Fields of `ServerConfig` with two defaults: without and with `enable_rl`. A trainer sends large batches."""
-
-
 _NAME = re.compile(r"[\w.-]*")
-DEFAULT_SHARE = 0.75
-"""Default `client_share` with several clients: one client leaves a quarter of the capacity to others."""
+_SECONDS, _PAUSE = number(0, 1e6, open_low=True), number(0, 1e6)
+DEFAULT_SHARE = 0.75  # `client_share` with several clients: one client leaves a quarter of the capacity to others
 
 
-def resolved(name: str, text: str, check: Check | None = None) -> Any:
-    """Return a field of `DEFAULTS`; `ServerConfig` replaces its default None."""
-    default, with_rl = DEFAULTS[name]
-    return helped(None, f"{text} (default: {default}; {with_rl} with --enable-rl)", check)
+def resolved(default: Any, with_rl: Any, text: str, check: Check | None = None) -> Any:
+    """Return a field with another default with `enable_rl`: a trainer sends large batches."""
+    text = f"{text} (default: {default}; {with_rl} with --enable-rl)"
+    return field(default=None, metadata={"help": text, "check": check, "defaults": (default, with_rl)})
+
+
+def texts(text: str, *, is_secret: bool = False) -> Any:
+    """Return a field of texts, none by default; `is_secret` keeps them out of messages and logs."""
+    return field(default=(), repr=not is_secret, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +54,13 @@ class ServerConfig:
         None, "Unix socket to listen on in place of host and port; only its owner may connect", check_text
     )
     root_path: str = helped("", "path below which a proxy serves this server, such as /llm")
-    served_model_name: tuple[str, ...] = helped((), "name of the model for clients; may be repeated for aliases")
+    served_model_name: tuple[str, ...] = texts("name of the model for clients; may be repeated for aliases")
     any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
     strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
-    logprobs_mode: LogprobsMode = resolved("logprobs_mode", "distribution of reported log-probabilities")
+    logprobs_mode: LogprobsMode = resolved("raw", "processed", "distribution of reported log-probabilities")
     generation_config: GenerationConfig = resolved(
-        "generation_config",
+        "auto",
+        "none",
         "sampling of requests that name none: auto is the model's generation_config.json, none temperature 1 without "
         "truncation",
     )
@@ -90,7 +79,8 @@ class ServerConfig:
         "nor add_generation_prompt",
     )
     reasoning_format: ReasoningFormat = resolved(
-        "reasoning_format",
+        "auto",
+        "none",
         "what a chat's reply does with a model's reasoning: auto returns it apart from the content, none in it",
     )
     temp: float | None = helped(None, "temperature of requests that name none", number(0, 2))
@@ -103,34 +93,28 @@ class ServerConfig:
     )
     enable_rl: bool = helped(False, "open the routes of RL trainers: pause, abort, weights, versions")
 
-    api_key: tuple[str, ...] = field(
-        default=(),
-        repr=False,  # keeps keys out of messages and logs
-        metadata={"help": "key that clients must send; may be repeated (others can see it in ps)"},
+    api_key: tuple[str, ...] = texts(
+        "key that clients must send; may be repeated (others can see it in ps)", is_secret=True
     )
     api_key_file: str | None = helped(None, "file with a key on each line, which only its owner may read")
     insecure: bool = helped(False, "listen beyond loopback without a key; allow keys of less than 8 characters")
-    admin_key: tuple[str, ...] = field(
-        default=(),
-        repr=False,
-        metadata={"help": "key that those routes need, and that opens all others; may be repeated"},
+    admin_key: tuple[str, ...] = texts(
+        "key that those routes need, and that opens all others; may be repeated", is_secret=True
     )
     admin_key_file: str | None = helped(None, "file with an admin key on each line, which only its owner may read")
     weights_dir: str | None = helped(None, "directory below which a trainer may name weights to load", check_text)
     weight_timeout: float = helped(
         300.0, "seconds in which the weights of an update must have come", number(0, 86400, open_low=True)
     )
-    allowed_host: tuple[str, ...] = helped((), "Host header to accept in addition to the address; may be repeated")
-    cors_origin: tuple[str, ...] = helped(
-        (), "web origin whose pages may call this server, or localhost for those of this machine; may be repeated"
+    allowed_host: tuple[str, ...] = texts("Host header to accept in addition to the address; may be repeated")
+    cors_origin: tuple[str, ...] = texts(
+        "web origin whose pages may call this server, or localhost for those of this machine; may be repeated"
     )
     share_prefix_cache: bool = helped(False, "let clients with different keys reuse each other's cached prefixes")
 
-    max_queued_requests: int = resolved(
-        "max_queued_requests", "most samples that wait; more are refused with 503", integer(0)
-    )
+    max_queued_requests: int = resolved(256, 65536, "most samples that wait; more are refused with 503", integer(0))
     max_admitted_tokens: int = resolved(
-        "max_admitted_tokens", "most prompt and answer tokens of admitted requests", integer(1)
+        1 << 22, 1 << 30, "most prompt and answer tokens of admitted requests", integer(1)
     )
     client_share: float | None = helped(
         None,
@@ -138,14 +122,12 @@ class ServerConfig:
         f"(default: {DEFAULT_SHARE}; 1 with a single key, and on loopback without keys)",
         number(0, 1, open_low=True),
     )
-    trusted_proxy: tuple[str, ...] = helped(
-        (), "address or range of a proxy whose X-Forwarded-For names the client; may be repeated"
+    trusted_proxy: tuple[str, ...] = texts(
+        "address or range of a proxy whose X-Forwarded-For names the client; may be repeated"
     )
-    max_n: int = resolved("max_n", "most samples of one prompt", integer(1, 65536))
-    max_logprobs: int = resolved(
-        "max_logprobs", "most alternatives of a token; -1 is the whole vocabulary", integer(-1)
-    )
-    max_body_bytes: int = resolved("max_body_bytes", "largest request body, in bytes or as 8MiB", integer(1024))
+    max_n: int = resolved(16, 1024, "most samples of one prompt", integer(1, 65536))
+    max_logprobs: int = resolved(20, 1000, "most alternatives of a token; -1 is the whole vocabulary", integer(-1))
+    max_body_bytes: int = resolved(4 << 20, 64 << 20, "largest request body, in bytes or as 8MiB", integer(1024))
     max_stored_replies: int = helped(
         1024, "most replies of /v1/responses kept in memory for clients that refer to them; 0 keeps none", integer(0)
     )
@@ -160,26 +142,20 @@ class ServerConfig:
         integer(1),
     )
     request_timeout: float = resolved(
-        "request_timeout", "seconds a request may take; then it ends with what it has", number(0, 1e6, open_low=True)
+        600.0, 86400.0, "seconds a request may take; then it ends with what it has", _SECONDS
     )
     header_timeout: float = helped(
-        20.0, "seconds in which a request's headers, and then its body, must arrive", number(0, 1e6, open_low=True)
+        20.0, "seconds in which a request's headers, and then its body, must arrive", _SECONDS
     )
-    keep_alive_timeout: float = helped(
-        30.0, "seconds a connection may be idle between requests", number(0, 1e6, open_low=True)
-    )
-    write_timeout: float = helped(
-        60.0, "seconds a client may leave what it is sent unread", number(0, 1e6, open_low=True)
-    )
+    keep_alive_timeout: float = helped(30.0, "seconds a connection may be idle between requests", _SECONDS)
+    write_timeout: float = helped(60.0, "seconds a client may leave what it is sent unread", _SECONDS)
     sse_keep_alive: float = helped(
-        15.0, "seconds of silence after which a stream sends a comment; 0 sends none", number(0, 1e6)
+        15.0, "seconds of silence after which a stream sends a comment; 0 sends none", _PAUSE
     )
     shutdown_timeout: float = helped(
-        30.0, "seconds that requests have to end after SIGTERM; 0 aborts them at once", number(0, 1e6)
+        30.0, "seconds that requests have to end after SIGTERM; 0 aborts them at once", _PAUSE
     )
-    step_timeout: float = helped(
-        120.0, "seconds one step may take before the engine counts as stuck", number(0, 1e6, open_low=True)
-    )
+    step_timeout: float = helped(120.0, "seconds one step may take before the engine counts as stuck", _SECONDS)
     exit_on_failure: bool = helped(False, "end the process when the engine fails, instead of answering 503")
 
     replicas: int | None = helped(
@@ -187,13 +163,12 @@ class ServerConfig:
         "engines that share the port, each in its own process, started by Ray: needs the extra ray",
         integer(1, 4096),
     )
-    workers: tuple[str, ...] = helped(
-        (), "URL of a running server to send requests to, or several with commas; no model is loaded; may be repeated"
+    workers: tuple[str, ...] = texts(
+        "URL of a running server to send requests to, or several with commas; no model is loaded; may be repeated"
     )
 
-    further_model: tuple[str, ...] = helped(
-        (),
-        "model, in the form of --model or as NAME=PATH, that is loaded when a request names it; may be repeated",
+    further_model: tuple[str, ...] = texts(
+        "model, in the form of --model or as NAME=PATH, that is loaded when a request names it; may be repeated"
     )
     models_memory: int | None = helped(
         None,
@@ -224,69 +199,54 @@ class ServerConfig:
         for name in ("host", "root_path"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
-        if self.uds is not None and self.host != _HOST:
-            raise ValueError("uds takes the place of host: set one of them")
-        if not self.host:
-            raise ValueError("host must not be empty; 0.0.0.0 listens everywhere")
-        for name, (default, with_rl) in DEFAULTS.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, with_rl if self.enable_rl else default)
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is None and "defaults" in one.metadata:
+                object.__setattr__(self, one.name, one.metadata["defaults"][bool(self.enable_rl)])
+            elif one.default == ():
+                object.__setattr__(self, one.name, checked_texts(one.name, value))
         check_fields(self)
-        for name in (
-            "further_model",
-            "served_model_name",
-            "api_key",
-            "admin_key",
-            "allowed_host",
-            "cors_origin",
-            "trusted_proxy",
-        ):
-            object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
-        object.__setattr__(self, "workers", worker_urls(checked_texts("workers", self.workers)))
-        self._check_template()
-        if self.enable_rl and self.generation_config != "none":
-            text = "generation_config must be none with enable_rl: the model's own defaults would skew rollouts"
-            raise ValueError(text)
+        object.__setattr__(self, "workers", worker_urls(self.workers))
+        for is_wrong, text in self._rules():
+            if is_wrong:
+                raise ValueError(text)
+
+    def _rules(self) -> Iterator[tuple[object, str]]:
+        """Yield (whether fields contradict each other, the error's text)."""
+        yield not self.host, "host must not be empty; 0.0.0.0 listens everywhere"
+        yield self.uds is not None and self.host != _HOST, "uds takes the place of host: set one of them"
+        root = self.root_path
+        text = f"root_path must begin with a slash and not end with one, got {root!r}"
+        yield root and (not root.startswith("/") or root.endswith("/")), text
+        template, both = self.chat_template, self.chat_template is not None and self.chat_template_file is not None
+        yield both, "chat_template and chat_template_file exclude each other: set one of them"
+        text = (
+            f"chat_template must be the text of a template, or one of {', '.join(TEMPLATES)}; {template!r} is neither"
+        )
+        # llama.cpp knows more by name.
+        yield template is not None and template not in TEMPLATES and _NAME.fullmatch(template), text
+        given = self.chat_template_kwargs
+        text = f"chat_template_kwargs must be a JSON object, got {(given or '')[:80]!r}"
+        yield given is not None and not _is_object(given), text
+        text = "generation_config must be none with enable_rl: the model's own defaults would skew rollouts"
+        yield self.enable_rl and self.generation_config != "none", text
         for name in ("weights_dir", "admin_key", "admin_key_file"):
-            if getattr(self, name) and not self.enable_rl:
-                raise ValueError(f"{name} is for a trainer: it needs enable_rl")
-        if self.replicas is not None and self.workers:
-            raise ValueError("replicas starts engines, workers names running ones: set one of them")
+            yield getattr(self, name) and not self.enable_rl, f"{name} is for a trainer: it needs enable_rl"
+        both = self.replicas is not None and bool(self.workers)
+        yield both, "replicas starts engines, workers names running ones: set one of them"
         for name in ("replicas", "workers"):
-            if getattr(self, name) and self.enable_rl:
-                raise ValueError(f"{name}: routes for trainers need one engine; a RolloutPool updates several")
-        self._check_models()
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
-
-    def _check_template(self) -> None:
-        given = self.chat_template
-        if self.chat_template_kwargs is not None:
-            try:
-                value = json.loads(self.chat_template_kwargs)
-            except ValueError:
-                value = None
-            if not isinstance(value, dict):
-                raise ValueError(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs[:80]!r}")
-        if given is not None and self.chat_template_file is not None:
-            raise ValueError("chat_template and chat_template_file exclude each other: set one of them")
-        if given is not None and given not in TEMPLATES and _NAME.fullmatch(given):  # llama.cpp knows more by name
-            names = ", ".join(TEMPLATES)
-            raise ValueError(f"chat_template must be the text of a template, or one of {names}; {given!r} is neither")
-
-    def _check_models(self) -> None:
-        if not self.further_model:
-            for name in ("models_memory", "max_loaded_models"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} is for several models: it needs further_model")
-            return
+            text = f"{name}: routes for trainers need one engine; a RolloutPool updates several"
+            yield getattr(self, name) and self.enable_rl, text
+        several = bool(self.further_model)
+        for name in ("models_memory", "max_loaded_models"):
+            text = f"{name} is for several models: it needs further_model"
+            yield getattr(self, name) is not None and not several, text
         for name in ("chat_template", "chat_template_file", "chat_template_kwargs"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} belongs to one model: it cannot be set with further_model")
-        if self.replicas is not None or self.workers:
-            raise ValueError("further_model cannot be used with replicas or workers, which serve one model")
-        if self.enable_rl:
-            raise ValueError("further_model: routes for trainers need a server of one model")
+            text = f"{name} belongs to one model: it cannot be set with further_model"
+            yield several and getattr(self, name) is not None, text
+        text = "further_model cannot be used with replicas or workers, which serve one model"
+        yield several and (self.replicas is not None or self.workers), text
+        yield several and self.enable_rl, "further_model: routes for trainers need a server of one model"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -296,6 +256,13 @@ class ServerConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> ServerConfig:
         """Build from the form of `to_dict`. Raises `ValueError` naming an unknown field."""
         return from_known(cls, data)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def worker_urls(texts: tuple[str, ...]) -> tuple[str, ...]:
