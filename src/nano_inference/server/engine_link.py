@@ -19,8 +19,7 @@ from nano_inference.types import Delta, EngineRequest, StepStats, TrainingSample
 
 State = Literal["loading", "ready", "draining", "stopped", "dead"]
 
-MAX_UNREAD = 4096
-"""Limit of unread tokens per sample of a client."""
+MAX_UNREAD = 4096  # limit of unread tokens per sample of a client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +29,7 @@ class LoadedModel:
     engine: DrivenEngine
     metrics: Metrics
     model: ServedModel
-    step_tokens: int = 256
-    """Maximum tokens of one step."""
+    step_tokens: int = 256  # maximum tokens of one step
 
 
 class EngineLink:
@@ -39,17 +37,13 @@ class EngineLink:
 
     def __init__(self, *, step_timeout: float) -> None:
         self.state: State = "loading"
-        self.failure: BaseException | None = None
-        """The error that stopped the engine or its loading."""
-        self.last_stats: StepStats | None = None
-        """Counts of the latest step, with the samples that wait for their turn."""
-        self.metrics: Metrics | None = None
-        """Set by `start`."""
+        self.failure: BaseException | None = None  # the error that stopped the engine or its loading
+        self.last_stats: StepStats | None = None  # counts of the latest step, with the samples that wait for their turn
+        self.metrics: Metrics | None = None  # set by `start`
         self._dispatcher: Dispatcher | None = None
         self._step_timeout = step_timeout
         self._engine: AsyncEngine[DrivenEngine] | None = None
-        self._open: dict[Outbox, frozenset[str]] = {}
-        """Open call -> ids by which clients can abort it."""
+        self._open: dict[Outbox, frozenset[str]] = {}  # open call -> ids by which clients can abort it
 
     # ---- lifecycle --------------------------------------------------------------------------------------------------
 

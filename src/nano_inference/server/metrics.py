@@ -6,7 +6,7 @@ prometheus-fastapi-instrumentator, which vLLM uses. Series that vLLM does not ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -36,8 +36,6 @@ _LATENCY = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
-_SAMPLES = (1, 2, 5, 10, 20)
 _HTTP_LATENCY = (0.1, 0.5, 1.0)
 _UP = "nano_inference_engine_up", "1 while the engine runs, 0 after it has failed or before it is loaded."
 _GAUGES = {
@@ -64,21 +62,19 @@ _COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": "Draft tokens that were computed.",
     "vllm:spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
 }
-_SIZES = {
-    "vllm:request_prompt_tokens": "Prompt tokens of a sample.",
-    "vllm:request_generation_tokens": "Output tokens of a sample.",
-    "vllm:request_max_num_generation_tokens": "Output tokens of a request's longest sample.",
-    "vllm:request_prefill_kv_computed_tokens": "Prompt tokens of a sample that were not in the cache.",
-    "vllm:request_params_max_tokens": "max_tokens of a sample.",
-}
-"""Histograms with buckets up to the size of the KV cache."""
-_HISTOGRAMS = {
+_SIZES = None  # buckets up to the size of the KV cache
+_HISTOGRAMS: Mapping[str, tuple[str, Sequence[float] | None]] = {
+    "vllm:request_prompt_tokens": ("Prompt tokens of a sample.", _SIZES),
+    "vllm:request_generation_tokens": ("Output tokens of a sample.", _SIZES),
+    "vllm:request_max_num_generation_tokens": ("Output tokens of a request's longest sample.", _SIZES),
+    "vllm:request_prefill_kv_computed_tokens": ("Prompt tokens of a sample that were not in the cache.", _SIZES),
+    "vllm:request_params_max_tokens": ("max_tokens of a sample.", _SIZES),
     "vllm:iteration_tokens_total": (
         "Tokens of one step: prompt tokens computed and output tokens added.",
         _STEP_TOKENS,
     ),
-    "vllm:request_params_n": ("n of a request.", _SAMPLES),
-    "vllm:request_num_preemptions": ("Preemptions of a sample.", _PREEMPTIONS),
+    "vllm:request_params_n": ("n of a request.", (1, 2, 5, 10, 20)),
+    "vllm:request_num_preemptions": ("Preemptions of a sample.", (1, 2, 3, 4, 5, 10, 20)),
     "vllm:time_to_first_token_seconds": ("From a sample's arrival to its first token.", _FIRST_TOKEN),
     "vllm:inter_token_latency_seconds": ("Between two output tokens of a sample.", _TOKEN_GAP),
     "vllm:request_time_per_output_token_seconds": (
@@ -156,10 +152,9 @@ class Metrics:
         sources = by("vllm:prompt_tokens_by_source", text, "source", ("local_compute", "local_cache_hit"))
         self._from_compute, self._from_cache = sources.values()
         sizes = buckets_1_2_5(num_blocks * block_size)
-        histograms = {**{name: (text, sizes) for name, text in _SIZES.items()}, **_HISTOGRAMS}
         self._seen = {
-            name: Histogram(name, text, names, registry=registry, buckets=bounds).labels(*own)
-            for name, (text, bounds) in histograms.items()
+            name: Histogram(name, text, names, registry=registry, buckets=bounds or sizes).labels(*own)
+            for name, (text, bounds) in _HISTOGRAMS.items()
         }
         text = "HTTP responses by method, route and class of status."
         self._http_requests = Counter("http_requests", text, ("method", "handler", "status"), registry=registry)
@@ -203,18 +198,15 @@ class Metrics:
 
     def first_token(self, seconds: float) -> None:
         """Record the time from a sample's arrival to its first token."""
-        self._seen["vllm:time_to_first_token_seconds"].observe(max(0.0, seconds))
+        self._see("vllm:time_to_first_token_seconds", seconds)
         self._first_tokens += 1
         self._generated(1)
 
     def token_gap(self, seconds: float, num_tokens: int = 1) -> None:
         """Record the time between two deltas of a sample, divided among the `num_tokens` of the later one."""
-        if num_tokens <= 0:
-            return
-        share = max(0.0, seconds) / num_tokens
         for _ in range(num_tokens):
-            self._seen["vllm:inter_token_latency_seconds"].observe(share)
-        self._generated(num_tokens)
+            self._see("vllm:inter_token_latency_seconds", seconds / num_tokens)
+        self._generated(max(0, num_tokens))
 
     def finished(self, record: SampleRecord) -> None:
         """Record an ended sample. An unknown `finish_reason` counts as "error"."""
@@ -224,29 +216,39 @@ class Metrics:
             cached = min(max(0, record.cached_tokens), record.prompt_tokens)
             for name in ("vllm:prompt_tokens", "vllm:prefix_cache_queries"):
                 self._count[name].inc(record.prompt_tokens)
-            for counter in (
-                self._count["vllm:prefix_cache_hits"],
-                self._count["vllm:prompt_tokens_cached"],
-                self._from_cache,
-            ):
-                counter.inc(cached)
+            for name in ("vllm:prefix_cache_hits", "vllm:prompt_tokens_cached"):
+                self._count[name].inc(cached)
+            self._from_cache.inc(cached)
             self._from_compute.inc(record.prompt_tokens - cached)
-            self._seen["vllm:request_prefill_kv_computed_tokens"].observe(record.prompt_tokens - cached)
+            self._see("vllm:request_prefill_kv_computed_tokens", record.prompt_tokens - cached)
         # Output tokens that were not counted while the sample ran: those that a tool forces directly after the first
         # token. Early counts are one sum over all samples; when no sample runs, the counter equals their outputs.
         known = min(self._early_tokens, record.output_tokens)
         self._early_tokens -= known
         self._count["vllm:generation_tokens"].inc(max(0, record.output_tokens - known))
-        self._seen["vllm:request_prompt_tokens"].observe(record.prompt_tokens)
-        self._seen["vllm:request_generation_tokens"].observe(record.output_tokens)
-        self._seen["vllm:request_num_preemptions"].observe(record.num_preemptions)
+        self._see("vllm:request_prompt_tokens", record.prompt_tokens)
+        self._see("vllm:request_generation_tokens", record.output_tokens)
+        self._see("vllm:request_num_preemptions", record.num_preemptions)
         if record.params_max_tokens > 0:
-            self._seen["vllm:request_params_max_tokens"].observe(record.params_max_tokens)
+            self._see("vllm:request_params_max_tokens", record.params_max_tokens)
         if record.ends_request:
             longest = max(record.output_tokens, record.longest_output)
-            self._seen["vllm:request_params_n"].observe(record.params_n)
-            self._seen["vllm:request_max_num_generation_tokens"].observe(longest)
-        self._observe_phases(record)
+            self._see("vllm:request_params_n", record.params_n)
+            self._see("vllm:request_max_num_generation_tokens", longest)
+        # The duration of each phase that started.
+        started, first, ended = record.started, record.first_token, record.ended
+        left_queue = next((time for time in (started, first) if time is not None), ended)
+        self._see("vllm:e2e_request_latency_seconds", ended - record.arrived)
+        self._see("vllm:request_queue_time_seconds", left_queue - record.arrived)
+        if started is not None:
+            self._see("vllm:request_inference_time_seconds", ended - started)
+        if started is not None and first is not None:
+            self._see("vllm:request_prefill_time_seconds", first - started)
+        if first is not None:
+            self._see("vllm:request_decode_time_seconds", ended - first)
+        if first is not None and record.output_tokens > 1:
+            mean = (ended - first) / (record.output_tokens - 1)
+            self._see("vllm:request_time_per_output_token_seconds", mean)
 
     def rejected(self, reason: str) -> None:
         """Count a request that was not admitted; a reason not in `REJECTIONS` counts as "other"."""
@@ -289,30 +291,13 @@ class Metrics:
         """Return all series as Prometheus text. Takes only the locks of single values."""
         return generate_latest(self._registry)
 
-    # ---- recording --------------------------------------------------------------------------------------------------
+    def _see(self, name: str, value: float) -> None:
+        self._seen[name].observe(max(0.0, value))
 
     def _generated(self, num_tokens: int) -> None:
         """Count output tokens of running samples."""
         self._early_tokens += num_tokens
         self._count["vllm:generation_tokens"].inc(num_tokens)
-
-    def _observe_phases(self, record: SampleRecord) -> None:
-        """Observe the duration of each phase that started."""
-        started, first, ended = record.started, record.first_token, record.ended
-        self._seen["vllm:e2e_request_latency_seconds"].observe(max(0.0, ended - record.arrived))
-        left_queue = next((time for time in (started, first) if time is not None), ended)
-        self._seen["vllm:request_queue_time_seconds"].observe(max(0.0, left_queue - record.arrived))
-        if started is not None:
-            self._seen["vllm:request_inference_time_seconds"].observe(max(0.0, ended - started))
-        if first is None:
-            return
-        if started is not None:
-            self._seen["vllm:request_prefill_time_seconds"].observe(max(0.0, first - started))
-        self._seen["vllm:request_decode_time_seconds"].observe(max(0.0, ended - first))
-        if record.output_tokens > 1:
-            self._seen["vllm:request_time_per_output_token_seconds"].observe(
-                max(0.0, ended - first) / (record.output_tokens - 1)
-            )
 
 
 def not_loaded() -> bytes:
