@@ -344,16 +344,24 @@ def error_body(error: ApiError) -> JSON:
     return {"error": shortened(error.message)}
 
 
-_FORM = "; the interface of Ollama."
 DIALECT = Dialect(
     generating=(
         *EMBEDDING_ROUTES,
-        *(
-            Generating(path=path, body=body, to_call=to_call, summary=summary + _FORM, form=JSON_LINES, renders=True)
-            for path, body, to_call, summary in (
-                ("/api/generate", OllamaGenerateBody, generate_call, "Answer a prompt"),
-                ("/api/chat", OllamaChatBody, ollama_chat_call, "Answer messages"),
-            )
+        Generating(
+            path="/api/generate",
+            body=OllamaGenerateBody,
+            to_call=generate_call,
+            summary="Answer a prompt; the interface of Ollama.",
+            form=JSON_LINES,
+            renders=True,
+        ),
+        Generating(
+            path="/api/chat",
+            body=OllamaChatBody,
+            to_call=ollama_chat_call,
+            summary="Answer messages; the interface of Ollama.",
+            form=JSON_LINES,
+            renders=True,
         ),
     ),
     converting=(Converting(path="/api/show", body=ShowBody, work=show, summary="Describe a model; Ollama's form."),),
