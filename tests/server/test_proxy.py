@@ -223,14 +223,19 @@ def test_a_stream_that_is_cut_off_ends_as_its_dialect_does(path: str, name: str 
     assert message_of(events) == "the replica that generated this answer died; send the request again"
 
 
-@pytest.mark.xfail(strict=True, reason="point 17: the rebuilt front must end a Responses stream by response.failed")
-def test_a_responses_stream_that_is_cut_off_fails_its_response() -> None:
+def test_a_responses_stream_that_is_cut_off_fails_its_response(servers: tuple[Running, Running]) -> None:
+    """The real events of a server, cut off after the second: `response.failed` has the response of the first."""
+    body = {"input": "a", "max_output_tokens": 4, "stream": True}
+    with servers[0].client.stream("POST", "/v1/responses", json=body) as reply:
+        events = "".join(reply.iter_text()).split("\n\n")
+    made = "\n\n".join([": keep-alive", *events[:2], ""]).encode()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    made = b'event: response.created\ndata: {"type": "response.created", "response": {"id": "resp_1"}}\n\n'
     with scripted(head + b"%x\r\n%s\r\n" % (len(made), made)) as url, proxied([url]) as front:
         text = front.client.post("/v1/responses", json={}).text
-    last = json.loads(text.rpartition("data: ")[2])
-    assert (last["type"], last["response"]["id"]) == ("response.failed", "resp_1")
+    first, last = (json.loads(part.partition("data: ")[2]) for part in (events[0], text.rpartition("event: ")[2]))
+    assert "event: response.failed\n" in text and last["sequence_number"] > 1
+    assert last["response"]["id"] == first["response"]["id"] and last["response"]["status"] == "failed"
+    assert "died" in last["response"]["error"]["message"]
 
 
 def test_lines_that_are_cut_off_end_with_an_error_line() -> None:

@@ -30,7 +30,7 @@ StoredWork = Callable[[Any, ServedModel, ClientReplies], JSON]
 """The same with the client's stored replies."""
 
 
-def openai_stream_error(error: ApiError) -> bytes:
+def openai_stream_error(error: ApiError, first: bytes, number: int) -> bytes:
     """Return OpenAI's error object and [DONE]."""
     return event(error.to_dict()) + DONE
 
@@ -56,8 +56,8 @@ class UnloadedModel:
     """Time of the server's start, seconds since 1970."""
 
 
-StreamError = Callable[[ApiError], bytes]
-"""Returns the events that end a stream with an error."""
+StreamError = Callable[[ApiError, bytes, int], bytes]
+"""Returns what ends a stream whose server died, of (error, the first events that were sent, the number of all)."""
 OfModels = Callable[[Sequence[JSON], Sequence[UnloadedModel]], JSON]
 """Returns one reply of (the replies of the loaded models, the other models)."""
 
@@ -140,7 +140,7 @@ class Dialect:
     error_body: ErrorBody | None = None
     """The body of an error on the dialect's POST paths; None for OpenAI's error object."""
     stream_error: StreamError = openai_stream_error
-    """Ends a stream of which only the error is known: its server died."""
+    """Ends a stream whose server died."""
 
     def __post_init__(self) -> None:
         routes: tuple[Generating | Converting | Describing | Probing | Recalling, ...]

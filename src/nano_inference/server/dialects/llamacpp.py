@@ -231,5 +231,5 @@ DIALECT = Dialect(
         ),
     ),
     error_body=error_body,
-    stream_error=stream_error,
+    stream_error=lambda error, first, number: stream_error(error),
 )

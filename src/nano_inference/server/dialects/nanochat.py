@@ -198,5 +198,5 @@ DIALECT = Dialect(
     ),
     health=_health,
     error_body=error_body,
-    stream_error=_stream_error,
+    stream_error=lambda error, first, number: _stream_error(error),
 )

@@ -375,5 +375,5 @@ DIALECT = Dialect(
         Describing(path="/api/version", describe=version, summary="Return the version of Ollama's API."),
     ),
     error_body=error_body,
-    stream_error=lambda error: line(error_body(error)),
+    stream_error=lambda error, first, number: line(error_body(error)),
 )

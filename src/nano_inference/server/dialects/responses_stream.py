@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import from_json
+
 from nano_inference.server.call import JSON, Call, Reply, Transcript, num_reasoning_tokens, usage
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialects.responses_chat import encoded
@@ -314,10 +316,19 @@ class ResponsesReply(Reply):
         return data
 
 
-def stream_error(error: ApiError) -> bytes:
-    """Return the event that ends a stream with an error, without the response, of which nothing is known."""
-    fields = {"code": "server_error", "message": shortened(error.message), "param": error.param, "sequence_number": 0}
-    return named_event({"type": "error", **fields}, "error")
+def stream_error(error: ApiError, first: bytes, number: int) -> bytes:
+    """Return the event that ends a stream whose server died: the response as failed, if `first` has the event with it.
+
+    `number`: events before it.
+    """
+    text = shortened(error.message)
+    created = next((line for line in first.splitlines() if line.startswith(b'data: {"type":"response.created"')), b"")
+    if not created:
+        fields = {"code": "server_error", "message": text, "param": error.param, "sequence_number": number}
+        return named_event({"type": "error", **fields}, "error")
+    response = from_json(created.removeprefix(b"data: "))["response"]
+    failed = {**response, "status": "failed", "error": {"code": "server_error", "message": text}}
+    return named_event({**_response_event("response.failed", failed), "sequence_number": number}, "response.failed")
 
 
 def _response_event(name: str, response: JSON) -> JSON:

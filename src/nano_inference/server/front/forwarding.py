@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from urllib.parse import quote
 
 import httpx2
@@ -66,7 +67,7 @@ async def return_reply(reply: httpx2.Response, send: Send, lost: StreamError) ->
     kind = reply.headers.get("content-type", "")
     if kind.startswith(("text/event-stream", JSON_LINES.media_type)):
         ending = _LINE_END if kind.startswith(JSON_LINES.media_type) else _EVENT_END
-        pieces = whole_parts(reply, ending, lost(ApiError(500, _LOST, code="replica_died")))
+        pieces = whole_parts(reply, ending, partial(lost, ApiError(500, _LOST, code="replica_died")))
     else:
         pieces = reply.aiter_raw()
     async with aclosing(pieces) as reading:
@@ -75,20 +76,28 @@ async def return_reply(reply: httpx2.Response, send: Send, lost: StreamError) ->
     await send({"type": "http.response.body", "body": b""})
 
 
-async def whole_parts(reply: httpx2.Response, ending: re.Pattern[bytes], lost: bytes) -> AsyncGenerator[bytes]:
-    """Yield a stream of events or lines, each only when it is complete; if the connection breaks, end with `lost`."""
-    tail = b""
+async def whole_parts(
+    reply: httpx2.Response, ending: re.Pattern[bytes], lost: Callable[[bytes, int], bytes]
+) -> AsyncGenerator[bytes]:
+    """Yield a stream of events or lines, each only when it is complete; if the connection breaks, end with `lost`.
+
+    `lost` gets the first part with data, and the number of all.
+    """
+    tail = first = b""
+    number = 0
     try:
         async for piece in reply.aiter_raw():
             tail += piece
             ends = [match.end() for match in ending.finditer(tail)]
             end = ends[-1] if ends else len(tail) if len(tail) > MAX_TAIL else 0
             if end:
+                first = first or (tail[:end] if b"data:" in tail[:end] else b"")
+                number += len(ends)
                 yield tail[:end]
             tail = tail[end:]
     except httpx2.HTTPError as error:
         _log.warning("a stream was cut off: %s", type(error).__name__)
-        yield lost
+        yield lost(first, number)
         return
     if tail:
         yield tail
