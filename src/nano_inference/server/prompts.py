@@ -34,33 +34,52 @@ class Prompt(NamedTuple):
 
 
 def completion_prompts(body: CompletionBody, model: ServedModel, max_tokens: int | None) -> list[Prompt]:
-    """Return the prompts of a completion: one or several, given as text or ids. Raises `ApiError`."""
-    given: Any = body.prompt
-    is_ids = isinstance(given, list) and isinstance(given[0], int)
-    several: list[Any] = given if isinstance(given, list) and not is_ids else [given]
-    return [_completion_prompt(one, body, model, max_tokens) for one in several]
+    """Return the prompts of a completion: one or several, given as text or ids. Raises `ApiError`.
+
+    The echo of a text is the text itself, unless the prompt was truncated.
+    """
+    tokenizer, given = model.tokenizer, body.prompt
+    several: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+    prompts: list[Prompt] = []
+    for one in several:
+        ids: Sequence[int] = one
+        if isinstance(one, str):
+            if body.truncate_prompt_tokens is None:
+                check_text_length([one], "prompt", model)
+            with api_errors("prompt"):
+                ids = tokenizer.encode(one, add_special=body.add_special_tokens is not False)
+        kept = fit_to_context(ids, body, model, max_tokens)
+        echo = ""
+        if body.echo and isinstance(one, str) and len(kept) == len(ids):
+            echo = one
+        elif body.echo:
+            check_known(kept, model, "prompt")
+            echo = tokenizer.decode(kept)
+        prompts.append(Prompt(kept, echo))
+    return prompts
 
 
 def chat_prompt(body: ChatBody, model: ServedModel, max_tokens: int | None, use: ToolUse | None) -> Prompt:
     """Return the prompt of a chat; `echo` is the text of the last message. Raises `ApiError`."""
     dialogue = require_dialogue(model)
     messages, rendering = read_messages(body, dialogue, use)
+    given: Sequence[int] | None = None
     if (transfer := body.kv_transfer_params) is not None:
         for name, value in (transfer.model_extra or {}).items():
-            if value not in (None, False, [], {}):
+            if value:
                 where = f"kv_transfer_params.{name[:64]}"
                 raise ApiError(400, f"{where} is not supported here", param=where, code="unsupported_field")
-    # The tokens of a prompt that another server tokenized.
-    given = None if transfer is None else transfer.prompt_token_ids
+        given = transfer.prompt_token_ids  # of a prompt that another server tokenized
     if given is not None:
         check_known(given, model, "kv_transfer_params.prompt_token_ids")
-        return Prompt(fit_to_context(given, body, model, max_tokens), str(messages[-1].get("content") or ""))
-    if body.truncate_prompt_tokens is None:
-        contents = (message.get("content") for message in messages)
-        parts = (one if isinstance(one, list) else [{"text": one or ""}] for one in contents)
-        check_text_length((part["text"] for several in parts for part in several), "messages", model)
-    with api_errors("messages"):
-        ids = dialogue.encode(messages, rendering)
+        ids = given
+    else:
+        if body.truncate_prompt_tokens is None:
+            contents = (message.get("content") for message in messages)
+            parts = (one if isinstance(one, list) else [{"text": one or ""}] for one in contents)
+            check_text_length((part["text"] for several in parts for part in several), "messages", model)
+        with api_errors("messages"):
+            ids = dialogue.encode(messages, rendering)
     return Prompt(fit_to_context(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
 
 
@@ -68,19 +87,36 @@ def read_messages(
     body: RenderingFields, dialogue: Dialogue, use: ToolUse | None
 ) -> tuple[Sequence[Mapping[str, Any]], Rendering]:
     """Return a body's messages and rendering options for the chat template, with tools. Raises `ApiError`."""
-    rendering = rendering_of(body, dialogue)
+    variables = dict(body.chat_template_kwargs or {})
+    try:
+        check_variables(variables)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="chat_template_kwargs") from None
+    # A reasoning effort is a level, or only whether the model reasons; a template with neither is of a model that does
+    # not reason, for which every level is the same.
+    if (effort := body.reasoning_effort) is not None:
+        if dialogue.knows("reasoning_effort"):
+            variables = {"reasoning_effort": effort, **variables}
+        elif dialogue.knows("enable_thinking"):
+            variables = {"enable_thinking": effort != "none", **variables}
+    continues = bool(body.continue_final_message)
+    add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and add_prompt:
+        message = "continue_final_message and add_generation_prompt cannot both be true"
+        raise ApiError(400, message, param="continue_final_message")
+    rendering = Rendering(add_generation_prompt=add_prompt, continue_final=continues, extra=variables)
+
     messages: Sequence[Mapping[str, Any]] = plain_messages(body.messages or (), dialogue)
     functions = () if use is None else use.functions
-    if functions or any(_has_calls(message) for message in messages):
+    has_calls = any(
+        one["role"] in ("tool", "function") or one.get("tool_calls") or one.get("function_call") for one in messages
+    )
+    if functions or has_calls:
         with api_errors("messages"):
             messages = with_tools(messages, functions, dialogue.tool_template)
     if functions and speaks_of_tools(dialogue.tool_template):
         rendering = replace(rendering, tools=functions)
     return messages, rendering
-
-
-def _has_calls(message: Mapping[str, Any]) -> bool:
-    return message["role"] in ("tool", "function") or bool(message.get("tool_calls") or message.get("function_call"))
 
 
 def require_dialogue(model: ServedModel) -> Dialogue:
@@ -101,34 +137,6 @@ def with_prefill(body: _Rendered, model: ServedModel) -> _Rendered:
     return body.model_copy(update={"continue_final_message": True})
 
 
-def rendering_of(body: RenderingFields, dialogue: Dialogue) -> Rendering:
-    """Return the rendering options: vLLM's four fields, and `reasoning_effort` as the template can use it."""
-    variables = dict(body.chat_template_kwargs or {})
-    try:
-        check_variables(variables)
-    except ValueError as error:
-        raise ApiError(400, str(error), param="chat_template_kwargs") from None
-    variables = _effort_variables(body.reasoning_effort, dialogue) | variables
-    continues = bool(body.continue_final_message)
-    add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    if continues and add_prompt:
-        message = "continue_final_message and add_generation_prompt cannot both be true"
-        raise ApiError(400, message, param="continue_final_message")
-    return Rendering(add_generation_prompt=add_prompt, continue_final=continues, extra=variables)
-
-
-def _effort_variables(effort: str | None, dialogue: Dialogue) -> dict[str, Any]:
-    """Return the template's variables for a reasoning effort: its level, or only whether the model reasons.
-
-    A template without such a variable is of a model that does not reason: every level is then the same.
-    """
-    if effort is None:
-        return {}
-    if dialogue.knows("reasoning_effort"):
-        return {"reasoning_effort": effort}
-    return {"enable_thinking": effort != "none"} if dialogue.knows("enable_thinking") else {}
-
-
 def plain_messages(messages: Sequence[Message], dialogue: Dialogue | None = None) -> list[dict[str, Any]]:
     """Return messages as `dialogue` takes them: contents as text, role developer as system.
 
@@ -136,32 +144,28 @@ def plain_messages(messages: Sequence[Message], dialogue: Dialogue | None = None
     Raises `ApiError` naming the part that is not text.
     """
     kinds = _CALCULATOR_PARTS if dialogue is not None and dialogue.tool is not None else frozenset[str]()
-    return [_plain_message(index, message, kinds) for index, message in enumerate(messages)]
-
-
-def _plain_message(index: int, message: Message, kinds: Collection[str]) -> dict[str, Any]:
-    extra = dict(message.model_extra or {})
-    parts = extra.pop("parts", None) if kinds else None
-    plain: dict[str, Any] = {**extra, "role": message.role, "content": message.content}
-    if message.role == "developer":
-        plain["role"] = "system"
-    if parts:
-        plain["content"] = _answer_parts(parts, f"messages.{index}.parts", kinds)
-    elif isinstance(message.content, list):
-        texts = [_text_of(part, f"messages.{index}.content.{n}", kinds) for n, part in enumerate(message.content)]
-        plain["content"] = "\n".join(texts)
-        if any(part.type in kinds for part in message.content):
-            types = ("text" if part.type in _TEXT_PARTS else part.type for part in message.content)
-            plain["content"] = [{"type": kind, "text": text} for kind, text in zip(types, texts, strict=True)]
-    if plain["content"] is None and not (plain.get("tool_calls") or plain.get("function_call")):
-        if message.role == "assistant":  # cut off in its reasoning, or a refusal
-            return {**plain, "content": plain.get("refusal") or ""}
-        raise ApiError(
-            400,
-            f"messages.{index}.content: must be a string or a list of text parts",
-            param=f"messages.{index}.content",
-        )
-    return plain
+    found: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        extra = dict(message.model_extra or {})
+        parts = extra.pop("parts", None) if kinds else None
+        plain: dict[str, Any] = {**extra, "role": message.role, "content": message.content}
+        if message.role == "developer":
+            plain["role"] = "system"
+        if parts:
+            plain["content"] = _answer_parts(parts, f"messages.{index}.parts", kinds)
+        elif isinstance(message.content, list):
+            texts = [_text_of(part, f"messages.{index}.content.{n}", kinds) for n, part in enumerate(message.content)]
+            plain["content"] = "\n".join(texts)
+            if any(part.type in kinds for part in message.content):
+                types = ("text" if part.type in _TEXT_PARTS else part.type for part in message.content)
+                plain["content"] = [{"type": kind, "text": text} for kind, text in zip(types, texts, strict=True)]
+        if plain["content"] is None and not (plain.get("tool_calls") or plain.get("function_call")):
+            if message.role != "assistant":
+                where = f"messages.{index}.content"
+                raise ApiError(400, f"{where}: must be a string or a list of text parts", param=where)
+            plain["content"] = plain.get("refusal") or ""  # cut off in its reasoning, or a refusal
+        found.append(plain)
+    return found
 
 
 def _text_of(part: TextPart, where: str, kinds: Collection[str]) -> str:
@@ -176,31 +180,10 @@ def _answer_parts(parts: Any, where: str, kinds: Collection[str]) -> list[dict[s
     """Return the `parts` of an earlier answer of this server. Raises `ApiError` if they are invalid."""
     known = {"text", *kinds}
     objects = [one for one in parts if isinstance(one, dict)] if isinstance(parts, list) else []
-    if (
-        not isinstance(parts, list)
-        or len(objects) != len(parts)
-        or any(one.get("type") not in known or not isinstance(one.get("text"), str) for one in objects)
-    ):
+    are_known = all(one.get("type") in known and isinstance(one.get("text"), str) for one in objects)
+    if not isinstance(parts, list) or len(objects) != len(parts) or not are_known:
         raise ApiError(400, f"{where}: must be a list of {{type, text}} with a type in {sorted(known)}", param=where)
     return [{"type": one["type"], "text": one["text"]} for one in objects]
-
-
-def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max_tokens: int | None) -> Prompt:
-    """Return one prompt. The echo of a text is the text itself, unless the prompt was truncated."""
-    tokenizer = model.tokenizer
-    ids: Sequence[int] = given
-    if isinstance(given, str):
-        if body.truncate_prompt_tokens is None:
-            check_text_length([given], "prompt", model)
-        with api_errors("prompt"):
-            ids = tokenizer.encode(given, add_special=body.add_special_tokens is not False)
-    kept = fit_to_context(ids, body, model, max_tokens)
-    if not body.echo:
-        return Prompt(kept, "")
-    if isinstance(given, str) and len(kept) == len(ids):
-        return Prompt(kept, given)
-    check_known(kept, model, "prompt")
-    return Prompt(kept, tokenizer.decode(kept))
 
 
 def check_known(ids: Sequence[int], model: ServedModel, field: str) -> None:
