@@ -15,7 +15,7 @@ from nano_inference.cli import serve as serve_command
 from nano_inference.cli.arguments import Typed
 from nano_inference.cli.collection import no_collection
 from nano_inference.config import EngineConfig
-from nano_inference.server import opening
+from nano_inference.server import load as loader
 from nano_inference.server.config import ServerConfig
 
 
@@ -71,7 +71,7 @@ def test_serve_disables_collector_for_loading_only(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(serve_command, "serve", fake)
     monkeypatch.setattr(serve_command, "fetch", fetch)
-    monkeypatch.setattr(opening, "open_model", load)
+    monkeypatch.setattr(loader, "open_model", load)
     assert commands.serve(server=ServerConfig(port=0), engine=EngineConfig(model_path="none"), typed=Typed()) == 0
     assert seen == {"fetch": True, "load": False, "ready": True}
 
@@ -87,7 +87,7 @@ def test_serve_enables_collector_after_failed_load(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(serve_command, "serve", fake)
     monkeypatch.setattr(serve_command, "fetch", lambda *_: Path("none"))
-    monkeypatch.setattr(opening, "open_model", refuse)
+    monkeypatch.setattr(loader, "open_model", refuse)
     with pytest.raises(OSError, match="damaged"):
         commands.serve(server=ServerConfig(port=0), engine=EngineConfig(model_path="none"), typed=Typed())
     assert gc.isenabled()

@@ -14,7 +14,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import default_cache
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
-from nano_inference.server.opening import open_model
+from nano_inference.server.load import open_model
 from tests.docs.furniture import NANOCHAT_HOME, furnish
 from tests.docs.shell import Command, Place
 from tests.server.tiny import Running, make_tiny, running

@@ -22,7 +22,7 @@ from nano_inference import EngineConfig, InferenceEngine, TrainingSample
 from nano_inference.core.admission import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.embedding import EmbeddingBody, embedding_reply, embedding_requests
+from nano_inference.server.embedding import EmbeddingBody, embedding_call, embedding_reply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_PROMPTS
@@ -60,7 +60,7 @@ def body_of(**fields: Any) -> EmbeddingBody:
 
 
 def requests_of(model: ServedModel, /, **fields: Any) -> tuple[PromptRequest, ...]:
-    return embedding_requests(body_of(**fields), model, ServerConfig(), "salt")
+    return embedding_call(body_of(**fields), model, ServerConfig(), "salt").requests
 
 
 def refusal(model: ServedModel, /, **fields: Any) -> ApiError:
@@ -308,7 +308,7 @@ def test_embeddings_equal_the_engines(tiny_directory: Path, model: ServedModel) 
         served = replace(model, limits=engine.limits)
         for fields in ({"pooling": "mean"}, {"pooling": "last"}):
             body = body_of(input=texts, **fields)
-            requests = embedding_requests(body, served, ServerConfig(), "salt")
+            requests = embedding_call(body, served, ServerConfig(), "salt").requests
             samples = engine.generate(
                 [request.prompt for request in requests], [request.params for request in requests]
             )

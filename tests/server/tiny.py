@@ -22,7 +22,7 @@ from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect
 from nano_inference.server.engine_link import EngineLink, LoadedModel
-from nano_inference.server.opening import open_model
+from nano_inference.server.load import open_model
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind
 from nano_inference.server.security import KeyRing, load_keys

@@ -50,7 +50,7 @@ def listen(
     def open_model() -> LoadedModel:
         path = fetch(engine.model_path, common)
         with no_collection():
-            from nano_inference.server.opening import open_model as load  # imports torch, after the port is open
+            from nano_inference.server.load import open_model as load  # imports torch, after the port is open
 
             gc.freeze()  # excludes modules from the collection in `server.run`
             return load(engine, config, name=served_name(engine.model_path, path), path=path)

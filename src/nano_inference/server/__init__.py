@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's API in front of one engine. Only `opening`, which loads a model, imports torch.
+"""The HTTP server: OpenAI's API in front of one engine. Only `load`, which loads a model, imports torch.
 
 `run` is the process, `protocol` and `guard` refuse invalid and unauthorised requests, `app` has the routes. `body`,
 `schema`, `unsupported`, `prompts` and `calls` turn JSON into engine requests; `detokenizer`, `replies` and `answering`

@@ -46,10 +46,8 @@ class EmbeddingBody(Body):
     cache_salt: Salt | None = None
 
 
-def embedding_requests(
-    body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str
-) -> tuple[PromptRequest, ...]:
-    """Return one request for each text. Raises `ApiError` naming the invalid field."""
+def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    """Return the call, with one request for each text. Raises `ApiError` naming the invalid field."""
     model.name_for(body.model)
     size = model.limits.hidden_size
     if body.dimensions is not None and size and body.dimensions > size:
@@ -61,15 +59,10 @@ def embedding_requests(
     given: Any = body.input
     is_single = isinstance(given, str) or any(isinstance(one, int) for one in given)
     inputs = [("input", given)] if is_single else [(f"input.{index}", one) for index, one in enumerate(given)]
-    return tuple(
+    requests = tuple(
         PromptRequest(prompt=_prompt(text, field, body, model, params), params=params, salt=salt)
         for field, text in inputs
     )
-
-
-def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /v1/embeddings. Raises `ApiError` as `embedding_requests` does."""
-    requests = embedding_requests(body, model, config, salt)
     return Call(
         kind="completion",
         id=f"embd-{uuid.uuid4().hex}",
@@ -129,7 +122,7 @@ def _prompt(text: Any, field: str, body: EmbeddingBody, model: ServedModel, para
     if keep is None and fewest > limit:
         raise too_long(fewest, f"at least {fewest} tokens", field, model, answered=False)
     with api_errors(field):
-        ids = ids_of(text, model.tokenizer, add_special=body.add_special_tokens is not False)
+        ids = _ids_of(text, model.tokenizer, add_special=body.add_special_tokens is not False)
     if keep is not None:
         ids = kept_tokens(ids, keep if keep > 0 else limit, body.truncation_side)
     if len(ids) > limit:
@@ -138,6 +131,14 @@ def _prompt(text: Any, field: str, body: EmbeddingBody, model: ServedModel, para
         return tuple(checked(EngineRequest(prompt=ids, params=params), limits)[0].prompt)
     except BadRequest as error:  # its message begins with "prompt"
         raise ApiError(400, f"{field}{str(error).removeprefix('prompt')}", param=field) from None
+
+
+def _ids_of(given: str | Sequence[int | str], tokenizer: Tokenizer, *, add_special: bool) -> Sequence[int]:
+    """Return the ids of an input; special tokens are added only to a text at its beginning."""
+    ids: list[int] = []
+    for index, piece in enumerate([given] if isinstance(given, str) else given):
+        ids += [piece] if isinstance(piece, int) else tokenizer.encode(piece, add_special=add_special and index == 0)
+    return ids
 
 
 def _vector(body: EmbeddingBody, index: int, sample: TrainingSample) -> Sequence[float]:
@@ -200,14 +201,3 @@ Inputs = Annotated[
     | Annotated[list[Text | TokenIds | Pieces], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
     BeforeValidator(_plain),
 ]
-
-
-def ids_of(given: str | Sequence[int | str], tokenizer: Tokenizer, *, add_special: bool) -> Sequence[int]:
-    """Return the ids of an input; special tokens are added only to a text at its beginning."""
-    if isinstance(given, str):
-        return tokenizer.encode(given, add_special=add_special)
-    ids: list[int] = []
-    for index, piece in enumerate(given):
-        is_first = index == 0
-        ids += [piece] if isinstance(piece, int) else tokenizer.encode(piece, add_special=add_special and is_first)
-    return ids

@@ -59,15 +59,6 @@ class ApiError(Exception):
         self.code = code  # a constant for programs: `model_not_found`, `context_length_exceeded`, `queue_full`
         self.headers = headers
         self.extra = extra  # further fields of the error object, for programs: `n_prompt_tokens`, `n_ctx`
-        self._make_body: ErrorBody | None = None
-
-    def with_body(self, make_body: ErrorBody) -> ApiError:
-        """Return the same error with the body of another dialect."""
-        copy = ApiError(
-            self.status, self.message, param=self.param, code=self.code, headers=self.headers, extra=self.extra
-        )
-        copy._make_body = make_body
-        return copy
 
     @property
     def type(self) -> str:
@@ -79,9 +70,9 @@ class ApiError(Exception):
         error = {"message": shortened(self.message), "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**error, **self.extra}}
 
-    def to_json(self) -> bytes:
-        """Return the body as bytes, in the form of the client's dialect."""
-        body = self.to_dict() if self._make_body is None else self._make_body(self)
+    def to_json(self, make_body: ErrorBody | None = None) -> bytes:
+        """Return the body as bytes; `make_body` makes it for a client's dialect."""
+        body = self.to_dict() if make_body is None else make_body(self)
         return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
 
 

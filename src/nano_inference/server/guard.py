@@ -126,25 +126,20 @@ def policy_of(
         cors_origins=frozenset(config.cors_origin),
         max_body_bytes=config.max_body_bytes,
         body_timeout=config.header_timeout,
-        client_share=client_share(config, keys, admins),
+        client_share=_client_share(config, keys, admins),
         trusted_proxies=networks(config.trusted_proxy, "trusted_proxy"),
     )
 
 
-def client_share(config: ServerConfig, keys: KeyRing, admins: KeyRing) -> float:
-    """Return `GuardPolicy.client_share`: as configured, else 1 if there is a single client, else `DEFAULT_SHARE`.
-
-    A single client means: one key; or no keys, on loopback, without a proxy; or RL routes open to every client.
-    """
+def _client_share(config: ServerConfig, keys: KeyRing, admins: KeyRing) -> float:
+    """Return the share as configured, else 1 if there is a single client, else `DEFAULT_SHARE`."""
     if config.client_share is not None:
         return config.client_share
-    if config.enable_rl and admins.is_empty:
-        return 1.0
+    is_alone = keys.num_keys + admins.num_keys == 1
     if keys.is_empty:
         is_alone = is_loopback_name(config.host) and not config.trusted_proxy
-    else:
-        is_alone = keys.num_keys + admins.num_keys == 1
-    return 1.0 if is_alone else DEFAULT_SHARE
+    has_open_commands = config.enable_rl and admins.is_empty  # any client can end what others have
+    return 1.0 if is_alone or has_open_commands else DEFAULT_SHARE
 
 
 class Guard:
@@ -278,7 +273,7 @@ class Exchange:
         """Send an error, unless a response has started or the client has disconnected."""
         self.error = error
         if self.status is None and not self.is_gone:
-            body = (error if self._error_body is None else error.with_body(self._error_body)).to_json()
+            body = error.to_json(self._error_body)
             extra = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
             headers = [*json_headers(body), *extra]
             await send({"type": "http.response.start", "status": error.status, "headers": headers})

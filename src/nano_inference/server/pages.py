@@ -45,7 +45,7 @@ class Page:
     packed: bytes  # `body` compressed with gzip
     policy: str  # Content-Security-Policy
     tag: str  # ETag
-    media_type: str = "text/html"
+    media_type: str
 
 
 def load_page(name: str) -> Page:

@@ -255,8 +255,8 @@ class HostedApp:
             await self._app.asgi(scope, receive, send)
 
     async def open(self) -> LoadedModel:
-        """Load the model and accept requests; return it. Raises what `opening.open_model` raises."""
-        from nano_inference.server.opening import open_model  # imports torch
+        """Load the model and accept requests; return it. Raises what `load.open_model` raises."""
+        from nano_inference.server.load import open_model  # imports torch
 
         name = self._engine.model_path
         self._app = app = make_app(self._config, EngineLink(step_timeout=self._config.step_timeout))

@@ -120,7 +120,7 @@ def run(setup: Mapping[str, Any]) -> int:
     config, engine = ServerConfig.from_dict(setup["server"]), EngineConfig.from_dict(setup["engine"])
 
     def open_model() -> LoadedModel:
-        from nano_inference.server.opening import open_model as load  # imports torch, after the port is open
+        from nano_inference.server.load import open_model as load  # imports torch, after the port is open
 
         return load(engine, config, name=setup["name"], path=resolve(engine.model_path, Path(setup["cache"])))
 

@@ -13,7 +13,7 @@ from nano_inference.rl.pool.ray_workers import SharedTensor, from_shared
 from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
-from nano_inference.server.opening import open_model
+from nano_inference.server.load import open_model
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind, close_listener
 from nano_inference.server.security import KeyRing, is_loopback_name, load_keys

@@ -10,7 +10,7 @@ import pytest
 
 from nano_inference import EngineConfig
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.opening import CPU_STEP_TOKENS, for_serving
+from nano_inference.server.load import CPU_STEP_TOKENS, for_serving
 from nano_inference.types import ModelError
 from tests.server.tiny import NAME, opened
 
