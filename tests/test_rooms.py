@@ -110,6 +110,7 @@ def test_importing_the_package_does_not_wait_for_torch() -> None:
         ("integrations.trl", "rl.trl"),
         ("integrations.ray_serve", "server.ray_serve"),
         ("loader.checkpoint", "loading.checkpoint"),
+        ("server.hosted", "server.run"),
     ],
 )
 def test_moved_module_is_the_same_module_and_warns(old: str, new: str) -> None:

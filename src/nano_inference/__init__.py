@@ -80,6 +80,7 @@ _MOVED = {
     "pool": "rl.pool",
     "rollout": "rl.rollout",
     "seeds": "core.seeds",
+    "server.hosted": "server.run",
 }
 """Modules and packages that documentation named, and where they are now."""
 
