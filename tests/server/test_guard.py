@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import inspect
 import itertools
 import json
 import logging
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -719,6 +721,39 @@ def test_disconnected_client_has_no_status() -> None:
     assert reported_of(complain, BEARER, messages=[GONE]) == (None, ApiError)
     assert reported_of(watch, BEARER, messages=[GONE]) == (None, None)
     assert reported_of(watch_after, BEARER, messages=[GONE]) == (200, None)
+
+
+def test_exchange_is_freed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    class Counted(guard_module.Exchange):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ApiError(400, "no")
+
+    async def serve(app: ASGIApp) -> None:
+        scope = {"type": "http", "method": "GET", "path": "/x", "headers": [(b"host", b"localhost")]}
+
+        async def receive() -> Message:
+            return END
+
+        async def send(message: Message) -> None:
+            """Drop it, but refer to the request as uvicorn does."""
+            _ = scope
+
+        await Guard(app, policy_of(cors_origin=(PAGE,)))(scope, receive, send)
+
+    monkeypatch.setattr(guard_module, "Exchange", Counted)
+    gc.disable()
+    try:
+        for app in (served, refusing):
+            asyncio.run(serve(app))
+            assert made[-1]() is None, app
+    finally:
+        gc.enable()
 
 
 def test_failing_on_response_does_not_affect_response(caplog: pytest.LogCaptureFixture) -> None:

@@ -179,6 +179,9 @@ class Guard:
                     self.on_response(scope, status, exchange.seconds, exchange.error)
             except Exception:
                 _LOGGER.exception("request %s was answered, but logging it failed", exchange.request_id)
+            # Both would refer back to this exchange: only the garbage collector would free it.
+            exchange.error = None
+            del scope["state"]["exchange"]
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request with a valid Host to the application, or refuse it."""
