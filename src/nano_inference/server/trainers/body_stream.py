@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from nano_inference.types import ModelError, WeightError
 
 _ORIGIN = Path("body")
+_BATCH = 1 << 20  # bytes that the thread asks for at once
 
 
 class BodyStream:
-    """Reads a request's body on the gathering thread, which asks the event loop for each of its messages.
+    """Reads a request's body on the gathering thread, which asks the event loop for its messages.
 
     The client is slowed down as far as the thread is slow.
     """
@@ -35,20 +36,25 @@ class BodyStream:
         if self._task is not None:
             self._task.cancel()
 
-    async def _next(self) -> Message:
+    async def _next(self) -> tuple[bytearray, bool]:
+        """Return the bytes of the next messages, about `_BATCH`, and whether the body is complete."""
         if self._has_ended:
             raise WeightError("the update has ended")
         self._task = asyncio.current_task()
-        return await self._receive()
+        found, is_complete = bytearray(), False
+        while len(found) < _BATCH and not is_complete:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise WeightError("the client disconnected before the end of the body")
+            found += message.get("body", b"")
+            is_complete = not message.get("more_body", False)
+        return found, is_complete
 
     def _has_more(self) -> bool:
         """Wait for a byte or the end; return whether there is a byte. Raises `WeightError` if the client leaves."""
         while not self._rest and not self._is_complete:
-            message = asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
-            if message["type"] == "http.disconnect":
-                raise WeightError("the client disconnected before the end of the body")
-            self._rest = memoryview(message.get("body", b""))
-            self._is_complete = not message.get("more_body", False)
+            data, self._is_complete = asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
+            self._rest = memoryview(data)
         return bool(self._rest)
 
     def read_into(self, target: memoryview) -> None:
