@@ -11,7 +11,7 @@ from differential.worlds import Fault, HeldWeights, World, require
 from nano_inference import UpdateBusy, WeightError
 from nano_inference.types import OnRunning
 from nano_inference.weights.directory import save_weights, weights_in
-from nano_inference.weights.staging import NamedWeights
+from nano_inference.weights.updates import NamedWeights
 
 
 def is_stuck(world: World, how: OnRunning) -> bool:

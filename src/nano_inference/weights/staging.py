@@ -15,11 +15,9 @@ from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, Weight
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.types import ModelError, WeightError
+from nano_inference.weights.updates import NamedWeights
 
 _SHOWN_NAMES = 5
-
-NamedWeights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor | FileRange]]
-"""Hugging Face names and tensors: a state dict, or an iterable of pairs."""
 
 
 class Staging:

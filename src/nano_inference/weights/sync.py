@@ -29,8 +29,8 @@ from nano_inference.weights.checksum import digest
 from nano_inference.weights.directory import weights_in
 from nano_inference.weights.gate import StepGate, share_of
 from nano_inference.weights.group import WeightGroup
-from nano_inference.weights.staging import NamedWeights, Staging, check_source, differs, pairs
-from nano_inference.weights.updates import WeightUpdate
+from nano_inference.weights.staging import Staging, check_source, differs, pairs
+from nano_inference.weights.updates import NamedWeights, WeightUpdate
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class WeightSyncManager:
             if self._group is None:
                 raise ValueError("update: there are no weights, and no process group that sends them")
             update = self._group.receive()
-        self._job = job = self._new_job(update_in(update))
+        self._job = job = self._new_job(update)
         job.thread = threading.Thread(target=job.run, name="weight-staging", daemon=True)
         try:
             job.thread.start()
@@ -100,7 +100,7 @@ class WeightSyncManager:
             raise job.take_failure()
         self._executor.commit(job.staged)
         self._has_weights = True
-        self.version, self.label = self.version + 1, job.label
+        self.version, self.label = self.version + 1, job.update.label
         self._job = None
         return True
 
@@ -112,7 +112,7 @@ class WeightSyncManager:
 
     def stage(self, update: WeightUpdate | NamedWeights) -> None:
         """Gather in this thread; `maybe_finish_sync` swaps, with `hold` after `release`. Raises as `sync_blocking`."""
-        self._job = job = self._new_job(update_in(update))
+        self._job = job = self._new_job(update)
         job.run()
         if job.error is not None:
             self._job = None
@@ -139,24 +139,24 @@ class WeightSyncManager:
     @property
     def is_held(self) -> bool:
         """Return True while staged weights wait for `release`."""
-        return self._job is not None and self._job.is_held and self.state == "staged"
+        return self._job is not None and self._job.update.hold and self.state == "staged"
 
     def release(self) -> bool:
         """Let `maybe_finish_sync` swap in an update with `hold`; return True if there is an update."""
         if self._job is not None:
-            self._job.is_held = False
+            self._job.update = replace(self._job.update, hold=False)
         return self._job is not None
 
     def label_next(self, label: WeightLabel) -> bool:
         """Set the label of the update in progress; return True if there is one."""
         if self._job is not None:
-            self._job.label = label
+            self._job.update = replace(self._job.update, label=label)
         return self._job is not None
 
     def expect_next(self, checksum: str) -> bool:
         """Set the expected checksum of the update in progress, before its source ends; return True if there is one."""
         if self._job is not None:
-            self._job.checksum = checksum
+            self._job.update = replace(self._job.update, checksum=checksum)
         return self._job is not None
 
     def begin_step(self) -> None:
@@ -220,9 +220,10 @@ class WeightSyncManager:
             raise WeightError("the weights were discarded")
         return digest(self._executor.weight_values())
 
-    def _new_job(self, update: WeightUpdate) -> _Job:
+    def _new_job(self, given: WeightUpdate | NamedWeights) -> _Job:
         """Return the job of a new update. Raises as `require_idle`, and `WeightError` for no source."""
         self.require_idle()
+        update = given if isinstance(given, WeightUpdate) else WeightUpdate(weights=given)
         if update.partial and not self._has_weights:
             raise WeightError("partial: the weights were discarded, so an update must contain all of them")
         named = update.weights
@@ -235,11 +236,6 @@ class WeightSyncManager:
         return _Job(self._executor, update, named)
 
 
-def update_in(given: WeightUpdate | NamedWeights) -> WeightUpdate:
-    """Return an update; for tensors alone, one with the default options."""
-    return given if isinstance(given, WeightUpdate) else WeightUpdate(weights=given)
-
-
 class _Job:
     """One update in progress: written by the staging thread, read by the engine thread."""
 
@@ -247,13 +243,10 @@ class _Job:
         self._executor = executor
         self.update = replace(update, weights={})  # the tensors are referred to only while they are gathered
         self._named = named
-        self.checksum = update.checksum
-        self.label = update.label
         self.staged: Any = None  # the argument of `Executor.commit`
         self._gathered: Staged | None = None  # the owner of the complete update
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
-        self.is_held = update.hold  # whether the weights, once staged, wait for `WeightSyncManager.release`
         self.is_cancelled = threading.Event()
         self.takes_turns = executor.steps_share_processors
         self.gate = StepGate(share_of(executor.weight_bytes))
@@ -287,9 +280,10 @@ class _Job:
                 new = next(value for found, value in executor.staged_values(complete) if found == tied)
                 if not all(torch.equal(new, old) for _, old in executor.weight_values((tied,))):
                     raise differs(name, tied)
-            checksum = None if self.checksum is None else digest(executor.staged_values(complete))
-            if checksum != self.checksum:
-                raise WeightError(f"checksum: the update has {checksum}, {self.checksum} was expected")
+            expected = self.update.checksum  # it may be set while the weights are gathered
+            checksum = None if expected is None else digest(executor.staged_values(complete))
+            if checksum != expected:
+                raise WeightError(f"checksum: the update has {checksum}, {expected} was expected")
         except BaseException as error:
             try:
                 source.close()

@@ -11,7 +11,7 @@ from nano_inference.support.checks import check_fields, check_label, checked, nu
 from nano_inference.types import BadRequest, OnRunning, WeightLabel
 
 NamedWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""Hugging Face names with tensors or file ranges; `weights.staging.NamedWeights` without torch types."""
+"""Hugging Face names with tensors or file ranges: a state dict, or an iterable of pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
