@@ -84,13 +84,8 @@ class CudaMemory:
     """A storage in the CUDA memory of another process."""
 
     device: int | str  # number or UUID
-    handle: bytes
     num_bytes: int
-    offset: int
-    counter: bytes
-    counter_offset: int
-    event: bytes
-    waits: bool
+    arguments: tuple[Any, ...]  # those of `rebuild_cuda_tensor` after the device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,16 +230,8 @@ def _cuda_tensor(arguments: tuple[Any, ...]) -> SharedTensor:
     )
     if max(len(handle), len(event)) > _MAX_HANDLE or not _HANDLE.fullmatch(counter):
         raise PickleError("a CUDA handle is too long, or its reference counter is not one that torch makes")
-    memory = CudaMemory(
-        device=device,
-        handle=handle,
-        num_bytes=_count(num_bytes),
-        offset=_count(start),
-        counter=counter,
-        counter_offset=_count(counter_offset),
-        event=event,
-        waits=waits,
-    )
+    rest = (handle, _count(num_bytes), _count(start), False, counter, _count(counter_offset), event, waits)
+    memory = CudaMemory(device, num_bytes, rest)
     return _checked(SharedTensor(memory, _dtype(dtype), _count(offset), _shape(shape), _counts(stride)))
 
 

@@ -79,7 +79,12 @@ def _open(tensor: SharedTensor, files: dict[int, torch.UntypedStorage]) -> Tenso
     if memory is None:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     if isinstance(memory, CudaMemory):
-        return _open_cuda(tensor, memory)
+        # Returns once the trainer's work on it so far is done.
+        found: Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+            *(Tensor, tensor.shape, tensor.stride, tensor.offset, torch.storage.TypedStorage, tensor.dtype),
+            *(_device(memory.device), *memory.arguments),
+        )
+        return found
     storage = files.get(id(memory.call))
     if storage is None:
         storage = files[id(memory.call)] = reductions.rebuild_storage_filename(  # type: ignore[no-untyped-call]
@@ -110,28 +115,6 @@ def _check_file(file: SharedFile) -> None:
     if found.st_size != file.num_bytes + _HEADER_BYTES:
         size = found.st_size - _HEADER_BYTES
         raise WeightError(f"shared memory of the trainer has {size} bytes, {file.num_bytes} were announced")
-
-
-def _open_cuda(tensor: SharedTensor, memory: CudaMemory) -> Tensor:
-    """Return a view of a trainer's CUDA memory, once its work so far is done."""
-    found: Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-        Tensor,
-        tensor.shape,
-        tensor.stride,
-        tensor.offset,
-        torch.storage.TypedStorage,
-        tensor.dtype,
-        _device(memory.device),
-        memory.handle,
-        memory.num_bytes,
-        memory.offset,
-        False,
-        memory.counter,
-        memory.counter_offset,
-        memory.event,
-        memory.waits,
-    )
-    return found
 
 
 def _device(device: int | str) -> int:
