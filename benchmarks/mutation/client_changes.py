@@ -135,7 +135,7 @@ CHANGES: Sequence[Change] = (
     rl_route("server/prime_rl", "/init_broadcaster", "vllm"),
     rl_route("server/pipeline_rl", "/receive_weight_update", "vllm"),
     Change(
-        *("weights/stateless_group", "NCCL's id is asked under another key", "../weights/stateless.py"),
+        *("weights/stateless_group", "NCCL's id is asked under another key", "../weights/nccl.py"),
         *('"broadcast_from/0/0"', '"broadcast_from/0/1"'),
     ),
     Change(

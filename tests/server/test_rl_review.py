@@ -362,7 +362,7 @@ def test_group_that_connects_after_cancellation_is_closed(
         def close(self) -> None:
             is_closed.set()
 
-    monkeypatch.setattr(plain, "PlainGroup", Late)
+    monkeypatch.setattr(plain, "plain_group", Late)
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(server.post, "/init_weights_update_group", {**INFO, "master_port": 1})
         until_joining(server, is_joining, joining)

@@ -127,7 +127,7 @@ def test_trainer_failure_during_send_leaves_the_weights_unchanged(
     before = engine.weights_checksum()
     with trainer_process(trainer, untied.named(), tmp_path) as port:
         group = WeightGroup("127.0.0.1", port, rank=1, world_size=2, timeout=60)
-        group.timeout = timedelta(seconds=2)  # joining may take long, receiving may not
+        group.channel.timeout = timedelta(seconds=2)  # joining may take long, receiving may not
         request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
         with pytest.raises(WeightError, match="the broadcast failed, the group is closed"):
             engine.update_weights(group.receive(), blocking=blocking)

@@ -1,7 +1,7 @@
 """Weight updates through a process group: a trainer (rank 0) broadcasts packed buckets to engines (ranks 1 and up).
 
 Format, one broadcast each: the header's length (8 bytes, little-endian); the header, JSON
-`[bucket_bytes, [name, dtype, shape], …]`; the tensors of each of `plain.buckets` as one array of bytes.
+`[bucket_bytes, [name, dtype, shape], …]`; the tensors of each of `specs.buckets` as one array of bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,16 @@ from torch import Tensor
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.support.checks import check_int
 from nano_inference.types import WeightError
-from nano_inference.weights.member import GroupBackend, Member
-from nano_inference.weights.plain import PlainSpec, Receiver, buckets, received, received_bucket
+from nano_inference.weights.member import (
+    GroupBackend,
+    Member,
+    PlainSpec,
+    Receiver,
+    TorchChannel,
+    buckets,
+    receive_bucket,
+    received,
+)
 
 _BUCKET_BYTES = 64 << 20
 _PREFIX = "nano-inference-weights"
@@ -45,9 +54,8 @@ class WeightGroup(Member):
         `timeout` also limits every broadcast. Raises `ValueError` naming the field, `WeightError` if the group is not
         complete in time.
         """
-        super().__init__(
-            address, port, rank=rank, world_size=world_size, backend=backend, timeout=timeout, prefix=_PREFIX
-        )
+        place: Any = {"rank": rank, "world_size": world_size}
+        super().__init__(TorchChannel(address, port, backend=backend, timeout=timeout, prefix=_PREFIX, **place))
         self.rank = rank
         self.world_size = world_size
 
@@ -92,4 +100,4 @@ class WeightGroup(Member):
         header = self.broadcast(torch.zeros(length, dtype=torch.uint8))
         bucket_bytes, *entries = json.loads(bytes(header.numpy().data))
         specs = [PlainSpec(name, dtype, tuple(shape)) for name, dtype, shape in entries]
-        yield from (partial(received_bucket, self, bucket) for bucket in buckets(specs, bucket_bytes))
+        yield from (partial(receive_bucket, self, bucket) for bucket in buckets(specs, bucket_bytes))

@@ -1,6 +1,9 @@
-"""NCCL through ctypes, for groups whose other ranks do not use torch's process groups.
+"""NCCL through ctypes, for trainers with vLLM's communicator, not torch's process groups: TRL, prime-rl, PipelineRL.
 
-Names, types and numbers are those of nccl.h (2.x).
+Names, types and numbers are those of nccl.h (2.x). vLLM's StatelessProcessGroup (vllm/distributed/utils.py) is a
+`TCPStore` without a prefix, hosted by rank 0. Its PyNcclCommunicator (device_communicators/pynccl.py) gets from there,
+under `broadcast_from/0/0`, NCCL's unique id as a pickled ctypes structure, joins the NCCL communicator and adds up one
+float32 zero. From then on the trainer broadcasts.
 """
 
 from __future__ import annotations
@@ -9,14 +12,20 @@ import ctypes
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from nano_inference.loading.pickle_data import Named, PickleError, name_of, read_data
 from nano_inference.types import WeightError
+from nano_inference.weights.member import await_host, check_place, first_line
+from nano_inference.weights.plain import PlainGroup
 
 UNIQUE_ID_BYTES = 128
 _SUM = 0
@@ -62,6 +71,39 @@ def find_library() -> str:
     return next((str(file) for file in files if file.is_file()), "libnccl.so.2")
 
 
+_KEY = "broadcast_from/0/0"
+_REBUILD = "_ctypes _unpickle"
+_CLASSES = frozenset(
+    f"{package}.distributed.device_communicators.pynccl_wrapper ncclUniqueId"
+    for package in ("vllm", "vllm.backends", "sglang.srt")
+)
+_GPU = torch.device("cuda")
+
+
+def stateless_group(
+    address: str,
+    port: int,
+    *,
+    rank: int,
+    world_size: int,
+    timeout: float = 300.0,
+    given_up: Event | None = None,
+    device: torch.device = _GPU,
+    library: str | None = None,
+) -> PlainGroup:
+    """Join a trainer's group; wait at most `timeout` seconds for its store, and for the others in NCCL.
+
+    Another thread may set `given_up` to cancel waiting for rank 0. `device` has the received tensors; `library` is the
+    file of libnccl. Raises `ValueError` naming the field, `WeightError` if the group is not complete in time.
+    """
+    check_place(address, port, rank, world_size, timeout)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("backend: nccl needs a CUDA device; on a CPU send weights by a directory or gloo")
+    await_host(address, port, timeout, given_up or Event())
+    unique_id = _fetch_id(address, port, world_size, timeout)
+    return PlainGroup(Communicator(unique_id, rank=rank, world_size=world_size, device=device, library=library))
+
+
 class Communicator:
     """Owns one rank of an NCCL communicator, and the CUDA stream of its operations."""
 
@@ -74,7 +116,7 @@ class Communicator:
         waits without a limit for ranks that do not come.
         """
         self._library = _load(library or find_library())
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """A stream of its own: a broadcast whose sender died must not block the engine's."""
         self._communicator = _POINTER()
@@ -91,20 +133,24 @@ class Communicator:
             raise
 
     def broadcast(self, data: Tensor) -> None:
-        """Receive rank 0's array into a contiguous tensor on the communicator's device; wait for its end.
+        """Receive rank 0's array into a contiguous tensor; wait for its end. See `Channel`.
 
-        Sizes are not compared: an array of another size blocks, or leaves random values. Raises `WeightError`.
+        Sizes are not compared: an array of another size blocks until the group is left, or leaves random values.
         """
         kind = _DTYPES.get(data.dtype)
-        if kind is None or not data.is_contiguous() or data.device.type != self._device.type:
-            raise WeightError(f"no NCCL broadcast of a {data.dtype} tensor on {data.device}")
-        with self._on_stream() as stream:
-            place = data.data_ptr()
-            self._call("ncclBroadcast", place, place, data.numel(), kind, 0, self._communicator, stream)
-        if not self._communicator:
-            raise WeightError("the group was left during a broadcast")  # which may have ended early, without an error
+        try:
+            if kind is None or not data.is_contiguous() or data.device.type != self.device.type:
+                raise WeightError(f"no NCCL broadcast of a {data.dtype} tensor on {data.device}")
+            with self._on_stream() as stream:
+                place = data.data_ptr()
+                self._call("ncclBroadcast", place, place, data.numel(), kind, 0, self._communicator, stream)
+            if not self._communicator:
+                raise WeightError("the group was left during a broadcast")  # which may have ended early, without error
+        except BaseException:
+            self.close()
+            raise
 
-    def close(self) -> None:
+    def close(self, *, is_receiving: bool = False) -> None:
         """Leave the communicator, also while another thread waits for a broadcast. Can be called again.
 
         ncclCommDestroy waits for the other ranks of a machine, which trainers let end by themselves.
@@ -120,8 +166,8 @@ class Communicator:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
                 yield
         else:
             yield
@@ -149,3 +195,31 @@ def _load(path: str) -> Mapping[str, Any]:
         functions[name].argtypes, functions[name].restype = arguments, _INT
     functions["ncclGetErrorString"].argtypes, functions["ncclGetErrorString"].restype = (_INT,), ctypes.c_char_p
     return functions
+
+
+def _fetch_id(address: str, port: int, world_size: int, timeout: float) -> bytes:
+    """Return NCCL's unique id from the trainer's store."""
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout)
+        )
+        return read_unique_id(store.get(_KEY))
+    except PickleError as error:
+        raise WeightError(f"the trainer at {address}:{port} sent no unique id of NCCL: {error}") from None
+    except (RuntimeError, ValueError) as error:
+        raise WeightError(f"no weight group of {world_size} at {address}:{port}: {first_line(error)}") from error
+
+
+def read_unique_id(data: bytes) -> bytes:
+    """Return the bytes of a pickled ncclUniqueId, which ctypes pickles as `_unpickle(class, (dict, bytes))`.
+
+    Raises `PickleError`.
+    """
+    value = read_data(data, _CLASSES | {_REBUILD})
+    if isinstance(value, Named) and value.name == _REBUILD and len(value.arguments) == 2:
+        kind, state = value.arguments
+        if name_of(kind) in _CLASSES and isinstance(state, tuple) and len(state) == 2:
+            attributes, found = state
+            if attributes == {} and isinstance(found, bytes) and len(found) == UNIQUE_ID_BYTES:
+                return found
+    raise PickleError("it is not a pickled ncclUniqueId of 128 bytes")

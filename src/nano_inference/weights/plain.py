@@ -7,28 +7,36 @@ group's name and a slash, and the first device type of the backend and a slash.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from threading import Event
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from nano_inference.loading.pieces import DTYPES
-from nano_inference.loading.sources import HARMLESS_SUFFIX
 from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
-from nano_inference.weights.member import GroupBackend, Member
+from nano_inference.weights.member import (
+    Channel,
+    GroupBackend,
+    Member,
+    OtherSizeError,
+    PlainSpec,
+    Receiver,
+    Shapes,
+    TorchChannel,
+    buckets,
+    receive_alone,
+    receive_bucket,
+    received,
+    unpacked,
+)
 
-_log = logging.getLogger(__name__)
-_MAX_TENSOR_BYTES = 1 << 40
 _WIDEST = max(dtype.itemsize for dtype in DTYPES.values())
 _SPARE_BYTES = 64 << 10  # receive buffer beyond the largest expected size
 _MAX_GUESS_BYTES = 8 << 30  # largest receive buffer for the model's shape of a tensor, if another shape was announced
@@ -37,26 +45,32 @@ _MARK = _UNIT * 4
 """Written around the possible ends of a broadcast: no weight has this value, which is NaN or nearly infinite."""
 _GREETING = "nano-inference-room/"
 
-Shapes = Mapping[str, tuple[int, ...]]  # names and shapes of a model's weights
-Receiver = Callable[[], list[tuple[str, Tensor]]]  # receives one broadcast and returns its tensors
 
-
-class PlainSpec(NamedTuple):
-    """A tensor as announced before its broadcast."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of its values."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-    @property
-    def form(self) -> str:
-        """Return dtype and shape, for messages."""
-        return f"{self.dtype} {list(self.shape)}"
+def plain_group(
+    address: str,
+    port: int,
+    *,
+    rank: int,
+    world_size: int,
+    name: str,
+    backend: GroupBackend = "gloo",
+    timeout: float = 300.0,
+    given_up: Event | None = None,
+) -> PlainGroup:
+    """Join the group `name` of a trainer that uses torch's; arguments and errors as in `TorchChannel`."""
+    channel = TorchChannel(
+        address,
+        port,
+        rank=rank,
+        world_size=world_size,
+        backend=backend,
+        timeout=timeout,
+        prefix=f"{name}/{name}//{first_device(backend)}/",
+        given_up=given_up,
+        greeting=_GREETING,
+    )
+    next_ranks = forwarded_to(rank, world_size)
+    return PlainGroup(channel, next_ranks, is_oversized=backend == "gloo" and channel.greeted.issuperset(next_ranks))
 
 
 class PlainGroup(Member):
@@ -66,34 +80,13 @@ class PlainGroup(Member):
     announced (the same number of the widest values, and some more), and marks show where the broadcast ended.
     """
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        *,
-        rank: int,
-        world_size: int,
-        name: str,
-        backend: GroupBackend = "gloo",
-        timeout: float = 300.0,
-        given_up: Event | None = None,
-    ) -> None:
-        """Join the trainer's group `name`; arguments and errors as in `Member`."""
-        super().__init__(
-            address,
-            port,
-            rank=rank,
-            world_size=world_size,
-            backend=backend,
-            timeout=timeout,
-            prefix=f"{name}/{name}//{first_device(backend)}/",
-            given_up=given_up,
-            greeting=_GREETING,
-        )
-        next_ranks = forwarded_to(rank, world_size)
-        self._is_oversized = backend == "gloo" and self._greeted.issuperset(next_ranks)
-        """True if broadcasts are received into a larger buffer: gloo forwards the whole buffer, which other programs
-        would not accept."""
+    def __init__(self, channel: Channel, next_ranks: tuple[int, ...] = (), *, is_oversized: bool = False) -> None:
+        """`next_ranks` are those to which gloo forwards rank 0's broadcasts.
+
+        `is_oversized`: receive into a larger buffer. gloo forwards the whole buffer, which only this program accepts.
+        """
+        super().__init__(channel)
+        self._is_oversized = is_oversized
         self._is_last = not next_ranks
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -128,7 +121,7 @@ class PlainGroup(Member):
     def _receive_alone(self, spec: PlainSpec, own: Shapes) -> list[tuple[str, Tensor]]:
         """Return a tensor that is broadcast by itself."""
         if not self._is_oversized:
-            return [(spec.name, self.broadcast(huge_empty(spec.shape, DTYPES[spec.dtype], self._device)))]
+            return receive_alone(self, spec)
         guesses = possible_specs(spec, own if self._is_last else {})
         num_bytes = max(math.prod(spec.shape) * _WIDEST, *(one.num_bytes for one in guesses)) + _SPARE_BYTES
         buffer = self._oversized(num_bytes, [one.num_bytes for one in guesses])
@@ -136,7 +129,7 @@ class PlainGroup(Member):
             compared = "fewer" if _marked_after(buffer, spec.num_bytes) else "more"
             seems = [one.form for one in guesses if one.num_bytes != spec.num_bytes and ends_at(buffer, one.num_bytes)]
             guess = f"it seems to be {' or '.join(seems)}" if seems else "was another dtype or shape sent?"
-            raise _OtherSizeError(
+            raise OtherSizeError(
                 f"{spec.name}: announced as {spec.form}, {spec.num_bytes} bytes, but the sender's broadcast has "
                 f"{compared}; {guess}"
             )
@@ -148,22 +141,21 @@ class PlainGroup(Member):
         `size`: its bytes; `rest`: those of this and all later buckets, more than which a trainer with other buckets
         does not send at once. After such a broadcast it is unknown where the next one ends, so the group is left.
         """
-        if self._is_oversized:
-            buffer = self._oversized(min(rest, size + _MAX_GUESS_BYTES) + _SPARE_BYTES, [size])
-            if not ends_at(buffer, size):
-                compared = "fewer" if _marked_after(buffer, size) else "more"
-                raise WeightError(
-                    f"a packed broadcast of {len(specs)} tensors from {specs[0].name} on has {compared} than the "
-                    f"announced {size} bytes; is packed_buffer_size_bytes the trainer's? Join the group again"
-                )
-        else:
-            buffer = self.broadcast(huge_empty((size,), torch.uint8, self._device))
+        if not self._is_oversized:
+            return receive_bucket(self, specs)
+        buffer = self._oversized(min(rest, size + _MAX_GUESS_BYTES) + _SPARE_BYTES, [size])
+        if not ends_at(buffer, size):
+            compared = "fewer" if _marked_after(buffer, size) else "more"
+            raise WeightError(
+                f"a packed broadcast of {len(specs)} tensors from {specs[0].name} on has {compared} than the "
+                f"announced {size} bytes; is packed_buffer_size_bytes the trainer's? Join the group again"
+            )
         return unpacked(buffer, specs)
 
     def _oversized(self, num_bytes: int, ends: Sequence[int]) -> Tensor:
         """Return a buffer of bytes with a broadcast, and marks around its possible ends."""
         if self._buffer.numel() < num_bytes:
-            self._buffer = huge_empty((num_bytes,), torch.uint8, self._device)
+            self._buffer = huge_empty((num_bytes,), torch.uint8, self.device)
         buffer = self._buffer[:num_bytes]
         for end in ends:
             mark(buffer, end)
@@ -171,109 +163,10 @@ class PlainGroup(Member):
         return buffer
 
 
-class _OtherSizeError(WeightError):
-    """A broadcast had another size than announced; it was received completely."""
-
-
-class Broadcaster(Protocol):
-    """A group that receives an update: `WeightGroup`, `PlainGroup` or `StatelessGroup`."""
-
-    is_receiving: bool
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def broadcast(self, data: Tensor) -> Tensor: ...
-
-    def close(self) -> None: ...
-
-
-def received(group: Broadcaster, receivers: Iterable[Receiver]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of one update, as `in_order`; close the group if it is unknown what the trainer sends next.
-
-    Raises `WeightError` if an earlier update is still received.
-    """
-    if group.is_receiving:
-        raise WeightError("the weight group still receives an earlier update")
-    group.is_receiving = True
-    try:
-        yield from in_order(receivers)
-    except (GeneratorExit, _OtherSizeError):
-        raise
-    except BaseException:
-        group.close()  # a broadcast may be half received: the next would receive its remainder
-        raise
-    finally:
-        group.is_receiving = False
-
-
-def in_order(receivers: Iterable[Receiver]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of all broadcasts.
-
-    If it is closed early, or a broadcast has another size than announced, the remaining ones are received and dropped:
-    the trainer sends them all.
-    """
-    left = iter(receivers)
-    try:
-        for receive in left:
-            yield from receive()
-    except (GeneratorExit, _OtherSizeError) as error:
-        if isinstance(error, _OtherSizeError):
-            _log.warning("an update will be refused after its remaining tensors are received: %s", error)
-        for receive in left:
-            with suppress(_OtherSizeError):
-                receive()
-        raise
-
-
-def unpacked(buffer: Tensor, specs: Sequence[PlainSpec]) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a bucket of bytes; copies where they are not aligned in it."""
-    found, end = [], 0
-    for spec in specs:
-        start, end = end, end + spec.num_bytes
-        dtype = DTYPES[spec.dtype]
-        values = buffer[start:end].clone() if start % dtype.itemsize else buffer[start:end]
-        found.append((spec.name, values.view(dtype).view(spec.shape)))
-    return found
-
-
-def received_bucket(group: Broadcaster, specs: Sequence[PlainSpec]) -> list[tuple[str, Tensor]]:
-    """Receive a bucket and return its tensors."""
-    size = sum(spec.num_bytes for spec in specs)
-    return unpacked(group.broadcast(huge_empty((size,), torch.uint8, group.device)), specs)
-
-
-def buckets(specs: Sequence[PlainSpec], limit: int) -> list[list[PlainSpec]]:
-    """Return the tensors of each packed broadcast, which ends with the tensor that makes it larger than `limit` bytes.
-
-    The rule of vLLM's distributed/weight_transfer/packed_tensor.py (00a9ccf).
-    """
-    found: list[list[PlainSpec]] = []
-    size = limit + 1
-    for spec in specs:
-        if size > limit:
-            found.append([])
-            size = 0
-        found[-1].append(spec)
-        size += spec.num_bytes
-    return found
-
-
 def forwarded_to(rank: int, world_size: int) -> tuple[int, ...]:
     """Return the ranks to which this one forwards rank 0's broadcasts: gloo uses a binomial tree."""
     steps = (1 << i for i in range(rank.bit_length(), world_size.bit_length()))
     return tuple(rank + step for step in steps if rank + step < world_size)
-
-
-def misfits(specs: Sequence[PlainSpec], own: Shapes) -> list[str]:
-    """Return a message for each announced tensor whose name or shape differs from the model's weights."""
-    faults = []
-    for spec in specs:
-        if spec.name not in own and not spec.name.endswith(HARMLESS_SUFFIX):
-            faults.append(f"{spec.name}: the model has no such tensor")
-        elif own.get(spec.name, spec.shape) != spec.shape:
-            faults.append(f"{spec.name}: has the shape {spec.shape}, the model {own[spec.name]}")
-    return faults
 
 
 def possible_specs(spec: PlainSpec, own: Shapes) -> list[PlainSpec]:
@@ -306,21 +199,3 @@ def _marked_after(buffer: Tensor, end: int) -> bool:
 def first_device(backend: GroupBackend) -> str:
     """Return the device type that torch adds to the name of a group with one backend."""
     return next(iter(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()))
-
-
-def plain_specs(
-    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], dtypes_field: str = "dtypes"
-) -> tuple[PlainSpec, ...]:
-    """Return the tensors that three parallel lists describe. Raises `ValueError` naming the list that is invalid."""
-    for field, values in ((dtypes_field, dtypes), ("shapes", shapes)):
-        if len(values) != len(names):
-            raise ValueError(f"{field} must have one entry for each of {len(names)} names, has {len(values)}")
-    specs = []
-    for index, (name, dtype, shape) in enumerate(zip(names, dtypes, shapes, strict=True)):
-        known = dtype.removeprefix("torch.")
-        if known not in DTYPES:
-            raise ValueError(f"{dtypes_field}[{index}] must be one of {', '.join(DTYPES)}, got {dtype[:64]!r}")
-        if math.prod(shape) * DTYPES[known].itemsize > _MAX_TENSOR_BYTES:
-            raise ValueError(f"shapes[{index}] takes more than {_MAX_TENSOR_BYTES} bytes")
-        specs.append(PlainSpec(name, known, tuple(shape)))
-    return tuple(specs)

@@ -19,7 +19,7 @@ from nano_inference.loading.pickle_data import MAX_BYTES, Named, PickleError, na
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
-from nano_inference.weights.plain import Broadcaster, PlainSpec, Receiver, Shapes, received, unpacked
+from nano_inference.weights.member import Member, PlainSpec, Receiver, Shapes, received, unpacked
 
 _SIZE = "torch Size"
 _DTYPES = {f"torch {name}": name for name in DTYPES}
@@ -29,7 +29,7 @@ _MAX_DIMS, _MAX_NAME = 8, 512
 _MAX_SURPLUS = 4  # most values of an update, as a multiple of the model's
 
 
-def state_dicts(group: Broadcaster, own: Shapes) -> Iterator[tuple[str, Tensor]]:
+def state_dicts(group: Member, own: Shapes) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of one update. `own` are the model's shapes, which bound the memory.
 
     If it is closed early, the remaining broadcasts are received and dropped. Raises `WeightError`, and then closes the
@@ -38,7 +38,7 @@ def state_dicts(group: Broadcaster, own: Shapes) -> Iterator[tuple[str, Tensor]]
     return received(group, _receivers(group, own))
 
 
-def _receivers(group: Broadcaster, own: Shapes) -> Iterator[Receiver]:
+def _receivers(group: Member, own: Shapes) -> Iterator[Receiver]:
     """Yield a function for each array of values, which must be called before the next is requested."""
     left = _MAX_SURPLUS * sum(math.prod(shape) for shape in own.values())
     for _ in range(_number(group, "state dicts", _MAX_DICTS)):
@@ -55,14 +55,14 @@ def _receivers(group: Broadcaster, own: Shapes) -> Iterator[Receiver]:
             yield partial(_receive, group, specs)
 
 
-def _receive(group: Broadcaster, specs: list[PlainSpec]) -> list[tuple[str, Tensor]]:
+def _receive(group: Member, specs: list[PlainSpec]) -> list[tuple[str, Tensor]]:
     """Return the tensors of one array."""
     dtype = DTYPES[specs[0].dtype]
     array = huge_empty((sum(math.prod(spec.shape) for spec in specs),), dtype, group.device)
     return unpacked(group.broadcast(array).view(torch.uint8), specs)
 
 
-def _number(group: Broadcaster, what: str, most: int) -> int:
+def _number(group: Member, what: str, most: int) -> int:
     found = int(group.broadcast(torch.zeros(1, dtype=torch.int64)).item())
     if not 0 <= found <= most:
         raise WeightError(f"the trainer announces {found} {what} (limit {most})")

@@ -48,7 +48,7 @@ async def in_thread(work: Callable[[], T], drop: Callable[[T], None], name: str 
 class _Joined:
     """A group that was joined."""
 
-    group: Any  # `PlainGroup` or `StatelessGroup`, whose modules are imported late: they import torch
+    group: Any  # a `PlainGroup`, whose module is imported late: it imports torch
     bucket_bytes: int | None  # size of packed broadcasts
     is_vllm: bool
 
@@ -118,14 +118,14 @@ class Groups:
             if is_vllm:
                 import torch
 
-                from nano_inference.weights.stateless import StatelessGroup
+                from nano_inference.weights.nccl import stateless_group
 
                 device, library = torch.device(self._nccl_device), self._nccl_library
-                group = StatelessGroup(address, port, device=device, library=library, **common)
+                group = stateless_group(address, port, device=device, library=library, **common)
             else:
-                from nano_inference.weights.plain import PlainGroup
+                from nano_inference.weights.plain import plain_group
 
-                group = PlainGroup(address, port, name=name, backend=backend, **common)
+                group = plain_group(address, port, name=name, backend=backend, **common)
             return _Joined(group, bucket_bytes, is_vllm)
 
         async def store() -> None:
@@ -181,7 +181,7 @@ class Groups:
         afterwards, and a warning is logged at once. `dtypes_field` is the client's name of `dtypes`; without `packed`
         the tensors come as the group was joined.
         """
-        from nano_inference.weights.plain import misfits, plain_specs
+        from nano_inference.weights.member import misfits, plain_specs
 
         joined = self._joined(name)
         try:

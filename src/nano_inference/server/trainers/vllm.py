@@ -2,7 +2,7 @@
 
 Requests are named by the ids of their replies or by ids that clients chose; vLLM uses `X-Request-Id`. The last routes
 are those that prime-rl (prime_rl/inference/vllm/server.py, 559b447) and PipelineRL (pipelinerl/vllm1.py, 58d3934) add,
-for weights that their trainers broadcast by vLLM's communicator (`weights.stateless`); with `backend` gloo, an
+for weights that their trainers broadcast by vLLM's communicator (`weights.nccl`); with `backend` gloo, an
 extension, by torch's.
 """
 
