@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="NO TRANSFORMERS: pip install transfo
 pytest.importorskip("tiktoken", reason="NO TIKTOKEN: pip install tiktoken")
 
 from nano_inference import EngineConfig, InferenceEngine, weights_checksum
-from nano_inference.weights.member import plain_specs
+from nano_inference.weights.member import Place, plain_specs
 from nano_inference.weights.nccl import find_library, stateless_group
 from nano_inference.weights.shared_tensors import shared_weights
 from nano_inference.weights.state_dicts import state_dicts
@@ -64,7 +64,7 @@ def test_engine_updates_through_nccl(form: str, tmp_path: Path) -> None:
     with vllm_trainer(sent, tmp_path, find_library()) as trainer, open_engine(tmp_path, "cuda") as engine:
         port = free_port()
         trainer.host(port, device="cuda:1")
-        group = stateless_group("127.0.0.1", port, rank=1, world_size=2, timeout=60, device=torch.device("cuda:0"))
+        group = stateless_group(Place("127.0.0.1", port, 1, 2, 60), torch.device("cuda:0"))
         trainer.wait()
         if form == "alone":
             trainer.send(list(sent))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nano_inference import WeightError
-from nano_inference.weights.member import PlainSpec, misfits, plain_specs
+from nano_inference.weights.member import Place, PlainSpec, misfits, plain_specs
 from nano_inference.weights.plain import PlainGroup, first_device, forwarded_to, plain_group
 from tests.weights.pairs import OpenEngine, Pair
 from tests.weights.plain_trainer import Trainer, dtypes_and_shapes, trainer_process
@@ -26,7 +26,7 @@ def join_group(trainer: Trainer, name: str = "updates", timeout: float = 60) -> 
     """Join a trainer's group."""
     port = free_port()
     trainer.join(port, name)
-    group = plain_group("127.0.0.1", port, rank=1, world_size=2, name=name, timeout=timeout)
+    group = plain_group(Place("127.0.0.1", port, 1, 2, timeout), name)
     trainer.wait()
     return group
 
@@ -220,7 +220,7 @@ def test_forwarding_ranks_forward_whole_buffers(tmp_path: Path) -> None:
         trainer.join(port, "five", 5)
 
         def receive(rank: int) -> tuple[Any, str]:
-            group = plain_group("127.0.0.1", port, rank=rank, world_size=5, name="five", timeout=60)
+            group = plain_group(Place("127.0.0.1", port, rank, 5, 60), "five")
             good = collect(group.receive(specs))
             with pytest.raises(WeightError) as refused:
                 collect(group.receive(plain_specs(["flat"], ["bfloat16"], [[16]])))
@@ -259,7 +259,7 @@ def test_three_ranks_join(untied: Pair, tmp_path: Path) -> None:
         trainer.join(port, "three", 3)
 
         def receive(rank: int) -> dict[str, torch.Tensor]:
-            group = plain_group("127.0.0.1", port, rank=rank, world_size=3, name="three", timeout=60)
+            group = plain_group(Place("127.0.0.1", port, rank, 3, 60), "three")
             return collect(group.receive(specs_of(sent, names)))
 
         both = [pool.submit(receive, rank) for rank in (1, 2)]
@@ -271,7 +271,7 @@ def test_three_ranks_join(untied: Pair, tmp_path: Path) -> None:
 
 def test_join_times_out_without_other_ranks() -> None:
     with pytest.raises(WeightError, match="no weight group of 2 at 127"):
-        plain_group("127.0.0.1", free_port(), rank=1, world_size=2, name="none", timeout=1)
+        plain_group(Place("127.0.0.1", free_port(), 1, 2, 1), "none")
 
 
 def test_first_device_of_each_backend() -> None:

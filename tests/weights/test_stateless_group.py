@@ -20,7 +20,7 @@ from nano_inference import WeightError
 from nano_inference.loading.pickle_data import PickleError
 from nano_inference.server.errors import ApiError
 from nano_inference.server.trainers.groups import Groups
-from nano_inference.weights.member import PlainSpec, plain_specs
+from nano_inference.weights.member import Place, PlainSpec, plain_specs
 from nano_inference.weights.nccl import Communicator, find_library, read_unique_id, stateless_group
 from nano_inference.weights.plain import PlainGroup
 from nano_inference.weights.state_dicts import read_description, state_dicts
@@ -53,7 +53,7 @@ def mixed(tmp_path: Path, library: str) -> Iterator[VllmTrainer]:
 def join(trainer: VllmTrainer, library: str, timeout: float = 60) -> PlainGroup:
     port = free_port()
     trainer.host(port)
-    group = stateless_group("127.0.0.1", port, rank=1, world_size=2, timeout=timeout, device=CPU, library=library)
+    group = stateless_group(Place("127.0.0.1", port, 1, 2, timeout), CPU, library)
     trainer.wait()
     return group
 
@@ -201,18 +201,18 @@ def test_another_value_in_place_of_the_unique_id_is_refused(mixed: VllmTrainer, 
     port = free_port()
     mixed.host(port, 2, value)
     with pytest.raises(WeightError, match="sent no unique id of NCCL"):
-        stateless_group("127.0.0.1", port, rank=1, world_size=2, timeout=60, device=CPU, library=library)
+        stateless_group(Place("127.0.0.1", port, 1, 2, 60), CPU, library)
 
 
 def test_a_trainer_that_is_not_there_is_waited_for(library: str) -> None:
     with pytest.raises(WeightError, match="no connection to rank 0"):
-        stateless_group("127.0.0.1", free_port(), rank=1, world_size=2, timeout=0.2, device=CPU, library=library)
+        stateless_group(Place("127.0.0.1", free_port(), 1, 2, 0.2), CPU, library)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_machine_without_cuda_is_refused() -> None:
     with pytest.raises(ValueError, match="backend: nccl needs a CUDA device"):
-        stateless_group("127.0.0.1", free_port(), rank=1, world_size=2)
+        stateless_group(Place("127.0.0.1", free_port(), 1, 2))
 
 
 def test_a_missing_library_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from nano_inference.types import WeightError
 from nano_inference.weights.member import (
     GroupBackend,
     Member,
+    Place,
     PlainSpec,
     Receiver,
     TorchChannel,
@@ -54,8 +54,8 @@ class WeightGroup(Member):
         `timeout` also limits every broadcast. Raises `ValueError` naming the field, `WeightError` if the group is not
         complete in time.
         """
-        place: Any = {"rank": rank, "world_size": world_size}
-        super().__init__(TorchChannel(address, port, backend=backend, timeout=timeout, prefix=_PREFIX, **place))
+        place = Place(address, port, rank, world_size, timeout)
+        super().__init__(TorchChannel(place, backend=backend, prefix=_PREFIX))
         self.rank = rank
         self.world_size = world_size
 

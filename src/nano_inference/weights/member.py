@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event
 from typing import Any, Literal, NamedTuple, Protocol
@@ -121,43 +122,78 @@ class Channel(Protocol):
         """Leave the group; `is_receiving`: another thread may be in `broadcast`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a group meets, and as which rank. Raises `ValueError` naming an invalid field."""
+
+    address: str  # rank 0's
+    port: int
+    rank: int
+    world_size: int
+    timeout: float = 300.0  # most seconds of waiting for the other ranks
+    given_up: Event | None = None  # set by another thread to cancel waiting for rank 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.address, str) or not self.address:
+            raise ValueError(f"address must be a host name or an IP address, got {self.address!r}")
+        check_int("port", self.port, 1, 65535)
+        check_int("world_size", self.world_size, 2)
+        check_int("rank", self.rank, 0, self.world_size - 1)
+        check_number("timeout", self.timeout, 0, 86400, open_low=True)
+
+    def await_host(self) -> None:
+        """Wait until rank 0 accepts connections. Raises `WeightError` after the timeout or if `given_up` is set.
+
+        torch's own wait cannot be cancelled: an abandoned member would later join in place of its replacement.
+        """
+        given_up, end = self.given_up or Event(), time.monotonic() + self.timeout
+        while not given_up.is_set():
+            try:
+                with socket.create_connection((self.address, self.port), timeout=_PROBE_S):
+                    return
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise WeightError(f"no connection to rank 0: {error.strerror or type(error).__name__}") from None
+            given_up.wait(_PAUSE_S)
+        raise WeightError("the attempt was cancelled")
+
+    def store(self) -> Any:
+        """Return the store of the group, which rank 0 hosts. Raises what torch raises."""
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            *(self.address, self.port, self.world_size),
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=self.timeout),
+        )
+
+    def failed(self, error: Exception) -> WeightError:
+        """Return the error of a group that is not complete."""
+        return WeightError(f"no weight group of {self.world_size} at {self.address}:{self.port}: {first_line(error)}")
+
+
 class TorchChannel:
     """Owns one rank of a process group that is not registered globally."""
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        *,
-        rank: int,
-        world_size: int,
-        backend: GroupBackend,
-        timeout: float,
-        prefix: str,
-        given_up: Event | None = None,
-        greeting: str = "",
-    ) -> None:
-        """Join the group at rank 0's `address` and `port`; wait at most `timeout` seconds for the other ranks.
+    def __init__(self, place: Place, *, backend: GroupBackend, prefix: str, greeting: str = "") -> None:
+        """Join the group.
 
-        `prefix` is the key prefix in the store. `timeout` also limits every broadcast. Another thread may set
-        `given_up` to cancel waiting for rank 0 to listen. Ranks with the same non-empty `greeting` detect each other
-        (`greeted`). Raises `ValueError` naming the field, `WeightError` if the group is not complete in time.
+        `prefix` is the key prefix in the store. The place's timeout also limits every broadcast. Ranks with the same
+        non-empty `greeting` detect each other (`greeted`). Raises `ValueError` naming the field, `WeightError` if the
+        group is not complete in time.
         """
-        check_place(address, port, rank, world_size, timeout)
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend must be gloo or nccl, got {backend!r}")
         has_nccl = dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
         if not dist.is_available() or (backend == "nccl" and not has_nccl):
             raise ValueError(f"backend: {backend} is not available in this build of torch or on this machine")
-        self.timeout = timedelta(seconds=timeout)  # longest duration of a broadcast; may be changed between two of them
+        self.timeout = timedelta(
+            seconds=place.timeout
+        )  # longest duration of a broadcast; may change between two of them
+        rank, world_size = place.rank, place.world_size
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         try:
-            if given_up is not None and rank:
-                await_host(address, port, timeout, given_up)
-            meeting = dist.TCPStore(  # type: ignore[attr-defined]
-                address, port, world_size, is_master=rank == 0, timeout=self.timeout
-            )
-            store = dist.PrefixStore(prefix, meeting)  # type: ignore[attr-defined]
+            if place.given_up is not None and rank:
+                place.await_host()
+            store = dist.PrefixStore(prefix, place.store())  # type: ignore[attr-defined]
             if greeting:
                 store.set(f"{greeting}{rank}", "")
             self._group: Any
@@ -172,7 +208,7 @@ class TorchChannel:
             self.greeted = frozenset(one for one in others if store.check([f"{greeting}{one}"]))
             """Ranks with the same greeting, this one included."""
         except (RuntimeError, ValueError) as error:
-            raise WeightError(f"no weight group of {world_size} at {address}:{port}: {first_line(error)}") from error
+            raise place.failed(error) from error
 
     def broadcast(self, data: Tensor) -> None:
         """See `Channel`; raises `WeightError` after the timeout, too."""
@@ -266,33 +302,6 @@ def received(group: Member, receivers: Iterable[Receiver]) -> Iterator[tuple[str
         raise
     finally:
         group.is_receiving = False
-
-
-def await_host(address: str, port: int, timeout: float, given_up: Event) -> None:
-    """Wait until rank 0 accepts connections. Raises `WeightError` after `timeout` seconds or if `given_up` is set.
-
-    torch's own wait cannot be cancelled: an abandoned member would later join in place of its replacement.
-    """
-    end = time.monotonic() + timeout
-    while not given_up.is_set():
-        try:
-            with socket.create_connection((address, port), timeout=_PROBE_S):
-                return
-        except OSError as error:
-            if time.monotonic() > end:
-                raise WeightError(f"no connection to rank 0: {error.strerror or type(error).__name__}") from None
-        given_up.wait(_PAUSE_S)
-    raise WeightError("the attempt was cancelled")
-
-
-def check_place(address: object, port: object, rank: object, world_size: int, timeout: float) -> None:
-    """Raise `ValueError` naming a field that cannot belong to a group."""
-    if not isinstance(address, str) or not address:
-        raise ValueError(f"address must be a host name or an IP address, got {address!r}")
-    check_int("port", port, 1, 65535)
-    check_int("world_size", world_size, 2)
-    check_int("rank", rank, 0, world_size - 1)
-    check_number("timeout", timeout, 0, 86400, open_low=True)
 
 
 def first_line(error: BaseException) -> str:

@@ -12,19 +12,16 @@ import ctypes
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from threading import Event
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nano_inference.loading.pickle_data import Named, PickleError, name_of, read_data
 from nano_inference.types import WeightError
-from nano_inference.weights.member import await_host, check_place, first_line
+from nano_inference.weights.member import Place
 from nano_inference.weights.plain import PlainGroup
 
 UNIQUE_ID_BYTES = 128
@@ -71,7 +68,6 @@ def find_library() -> str:
     return next((str(file) for file in files if file.is_file()), "libnccl.so.2")
 
 
-_KEY = "broadcast_from/0/0"
 _REBUILD = "_ctypes _unpickle"
 _CLASSES = frozenset(
     f"{package}.distributed.device_communicators.pynccl_wrapper ncclUniqueId"
@@ -80,27 +76,23 @@ _CLASSES = frozenset(
 _GPU = torch.device("cuda")
 
 
-def stateless_group(
-    address: str,
-    port: int,
-    *,
-    rank: int,
-    world_size: int,
-    timeout: float = 300.0,
-    given_up: Event | None = None,
-    device: torch.device = _GPU,
-    library: str | None = None,
-) -> PlainGroup:
-    """Join a trainer's group; wait at most `timeout` seconds for its store, and for the others in NCCL.
+def stateless_group(place: Place, device: torch.device = _GPU, library: str | None = None) -> PlainGroup:
+    """Join a trainer's group, which has the timeout for its store, and for the others in NCCL.
 
-    Another thread may set `given_up` to cancel waiting for rank 0. `device` has the received tensors; `library` is the
-    file of libnccl. Raises `ValueError` naming the field, `WeightError` if the group is not complete in time.
+    `device` has the received tensors; `library` is the file of libnccl. Raises `ValueError` naming the field,
+    `WeightError` if the group is not complete in time.
     """
-    check_place(address, port, rank, world_size, timeout)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("backend: nccl needs a CUDA device; on a CPU send weights by a directory or gloo")
-    await_host(address, port, timeout, given_up or Event())
-    unique_id = _fetch_id(address, port, world_size, timeout)
+    place.await_host()
+    try:
+        unique_id = read_unique_id(place.store().get("broadcast_from/0/0"))
+    except PickleError as error:
+        where = f"{place.address}:{place.port}"
+        raise WeightError(f"the trainer at {where} sent no unique id of NCCL: {error}") from None
+    except (RuntimeError, ValueError) as error:
+        raise place.failed(error) from error
+    rank, world_size = place.rank, place.world_size
     return PlainGroup(Communicator(unique_id, rank=rank, world_size=world_size, device=device, library=library))
 
 
@@ -195,19 +187,6 @@ def _load(path: str) -> Mapping[str, Any]:
         functions[name].argtypes, functions[name].restype = arguments, _INT
     functions["ncclGetErrorString"].argtypes, functions["ncclGetErrorString"].restype = (_INT,), ctypes.c_char_p
     return functions
-
-
-def _fetch_id(address: str, port: int, world_size: int, timeout: float) -> bytes:
-    """Return NCCL's unique id from the trainer's store."""
-    try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout)
-        )
-        return read_unique_id(store.get(_KEY))
-    except PickleError as error:
-        raise WeightError(f"the trainer at {address}:{port} sent no unique id of NCCL: {error}") from None
-    except (RuntimeError, ValueError) as error:
-        raise WeightError(f"no weight group of {world_size} at {address}:{port}: {first_line(error)}") from error
 
 
 def read_unique_id(data: bytes) -> bytes:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from threading import Event
 from types import MappingProxyType
 
 import torch
@@ -26,6 +25,7 @@ from nano_inference.weights.member import (
     GroupBackend,
     Member,
     OtherSizeError,
+    Place,
     PlainSpec,
     Receiver,
     Shapes,
@@ -46,30 +46,11 @@ _MARK = _UNIT * 4
 _GREETING = "nano-inference-room/"
 
 
-def plain_group(
-    address: str,
-    port: int,
-    *,
-    rank: int,
-    world_size: int,
-    name: str,
-    backend: GroupBackend = "gloo",
-    timeout: float = 300.0,
-    given_up: Event | None = None,
-) -> PlainGroup:
-    """Join the group `name` of a trainer that uses torch's; arguments and errors as in `TorchChannel`."""
-    channel = TorchChannel(
-        address,
-        port,
-        rank=rank,
-        world_size=world_size,
-        backend=backend,
-        timeout=timeout,
-        prefix=f"{name}/{name}//{first_device(backend)}/",
-        given_up=given_up,
-        greeting=_GREETING,
-    )
-    next_ranks = forwarded_to(rank, world_size)
+def plain_group(place: Place, name: str, backend: GroupBackend = "gloo") -> PlainGroup:
+    """Join the group `name` of a trainer that uses torch's. Raises as `TorchChannel`."""
+    prefix = f"{name}/{name}//{first_device(backend)}/"
+    channel = TorchChannel(place, backend=backend, prefix=prefix, greeting=_GREETING)
+    next_ranks = forwarded_to(place.rank, place.world_size)
     return PlainGroup(channel, next_ranks, is_oversized=backend == "gloo" and channel.greeted.issuperset(next_ranks))
 
 

@@ -112,20 +112,16 @@ class Groups:
         is_vllm = is_vllm and backend == "nccl"
 
         def connect() -> _Joined:
-            common: dict[str, Any] = {"rank": rank, "world_size": world_size, "given_up": given_up}
-            common["timeout"] = self._timeout
-            group: Any
+            import torch
+
+            from nano_inference.weights import nccl, plain
+            from nano_inference.weights.member import Place
+
+            place = Place(address, port, rank, world_size, self._timeout, given_up)
             if is_vllm:
-                import torch
-
-                from nano_inference.weights.nccl import stateless_group
-
-                device, library = torch.device(self._nccl_device), self._nccl_library
-                group = stateless_group(address, port, device=device, library=library, **common)
+                group = nccl.stateless_group(place, torch.device(self._nccl_device), self._nccl_library)
             else:
-                from nano_inference.weights.plain import plain_group
-
-                group = plain_group(address, port, name=name, backend=backend, **common)
+                group = plain.plain_group(place, name, backend)
             return _Joined(group, bucket_bytes, is_vllm)
 
         async def store() -> None:
