@@ -18,9 +18,7 @@ from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, token_text
 from nano_inference.server.dialect import Generating, Occupancy
-from nano_inference.server.dialects.llamacpp import llama_call, props
-from nano_inference.server.dialects.llamacpp_body import LlamaBody
-from nano_inference.server.dialects.llamacpp_reply import error_body, selected
+from nano_inference.server.dialects.llamacpp import LlamaBody, error_body, llama_call, props, selected
 from nano_inference.server.errors import ApiError
 from nano_inference.server.timings import speeds
 from tests.cases import failures
@@ -192,16 +190,16 @@ def test_stream_adds_up_to_the_whole_reply(server: Running, fields: JSON) -> Non
             assert last[name] == expected, name
 
 
-def test_stream_counts_sent_tokens_when_the_transcript_is_ahead(server: Running) -> None:
+def test_stream_counts_the_tokens_of_each_event(server: Running) -> None:
     model = server.opened.model
     call = llama_call(LlamaBody(prompt="a", stream=True), model, ServerConfig(), "")
     reply, transcripts = call.make_reply(call, model.tokenizer, 0), transcripts_of(call)
-    transcripts[0].token_ids, transcripts[0].finish_reason = [65, 66], "length"
-    pieces = [DecodedDelta("a", (65,), (), None, None), DecodedDelta("b", (66,), (), "length", None)]
-    sent = [
-        one for piece in pieces for one in events_in(reply.delta_events(transcripts[0], piece, transcripts).decode())
-    ]
-    assert [(one["stop"], one["tokens_predicted"]) for one in sent] == [(False, 1), (False, 2), (True, 2)]
+    sent = []
+    for piece in (DecodedDelta("a", (65,), (), None, None), DecodedDelta("b\n", (66, 67), (), "length", None)):
+        transcripts[0].append(piece, keep=False)
+        sent += events_in(reply.delta_events(transcripts[0], piece, transcripts).decode())
+    assert [(one["stop"], one["tokens_predicted"]) for one in sent] == [(False, 1), (False, 3), (True, 3)]
+    assert sent[-1]["has_new_line"] is True
 
 
 def test_response_fields(server: Running) -> None:

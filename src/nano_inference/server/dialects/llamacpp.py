@@ -7,26 +7,45 @@ a bias of -100.
 
 from __future__ import annotations
 
+import math
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 import nano_inference
-from nano_inference.server.call import JSON, Call
+from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_bytes_of, token_text
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
-from nano_inference.server.dialects.llamacpp_body import (
-    LlamaBody,
-    PromptText,
-)
-from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body, stream_error
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, shortened
+from nano_inference.server.events import event
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, check_text_length
-from nano_inference.server.schema import CompletionBody
+from nano_inference.server.replies import version_facts
+from nano_inference.server.schema import (
+    INT32,
+    MAX_BIAS,
+    Alternatives,
+    Body,
+    CompletionBody,
+    CountOrOff,
+    Factor,
+    Penalty,
+    PositiveShare,
+    Samples,
+    SeedOrRandom,
+    Share,
+    Stops,
+    Temperature,
+    TokenId,
+    TokenIds,
+)
+from nano_inference.server.timings import PrefillProgress, timings_of
 from nano_inference.server.translating import (
     given_fields,
     translated_call,
@@ -38,9 +57,11 @@ from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
 
 _MOST_BIAS = 100.0  # the largest bias of OpenAI's API; its negative bans a token
-_RANDOM_SEEDS = (None, -1, 2**32 - 1)
-
-_CLIENT_NAMES: Mapping[str, str] = {
+_SAME_NAME = (
+    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *("stop", "ignore_eos", "grammar", "json_schema"),
+)
+_OTHER_NAME: Mapping[str, str] = {
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
     "logprobs": "n_probs",
@@ -48,12 +69,67 @@ _CLIENT_NAMES: Mapping[str, str] = {
 }
 """Field of `CompletionBody` -> llama.cpp's field, where the names differ."""
 
-_SAME_NAME = (
-    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-    *("stop", "ignore_eos", "grammar", "json_schema"),
-)
-_SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
-"""Names of the samplers in the order in which they are applied."""
+
+Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=1 << 20, fail_fast=True)]  # of one prompt
+
+
+class PromptText(Body):
+    """llama.cpp's other form of a text prompt; the media that may go with it are not supported."""
+
+    prompt_string: str
+
+
+class LlamaBody(Body):
+    """POST /completion."""
+
+    prompt: (
+        str
+        | PromptText
+        | TokenIds
+        | Pieces
+        | Annotated[list[str | PromptText | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
+    )
+    """A text, a list of ids or a list of both; or a list of such prompts. A list of texts is several prompts."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    n_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None
+    """Negative: up to the end of the context. 0: prefill only."""
+    max_tokens: Annotated[int, Field(ge=-2, le=INT32)] | None = None
+    """OpenAI's name of `n_predict`, which has precedence."""
+    n_cmpl: Samples | None = 1
+    temperature: Temperature | None = 0.8
+    top_k: CountOrOff | None = 40
+    top_p: PositiveShare | None = 0.95
+    min_p: Share | None = 0.05
+    repeat_penalty: Factor | None = 1.0
+    repeat_last_n: CountOrOff | None = None  # -1: all tokens; 0: no penalty. Other windows are not supported.
+    presence_penalty: Penalty | None = 0.0
+    frequency_penalty: Penalty | None = 0.0
+    seed: SeedOrRandom | None = -1
+    stop: Stops | None = None
+    ignore_eos: bool | None = None
+    logit_bias: (
+        Literal[False]
+        | Annotated[list[list[int | float | str | bool]], Field(max_length=MAX_BIAS)]
+        | Annotated[dict[str, float | bool], Field(max_length=MAX_BIAS)]
+        | None
+    ) = None
+    """[[id or text, bias], …] or {id or text: bias}; the bias false forbids the token."""
+    n_probs: Alternatives | None = 0
+    grammar: str | None = None  # GBNF
+    json_schema: dict[str, Any] | None = None
+    cache_prompt: bool | None = True
+    stream: bool | None = None
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
+    post_sampling_probs: bool | None = None
+    """Return the probabilities of tokens as they were sampled, after truncation and temperature."""
+    response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None
+    """Paths of the reply's fields to send, such as `generation_settings/n_predict`; empty: all fields."""
+
+
+# ---- body -> call
 
 
 def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
@@ -61,43 +137,6 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise unsupported_field("repeat_last_n", message)
-    fields = {"prompt": _prompts(body.prompt, model)} | _fields(body, model, config)
-    call = translated_call(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
-    call = with_processed_logprobs(call) if body.post_sampling_probs else call
-    call = without_prefix_cache(call) if body.cache_prompt is False else call
-    options = ReplyOptions(
-        settings=partial(_settings, body),
-        probs=bool(body.post_sampling_probs),
-        tokens=bool(body.return_tokens),
-        timings=bool(body.timings_per_token),
-        fields=tuple(body.response_fields or ()),
-    )
-    name = f"cmpl-{uuid.uuid4().hex}"
-    return replace(call, id=name, names=frozenset({name}), make_reply=partial(LlamaReply, options=options))
-
-
-def props(model: ServedModel, occupancy: Occupancy) -> JSON:
-    """Return the reply of GET /props; `model_path` is the file's name, without its directory."""
-    dialogue, named = model.dialogue, model.tokenizer.named
-    defaults = given_fields(LlamaBody(prompt=""))
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
-    params = {"n_predict": -1, **{name: defaults[name] for name in (*names, "n_probs")}}
-    params["seed"] = model.generation.get("seed", -1)
-    return {
-        "default_generation_settings": {"n_ctx": model.limits.max_model_len, "params": params},
-        "total_slots": occupancy.max_running,
-        "model_alias": model.name,
-        "model_path": model.file_name or model.name,
-        "modalities": {"vision": False, "audio": False},
-        "chat_template": dialogue.template.source if isinstance(dialogue, TemplateDialogue) else "",
-        "bos_token": named.get("bos_token", ""),
-        "eos_token": named.get("eos_token", ""),
-        "build_info": f"nano-inference {nano_inference.__version__}",
-    }
-
-
-def _fields(body: LlamaBody, model: ServedModel, config: ServerConfig) -> JSON:
-    """Return the fields of a `CompletionBody` that are not about the prompt."""
     values = given_fields(body)
     fields: JSON = {name: values[name] for name in _SAME_NAME if name in values}
     if body.temperature is None or "temperature" not in body.model_fields_set:
@@ -110,13 +149,15 @@ def _fields(body: LlamaBody, model: ServedModel, config: ServerConfig) -> JSON:
         fields["logprobs"] = body.n_probs
     limit = body.max_tokens if body.n_predict is None else body.n_predict
     seed = body.seed
-    if seed in _RANDOM_SEEDS:  # None is the server's default; a body that asks for a random seed gets one
+    if seed in (None, -1, 2**32 - 1):  # None is the server's default; a body that asks for a random seed gets one
         seed = secrets.randbits(32) if "seed" in body.model_fields_set and seed is not None else None
+    prompts = _prompts(body.prompt, model)
     bias = _bias(body.logit_bias, model.tokenizer)
     if body.ignore_eos:  # llama.cpp then does not sample the end tokens at all
         bias |= dict.fromkeys(map(str, sorted(model.limits.eos_token_ids)), -_MOST_BIAS)
-    return fields | {
+    fields |= {
         "model": body.model,
+        "prompt": prompts,
         "n": body.n_cmpl,
         "max_tokens": None if limit is None or limit < 0 else limit,  # None: up to the end of the context
         "seed": seed,
@@ -125,38 +166,35 @@ def _fields(body: LlamaBody, model: ServedModel, config: ServerConfig) -> JSON:
         "return_progress": body.return_progress,
         "return_token_ids": True,
     }
+    call = translated_call(fields, CompletionBody, _OTHER_NAME, model, config, salt)
+    call = with_processed_logprobs(call) if body.post_sampling_probs else call
+    call = without_prefix_cache(call) if body.cache_prompt is False else call
+    name = f"cmpl-{uuid.uuid4().hex}"
+    return replace(call, id=name, names=frozenset({name}), make_reply=partial(LlamaReply, body=body))
 
 
-def _prompts(prompt: Any, model: ServedModel) -> Any:
-    """Return the `prompt` of a `CompletionBody`: all texts, or all lists of ids."""
-    if isinstance(prompt, str | PromptText):
-        return _text(prompt, "prompt")
-    prompt = [_text(one, f"prompt.{index}") for index, one in enumerate(prompt)]
-    if any(isinstance(one, int) for one in prompt):
-        return _tokenize_pieces(prompt, model)
-    if all(isinstance(one, str) for one in prompt):
-        return prompt
-    return [_tokenize_pieces([one] if isinstance(one, str) else one, model) for one in prompt]
-
-
-def _text(prompt: Any, where: str) -> Any:
-    """Return the text of a `PromptText`, and another prompt as it is. Raises `ApiError` for media."""
-    if not isinstance(prompt, PromptText):
-        return prompt
-    media = (prompt.model_extra or {}).get("multimodal_data")
-    if media not in (None, "", []):
-        raise unsupported_field(f"{where}.multimodal_data")
-    return prompt.prompt_string
-
-
-def _tokenize_pieces(pieces: Sequence[int | str], model: ServedModel) -> list[int]:
-    """Return the ids of a prompt made of ids and texts; special tokens are added only to a text in first position."""
-    check_text_length((piece for piece in pieces if isinstance(piece, str)), "prompt", model)
-    ids: list[int] = []
-    with api_errors("prompt"):
-        for index, piece in enumerate(pieces):
-            ids += [piece] if isinstance(piece, int) else model.tokenizer.encode(piece, add_special=index == 0)
-    return ids
+def _prompts(given: Any, model: ServedModel) -> list[str] | list[list[int]]:
+    """Return all prompts as texts, or all as lists of ids. Raises `ApiError` for media and for a text too long."""
+    several = given if isinstance(given, list) else [given]
+    for index, one in enumerate(several):
+        media = (one.model_extra or {}).get("multimodal_data") if isinstance(one, PromptText) else None
+        if media not in (None, "", []):
+            where = f"prompt.{index}" if isinstance(given, list) else "prompt"
+            raise unsupported_field(f"{where}.multimodal_data")
+    several = [one.prompt_string if isinstance(one, PromptText) else one for one in several]
+    if all(isinstance(one, str) for one in several):
+        return several
+    prompts: list[list[int]] = []
+    for pieces in [several] if any(isinstance(one, int) for one in several) else several:
+        pieces = [pieces] if isinstance(pieces, str) else pieces
+        check_text_length((one for one in pieces if isinstance(one, str)), "prompt", model)
+        with api_errors("prompt"):  # special tokens are added only to a text in first position
+            rows = [
+                [one] if isinstance(one, int) else model.tokenizer.encode(one, add_special=index == 0)
+                for index, one in enumerate(pieces)
+            ]
+        prompts.append([token for row in rows for token in row])
+    return prompts
 
 
 def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float]:
@@ -185,31 +223,188 @@ def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float]:
     return {token: max(-_MOST_BIAS, min(_MOST_BIAS, bias)) for token, bias in sums.items()}
 
 
-def _settings(body: LlamaBody, call: Call) -> JSON:
-    """Return the reply's `generation_settings`."""
-    params = call.requests[0].params
+# ---- reply
+
+
+class LlamaReply(Reply):
+    """The reply to /completion: an object for one answer, a list for several."""
+
+    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, body: LlamaBody) -> None:
+        self._call = call
+        self._tokenizer = tokenizer
+        self._body = body
+        self._prefill = PrefillProgress(call)
+        self._with_newline: set[int] = set()  # samples of which a stream has sent a line's end
+
+    def body(self, transcripts: Sequence[Transcript]) -> Any:
+        answers = [self._answer(transcript) for transcript in transcripts]
+        return answers if len(answers) > 1 else answers[0]
+
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+        """Return an event with the new text and, at the end of the sample, one with all remaining fields."""
+        if "\n" in decoded.text:
+            self._with_newline.add(transcript.index)
+        nothing = DecodedDelta("", (), (), None, None)
+        data = b"".join(
+            event(self._chunk(transcript, nothing) | {"prompt_progress": report})
+            for report in self._prefill.reports(transcript, decoded)
+        )
+        data += event(self._chunk(transcript, decoded)) if decoded.text or decoded.token_ids else b""
+        return data if decoded.finish_reason is None else data + event(self._answer(transcript))
+
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
+        """Return nothing: each sample has its own last event."""
+        return b""
+
+    def error_events(self, error: ApiError) -> bytes:
+        return stream_error(error)
+
+    def _chunk(self, transcript: Transcript, decoded: DecodedDelta) -> JSON:
+        chunk: JSON = {
+            "index": transcript.index,
+            "content": decoded.text,
+            "tokens": list(decoded.token_ids),
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": len(transcript.token_ids),
+            "tokens_evaluated": len(self._call.requests[transcript.prompt_index].prompt),
+        }
+        if self._call.shape.logprobs is not None:
+            chunk["completion_probabilities"] = self._probabilities(decoded.entries)
+        if self._body.timings_per_token:
+            chunk["timings"] = timings_of(self._call, transcript, len(transcript.token_ids))
+        if self._call.shape.versions and decoded.delta is not None:
+            chunk["mask"] = list(decoded.delta.mask)
+        return chunk
+
+    def _answer(self, transcript: Transcript) -> JSON:
+        """Return a whole answer, or the last event of a stream, which has neither text nor ids."""
+        shape, is_sent, num_tokens = self._call.shape, self._call.stream, len(transcript.token_ids)
+        request = self._call.requests[transcript.prompt_index]
+        limit = request.params.max_tokens
+        is_short = limit is None or num_tokens < limit  # the end of the context ended the answer
+        word = transcript.stop_reason if isinstance(transcript.stop_reason, str) else None
+        kinds = {"stop": "eos" if word is None else "word", "length": "limit"}
+        known = [token for token in request.prompt if token < self._tokenizer.vocab_size]
+        answer: JSON = {
+            "index": transcript.index,
+            "content": "" if is_sent else transcript.text,
+            "tokens": list(transcript.token_ids) if self._body.return_tokens and not is_sent else [],
+            "id_slot": -1,
+            "stop": True,
+            "model": self._call.model,
+            "tokens_predicted": num_tokens,
+            "tokens_evaluated": len(request.prompt),
+            "generation_settings": self._settings(),
+            "prompt": self._tokenizer.decode(known, skip_special=False),
+            "has_new_line": transcript.index in self._with_newline if is_sent else "\n" in transcript.text,
+            "truncated": transcript.finish_reason == "length" and is_short,
+            "stop_type": kinds.get(transcript.finish_reason or "", "none"),
+            "stopping_word": word if word is not None and transcript.finish_reason == "stop" else "",
+            "tokens_cached": 0 if transcript.sample is None else transcript.sample.num_cached_tokens,
+            "timings": timings_of(self._call, transcript, num_tokens),
+        }
+        if shape.logprobs is not None and not is_sent:
+            answer["completion_probabilities"] = self._probabilities(transcript.entries)
+        if shape.versions and self._body.return_tokens and not is_sent:
+            answer["mask"] = list(transcript.mask)
+        if shape.versions:
+            answer |= version_facts(transcript, shape)
+        return selected(answer, self._body.response_fields or ())
+
+    def _settings(self) -> JSON:
+        """Return `generation_settings`."""
+        params, shape = self._call.requests[0].params, self._call.shape
+        return {
+            "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+            "seed": -1 if params.seed is None else params.seed,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repeat_last_n": -1,
+            "repeat_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "stop": list(shape.stops),
+            "ignore_eos": params.ignore_eos,
+            "logit_bias": [
+                {"token": token, "bias": None if bias <= -_MOST_BIAS else bias}
+                for token, bias in sorted(params.logit_bias.items())
+            ],
+            "n_probs": shape.logprobs or 0,
+            "grammar": self._body.grammar or "",
+            "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],  # in the order of their application
+            "stream": self._call.stream,
+            "timings_per_token": bool(self._body.timings_per_token),
+        }
+
+    def _probabilities(self, entries: Sequence[LogprobEntry]) -> list[JSON]:
+        """Return tokens and alternatives with log-probabilities, or with `post_sampling_probs` probabilities."""
+        as_probs, count = bool(self._body.post_sampling_probs), self._call.shape.logprobs
+        is_greedy = self._call.requests[0].params.temperature == 0  # log-probabilities are then those of the logits
+
+        def item(token: int, logprob: float | None, drawn: int) -> JSON:
+            data = list(token_bytes_of(token, self._tokenizer))
+            entry: JSON = {"id": token, "token": token_text(token, self._tokenizer), "bytes": data}
+            if as_probs:
+                return entry | {"prob": float(token == drawn) if is_greedy else math.exp(logprob or 0.0)}
+            return entry | {"logprob": logprob}
+
+        return [
+            {
+                **item(entry.token, entry.logprob, entry.token),
+                "top_probs" if as_probs else "top_logprobs": [
+                    item(one.token, one.logprob, entry.token) for one in (entry.top or ())[:count]
+                ],
+            }
+            for entry in entries
+        ]
+
+
+def selected(answer: JSON, paths: Sequence[str]) -> JSON:
+    """Return the answer's values at these `a/b` paths, by path; the whole answer if `paths` is empty."""
+    if not paths:
+        return answer
+    found: JSON = {}
+    for path in paths:
+        value: Any = answer
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            found[path] = value
+    return found
+
+
+def stream_error(error: ApiError) -> bytes:
+    """Return the event that ends a stream with an error."""
+    return event(error_body(error))
+
+
+def error_body(error: ApiError) -> JSON:
+    """Return llama.cpp's error object: `code` is the HTTP status, and a prompt that is too long has its own type."""
+    is_long = error.code == "context_length_exceeded"
+    kind = "exceed_context_size_error" if is_long else error.type
+    return {"error": {"code": error.status, "message": shortened(error.message), "type": kind, **error.extra}}
+
+
+def props(model: ServedModel, occupancy: Occupancy) -> JSON:
+    """Return the reply of GET /props; `model_path` is the file's name, without its directory."""
+    dialogue, named = model.dialogue, model.tokenizer.named
+    defaults = given_fields(LlamaBody(prompt=""))
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
+    params = {"n_predict": -1, **{name: defaults[name] for name in (*names, "n_probs")}}
+    params["seed"] = model.generation.get("seed", -1)
     return {
-        "n_predict": -1 if params.max_tokens is None else params.max_tokens,
-        "seed": -1 if params.seed is None else params.seed,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repeat_last_n": -1,
-        "repeat_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "stop": list(call.shape.stops),
-        "ignore_eos": params.ignore_eos,
-        "logit_bias": [
-            {"token": token, "bias": None if bias <= -_MOST_BIAS else bias}
-            for token, bias in sorted(params.logit_bias.items())
-        ],
-        "n_probs": call.shape.logprobs or 0,
-        "grammar": body.grammar or "",
-        "samplers": list(_SAMPLERS),
-        "stream": call.stream,
-        "timings_per_token": bool(body.timings_per_token),
+        "default_generation_settings": {"n_ctx": model.limits.max_model_len, "params": params},
+        "total_slots": occupancy.max_running,
+        "model_alias": model.name,
+        "model_path": model.file_name or model.name,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": dialogue.template.source if isinstance(dialogue, TemplateDialogue) else "",
+        "bos_token": named.get("bos_token", ""),
+        "eos_token": named.get("eos_token", ""),
+        "build_info": f"nano-inference {nano_inference.__version__}",
     }
 
 
