@@ -127,7 +127,7 @@ CHANGES: Sequence[Change] = (
     route("server/open_webui", "/api/tags", "ollama"),
     rl_route("server/slime", "/weights_checker", "sglang"),
     Change(
-        *("server/slime", "kept tokens of top_p have another name", "dialects/sglang_reply.py"),
+        *("server/slime", "kept tokens of top_p have another name", "dialects/sglang.py"),
         *('{"top_p_token_ids": _int32', '{"top_p_tokens": _int32'),
     ),
     rl_route("server/areal", "/update_weights_from_distributed", "sglang"),

@@ -15,8 +15,7 @@ from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Generating
-from nano_inference.server.dialects.sglang import SglangBody, health_generate_call, sglang_call
-from nano_inference.server.dialects.sglang_reply import next_event
+from nano_inference.server.dialects.sglang import SglangBody, health_generate_call, next_event, sglang_call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from tests.cases import failures

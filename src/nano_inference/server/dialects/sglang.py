@@ -6,21 +6,27 @@ Fields and reply as in sglang/srt/managers/io_struct.py and sglang/srt/sampling/
 
 from __future__ import annotations
 
+import sys
+import time
 import uuid
+from array import array
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from nano_inference.server.call import JSON, Call
+from nano_inference.server.call import JSON, Call, Reply, Transcript, transcripts_of
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_text
 from nano_inference.server.dialect import Dialect, Generating, Probing
-from nano_inference.server.dialects.sglang_reply import PromptOptions, SglangReply
 from nano_inference.server.errors import ApiError
+from nano_inference.server.events import event
 from nano_inference.server.model import ServedModel
+from nano_inference.server.replies import version_facts
 from nano_inference.server.schema import (
     MAX_BIAS,
     MAX_NAMED,
@@ -44,34 +50,14 @@ from nano_inference.server.schema import (
     TokenId,
     TokenIds,
 )
-from nano_inference.server.shape import ReplyShape
-from nano_inference.server.translating import (
-    given_fields,
-    translated_call,
-)
+from nano_inference.server.translating import given_fields, translated_call
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import SamplingMask, TopLogprobs, TrainingSample
 
 _T = TypeVar("_T")
-
-_PARAM_NAMES: Mapping[str, str] = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "stop_regex")},
-    **{name: name for name in ("ignore_eos", "skip_special_tokens", "logit_bias")},
-    **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
-    **{name: name for name in ("json_schema", "regex", "ebnf")},
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-    "include_stop_str_in_output": "no_stop_trim",
-}
-"""Field of `CompletionBody` -> SGLang's sampling parameter."""
-
-_BODY_NAMES: Mapping[str, str] = {
-    "logprobs": "top_logprobs_num",
-    "prompt_logprobs": "logprob_start_len",
-    "logprob_token_ids": "token_ids_logprob",
-    "cache_salt": "extra_key",
-}
-"""Field of `CompletionBody` -> field of `SglangBody`, for error messages."""
-
+_GROWTH_DIVISOR = 64
+"""Every event contains all text so far, so a long answer's next event waits until it has grown by 1/64. The bytes of
+all events are then linear in the length of the answer, not quadratic."""
 
 NamedIds = Annotated[list[TokenId], Field(max_length=MAX_NAMED)]
 
@@ -129,44 +115,85 @@ class SglangBody(Body):
     """Requests share cached prefixes only if they have the same value."""
 
 
+_PARAM_NAMES: Mapping[str, str] = {
+    **{name: name for name in SglangParams.model_fields if name in CompletionBody.model_fields},
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+}
+"""Field of `CompletionBody` -> SGLang's sampling parameter."""
+_BODY_NAMES: Mapping[str, str] = {
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
+    "logprob_token_ids": "token_ids_logprob",
+    "cache_salt": "extra_key",
+}
+"""Field of `CompletionBody` -> field of `SglangBody`, for error messages."""
+
+
+class PromptOptions(NamedTuple):
+    """What the reply to one prompt contains."""
+
+    rid: str
+    logprobs: bool
+    start: int  # first prompt token with a log-probability; -1: none
+    top: int  # alternatives of each token
+    named: tuple[int, ...]  # tokens reported at each position of the output, in addition to the alternatives
+    kept: bool  # whether the tokens that could be sampled are included in slime's form
+
+
+# ---- body -> call
+
+
 def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a request. Raises `ApiError` naming the invalid field of `SglangBody`."""
-    prompts, is_list = _prompts(body)
+    if (body.text is None) == (body.input_ids is None):
+        raise ApiError(400, "exactly one of text and input_ids must be given", param="input_ids")
+    given: Any = body.text if body.input_ids is None else body.input_ids
+    is_list = isinstance(given, list) and not isinstance(given[0], int)
+    prompts: list[Any] = given if is_list else [given]
     params = _per_prompt(body.sampling_params, SglangParams(), len(prompts), "sampling_params")
     options = _prompt_options(body, params)
-    fields = [_fields(one, option, body) for one, option in zip(params, options, strict=True)]
-    source = "text" if body.text is not None else "input_ids"
+    fields: list[JSON] = []  # of a `CompletionBody` for each prompt, without the prompt
+    for one, option in zip(params, options, strict=True):
+        values = given_fields(one)
+        known: JSON = {field: values[name] for field, name in _PARAM_NAMES.items() if name in values}
+        if option.logprobs:
+            known |= {"logprobs": option.top, "logprob_token_ids": list(option.named)}
+        if option.start >= 0:
+            known["prompt_logprobs"] = option.top
+        masks = bool(body.return_sampling_mask) or option.kept
+        known |= {"max_tokens": one.max_new_tokens, "return_sampling_mask": masks}
+        fields.append(known | {"return_token_ids": True, "stream": body.stream})
     calls: list[Call] = []
-    for _, run in groupby(range(len(prompts)), key=fields.__getitem__):
+    for _, run in groupby(range(len(prompts)), key=fields.__getitem__):  # prompts with equal fields are one call
         indices = list(run)
-        first = indices[0]
-        where = f"sampling_params.{first}" if isinstance(body.sampling_params, list) else "sampling_params"
+        where = f"sampling_params.{indices[0]}" if isinstance(body.sampling_params, list) else "sampling_params"
         names = {field: f"{where}.{name}" for field, name in _PARAM_NAMES.items()}
-        names |= {**_BODY_NAMES, "prompt": source}
-        completion = {**fields[first], "prompt": [prompts[index] for index in indices]}
+        names |= {**_BODY_NAMES, "prompt": "input_ids" if body.text is None else "text"}
+        completion = {**fields[indices[0]], "prompt": [prompts[index] for index in indices]}
         calls.append(translated_call(completion, CompletionBody, names, model, config, salt))
     call = _merge(calls)
     for index, (request, option) in enumerate(zip(call.requests, options, strict=True)):
         if option.start > len(request.prompt):
             message = f"logprob_start_len must be at most the length of prompt {index}, {len(request.prompt)}"
             raise ApiError(400, f"{message}; got {option.start}", param="logprob_start_len")
-    rids = frozenset(option.rid for option in options) | ({body.rid} if isinstance(body.rid, str) else set())
-    make_reply = partial(
-        SglangReply,
-        options=options,
-        is_list=is_list or call.num_samples > 1,
-        with_text=bool(body.return_text_in_logprobs),
-        with_masks=bool(body.return_sampling_mask),
-        vocab_size=model.limits.vocab_size,
-    )
-    requests = tuple(
-        replace(request, params=replace(request.params, logprobs=option.top), is_streamed=bool(body.stream))
-        if option.named
-        else replace(request, is_streamed=bool(body.stream))
-        for request, option in zip(call.requests, options, strict=True)
-    )
     return replace(
-        call, requests=requests, id=options[0].rid, names=rids, stream=bool(body.stream), make_reply=make_reply
+        call,
+        requests=tuple(  # beside named tokens, SGLang reports the alternatives too
+            replace(request, params=replace(request.params, logprobs=option.top)) if option.named else request
+            for request, option in zip(call.requests, options, strict=True)
+        ),
+        id=options[0].rid,
+        names=frozenset(option.rid for option in options) | ({body.rid} if isinstance(body.rid, str) else set()),
+        make_reply=partial(
+            SglangReply,
+            body=body,
+            options=options,
+            is_list=is_list or call.num_samples > 1,
+            vocab_size=model.limits.vocab_size,
+        ),
     )
 
 
@@ -176,16 +203,6 @@ def health_generate_call(model: ServedModel, config: ServerConfig) -> Call:
     params = SglangParams(max_new_tokens=1, temperature=0.0)
     name = f"HEALTH_CHECK_{uuid.uuid4().hex}"
     return sglang_call(SglangBody(input_ids=[first], sampling_params=params, rid=name), model, config, "")
-
-
-def _prompts(body: SglangBody) -> tuple[list[Any], bool]:
-    """Return the prompts, and True if the client sent a list, so that the reply is a list."""
-    if (body.text is None) == (body.input_ids is None):
-        raise ApiError(400, "exactly one of text and input_ids must be given", param="input_ids")
-    if body.input_ids is not None:
-        ids: list[Any] = body.input_ids
-        return (ids, True) if isinstance(ids[0], list) else ([ids], False)
-    return (body.text, True) if isinstance(body.text, list) else ([body.text], False)
 
 
 def _per_prompt(value: _T | list[_T] | None, default: _T, count: int, name: str) -> list[_T]:
@@ -200,82 +217,209 @@ def _per_prompt(value: _T | list[_T] | None, default: _T, count: int, name: str)
 def _prompt_options(body: SglangBody, params: Sequence[SglangParams]) -> list[PromptOptions]:
     """Return the reply's options for each prompt; `params` has one entry per prompt."""
     count = len(params)
-    base = body.rid if isinstance(body.rid, str) else uuid.uuid4().hex
-    rids = _per_prompt(body.rid if isinstance(body.rid, list) else None, base, count, "rid")
-    if not isinstance(body.rid, list) and count > 1:
-        rids = [f"{base}_{index}" for index in range(count)]
+    if isinstance(body.rid, list):
+        rids = _per_prompt(body.rid, "", count, "rid")
+    else:
+        base = body.rid or uuid.uuid4().hex
+        rids = [base] if count == 1 else [f"{base}_{index}" for index in range(count)]
     if len(set(rids)) != count:
         raise ApiError(400, "rid must be different for each prompt", param="rid")
     logprobs = _per_prompt(body.return_logprob, False, count, "return_logprob")
     starts = _per_prompt(body.logprob_start_len, -1, count, "logprob_start_len")
     tops = _per_prompt(body.top_logprobs_num, 0, count, "top_logprobs_num")
-    given = body.token_ids_logprob or []
-    each: list[tuple[int, ...]] = [tuple(one) for one in given if isinstance(one, list)]
-    same = tuple(one for one in given if isinstance(one, int))
-    named = _per_prompt(each or None, same, count, "token_ids_logprob")
-    options = [
-        PromptOptions(rid, True, start, top, ids, _has_kept(one))
-        if has_logprobs
-        else PromptOptions(rid, False, -1, 0, (), _has_kept(one))
-        for rid, has_logprobs, start, top, ids, one in zip(rids, logprobs, starts, tops, named, params, strict=True)
-    ]
-    if any(option.named and option.start >= 0 for option in options):
-        text = "token_ids_logprob: not reported for the prompt; leave out logprob_start_len"
-        raise ApiError(400, text, param="token_ids_logprob")
+    named: Any = body.token_ids_logprob or None
+    if named is not None and isinstance(named[0], int):  # the same for all prompts
+        named = [named] * count
+    named = _per_prompt(named, [], count, "token_ids_logprob")
+    options = []
+    for index, one in enumerate(params):
+        kept = one.custom_params is not None and bool(one.custom_params.return_top_p_token_ids)
+        option = PromptOptions(rids[index], False, -1, 0, (), kept)
+        if logprobs[index]:
+            option = PromptOptions(rids[index], True, starts[index], tops[index], tuple(named[index]), kept)
+        if option.named and option.start >= 0:
+            text = "token_ids_logprob: not reported for the prompt; leave out logprob_start_len"
+            raise ApiError(400, text, param="token_ids_logprob")
+        options.append(option)
     return options
 
 
-def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> JSON:
-    """Return the fields of a `CompletionBody` for one prompt, without the prompt."""
-    values = given_fields(params)
-    fields: JSON = {field: values[name] for field, name in _PARAM_NAMES.items() if name in values}
-    fields["max_tokens"] = params.max_new_tokens
-    if options.logprobs:
-        fields |= {"logprobs": options.top, "logprob_token_ids": list(options.named)}
-    if options.start >= 0:
-        fields["prompt_logprobs"] = options.top
-    masks = bool(body.return_sampling_mask) or options.kept
-    return fields | {"return_token_ids": True, "return_sampling_mask": masks, "stream": body.stream}
-
-
-def _has_kept(params: SglangParams) -> bool:
-    return params.custom_params is not None and bool(params.custom_params.return_top_p_token_ids)
-
-
 def _merge(calls: Sequence[Call]) -> Call:
-    """Return several calls as one. Raises `ApiError` for options that must be equal for all prompts."""
-    first = calls[0]
-    for call in calls[1:]:
-        is_equal = {
-            "n": call.num_samples == first.num_samples,
-            "no_stop_trim": call.shape.include_stop == first.shape.include_stop,
-            "skip_special_tokens": call.shape.skip_special == first.shape.skip_special,
-        }
-        for name, equal in is_equal.items():
-            if not equal:
-                field = f"sampling_params.{name}"
-                raise ApiError(400, f"{field} must be the same for all prompts of a request", param=field)
+    """Return several calls as one. Raises `ApiError` for options that must be equal for all prompts.
+
+    Its shape contains what any prompt requests; `SglangReply` leaves out the rest per prompt. Stop strings of other
+    prompts only delay text: the engine decides where a sample stops.
+    """
+    first, shapes = calls[0], [call.shape for call in calls]
+    for name, values in {
+        "n": {call.num_samples for call in calls},
+        "no_stop_trim": {shape.include_stop for shape in shapes},
+        "skip_special_tokens": {shape.skip_special for shape in shapes},
+    }.items():
+        if len(values) > 1:
+            field = f"sampling_params.{name}"
+            raise ApiError(400, f"{field} must be the same for all prompts of a request", param=field)
+    shape = replace(
+        first.shape,
+        stops=tuple(dict.fromkeys(stop for shape in shapes for stop in shape.stops)),
+        logprobs=max((shape.logprobs for shape in shapes if shape.logprobs is not None), default=None),
+        prompt_logprobs=max((one.prompt_logprobs for one in shapes if one.prompt_logprobs is not None), default=None),
+        sampling_masks=any(shape.sampling_masks for shape in shapes),
+    )
     return replace(
         first,
         requests=tuple(request for call in calls for request in call.requests),
         num_tokens=sum(call.num_tokens for call in calls),
-        shape=_merge_shapes([call.shape for call in calls]),
+        shape=shape,
         forbids_tokens=any(call.forbids_tokens for call in calls),
     )
 
 
-def _merge_shapes(shapes: Sequence[ReplyShape]) -> ReplyShape:
-    """Return a shape that contains what any prompt requests; `SglangReply` leaves out the rest per prompt.
+# ---- reply
 
-    Stop strings of other prompts only delay text: the engine decides where a sample stops.
+
+def next_event(num_tokens: int) -> int:
+    """Return the number of tokens at which the event after `num_tokens` is sent."""
+    return num_tokens + max(1, num_tokens // _GROWTH_DIVISOR)
+
+
+class SglangReply(Reply):
+    """The reply to /generate: an object for one prompt, a list for several or for several samples."""
+
+    def __init__(
+        self,
+        call: Call,
+        tokenizer: Tokenizer,
+        created: int,
+        *,
+        body: SglangBody,
+        options: Sequence[PromptOptions],
+        is_list: bool,
+        vocab_size: int,
+    ) -> None:
+        self._call = call
+        self._tokenizer = tokenizer
+        self._body = body
+        self._options = options
+        self._is_list = is_list
+        self._vocab_size = vocab_size
+        self._started_at = time.monotonic()
+        self._sent = transcripts_of(call)  # what a stream has sent; the transcripts passed to it keep no text
+        self._masks: list[list[SamplingMask]] = [[] for _ in self._sent]
+        self._next = [1] * call.total_samples  # number of tokens of each sample at which its next event is sent
+
+    def body(self, transcripts: Sequence[Transcript]) -> Any:
+        masks = [() if one.sample is None else one.sample.sampling_masks or () for one in transcripts]
+        answers = list(map(self._answer, transcripts, masks))
+        return answers if self._is_list else answers[0]
+
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+        """Return an event with all of one sample so far, or nothing if its next event is not due."""
+        index, sent = transcript.index, self._sent[transcript.index]
+        sent.append(decoded)
+        if decoded.delta is not None:
+            self._masks[index] += decoded.delta.sampling_masks or ()
+        count = len(sent.token_ids)
+        if sent.finish_reason is None and count < self._next[index]:
+            return b""
+        self._next[index] = next_event(count)
+        answer = self._answer(sent, self._masks[index])
+        return event({**answer, "index": index} if self._is_list else answer)
+
+    def _answer(self, transcript: Transcript, masks: Sequence[SamplingMask]) -> JSON:
+        options, sample = self._options[transcript.prompt_index], transcript.sample
+        num_samples = self._call.num_samples
+        if sample is not None:  # the oldest version: the trainer's label, or else its number
+            version = str(sample.version_labels.get(sample.weight_version, sample.weight_version))
+        else:
+            version = str(min(transcript.versions, default=""))
+        meta = {
+            "id": options.rid if num_samples == 1 else f"{options.rid}_{transcript.index % num_samples}",
+            "finish_reason": _finish_reason(transcript),
+            "prompt_tokens": len(self._call.requests[transcript.prompt_index].prompt),
+            "completion_tokens": len(transcript.token_ids),
+            "cached_tokens": sample.num_cached_tokens if sample is not None else 0,
+            "num_retractions": sample.num_preemptions if sample is not None else 0,
+            "weight_version": version,
+            **version_facts(transcript, self._call.shape),
+            "mask": list(transcript.mask),
+            "e2e_latency": time.monotonic() - self._started_at,
+        }
+        if options.logprobs:
+            meta |= self._logprobs(transcript.entries, options)
+        if options.start >= 0 and sample is not None:
+            meta |= self._input_logprobs(sample, options)
+        if self._body.return_sampling_mask:
+            meta["sampling_mask"] = list(masks)
+        if options.kept and transcript.finish_reason is not None:
+            meta |= kept_tokens(masks, self._vocab_size)
+        return {"text": transcript.text, "output_ids": list(transcript.token_ids), "meta_info": meta}
+
+    def _logprobs(self, entries: Sequence[LogprobEntry], options: PromptOptions) -> JSON:
+        fields: JSON = {"output_token_logprobs": [self._triple(one.logprob, one.token) for one in entries]}
+        num_named = len(options.named)  # their entries precede the alternatives
+        if options.top:
+            tops = [(one.top or ())[num_named:] for one in entries]
+            fields["output_top_logprobs"] = [self._triples(top, options.top) for top in tops]
+        if num_named:
+            found = [one.top or () for one in entries]  # a forced token has none
+            named = [top if len(top) >= num_named else () for top in found]
+            fields["output_token_ids_logprobs"] = [self._triples(top, num_named) for top in named]
+        return fields
+
+    def _input_logprobs(self, sample: TrainingSample, options: PromptOptions) -> JSON:
+        """Return the prompt's log-probabilities; the first entry is None, as in SGLang."""
+        scores: list[float | None] = [None, *(sample.prompt_logprobs or ())]
+        tokens, start = sample.prompt_tokens, options.start
+        rest = range(start + 1, len(tokens))
+        first = [self._triple(None, tokens[start])] if start < len(tokens) else []
+        fields: JSON = {"input_token_logprobs": [*first, *(self._triple(scores[at], tokens[at]) for at in rest)]}
+        if options.top:
+            tops: Sequence[TopLogprobs] = ((), *(sample.prompt_top_logprobs or ()))
+            fields["input_top_logprobs"] = [None for _ in first] + [self._triples(tops[at], options.top) for at in rest]
+        return fields
+
+    def _triples(self, top: TopLogprobs, count: int) -> list[list[Any]]:
+        return [self._triple(one.logprob, one.token) for one in top[:count]]
+
+    def _triple(self, logprob: float | None, token: int) -> list[Any]:
+        return [logprob, token, token_text(token, self._tokenizer) if self._body.return_text_in_logprobs else None]
+
+
+def kept_tokens(masks: Sequence[SamplingMask], vocab_size: int) -> JSON:
+    """Return the ids that could be sampled at each position, joined, and where each position's ids end.
+
+    Both are base64 of little-endian int32, the form of slime's patch of SGLang (docker/patch/latest/sglang-top_p.patch
+    of 624b824); like it, returns nothing if no token was left out anywhere. Forced tokens have no ids.
     """
-    return replace(
-        shapes[0],
-        stops=tuple(dict.fromkeys(stop for shape in shapes for stop in shape.stops)),
-        logprobs=max((shape.logprobs for shape in shapes if shape.logprobs is not None), default=None),
-        prompt_logprobs=max((s.prompt_logprobs for s in shapes if s.prompt_logprobs is not None), default=None),
-        sampling_masks=any(shape.sampling_masks for shape in shapes),
-    )
+    if all(mask is None for mask in masks):
+        return {}
+    ids, offsets = array("i"), array("i", [0])
+    for mask in masks:
+        ids.extend(range(vocab_size) if mask is None else mask)
+        offsets.append(len(ids))
+    return {"top_p_token_ids": _int32(ids), "top_p_token_offsets": _int32(offsets)}
+
+
+def _int32(values: array[int]) -> str:
+    assert values.itemsize == 4, "a C int has 32 bits on every platform that is supported"
+    if sys.byteorder == "big":
+        values.byteswap()
+    return b64encode(values.tobytes()).decode()
+
+
+def _finish_reason(transcript: Transcript) -> JSON | None:
+    """Return SGLang's finish reason; None if the sample has not ended."""
+    match transcript.finish_reason:
+        case None:
+            return None
+        case "stop":
+            matched = transcript.token_ids[-1] if transcript.stop_reason is None else transcript.stop_reason
+            return {"type": "stop", "matched": matched}
+        case "length":
+            return {"type": "length", "length": len(transcript.token_ids)}
+        case _:
+            return {"type": "abort", "message": "the request was aborted"}
 
 
 DIALECT = Dialect(
