@@ -21,7 +21,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError
-from nano_inference.server.events import DONE, events
+from nano_inference.server.events import DONE, event
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import OpenAIReply, sample_facts, token_facts, version_facts
 from nano_inference.server.schema import (
@@ -42,15 +42,8 @@ from nano_inference.server.schema import (
     Temperature,
 )
 from nano_inference.server.schema import TokenIds as Ids
-from nano_inference.server.translating import (
-    given_fields,
-    translated_call,
-    without_prefix_cache,
-)
+from nano_inference.server.translating import given_fields, translated_call, without_prefix_cache
 from nano_inference.text.tokenizer import Tokenizer
-
-_NOT_IN_COMPLETION = frozenset({"detokenize", "output_kind", "skip_reading_prefix_cache"})
-"""Fields of `GenerateParams` that `CompletionBody` lacks."""
 
 
 class GenerateParams(SamplingFields):
@@ -94,11 +87,28 @@ _CLIENT_NAMES: Mapping[str, str] = {name: f"sampling_params.{name}" for name in 
 """Field of `CompletionBody` -> field of `GenerateBody`, for error messages."""
 
 
+# ---- body -> call
+
+
 def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a request. Raises `ApiError` naming the invalid field of `GenerateBody`."""
     params = body.sampling_params or GenerateParams()
-    _check(body, params)
-    call = translated_call(_fields(body, params), CompletionBody, _CLIENT_NAMES, model, config, salt)
+    if body.stream and params.output_kind in (0, 2):
+        message = "sampling_params.output_kind must be 1 (new tokens only) with stream=true"
+        raise ApiError(400, message, param="sampling_params.output_kind")
+    if params.stop and params.detokenize is False:
+        raise ApiError(400, "sampling_params.stop needs detokenize to be true", param="sampling_params.stop")
+    fields = {name: value for name, value in given_fields(params).items() if name in CompletionBody.model_fields}
+    structure = {name: value for name, value in (params.structured_outputs or {}).items() if value not in (None, False)}
+    fields |= {
+        "model": body.model,
+        "prompt": body.token_ids,
+        "stream": body.stream,
+        "stream_options": body.stream_options and body.stream_options.model_dump(exclude_none=True),
+        "max_tokens": params.max_tokens,
+        "structured_outputs": structure or None,
+    }
+    call = translated_call(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
     call = without_prefix_cache(call) if params.skip_reading_prefix_cache else call
     name = body.request_id or f"generate-{uuid.uuid4().hex}"
     shape = replace(call.shape, token_ids=True, tokens_as_ids=True)
@@ -106,24 +116,7 @@ def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, 
     return replace(call, id=name, names=frozenset({name}), shape=shape, make_reply=make_reply)
 
 
-def _check(body: GenerateBody, params: GenerateParams) -> None:
-    if body.stream and params.output_kind in (0, 2):
-        message = "sampling_params.output_kind must be 1 (new tokens only) with stream=true"
-        raise ApiError(400, message, param="sampling_params.output_kind")
-    if params.stop and params.detokenize is False:
-        raise ApiError(400, "sampling_params.stop needs detokenize to be true", param="sampling_params.stop")
-
-
-def _fields(body: GenerateBody, params: GenerateParams) -> JSON:
-    """Return the fields of a `CompletionBody`."""
-    fields = {name: value for name, value in given_fields(params).items() if name not in _NOT_IN_COMPLETION}
-    structure = {name: value for name, value in (params.structured_outputs or {}).items() if value not in (None, False)}
-    fields.pop("structured_outputs", None)
-    if structure:
-        fields["structured_outputs"] = structure
-    options = body.stream_options
-    fields |= {"model": body.model, "prompt": body.token_ids, "stream": body.stream, "max_tokens": params.max_tokens}
-    return fields | {"stream_options": None if options is None else options.model_dump(exclude_none=True)}
+# ---- reply
 
 
 class GenerateReply(Reply):
@@ -137,10 +130,13 @@ class GenerateReply(Reply):
         """Emptied after the first chunk of a stream."""
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
+        none: JSON = {"routed_experts": None, "sampling_mask": None}
         return {
             **self._head(),
             **self._prompt,
-            "choices": [_choice(self._call, transcript) for transcript in transcripts],
+            "choices": [
+                self._choice(one.index, one, none | sample_facts(one, self._call.shape)) for one in transcripts
+            ],
             "prompt_logprobs": self._prompt_logprobs(transcripts),
             "kv_transfer_params": None,
             "usage": usage(self._call, transcripts),
@@ -150,21 +146,32 @@ class GenerateReply(Reply):
         """Return one chunk with the new tokens and, at the end of the sample, its finish reason."""
         if not decoded.token_ids and decoded.finish_reason is None:
             return b""
-        chunk = {**self._head(), **self._prompt, "choices": [_chunk_choice(self._call, transcript, decoded)]}
+        shape = self._call.shape
+        facts: JSON = {"token_ids": [], "mask": [], **token_facts(decoded, shape)}
+        if decoded.finish_reason is not None:
+            facts |= version_facts(transcript, shape)
+        chunk = {**self._head(), **self._prompt, "choices": [self._choice(transcript.index, decoded, facts)]}
         self._prompt = {}
         if self._call.include_usage:
             so_far = usage(self._call, transcripts, with_cached=False) if self._call.continuous_usage else None
             chunk["usage"] = so_far
-        return events([chunk])
+        return event(chunk)
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the usage if requested, and [DONE]."""
         if not self._call.include_usage:
             return DONE
-        return events([{**self._head(), "choices": [], "usage": usage(self._call, transcripts)}]) + DONE
+        return event({**self._head(), "choices": [], "usage": usage(self._call, transcripts)}) + DONE
 
     def _head(self) -> JSON:
         return {"request_id": self._call.id, "model": self._call.model, "created": self._created}
+
+    def _choice(self, index: int, part: Transcript | DecodedDelta, facts: JSON) -> JSON:
+        """Return the choice of a sample, or of a delta: all of a sample's chunks add up to its choice."""
+        count = self._call.shape.logprobs
+        logprobs = None if count is None else {"content": [_logprobs(entry, count) for entry in part.entries]}
+        reasons = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        return {"index": index, "logprobs": logprobs, **reasons, **facts}
 
     def _prompt_logprobs(self, transcripts: Sequence[Transcript]) -> list[JSON | None] | None:
         """Return the prompt's log-probabilities in the form of a completion; all samples share the prompt."""
@@ -176,46 +183,10 @@ class GenerateReply(Reply):
         return logprobs
 
 
-def _choice(call: Call, transcript: Transcript) -> JSON:
-    return {
-        "index": transcript.index,
-        "logprobs": _logprobs(transcript.entries, call.shape.logprobs),
-        "finish_reason": transcript.finish_reason,
-        "stop_reason": transcript.stop_reason,
-        "routed_experts": None,
-        "sampling_mask": None,
-    } | sample_facts(transcript, call.shape)
-
-
-def _chunk_choice(call: Call, transcript: Transcript, decoded: DecodedDelta) -> JSON:
-    """Return the choice of a stream's chunk; all of a sample's chunks add up to its `_choice`."""
-    return {
-        "index": transcript.index,
-        "token_ids": [],
-        "mask": [],
-        "logprobs": _logprobs(decoded.entries, call.shape.logprobs),
-        "finish_reason": decoded.finish_reason,
-        "stop_reason": decoded.stop_reason,
-        **token_facts(decoded, call.shape),
-        **(version_facts(transcript, call.shape) if decoded.finish_reason is not None else {}),
-    }
-
-
-def _logprobs(entries: Sequence[LogprobEntry], count: int | None) -> JSON | None:
-    """Return one object per token with `count` alternatives each; None if not requested."""
-    if count is None:
-        return None
-    return {
-        "content": [
-            {
-                **_token(entry.token, entry.logprob, rank_of(entry, count)),
-                "top_logprobs": [
-                    _token(one.token, one.logprob, rank) for rank, one in enumerate((entry.top or ())[:count], start=1)
-                ],
-            }
-            for entry in entries
-        ]
-    }
+def _logprobs(entry: LogprobEntry, count: int) -> JSON:
+    """Return a token with `count` alternatives."""
+    tops = [_token(one.token, one.logprob, rank) for rank, one in enumerate((entry.top or ())[:count], start=1)]
+    return {**_token(entry.token, entry.logprob, rank_of(entry, count)), "top_logprobs": tops}
 
 
 def _token(token: int, logprob: float | None, rank: int | None) -> JSON:
