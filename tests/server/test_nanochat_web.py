@@ -13,7 +13,7 @@ import nano_inference
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialect import Generating
+from nano_inference.server.dialect import Generating, Occupancy
 from nano_inference.server.dialects.nanochat import WebBody, WebReply, health, stats, web_call
 from nano_inference.server.errors import ApiError
 from nano_inference.text.tokenizer import Tokenizer
@@ -170,13 +170,17 @@ def test_a_failure_is_an_event(server: Running) -> None:
     assert reply.delta_events(transcripts[0], piece, transcripts) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
 
 
-def test_stats_and_health() -> None:
-    assert stats(3, 8) == {
+def test_stats_and_health(server: Running) -> None:
+    def occupied(num_running: int, *, is_ready: bool = True) -> Occupancy:
+        return Occupancy(is_ready=is_ready, num_running=num_running, max_running=8)
+
+    assert stats(server.opened.model, occupied(3)) == {
         "total_workers": 8,
         "available_workers": 5,
         "busy_workers": 3,
         "workers": [{"gpu_id": 0, "device": "cpu"}],
     }
-    assert stats(9, 8, "cuda")["available_workers"] == 0
-    assert health(True, 3, 8) == {"ready": True, "num_gpus": 1, "available_workers": 5}
-    assert health(False, 0, 8)["available_workers"] == 0
+    assert stats(server.opened.model, occupied(9))["available_workers"] == 0
+    assert health(occupied(3)) == {"ready": True, "num_gpus": 1, "available_workers": 5}
+    assert health(occupied(0, is_ready=False))["available_workers"] == 0
+    assert health(occupied(9))["available_workers"] == 0

@@ -61,6 +61,9 @@ class WebBody(Body):
     top_k: Annotated[Annotated[int, Field(ge=0, le=200)] | None, _lax("integer", 0, 200)] = 50  # 0 is off
 
 
+# ---- body -> call
+
+
 def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a body. Raises `ApiError` naming the wrong field."""
     for index, message in enumerate(body.messages):
@@ -71,12 +74,12 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
     if num_chars > MAX_TOTAL_CHARS:
         text = f"messages must have at most {MAX_TOTAL_CHARS} characters together, got {num_chars}"
         raise ApiError(400, text, param="messages")
-    fields = given_fields(body)
-    fields["messages"] = [{"role": one.role, "content": one.content} for one in body.messages]
-    fields["stream"] = True
-    fields["skip_special_tokens"] = False
-    if model.calculates:
-        fields["calculator"] = True
+    fields = given_fields(body) | {
+        "messages": [{"role": one.role, "content": one.content} for one in body.messages],
+        "stream": True,
+        "skip_special_tokens": False,
+        "calculator": model.calculates or None,
+    }
     if isinstance(model.dialogue, NanochatDialogue):
         model = replace(model, dialogue=replace(model.dialogue, any_order=True))
     call = chat_call(as_body(fields, ChatBody), model, config, salt)
@@ -85,39 +88,7 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
     return replace(call, id=name, names=frozenset({name}), make_reply=WebReply, shape=shape)
 
 
-def error_body(error: ApiError) -> JSON:
-    """Return an error in FastAPI's form (nanochat's) and in OpenAI's, for clients with a base URL without /v1.
-
-    llama.cpp's server has the path, too: a prompt that is too long has its type of error.
-    """
-    body, text = error.to_dict(), shortened(error.message)
-    if error.code == "context_length_exceeded":
-        body["error"]["type"] = "exceed_context_size_error"
-    if error.status != 422:
-        return {"detail": text, **body}
-    place = [int(part) if part.isdigit() else part for part in (error.param or "").split(".") if part]
-    kind = "json_invalid" if error.code == "invalid_json" else "value_error"
-    return {"detail": [{"type": kind, "loc": ["body", *place], "msg": text}], **body}
-
-
-def stats(running: int, capacity: int, device: str = "cpu") -> JSON:
-    """Return the reply of GET /stats: capacity and running answers, as workers."""
-    busy = min(running, capacity)
-    return {
-        "total_workers": capacity,
-        "available_workers": capacity - busy,
-        "busy_workers": busy,
-        "workers": [{"gpu_id": 0, "device": device}],
-    }
-
-
-def health(is_ready: bool, running: int, capacity: int) -> JSON:
-    """Return nanochat's fields of GET /health, in addition to `status`."""
-    return {
-        "ready": is_ready,
-        "num_gpus": 1,
-        "available_workers": capacity - min(running, capacity) if is_ready else 0,
-    }
+# ---- reply
 
 
 class WebReply(Reply):
@@ -143,10 +114,25 @@ class WebReply(Reply):
         return _event({"done": True, **version_facts(transcripts[0], self._call.shape)})
 
     def error_events(self, error: ApiError) -> bytes:
-        return _stream_error(error)
+        return stream_error(error)
 
 
-def _stream_error(error: ApiError) -> bytes:
+def error_body(error: ApiError) -> JSON:
+    """Return an error in FastAPI's form (nanochat's) and in OpenAI's, for clients with a base URL without /v1.
+
+    llama.cpp's server has the path, too: a prompt that is too long has its type of error.
+    """
+    body, text = error.to_dict(), shortened(error.message)
+    if error.code == "context_length_exceeded":
+        body["error"]["type"] = "exceed_context_size_error"
+    if error.status != 422:
+        return {"detail": text, **body}
+    place = [int(part) if part.isdigit() else part for part in (error.param or "").split(".") if part]
+    kind = "json_invalid" if error.code == "invalid_json" else "value_error"
+    return {"detail": [{"type": kind, "loc": ["body", *place], "msg": text}], **body}
+
+
+def stream_error(error: ApiError) -> bytes:
     return _event({"error": shortened(error.message)})
 
 
@@ -155,12 +141,27 @@ def _event(value: Any) -> bytes:
     return b"data: " + one_line(json.dumps(value, ensure_ascii=False).encode()) + b"\n\n"
 
 
-def _stats(model: ServedModel, occupancy: Occupancy) -> JSON:
-    return stats(occupancy.num_running, occupancy.max_running)
+# ---- descriptions
 
 
-def _health(occupancy: Occupancy) -> JSON:
-    return health(occupancy.is_ready, occupancy.num_running, occupancy.max_running)
+def stats(model: ServedModel, occupancy: Occupancy) -> JSON:
+    """Return the reply of GET /stats: capacity and running answers, as workers."""
+    busy = min(occupancy.num_running, occupancy.max_running)
+    return {
+        "total_workers": occupancy.max_running,
+        "available_workers": occupancy.max_running - busy,
+        "busy_workers": busy,
+        "workers": [{"gpu_id": 0, "device": "cpu"}],
+    }
+
+
+def health(occupancy: Occupancy) -> JSON:
+    """Return nanochat's fields of GET /health, in addition to `status`."""
+    free = max(0, occupancy.max_running - occupancy.num_running)
+    return {"ready": occupancy.is_ready, "num_gpus": 1, "available_workers": free if occupancy.is_ready else 0}
+
+
+# ---- routes
 
 
 _OPENAI = Generating(
@@ -192,11 +193,11 @@ DIALECT = Dialect(
     describing=(
         Describing(
             path="/stats",
-            describe=_stats,
+            describe=stats,
             summary="Count running answers, in the form of nanochat's web chat.",
         ),
     ),
-    health=_health,
+    health=health,
     error_body=error_body,
-    stream_error=lambda error, first, number: _stream_error(error),
+    stream_error=lambda error, first, number: stream_error(error),
 )
