@@ -138,19 +138,12 @@ def prompt_entries(
     for index, token in enumerate(tokens):
         state, text = stream.push(state, visible_bytes(token, tokenizer, shape.skip_special))
         if index == len(tokens) - 1:
-            state, rest = stream.finish(state)
-            text += rest
-        top = tops[index - 1][: shape.logprobs] if tops and index else ()
-        known = index > 0
-        entries.append(
-            LogprobEntry(
-                token=token,
-                text=text,
-                logprob=scores[index - 1] if known else None,
-                top=_with_own(top, token, scores[index - 1]) if known else None,
-                offset=offset,
-            )
-        )
+            text += stream.finish(state)[1]
+        logprob, top = None, None
+        if index > 0:
+            logprob = scores[index - 1]
+            top = _with_own(tops[index - 1][: shape.logprobs] if tops else (), token, logprob)
+        entries.append(LogprobEntry(token, text, logprob, top, offset))
         offset += len(text)
     return tuple(entries)
 

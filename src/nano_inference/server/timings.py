@@ -74,17 +74,12 @@ class PrefillProgress:
         prefill = None if decoded.delta is None else decoded.delta.prefill
         if prefill is None or not self._call.shape.progress:
             return []
-        due = []
-        if transcript.index not in self._reported:
-            due.append(self._report(transcript, prefill.num_cached, prefill.num_cached, 0))
-        if prefill.num_computed > self._reported.get(transcript.index, prefill.num_cached):
-            times = transcript.times
-            started = None if times is None else times.started
-            elapsed = 0 if started is None else round((time.monotonic() - started) * 1e3)
-            due.append(self._report(transcript, prefill.num_cached, prefill.num_computed, elapsed))
-        return due
-
-    def _report(self, transcript: Transcript, cached: int, computed: int, elapsed_ms: int) -> JSON:
-        self._reported[transcript.index] = computed
+        cached, latest = prefill.num_cached, self._reported.get(transcript.index)
+        due = [(cached, 0)] if latest is None else []  # (computed tokens, time)
+        if prefill.num_computed > (cached if latest is None else latest):
+            started = None if transcript.times is None else transcript.times.started
+            due.append((prefill.num_computed, 0 if started is None else round((time.monotonic() - started) * 1e3)))
+        if due:
+            self._reported[transcript.index] = due[-1][0]
         total = len(self._call.requests[transcript.prompt_index].prompt)
-        return {"total": total, "cache": cached, "processed": computed, "time_ms": elapsed_ms}
+        return [{"total": total, "cache": cached, "processed": computed, "time_ms": ms} for computed, ms in due]
