@@ -12,7 +12,7 @@ from nano_inference.server.detokenizer import token_text
 from nano_inference.server.dialect import Converting, Describing, Dialect, Occupancy
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import api_errors, read_messages, require_dialogue, to_api_error, with_prefill
+from nano_inference.server.prompts import api_errors, read_messages, require_dialogue, with_prefill
 from nano_inference.server.schema import ApplyTemplateBody, CountBody, DetokenizeBody, RenderingFields, TokenizeBody
 from nano_inference.server.tools import requested_tools
 from nano_inference.text.dialogue import TemplateDialogue
@@ -25,12 +25,18 @@ def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
     given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         raise ApiError(400, "exactly one of prompt, messages and content must be given", param="prompt")
-    ids = _ids(body, model)
+    if body.messages is not None:
+        ids = _rendered(body, model)
+    else:
+        text = body.prompt if body.content is None else body.content
+        add_special = bool(body.add_special) if body.prompt is None else body.add_special_tokens is not False
+        with api_errors():
+            ids = model.tokenizer.encode(text or "", add_special=add_special)
     if body.content is not None:
         if not body.with_pieces:
             return {"tokens": ids}
-        text = cache(lambda token: token_text(token, model.tokenizer))
-        return {"tokens": [{"id": token, "piece": text(token)} for token in ids]}
+        piece = cache(lambda token: token_text(token, model.tokenizer))
+        return {"tokens": [{"id": token, "piece": piece(token)} for token in ids]}
     reply: JSON = {"tokens": ids, "count": len(ids), "max_model_len": model.limits.max_model_len, "token_strs": None}
     if body.return_token_strs:
         reply["token_strs"] = [model.tokenizer.token_text(token) for token in ids]
@@ -58,14 +64,11 @@ def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
 
     Without a BOS that the tokenizer adds itself: clients send this text to /completion.
     """
-    body = with_prefill(body, model)
     model.name_for(body.model)
-    dialogue = require_dialogue(model)
+    dialogue, body = require_dialogue(model), with_prefill(body, model)
     use = requested_tools(body, dialogue.tool_template)
-    try:
+    with api_errors("messages"):
         text = dialogue.text(*read_messages(body, dialogue, use))
-    except ValueError as error:
-        raise to_api_error(error, "messages") from None
     bos = model.tokenizer.bos_id
     if bos is not None and model.tokenizer.encode("")[:1] == [bos]:
         text = text.removeprefix(model.tokenizer.token_text(bos))
@@ -88,21 +91,9 @@ def tokenizer_info(model: ServedModel, occupancy: Occupancy) -> JSON:
     }
 
 
-def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
-    try:
-        if body.messages is not None:
-            return _rendered(body, model)
-        text = body.prompt if body.prompt is not None else body.content
-        add_special = body.add_special_tokens if body.prompt is not None else bool(body.add_special)
-        return model.tokenizer.encode(text or "", add_special=add_special is not False)
-    except ValueError as error:
-        raise to_api_error(error) from None
-
-
 def _rendered(body: RenderingFields, model: ServedModel) -> list[int]:
     """Return the tokens of rendered messages. Raises `ApiError`."""
-    dialogue = require_dialogue(model)
-    body = with_prefill(body, model)
+    dialogue, body = require_dialogue(model), with_prefill(body, model)
     use = requested_tools(body, dialogue.tool_template)
     with api_errors("messages"):
         return dialogue.encode(*read_messages(body, dialogue, use))
