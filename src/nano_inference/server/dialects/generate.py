@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from nano_inference.server import schema
 from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
@@ -24,42 +25,25 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, event
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import OpenAIReply, sample_facts, token_facts, version_facts
-from nano_inference.server.schema import (
-    AlternativesOrAll,
-    Body,
-    CompletionBody,
-    Count,
-    CountOrOff,
-    Factor,
-    Name,
-    Penalty,
-    PositiveShare,
-    Salt,
-    Samples,
-    SamplingFields,
-    Share,
-    StreamOptions,
-    Temperature,
-)
-from nano_inference.server.schema import TokenIds as Ids
+from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.translating import given_fields, translated_call, without_prefix_cache
 from nano_inference.text.tokenizer import Tokenizer
 
 
-class GenerateParams(SamplingFields):
+class GenerateParams(schema.SamplingFields):
     """vLLM's SamplingParams with vLLM's defaults; the model's recommended values are not applied."""
 
-    n: Samples | None = 1
-    temperature: Temperature | None = 1.0
-    top_p: PositiveShare | None = 1.0
-    top_k: CountOrOff | None = 0
-    min_p: Share | None = 0.0
-    max_tokens: Count | None = 16  # None: up to the end of the context
-    min_tokens: Count | None = 0
-    presence_penalty: Penalty | None = 0.0
-    frequency_penalty: Penalty | None = 0.0
-    repetition_penalty: Factor | None = 1.0
-    logprobs: AlternativesOrAll | None = None
+    n: schema.Samples | None = 1
+    temperature: schema.Temperature | None = 1.0
+    top_p: schema.PositiveShare | None = 1.0
+    top_k: schema.CountOrOff | None = 0
+    min_p: schema.Share | None = 0.0
+    max_tokens: schema.Count | None = 16  # None: up to the end of the context
+    min_tokens: schema.Count | None = 0
+    presence_penalty: schema.Penalty | None = 0.0
+    frequency_penalty: schema.Penalty | None = 0.0
+    repetition_penalty: schema.Factor | None = 1.0
+    logprobs: schema.AlternativesOrAll | None = None
     detokenize: bool | None = None
     skip_reading_prefix_cache: bool | None = None
     output_kind: Literal[0, 1, 2] | None = None
@@ -69,13 +53,13 @@ class GenerateParams(SamplingFields):
 class GenerateBody(Body):
     """POST /inference/v1/generate."""
 
-    request_id: Name | None = None
+    request_id: schema.Name | None = None
     model: Annotated[str, Field(max_length=512)] | None = None
-    token_ids: Ids
+    token_ids: schema.TokenIds
     sampling_params: GenerateParams | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    cache_salt: Salt | None = None
+    stream_options: schema.StreamOptions | None = None
+    cache_salt: schema.Salt | None = None
     return_token_ids: bool | None = None  # include the prompt's ids in the reply
     token_offsets: list[Any] | None = None
     assistant_tokens_mask: list[Any] | None = None
@@ -199,13 +183,7 @@ def rank_of(entry: LogprobEntry, count: int) -> int | None:
     return top_tokens.index(entry.token) + 1 if entry.token in top_tokens else None
 
 
+_SUMMARY = "Complete token ids; the interface of vLLM's route for trainers."
 DIALECT = Dialect(
-    generating=(
-        Generating(
-            path="/inference/v1/generate",
-            body=GenerateBody,
-            to_call=generate_call,
-            summary="Complete token ids; the interface of vLLM's route for trainers.",
-        ),
-    ),
+    generating=(Generating(path="/inference/v1/generate", body=GenerateBody, to_call=generate_call, summary=_SUMMARY),)
 )

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 import nano_inference
+from nano_inference.server import schema
 from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_bytes_of, token_text
@@ -27,24 +28,7 @@ from nano_inference.server.events import event
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, check_text_length
 from nano_inference.server.replies import version_facts
-from nano_inference.server.schema import (
-    INT32,
-    MAX_BIAS,
-    Alternatives,
-    Body,
-    CompletionBody,
-    CountOrOff,
-    Factor,
-    Penalty,
-    PositiveShare,
-    Samples,
-    SeedOrRandom,
-    Share,
-    Stops,
-    Temperature,
-    TokenId,
-    TokenIds,
-)
+from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.timings import PrefillProgress, timings_of
 from nano_inference.server.translating import (
     given_fields,
@@ -70,7 +54,7 @@ _OTHER_NAME: Mapping[str, str] = {
 """Field of `CompletionBody` -> llama.cpp's field, where the names differ."""
 
 
-Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=1 << 20, fail_fast=True)]  # of one prompt
+Pieces = Annotated[list[schema.TokenId | str], Field(min_length=1, max_length=1 << 20, fail_fast=True)]  # of one prompt
 
 
 class PromptText(Body):
@@ -85,37 +69,37 @@ class LlamaBody(Body):
     prompt: (
         str
         | PromptText
-        | TokenIds
+        | schema.TokenIds
         | Pieces
-        | Annotated[list[str | PromptText | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
+        | Annotated[list[str | PromptText | schema.TokenIds | Pieces], Field(min_length=1, max_length=1024)]
     )
     """A text, a list of ids or a list of both; or a list of such prompts. A list of texts is several prompts."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
-    n_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None
+    n_predict: Annotated[int, Field(ge=-2, le=schema.INT32)] | None = None
     """Negative: up to the end of the context. 0: prefill only."""
-    max_tokens: Annotated[int, Field(ge=-2, le=INT32)] | None = None
+    max_tokens: Annotated[int, Field(ge=-2, le=schema.INT32)] | None = None
     """OpenAI's name of `n_predict`, which has precedence."""
-    n_cmpl: Samples | None = 1
-    temperature: Temperature | None = 0.8
-    top_k: CountOrOff | None = 40
-    top_p: PositiveShare | None = 0.95
-    min_p: Share | None = 0.05
-    repeat_penalty: Factor | None = 1.0
-    repeat_last_n: CountOrOff | None = None  # -1: all tokens; 0: no penalty. Other windows are not supported.
-    presence_penalty: Penalty | None = 0.0
-    frequency_penalty: Penalty | None = 0.0
-    seed: SeedOrRandom | None = -1
-    stop: Stops | None = None
+    n_cmpl: schema.Samples | None = 1
+    temperature: schema.Temperature | None = 0.8
+    top_k: schema.CountOrOff | None = 40
+    top_p: schema.PositiveShare | None = 0.95
+    min_p: schema.Share | None = 0.05
+    repeat_penalty: schema.Factor | None = 1.0
+    repeat_last_n: schema.CountOrOff | None = None  # -1: all tokens; 0: no penalty. Other windows are not supported.
+    presence_penalty: schema.Penalty | None = 0.0
+    frequency_penalty: schema.Penalty | None = 0.0
+    seed: schema.SeedOrRandom | None = -1
+    stop: schema.Stops | None = None
     ignore_eos: bool | None = None
     logit_bias: (
         Literal[False]
-        | Annotated[list[list[int | float | str | bool]], Field(max_length=MAX_BIAS)]
-        | Annotated[dict[str, float | bool], Field(max_length=MAX_BIAS)]
+        | Annotated[list[list[int | float | str | bool]], Field(max_length=schema.MAX_BIAS)]
+        | Annotated[dict[str, float | bool], Field(max_length=schema.MAX_BIAS)]
         | None
     ) = None
     """[[id or text, bias], …] or {id or text: bias}; the bias false forbids the token."""
-    n_probs: Alternatives | None = 0
+    n_probs: schema.Alternatives | None = 0
     grammar: str | None = None  # GBNF
     json_schema: dict[str, Any] | None = None
     cache_prompt: bool | None = True
@@ -408,23 +392,14 @@ def props(model: ServedModel, occupancy: Occupancy) -> JSON:
     }
 
 
+_COMPLETE = "Complete a text or token ids; the interface of llama.cpp's server."
+_DESCRIBE = "Describe the model and the defaults of /completion; the interface of llama.cpp's server."
 DIALECT = Dialect(
     generating=tuple(
-        Generating(
-            path=path,
-            body=LlamaBody,
-            to_call=llama_call,
-            summary="Complete a text or token ids; the interface of llama.cpp's server.",
-        )
+        Generating(path=path, body=LlamaBody, to_call=llama_call, summary=_COMPLETE)
         for path in ("/completion", "/completions")
     ),
-    describing=(
-        Describing(
-            path="/props",
-            describe=props,
-            summary="Describe the model and the defaults of /completion; the interface of llama.cpp's server.",
-        ),
-    ),
+    describing=(Describing(path="/props", describe=props, summary=_DESCRIBE),),
     error_body=error_body,
     stream_error=lambda error, first, number: stream_error(error),
 )

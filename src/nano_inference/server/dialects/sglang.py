@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
+from nano_inference.server import schema
 from nano_inference.server.call import JSON, Call, Reply, Transcript, transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_text
@@ -27,29 +28,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.events import event
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import version_facts
-from nano_inference.server.schema import (
-    MAX_BIAS,
-    MAX_NAMED,
-    MAX_PROMPTS,
-    Alternatives,
-    Bias,
-    Body,
-    CompletionBody,
-    Count,
-    CountOrOff,
-    Factor,
-    Name,
-    Penalty,
-    PositiveShare,
-    Salt,
-    Samples,
-    Seed,
-    Share,
-    Stops,
-    Temperature,
-    TokenId,
-    TokenIds,
-)
+from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.translating import given_fields, translated_call
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import SamplingMask, TopLogprobs, TrainingSample
@@ -59,7 +38,8 @@ _GROWTH_DIVISOR = 64
 """Every event contains all text so far, so a long answer's next event waits until it has grown by 1/64. The bytes of
 all events are then linear in the length of the answer, not quadratic."""
 
-NamedIds = Annotated[list[TokenId], Field(max_length=MAX_NAMED)]
+NamedIds = Annotated[list[schema.TokenId], Field(max_length=schema.MAX_NAMED)]
+_Each = Annotated[list[_T], Field(max_length=schema.MAX_PROMPTS)]  # one value for each prompt
 
 
 class CustomParams(Body):
@@ -71,24 +51,24 @@ class CustomParams(Body):
 class SglangParams(Body):
     """SGLang's SamplingParams with SGLang's defaults; the model's recommended values are not applied."""
 
-    max_new_tokens: Count | None = 128  # None: up to the end of the context
-    min_new_tokens: Count | None = 0
-    temperature: Temperature | None = 1.0
-    top_p: PositiveShare | None = 1.0
-    top_k: CountOrOff | None = -1
-    min_p: Share | None = 0.0
-    frequency_penalty: Penalty | None = 0.0
-    presence_penalty: Penalty | None = 0.0
-    repetition_penalty: Factor | None = 1.0
-    stop: Stops | None = None
-    stop_regex: Stops | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIAS)] | None = None
+    max_new_tokens: schema.Count | None = 128  # None: up to the end of the context
+    min_new_tokens: schema.Count | None = 0
+    temperature: schema.Temperature | None = 1.0
+    top_p: schema.PositiveShare | None = 1.0
+    top_k: schema.CountOrOff | None = -1
+    min_p: schema.Share | None = 0.0
+    frequency_penalty: schema.Penalty | None = 0.0
+    presence_penalty: schema.Penalty | None = 0.0
+    repetition_penalty: schema.Factor | None = 1.0
+    stop: schema.Stops | None = None
+    stop_regex: schema.Stops | None = None
+    stop_token_ids: Annotated[list[schema.TokenId], Field(max_length=schema.MAX_BIAS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None  # keep the stop string in the text
-    n: Samples | None = 1
-    sampling_seed: Seed | None = None
-    logit_bias: Bias | None = None
+    n: schema.Samples | None = 1
+    sampling_seed: schema.Seed | None = None
+    logit_bias: schema.Bias | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -98,20 +78,22 @@ class SglangParams(Body):
 class SglangBody(Body):
     """POST /generate. A list has one entry for each prompt."""
 
-    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | None = None
-    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
-    sampling_params: SglangParams | Annotated[list[SglangParams], Field(max_length=MAX_PROMPTS)] | None = None
-    return_logprob: bool | Annotated[list[bool], Field(max_length=MAX_PROMPTS)] | None = None
-    logprob_start_len: CountOrOff | Annotated[list[CountOrOff], Field(max_length=MAX_PROMPTS)] | None = None
+    text: str | Annotated[list[str], Field(min_length=1, max_length=schema.MAX_PROMPTS, fail_fast=True)] | None = None
+    input_ids: (
+        schema.TokenIds | Annotated[list[schema.TokenIds], Field(min_length=1, max_length=schema.MAX_PROMPTS)] | None
+    ) = None
+    sampling_params: SglangParams | _Each[SglangParams] | None = None
+    return_logprob: bool | _Each[bool] | None = None
+    logprob_start_len: schema.CountOrOff | _Each[schema.CountOrOff] | None = None
     """First prompt token with log-probabilities in the reply; -1: none."""
-    top_logprobs_num: Alternatives | Annotated[list[Alternatives], Field(max_length=MAX_PROMPTS)] | None = None
-    token_ids_logprob: NamedIds | Annotated[list[NamedIds], Field(max_length=MAX_PROMPTS)] | None = None
+    top_logprobs_num: schema.Alternatives | _Each[schema.Alternatives] | None = None
+    token_ids_logprob: NamedIds | _Each[NamedIds] | None = None
     """Tokens whose log-probabilities are reported at each position of the output."""
     return_text_in_logprobs: bool | None = None
     return_sampling_mask: bool | None = None
     stream: bool | None = None
-    rid: Name | Annotated[list[Name], Field(max_length=MAX_PROMPTS)] | None = None
-    cache_salt: Salt | None = Field(default=None, alias="extra_key")
+    rid: schema.Name | _Each[schema.Name] | None = None
+    cache_salt: schema.Salt | None = Field(default=None, alias="extra_key")
     """Requests share cached prefixes only if they have the same value."""
 
 
@@ -422,18 +404,8 @@ def _finish_reason(transcript: Transcript) -> JSON | None:
             return {"type": "abort", "message": "the request was aborted"}
 
 
+_GENERATE, _PROBE = "Complete texts or token ids; the interface of SGLang.", "Check that the engine samples a token."
 DIALECT = Dialect(
-    generating=(
-        Generating(
-            path="/generate",
-            body=SglangBody,
-            to_call=sglang_call,
-            summary="Complete texts or token ids; the interface of SGLang.",
-        ),
-    ),
-    probing=(
-        Probing(
-            path="/health_generate", to_call=health_generate_call, summary="Check that the engine samples a token."
-        ),
-    ),
+    generating=(Generating(path="/generate", body=SglangBody, to_call=sglang_call, summary=_GENERATE),),
+    probing=(Probing(path="/health_generate", to_call=health_generate_call, summary=_PROBE),),
 )
