@@ -163,7 +163,6 @@ def health(occupancy: Occupancy) -> JSON:
 
 # ---- routes
 
-
 _OPENAI = Generating(
     path="/chat/completions",
     body=ChatBody,
@@ -179,24 +178,13 @@ def choose(body: Mapping[str, Any], model: ServedModel) -> Generating | None:
     return None if is_nanochats and body.get("model") is None else _OPENAI
 
 
+_WEB, _STATS = (
+    "Answer messages with the events of nanochat's web chat.",
+    "Count running answers, in the form of nanochat's web chat.",
+)
 DIALECT = Dialect(
-    generating=(
-        Generating(
-            path="/chat/completions",
-            body=WebBody,
-            to_call=web_call,
-            summary="Answer messages with the events of nanochat's web chat.",
-            renders=True,
-            choose=choose,
-        ),
-    ),
-    describing=(
-        Describing(
-            path="/stats",
-            describe=stats,
-            summary="Count running answers, in the form of nanochat's web chat.",
-        ),
-    ),
+    generating=(replace(_OPENAI, body=WebBody, to_call=web_call, summary=_WEB, choose=choose),),
+    describing=(Describing(path="/stats", describe=stats, summary=_STATS),),
     health=health,
     error_body=error_body,
     stream_error=lambda error, first, number: stream_error(error),

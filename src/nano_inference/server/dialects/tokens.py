@@ -99,33 +99,18 @@ def _rendered(body: RenderingFields, model: ServedModel) -> list[int]:
         return dialogue.encode(*read_messages(body, dialogue, use))
 
 
+_TOKENIZE = "Encode a text or messages as token ids."
+_COUNT = "Count the tokens of a chat's prompt; the interface of llama.cpp's server."
+_RENDER = "Render messages with the model's chat template."
 DIALECT = Dialect(
     converting=(
-        Converting(
-            path="/tokenize",
-            body=TokenizeBody,
-            work=tokenize,
-            summary="Encode a text or messages as token ids.",
-            renders=True,
-        ),
+        Converting(path="/tokenize", body=TokenizeBody, work=tokenize, summary=_TOKENIZE, renders=True),
         *(
-            Converting(
-                path=f"{prefix}/chat/completions/input_tokens",
-                body=CountBody,
-                work=count_chat,
-                summary="Count the tokens of a chat's prompt; the interface of llama.cpp's server.",
-                renders=True,
-            )
-            for prefix in ("/v1", "")
+            Converting(path=path, body=CountBody, work=count_chat, summary=_COUNT, renders=True)
+            for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
         ),
         Converting(path="/detokenize", body=DetokenizeBody, work=detokenize, summary="Decode token ids to text."),
-        Converting(
-            path="/apply-template",
-            body=ApplyTemplateBody,
-            work=apply_template,
-            summary="Render messages with the model's chat template.",
-            renders=True,
-        ),
+        Converting(path="/apply-template", body=ApplyTemplateBody, work=apply_template, summary=_RENDER, renders=True),
     ),
     describing=(Describing(path="/tokenizer_info", describe=tokenizer_info, summary="Describe the tokenizer."),),
 )
