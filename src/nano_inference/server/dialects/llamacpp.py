@@ -41,18 +41,13 @@ from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
 
 _MOST_BIAS = 100.0  # the largest bias of OpenAI's API; its negative bans a token
-_SAME_NAME = (
-    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-    *("stop", "ignore_eos", "grammar", "json_schema"),
-)
-_OTHER_NAME: Mapping[str, str] = {
+_CLIENT_NAMES: Mapping[str, str] = {
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
     "logprobs": "n_probs",
     "n": "n_cmpl",
 }
 """Field of `CompletionBody` -> llama.cpp's field, where the names differ."""
-
 
 Pieces = Annotated[list[schema.TokenId | str], Field(min_length=1, max_length=1 << 20, fail_fast=True)]  # of one prompt
 
@@ -122,7 +117,7 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise unsupported_field("repeat_last_n", message)
     values = given_fields(body)
-    fields: JSON = {name: values[name] for name in _SAME_NAME if name in values}
+    fields: JSON = {name: value for name, value in values.items() if name in CompletionBody.model_fields}
     if body.temperature is None or "temperature" not in body.model_fields_set:
         fields["temperature"] = config.temp if config.temp is not None else fields["temperature"]
     if body.repeat_last_n == 0:
@@ -140,17 +135,15 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
     if body.ignore_eos:  # llama.cpp then does not sample the end tokens at all
         bias |= dict.fromkeys(map(str, sorted(model.limits.eos_token_ids)), -_MOST_BIAS)
     fields |= {
-        "model": body.model,
         "prompt": prompts,
         "n": body.n_cmpl,
         "max_tokens": None if limit is None or limit < 0 else limit,  # None: up to the end of the context
+        "n_predict": None,
         "seed": seed,
         "logit_bias": bias,
-        "stream": body.stream,
-        "return_progress": body.return_progress,
         "return_token_ids": True,
     }
-    call = translated_call(fields, CompletionBody, _OTHER_NAME, model, config, salt)
+    call = translated_call(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
     call = with_processed_logprobs(call) if body.post_sampling_probs else call
     call = without_prefix_cache(call) if body.cache_prompt is False else call
     name = f"cmpl-{uuid.uuid4().hex}"
@@ -188,11 +181,9 @@ def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float]:
     """
     if not bias:
         return {}
-    pairs = (
-        [(int(key) if key.isdecimal() else key, value) for key, value in bias.items()]
-        if isinstance(bias, dict)
-        else bias
-    )
+    pairs: Any = bias
+    if isinstance(bias, dict):
+        pairs = [(int(key) if key.isdecimal() else key, value) for key, value in bias.items()]
     sums: dict[str, float] = {}
     for index, pair in enumerate(pairs):
         where = f"logit_bias.{index}"
