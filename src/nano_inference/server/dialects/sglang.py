@@ -233,12 +233,12 @@ def _merge(calls: Sequence[Call]) -> Call:
     prompts only delay text: the engine decides where a sample stops.
     """
     first, shapes = calls[0], [call.shape for call in calls]
-    for name, values in {
-        "n": {call.num_samples for call in calls},
-        "no_stop_trim": {shape.include_stop for shape in shapes},
-        "skip_special_tokens": {shape.skip_special for shape in shapes},
-    }.items():
-        if len(values) > 1:
+    for name, values in (
+        ("n", [call.num_samples for call in calls]),
+        ("no_stop_trim", [shape.include_stop for shape in shapes]),
+        ("skip_special_tokens", [shape.skip_special for shape in shapes]),
+    ):
+        if len(set(values)) > 1:
             field = f"sampling_params.{name}"
             raise ApiError(400, f"{field} must be the same for all prompts of a request", param=field)
     shape = replace(
