@@ -58,7 +58,7 @@ _COMPLETE = (
 
 CHANGES: Sequence[Change] = (
     route("aider", _CHAT, "openai"),
-    Change("aider", "a body needs a Content-Type", "guard.py", "kind != wanted and not is_bare", "kind != wanted"),
+    Change("aider", "a body needs a Content-Type", "security.py", "kind != wanted and not is_bare", "kind != wanted"),
     route("aider", "/api/chat", "ollama"),
     route("aider", "/api/generate", "ollama"),
     Change("aider", "answers of `/api/generate` have no `response`", *_RESPONSE),
