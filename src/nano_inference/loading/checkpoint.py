@@ -95,7 +95,6 @@ def _open_gguf(path: Path, _: Iterable[str]) -> Checkpoint:
 
 
 def _is_hugging_face(path: Path) -> bool:
-    """Return True for a directory with config.json."""
     return path.is_dir() and is_present(path / "config.json")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,6 @@ class Checkpoint:
         """Return the number of parameters; tied embeddings count once."""
         tied = {HEAD} if self.config.tie_embeddings else set()
         return sum(math.prod(source.shape) for name, source in self.sources.items() if name not in tied)
-
-    def with_positions(self, count: int) -> Checkpoint:
-        """Return the checkpoint with sequences of up to `count` tokens; the model need not be trained for them."""
-        return replace(self, config=replace(self.config, max_positions=count))
 
     def tensors(self) -> Iterator[tuple[str, WeightSource]]:
         """Return an iterator over (name, source) of all weights."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nano_inference.config import EngineConfig
@@ -46,4 +46,4 @@ def opened(config: EngineConfig, kinds: ModelKinds, cache: Path) -> Checkpoint:
     if not config.allow_long_context or config.max_model_len <= trained:
         return checkpoint
     _log.warning("max_model_len %d is more than the model was trained for, %d tokens", config.max_model_len, trained)
-    return checkpoint.with_positions(config.max_model_len)
+    return replace(checkpoint, config=replace(checkpoint.config, max_positions=config.max_model_len))

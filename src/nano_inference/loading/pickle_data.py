@@ -109,7 +109,6 @@ def _check_opcodes(data: bytes) -> None:
 
 
 def _popped(depths: list[int | None], info: pickletools.OpcodeInfo) -> list[int]:
-    """Pop what an opcode takes from the stack."""
     found: list[int] = []
     for kind in reversed(info.stack_before):
         if kind is pickletools.markobject:

@@ -69,7 +69,6 @@ class FileRange:
                 self._read_values(file, row)
 
     def _read_values(self, file: FileIO, flat: Tensor) -> None:
-        """Fill a contiguous tensor from adjacent values."""
         dtype = DTYPES[self.dtype]
         if dtype == flat.dtype and flat.device.type == "cpu":
             fill(file, self.path, flat)

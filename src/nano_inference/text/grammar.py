@@ -28,15 +28,6 @@ STACK_BYTES = 256 << 20
 """Stack size of the thread that compiles: the compiler recurses along references between rules, and a stack overflow
 would end the process. 64 KiB of references need a tenth of this."""
 
-_MAX_ROW_ITEMS = 2000
-_MAX_STEP_ITEMS = 20_000
-_MAX_ROW_ITEMS_FREE = 250
-_MAX_STEP_ITEMS_FREE = 3000
-"""Limits for Lark and GBNF, which may be ambiguous: the time per token is then quadratic in a row's items."""
-_STEP_FUEL = 30_000
-_COMPILE_FUEL = 300_000
-_MAX_STATES = 50_000
-_MAX_SYMBOLS = 100_000
 _NICENESS = 15
 _FORCED_CHARS = 256  # limit on the characters of a forced text that are tokenized; only the first token is used
 
@@ -81,7 +72,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar, text: str) -> _Compiled:
         if self._vocabulary is None:
-            self._vocabulary = _Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_ids)
+            self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
         vocabulary = self._vocabulary
         compiled = _on_deep_stack(lambda: _compile(vocabulary, grammar, text))
         with self._cache_lock:
@@ -116,52 +107,19 @@ class GrammarMatcher:
         return self._mask
 
 
-@dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """A model's vocabulary in the library's form."""
+    """A model's vocabulary in the library's form, with the attributes of a tokenizer that the library reads.
 
-    tokenizer: Any  # an LLTokenizer; the library is imported on demand
-    num_bytes: int  # size of a mask in bytes
-    text_bits: int  # bits of the ids that stand for text
-    eos_ids: frozenset[int]
-    eos_bits: int
-
-    @staticmethod
-    def of(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> _Vocabulary:
-        """Build the library's trie of tokens, in a fraction of a second.
-
-        The library's end token is an additional id after all others, so that it treats no real token specially.
-        """
-        from llguidance import LLTokenizer
-
-        words = _Words(tokenizer, vocab_size, eos_ids)
-        ll: Any = LLTokenizer  # its stub requires the library's wrapper class; any object with these attributes works
-        return _Vocabulary(
-            tokenizer=ll(words, n_vocab=vocab_size + 1, eos_token=vocab_size),
-            num_bytes=-(-vocab_size // 8),
-            text_bits=_bits(words.text_ids, vocab_size),
-            eos_ids=eos_ids,
-            eos_bits=_bits((token for token in eos_ids if token < vocab_size), vocab_size),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    """A compiled grammar in its initial state, which samples copy."""
-
-    vocabulary: _Vocabulary
-    inner: Any  # an LLMatcher, which is only copied
-    mask: bytes  # the mask of the first token
-    allowed_bits: int  # bits of the ids that may ever be allowed: text, and the special tokens that the grammar names
-
-
-class _Words:
-    """The tokenizer with the attributes that the library reads; special tokens have no bytes."""
+    Special tokens have no bytes. The library's end token is an additional id after all others, so that it treats no
+    real token specially. Building the library's trie of tokens takes a fraction of a second.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        from llguidance import LLTokenizer
+
         self._tokenizer = tokenizer
         self.eos_token_id = vocab_size
         self.special_token_ids = [vocab_size]
@@ -170,9 +128,14 @@ class _Words:
         for token in range(min(vocab_size, tokenizer.vocab_size)):
             with suppress(BadRequest):  # an id that the tokenizer does not have
                 self.tokens[token] = b"" if token in no_text else tokenizer.token_bytes(token)
-        self.text_ids = [token for token, data in enumerate(self.tokens) if data]
         self._ids = {data: token for token, data in enumerate(self.tokens) if data}
         self._longest = max(map(len, self._ids), default=1)
+        self.num_bytes = -(-vocab_size // 8)  # of a mask
+        self.text_bits = _bits((token for token, data in enumerate(self.tokens) if data), vocab_size)
+        self.eos_ids = eos_ids
+        self.eos_bits = _bits((token for token in eos_ids if token < vocab_size), vocab_size)
+        ll: Any = LLTokenizer  # its stub requires the library's wrapper class; any object with these attributes works
+        self.library: Any = ll(self, n_vocab=vocab_size + 1, eos_token=vocab_size)
 
     def __call__(self, text: str) -> Sequence[int]:
         """Tokenize the beginning of a forced text with the tokenizer, or greedily if that gives other bytes."""
@@ -193,8 +156,17 @@ class _Words:
         return ids
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A compiled grammar in its initial state, which samples copy."""
+
+    vocabulary: _Vocabulary
+    inner: Any  # an LLMatcher, which is only copied
+    mask: bytes  # the mask of the first token
+    allowed_bits: int  # bits of the ids that may ever be allowed: text, and the special tokens that the grammar names
+
+
 def _bits(ids: Iterable[int], vocab_size: int) -> int:
-    """Return an integer with the bits of these ids set."""
     data = bytearray(-(-vocab_size // 8))
     for token in ids:
         data[token // 8] |= 1 << token % 8
@@ -205,17 +177,18 @@ def _compile(vocabulary: _Vocabulary, grammar: Grammar, text: str) -> _Compiled:
     """Compile a grammar (`text`: in the library's form) and its first mask, which saves the engine thread that time."""
     from llguidance import LLMatcher, LLParserLimits
 
+    # Lark and GBNF may be ambiguous: the time per token is then quadratic in a row's items.
     is_free = grammar.kind in ("lark", "gbnf")
     limits = LLParserLimits(
-        max_items_in_row=_MAX_ROW_ITEMS_FREE if is_free else _MAX_ROW_ITEMS,
-        step_max_items=_MAX_STEP_ITEMS_FREE if is_free else _MAX_STEP_ITEMS,
-        step_lexer_fuel=_STEP_FUEL,
-        initial_lexer_fuel=_COMPILE_FUEL,
-        max_lexer_states=_MAX_STATES,
-        max_grammar_size=_MAX_SYMBOLS,
+        max_items_in_row=250 if is_free else 2000,
+        step_max_items=3000 if is_free else 20_000,
+        step_lexer_fuel=30_000,
+        initial_lexer_fuel=300_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
         verbose_errors=False,
     )
-    inner = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+    inner = LLMatcher(vocabulary.library, text, log_level=0, limits=limits)
     if inner.is_error():
         raise BadRequest(grammar.kind, f"{reason_of(inner.get_error())}")
     allowed_bits = vocabulary.text_bits | _bits(grammar.special, 8 * vocabulary.num_bytes)

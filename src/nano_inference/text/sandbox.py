@@ -28,14 +28,10 @@ from jinja2.utils import Namespace
 from nano_inference.text.templates import Program, TemplateLimit, TemplateRefusal
 from nano_inference.types import ModelError
 
-SAFE_JINJA = (3, 1, 6)
-"""The first version without a known escape (CVE-2025-27516)."""
-MAX_SOURCE = 1 << 18
-"""Limit on a template's characters; the longest known ones have 2¹⁵."""
-MAX_TEXT = 1 << 26
-"""Limit on the characters of a rendered text; a request's body has at most as many bytes by default."""
-MAX_RESULT = 1 << 22
-"""Limit on the bits of a product or power, and on the length of a repeated text or list."""
+SAFE_JINJA = (3, 1, 6)  # the first version without a known escape (CVE-2025-27516)
+MAX_SOURCE = 1 << 18  # limit on a template's characters; the longest known ones have 2¹⁵
+MAX_TEXT = 1 << 26  # limit on the characters of a rendered text; a request's body has at most as many bytes by default
+MAX_RESULT = 1 << 22  # limit on the bits of a product or power, and on the length of a repeated text or list
 
 
 def compile_template(source: str, where: str) -> Program:

@@ -102,7 +102,6 @@ class TiktokenTokenizer:
     drops_space: bool = False
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Return the ids; with `parse_special=False` the text of a special token is encoded as plain text."""
         check_unicode(text)
         allowed: set[str] = self.core.special_tokens_set if parse_special else set()
         with no_panic(f"a text of {len(text)} characters"):
@@ -110,13 +109,11 @@ class TiktokenTokenizer:
         return [self.bos_id, *ids] if add_special and self.adds_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text of ids; invalid UTF-8 becomes U+FFFD. Raises `BadRequest` for an unknown id."""
         skipped = self.special_ids if skip_special else frozenset()
         data = b"".join(self.token_bytes(token) for token in ids if token not in skipped)
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """Return an id's bytes. Raises `BadRequest` for an unknown id."""
         try:
             data: bytes = self.core.decode_single_token_bytes(token)
         except (KeyError, OverflowError):
