@@ -12,8 +12,8 @@ import pytest
 
 from nano_inference.cli import commands
 from nano_inference.cli import serve as serve_command
+from nano_inference.cli.app import no_collection
 from nano_inference.cli.arguments import Typed
-from nano_inference.cli.collection import no_collection
 from nano_inference.config import EngineConfig
 from nano_inference.server import load as loader
 from nano_inference.server.config import ServerConfig

@@ -16,8 +16,7 @@ from cyclopts import Argument
 
 from nano_inference.cli import main
 from nano_inference.cli.app import build_app
-from nano_inference.cli.arguments import NOT_IN_FILES, options_of, variable_of, walk_commands
-from nano_inference.cli.config_file import default_file
+from nano_inference.cli.arguments import NOT_IN_FILES, default_file, options_of, variable_of, walk_commands
 
 Capture = pytest.CaptureFixture[str]
 NEEDED = {"models pull": ("x",), "models rm": ("x",), "models export": ("x", "y")}

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.build import kernels_here
-from nano_inference.cli import doctor, estimate, main
+from nano_inference.cli import doctor, main
 from nano_inference.config import Dtype
 from nano_inference.loading.catalog import WHEELS, ModelEntry, default_cache
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.nanochat.builtin import CALCULATOR
 
 Capture = pytest.CaptureFixture[str]
-MACHINE = estimate.Machine(available=8_000_000_000, kv_budget=1_000_000_000, has_kernels=True)
+MACHINE = doctor.Machine(available=8_000_000_000, kv_budget=1_000_000_000, has_kernels=True)
 
 
 @pytest.fixture(autouse=True)
@@ -52,26 +52,26 @@ def bfloat16_model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.parametrize("precision", ["auto", "int8"])
 def test_weight_estimate_matches_engine(precision: Dtype) -> None:
     path = CALCULATOR.directory
-    row = estimate.of_model("calculator", open_checkpoint(path), precision, MACHINE)
+    row = doctor.of_model("calculator", open_checkpoint(path), precision, MACHINE)
     assert row["weight_bytes"] == pytest.approx(weight_bytes(path, precision), rel=0.03)
 
 
 def test_weight_estimate_matches_torch_executor(bfloat16_model: Path) -> None:
-    row = estimate.of_model("half", open_checkpoint(bfloat16_model), "float32", MACHINE)
+    row = doctor.of_model("half", open_checkpoint(bfloat16_model), "float32", MACHINE)
     assert row["weight_bytes"] == weight_bytes(bfloat16_model, "float32", "off")
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("precision", ["auto", "int8"])
 def test_weight_estimate_matches_default_model(default_model_path: Path, precision: Dtype) -> None:
-    row = estimate.of_model("default", open_checkpoint(default_model_path), precision, MACHINE)
+    row = doctor.of_model("default", open_checkpoint(default_model_path), precision, MACHINE)
     assert row["weight_bytes"] == pytest.approx(weight_bytes(default_model_path, precision), rel=0.03)
 
 
 def test_estimate_derived_from_bytes(bfloat16_model: Path) -> None:
     checkpoint = open_checkpoint(bfloat16_model)
     config = checkpoint.config
-    row = estimate.of_model("half", checkpoint, "auto", MACHINE)
+    row = doctor.of_model("half", checkpoint, "auto", MACHINE)
     assert row["precision"] == "auto (bfloat16)" and row["context"] == 8192
     assert row["kv_bytes_per_token"] == 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
     assert row["context_kv_bytes"] == 8192 * row["kv_bytes_per_token"]
@@ -79,12 +79,12 @@ def test_estimate_derived_from_bytes(bfloat16_model: Path) -> None:
     need = row["weight_bytes"] + row["context_kv_bytes"]
     for available, fits in ((need, True), (need - 1, False)):
         now = MACHINE._replace(available=available)
-        assert estimate.of_model("half", checkpoint, "auto", now)["fits"] is fits
+        assert doctor.of_model("half", checkpoint, "auto", now)["fits"] is fits
 
 
 def test_typical_sizes() -> None:
-    rows = estimate.of_sizes(MACHINE)
-    assert len(rows) == len(estimate.SIZES) * len(estimate.PRECISIONS)
+    rows = doctor.of_sizes(MACHINE)
+    assert len(rows) == len(doctor.SIZES) * len(doctor.PRECISIONS)
     four = {row["precision"]: row for row in rows if row["size"].startswith("4B")}
     assert four["bfloat16"]["fits"] is False and four["4 bits (Q4_0)"]["fits"] is True
     assert four["bfloat16"]["weight_bytes"] == 2 * 4_022_468_096
@@ -94,14 +94,14 @@ def test_typical_sizes() -> None:
 def test_unreadable_model_has_problem(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mystery", "architectures": ["Mystery"]}')
     (tmp_path / "model.safetensors").write_bytes(b"")
-    (row,) = estimate.of_models([ModelEntry("org/mystery", tmp_path, 0, "hub")], MACHINE)
+    (row,) = doctor.of_models([ModelEntry("org/mystery", tmp_path, 0, "hub")], MACHINE)
     assert row["model"] == "org/mystery" and row["problem"]
 
 
 def test_each_gguf_file_of_a_repository_is_estimated(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    rows = estimate.of_models([ModelEntry("org/two", tmp_path, 0, "hub")], MACHINE)
+    rows = doctor.of_models([ModelEntry("org/two", tmp_path, 0, "hub")], MACHINE)
     assert [row["model"] for row in rows] == ["org/two:a.gguf", "org/two:b.gguf"]
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from nano_inference.cli.conversation import Piece
-from nano_inference.cli.printable import one_line, printable
 from nano_inference.cli.render import MarkdownOutput, console_of, output_for, split
+from nano_inference.cli.terminal import one_line, printable
 
 TEXT = """# Head
 

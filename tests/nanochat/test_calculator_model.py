@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from nano_inference import EngineConfig, SamplingParams
+from nano_inference.cli.local import Session, open_session
 from nano_inference.cli.options import Common
-from nano_inference.cli.session import Session, open_session
 from nano_inference.nanochat import GPT, Engine, get_tokenizer
 from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.nanochat.calculator import calculate, result_text

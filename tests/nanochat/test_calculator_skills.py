@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 
 from nano_inference import EngineConfig, SamplingParams
+from nano_inference.cli.local import Session, open_session
 from nano_inference.cli.options import Common
-from nano_inference.cli.session import Session, open_session
 from tests.nanochat.example_modules import load_example
 
 data = load_example("calculator_data")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,9 +15,8 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env
 
 import nano_inference
-from nano_inference.cli.arguments import ENV_PREFIX, ParsedCommand, apply_sizes, error_text, fill_defaults
+from nano_inference.cli.arguments import ENV_PREFIX, ParsedCommand, apply_files, apply_sizes, error_text, fill_defaults
 from nano_inference.cli.command import installed_commands
-from nano_inference.cli.config_file import apply_files
 from nano_inference.support.packages import needed
 from nano_inference.types import BadRequest, ModelError
 
@@ -41,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        return _leave_pipe()
+        # To the null device, because the flush at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except Exception as error:
         if os.environ.get(f"{ENV_PREFIX}TRACEBACK"):
             raise
@@ -83,7 +86,8 @@ def build_app(parsed: ParsedCommand | None = None) -> App:
         exit_on_error=False,
         suppress_keyboard_interrupt=False,
         result_action="return_value",
-        default_parameter=Parameter(allow_repeating=True, show_default=_shown),  # the last one counts
+        # The last of repeated options counts; defaults that are False, None or empty are not shown.
+        default_parameter=Parameter(allow_repeating=True, show_default=lambda one: one or None),
     )
     models = App(
         name="models", usage="Usage: nano-inference models COMMAND", help="List, fetch, inspect and delete models."
@@ -103,11 +107,6 @@ def build_app(parsed: ParsedCommand | None = None) -> App:
     return app
 
 
-def _shown(default: object) -> object:
-    """Return a default for --help; False, empty values and None say nothing."""
-    return default or None
-
-
 def report(error: Exception) -> int:
     """Print an error as one line on stderr and return its exit code: 2 for user errors, 1 otherwise."""
     if isinstance(error, OSError) and error.strerror:
@@ -119,12 +118,6 @@ def report(error: Exception) -> int:
     print(f"nano-inference: {' '.join(text.split())}", file=sys.stderr)
     # BadRequest, ModelError and SettingError are ValueErrors.
     return BAD_USAGE if isinstance(error, ValueError | CycloptsError | OSError) else ENGINE_FAILED
-
-
-def _leave_pipe() -> int:
-    """Redirect stdout to the null device, because the flush at exit would fail again; return the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return BROKEN_PIPE
 
 
 class LossyFile(io.FileIO):
@@ -160,3 +153,18 @@ def prepare() -> None:
         encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
         file = io.BufferedWriter(LossyFile(2, "w", closefd=False))
         sys.stderr = io.TextIOWrapper(file, encoding, errors="backslashreplace", line_buffering=True)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Disable the cyclic garbage collector while the block runs; re-enable it if it was enabled.
+
+    Almost no object made while a server starts is garbage, and collections would take a tenth of that time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

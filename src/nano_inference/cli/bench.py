@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from nano_inference.cli.local import open_session
 from nano_inference.cli.options import Common
-from nano_inference.cli.session import open_session
 from nano_inference.cli.terminal import Interrupts, bar, print_rows
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine

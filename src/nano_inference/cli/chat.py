@@ -10,24 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nano_inference.cli import saved
 from nano_inference.cli.conversation import (
     ChatBackend,
     Conversation,
+    Options,
     Question,
-    Reply,
     Sampling,
     ServerError,
+    load_conversation,
     plain_value,
     sampling_fields,
+    save_conversation,
     with_defaults,
 )
 from nano_inference.cli.lines import Input, open_reader
 from nano_inference.cli.options import Common
-from nano_inference.cli.printable import one_line
-from nano_inference.cli.render import open_output
-from nano_inference.cli.terminal import Interrupts, no_echo, note
-from nano_inference.cli.token_view import show_tokens, table
+from nano_inference.cli.render import open_output, show_tokens, table
+from nano_inference.cli.terminal import Interrupts, no_echo, note, one_line
 from nano_inference.support.checks import did_you_mean
 from nano_inference.support.files import path_of
 from nano_inference.text.chat import Message
@@ -52,15 +51,6 @@ class Chat(NamedTuple):
     backend: ChatBackend
     plain: bool = False
     quiet: bool = False
-
-
-class Options(NamedTuple):
-    """Options of a chat."""
-
-    system: str | None = None
-    prompt: str | None = None  # if given, answer this message and exit
-    has_bare_words: bool = False
-    plain: bool = False  # do not render the Markdown of answers
 
 
 def run(options: Options, backend: ChatBackend, sampling: Sampling, common: Common) -> int:
@@ -115,24 +105,19 @@ def answer_turns(chat: Chat, conversation: Conversation, turns: tuple[Message, .
     )
     with Interrupts() as interrupts, no_echo(), open_output(chat.plain) as output:
         reply = chat.backend.answer(question, interrupts, output.write)
-    _print_end(reply, interrupts.pressed, conversation.shows_tokens, chat.quiet)
-    turns = (*reply.kept, reply.message) if reply.message.get("content") or not reply.failure else conversation.turns
-    return replace(conversation, turns=turns, last=reply, has_failed=reply.failure is not None)
-
-
-def _print_end(reply: Reply, was_stopped: bool, shows_tokens: bool, quiet: bool) -> None:
-    """Print how an answer ended and its statistics."""
     if reply.failure is not None:
         note(f"nano-inference: {reply.failure}")
-    elif was_stopped:
+    elif interrupts.pressed:
         note("[stopped]")
     elif reply.finish_reason == "repetition":
-        note("[stopped: the answer repeats itself]", quiet)
+        note("[stopped: the answer repeats itself]", chat.quiet)
     elif reply.finish_reason == "length":
-        note(f"[cut off: {reply.cut_by or _LENGTH_LIMIT}]", quiet)
-    if shows_tokens:
+        note(f"[cut off: {reply.cut_by or _LENGTH_LIMIT}]", chat.quiet)
+    if conversation.shows_tokens:
         show_tokens(reply.tokens)
-    note(reply.stats.summary(), quiet)
+    note(reply.stats.summary(), chat.quiet)
+    turns = (*reply.kept, reply.message) if reply.message.get("content") or not reply.failure else conversation.turns
+    return replace(conversation, turns=turns, last=reply, has_failed=reply.failure is not None)
 
 
 # ---- slash commands: each receives the conversation and its argument, and returns the new conversation
@@ -232,14 +217,14 @@ def _show(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
 
 def _save(chat: Chat, conversation: Conversation, rest: str, *, overwrite: bool = False) -> Conversation:
     path = _path("/save", rest)
-    saved.save(path, conversation, chat.backend.facts["model"], overwrite=overwrite)
+    save_conversation(path, conversation, chat.backend.facts["model"], overwrite=overwrite)
     note(f"{path}: {len(conversation.turns)} messages saved")
     return conversation
 
 
 def _load(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     path = _path("/load", rest)
-    conversation = saved.load(path, conversation)
+    conversation = load_conversation(path, conversation)
     note(f"{path}: {len(conversation.turns)} messages loaded")
     return conversation
 
@@ -294,10 +279,6 @@ def _integer(command: str, text: str) -> int:
         raise BadRequest(command, f"must be followed by a whole number, got {one_line(text, 60)!r}") from None
 
 
-def _field_names(text: str) -> list[str]:
-    return [f"{name} " for name in sampling_fields() if name.startswith(text)]
-
-
 def _files(text: str) -> list[str]:
     folder, slash, start = text.rpartition("/")
     with suppress(OSError, RuntimeError):
@@ -314,7 +295,12 @@ _TABLE: Mapping[str, Command] = {
         "TEXT",
         "Set the system message and start a new conversation.",
     ),
-    "/set": Command(_set, "[NAME VALUE]", "List the sampling fields, or change one: /set top_k 40.", _field_names),
+    "/set": Command(
+        _set,
+        "[NAME VALUE]",
+        "List the sampling fields, or change one: /set top_k 40.",
+        lambda text: [f"{name} " for name in sampling_fields() if name.startswith(text)],
+    ),
     "/show": Command(_show, "", "Show the conversation's length and your settings."),
     "/save": Command(_save, "FILE", "Write the conversation to a new file; /save! overwrites.", _files),
     "/save!": Command(partial(_save, overwrite=True), "FILE", "", _files),

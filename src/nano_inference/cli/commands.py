@@ -58,10 +58,9 @@ def chat(
     The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists the slash commands.
     With --server, a running OpenAI-compatible server answers; --model then selects one of its models.
     """
-    from nano_inference.cli.chat import Options
-    from nano_inference.cli.conversation import requested_sampling
+    from nano_inference.cli.conversation import Options, requested_sampling
 
-    options = Options(system, prompt, plain=chat_options.plain)
+    options = Options(system, prompt, chat_options.has_bare_words, chat_options.plain)
     requested = requested_sampling(sampling, typed.fields)
     if chat_options.server is not None:
         from nano_inference.cli import remote
@@ -108,7 +107,7 @@ def generate(
     """
     from nano_inference.cli import generate as work
     from nano_inference.cli.conversation import requested_sampling
-    from nano_inference.cli.prompts import read_prompts
+    from nano_inference.cli.place import read_prompts
 
     prompts = read_prompts(prompt, file)
     return work.run(
@@ -132,7 +131,7 @@ def serve(
     nano-inference serve --host 0.0.0.0 --api-key-file keys.txt
     nano-inference serve --print-config > serve.toml
     """
-    from nano_inference.cli.collection import no_collection
+    from nano_inference.cli.app import no_collection
 
     with no_collection():
         from nano_inference.cli import serve as work
@@ -257,7 +256,7 @@ def models_info(
 
     Constants that the checkpoint's files do not name are listed with their inferred values and the reasons.
     """
-    from nano_inference.cli import info as work
+    from nano_inference.cli import doctor as work
 
     return work.show_info(name, override, as_json, common)
 

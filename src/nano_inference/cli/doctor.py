@@ -1,30 +1,224 @@
-"""`doctor`: facts for a bug report, and the models that fit in this machine's memory."""
+"""`doctor`: facts for a bug report, and the models that fit in this machine's memory; `models info`: a model's facts.
+
+Memory use is estimated from the headers of a model's files alone.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import constants
 from rich.filesize import decimal
 
 import nano_inference
-from nano_inference.build import kernels_here
-from nano_inference.cli import estimate
-from nano_inference.cli.arguments import ENV_PREFIX
-from nano_inference.cli.config_file import default_file
+from nano_inference.build import end_token_ids, kernels_here
+from nano_inference.cli.arguments import ENV_PREFIX, default_file
 from nano_inference.cli.options import Common
-from nano_inference.cli.place import cache_of
+from nano_inference.cli.place import cache_of, fetch
 from nano_inference.cli.shells import installed
 from nano_inference.cli.terminal import print_rows
+from nano_inference.config import EngineConfig
+from nano_inference.executors.cpu.matrix import can_keep, can_round
 from nano_inference.executors.devices import available_memory, free_bytes
-from nano_inference.loading.catalog import WHEELS, list_models
+from nano_inference.loading.catalog import WHEELS, ModelEntry, list_models
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.gguf import PackedTensor
+from nano_inference.loading.kinds import ModelKinds, installed_kinds
+from nano_inference.loading.pieces import DTYPES
+from nano_inference.loading.sources import WeightSource
+from nano_inference.text.dialogue import load_dialogue
+from nano_inference.text.tokenizer import kind_of, load_tokenizer
+from nano_inference.types import BadRequest, ModelError
+
+
+def show_info(name: str, overrides: Sequence[str], as_json: bool, common: Common) -> int:
+    """Print the facts of a model, fetching it if necessary."""
+    kinds = installed_kinds()
+    facts = describe(open_checkpoint(fetch(name, common), overrides, kinds.formats), kinds)
+    if as_json:
+        print(json.dumps(facts))
+        return 0
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        print(f"{key.replace('_', ' '):<{width}}  {_fact(key, value)}")
+    return 0
+
+
+def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
+    """Return the facts of a model as JSON values."""
+    config, path, source = checkpoint.config, checkpoint.path, checkpoint.tokenizer
+    files = [path] if path.is_file() else [*path.glob("*.safetensors")]
+    tokenizer = load_tokenizer(source, kinds.tokenizers)
+    kind = None if source.gguf is not None else kind_of(Path(source.path), kinds.tokenizers)
+    own = "none" if kind is None else kind.description
+    facts = {
+        "path": str(path),
+        "architecture": config.architecture,
+        "family": config.family,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_positions,
+        "windows": dict(Counter("full" if layer.window is None else str(layer.window) for layer in config.layers)),
+        "ropes": [
+            f"{rope.kind}, theta {rope.theta:g}, {rope.rotary_dim} dimensions"
+            + ("" if rope.table_dtype == "float32" else f", tables in {rope.table_dtype}")
+            for rope in config.ropes
+        ],
+        "tied_embeddings": config.tie_embeddings,
+        "file_precision": checkpoint.dtype,
+        "file_bytes": sum(file.stat().st_size for file in files),
+        "parameters": checkpoint.num_parameters,
+        "float32_bytes": checkpoint.num_parameters * FLOAT32,
+        "kv_bytes_per_token": config.kv_bytes_per_token(FLOAT32),
+        "tokenizer": own if source.gguf is None else f"gguf ({source.gguf.get('tokenizer.ggml.model')})",
+        "chat_template": load_dialogue(source, tokenizer, kinds.tokenizers) is not None,
+        "end_tokens": {token: tokenizer.token_text(token) for token in sorted(end_token_ids(config, tokenizer))},
+    }
+    if (inferred := checkpoint.inferred) is not None:  # constants that the files do not name
+        constants = {name: {"value": one.value, "reason": one.reason} for name, one in inferred.values.items()}
+        facts |= {"constants": constants, "warnings": list(inferred.warnings)}
+    return facts
+
+
+def _fact(key: str, value: Any) -> str:
+    if key == "windows":
+        return ", ".join(f"{window} in {count} layers" for window, count in value.items())
+    if key == "constants":
+        return "".join(f"\n  {name} = {one['value']} ({one['reason']})" for name, one in value.items())
+    if isinstance(value, dict):
+        return ", ".join(f"{inner} {text}" for inner, text in value.items()) or "none"
+    if isinstance(value, list):
+        return "; ".join(value) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key.endswith("_bytes") or key == "kv_bytes_per_token":
+        return f"{value:,} ({decimal(value)})"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+FLOAT32 = 4
+# ---- estimates of memory use
+
+PANEL = 64  # outputs of a matrix are padded to a multiple (executors/cpu/c/formats.h)
+_DEFAULTS = EngineConfig(model_path="any")
+CONTEXT = _DEFAULTS.max_model_len  # tokens of context in the estimates of typical sizes
+_MAX_SEQUENCES = _DEFAULTS.max_batch_size
+
+
+class Size(NamedTuple):
+    """A typical model: number of weights, and K and V values cached per token."""
+
+    name: str
+    parameters: int
+    kv_values: int
+
+
+SIZES = (
+    Size("135M (SmolLM2)", 134_515_008, 2 * 30 * 3 * 64),
+    Size("360M (SmolLM2)", 361_821_120, 2 * 32 * 5 * 64),
+    Size("0.6B (Qwen3)", 596_049_920, 2 * 28 * 8 * 128),
+    Size("1.7B (Qwen3)", 1_720_574_976, 2 * 28 * 8 * 128),
+    Size("4B (Qwen3)", 4_022_468_096, 2 * 36 * 8 * 128),
+    Size("8B (Qwen3)", 8_190_735_360, 2 * 36 * 8 * 128),
+    Size("8B (Llama 3.1)", 8_030_261_248, 2 * 32 * 8 * 128),
+)
+PRECISIONS: Mapping[str, float] = {"bfloat16": 2.0, "int8": 1.0, "4 bits (Q4_0)": 18 / 32}
+"""Bytes per weight; int8's scales per row are neglected."""
+
+
+class Machine(NamedTuple):
+    """This machine's memory, in bytes."""
+
+    available: int
+    kv_budget: int  # default capacity of the KV cache in bytes
+    has_kernels: bool
+
+
+def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str, Any]]:
+    """Return estimates of every model on this machine, in the file's precision and in int8."""
+    precisions = ("auto", "int8") if machine.has_kernels else ("float32",)
+    rows: list[dict[str, Any]] = []
+    for entry in entries:
+        is_repo = entry.source == "hub" and not (entry.path / "config.json").is_file()  # of .gguf files, each a model
+        files = [(f"{entry.name}:{file.name}", file) for file in sorted(entry.path.glob("*.gguf"))] if is_repo else []
+        for name, path in files if is_repo else [(entry.name, entry.path)]:
+            try:
+                checkpoint = open_checkpoint(path)
+            except (ModelError, BadRequest) as error:
+                rows.append({"model": name, "problem": str(error)})
+                continue
+            rows += [of_model(name, checkpoint, precision, machine) for precision in precisions]
+    return rows
+
+
+def of_sizes(machine: Machine) -> list[dict[str, Any]]:
+    """Return estimates of typical sizes in every precision."""
+    return [
+        {
+            "size": size.name,
+            "precision": precision,
+            **_costs(int(size.parameters * each), FLOAT32 * size.kv_values, CONTEXT, machine),
+        }
+        for size in SIZES
+        for precision, each in PRECISIONS.items()
+    ]
+
+
+def of_model(name: str, checkpoint: Checkpoint, precision: str, machine: Machine) -> dict[str, Any]:
+    """Return an estimate of one model. `precision` is "auto", "int8", or "float32" without C kernels."""
+    total = sum(
+        weight_bytes(source, precision)
+        for source_name, source in checkpoint.sources.items()
+        if not (source_name == "lm_head.weight" and checkpoint.config.tie_embeddings)
+    )
+    context = min(CONTEXT, checkpoint.config.max_positions)
+    kv_bytes = checkpoint.config.kv_bytes_per_token(FLOAT32)
+    shown = f"auto ({checkpoint.dtype})" if precision == "auto" else precision
+    return {"model": name, "precision": shown, **_costs(total, kv_bytes, context, machine)}
+
+
+def weight_bytes(source: WeightSource, precision: str) -> int:
+    """Return the bytes of one tensor in memory, in the layout of `executors.cpu.weights`."""
+    if len(source.shape) != 2 or precision == "float32":
+        return FLOAT32 * math.prod(source.shape)
+    rows = -(-source.shape[0] // PANEL) * PANEL
+    values = rows * source.shape[1]
+    packed = source if isinstance(source, PackedTensor) and not source.shift else None
+    can = can_round if precision == "int8" else can_keep
+    if packed is not None and can(packed.tensor.type_name, packed.shape[1]):
+        return packed.tensor.num_bytes * rows // source.shape[0]
+    if precision == "int8":
+        return values + FLOAT32 * rows
+    dtype = DTYPES.get(source.dtype)
+    return values * min(FLOAT32, dtype.itemsize if dtype is not None else FLOAT32)
+
+
+def _costs(weights: int, kv_bytes: int, context: int, machine: Machine) -> dict[str, Any]:
+    """Return the estimate for `weights` bytes and `kv_bytes` per token."""
+    return {
+        "weight_bytes": weights,
+        "kv_bytes_per_token": kv_bytes,
+        "context": context,
+        "context_kv_bytes": kv_bytes * context,
+        "kv_budget_tokens": min(machine.kv_budget // kv_bytes, _MAX_SEQUENCES * context),
+        "fits": weights + kv_bytes * context <= machine.available,
+    }
+
+
+# ---- `doctor`
 
 _HEAD = ["model", "precision", "weights", "KV a token", "KV of context", "KV budget", "fits"]
 _NOTE = (
@@ -51,11 +245,13 @@ def run(as_json: bool, common: Common) -> int:
 
 def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
     """Return facts as JSON values: each heading has a dictionary, or a list of rows."""
+    from huggingface_hub import constants
+
     kernels = kernels_here()
     entries, own = list_models(cache), default_file(os.environ)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    basis = estimate.Machine(
+    basis = Machine(
         available=available_memory(),
         kv_budget=free_bytes(torch.device("cpu"), 0.9),
         has_kernels=kernels["code"] != "torch",
@@ -84,13 +280,12 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
             "here": [entry.name for entry in entries],
         },
         "default model": {"name": WHEELS[0].name, "here": any(entry.name == WHEELS[0].name for entry in entries)},
-        "models here": estimate.of_models(entries, basis),
-        "typical sizes": estimate.of_sizes(basis),
+        "models here": of_models(entries, basis),
+        "typical sizes": of_sizes(basis),
     }
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """Return the cells of an estimate."""
     name = row.get("model") or row["size"]
     if "problem" in row:
         return [name, row["problem"]]
@@ -102,7 +297,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _shown(key: str, value: Any) -> str:
-    """Format one fact."""
     if value is None:
         return "no limit" if key.startswith("cgroup") else "unknown"
     if isinstance(value, bool) and key != "here":
@@ -140,23 +334,20 @@ def processor() -> dict[str, Any]:
 
 def limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, Any]:
     """Return the limits of this process's cgroup: processors and bytes, None without a limit."""
-    quota = _words(root / "cpu.max") or [
-        *_words(root / "cpu/cpu.cfs_quota_us"),
-        *_words(root / "cpu/cpu.cfs_period_us"),
-    ]
-    memory = _words(root / "memory.max") or _words(root / "memory/memory.limit_in_bytes")
+
+    def words(*names: str) -> list[str]:
+        try:
+            return " ".join((root / name).read_text(encoding="ascii") for name in names).split()
+        except (OSError, UnicodeDecodeError):
+            return []
+
+    quota = words("cpu.max") or words("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    memory = words("memory.max") or words("memory/memory.limit_in_bytes")
     has_quota = len(quota) == 2 and quota[0].isdigit()
     return {
         "cgroup_processors": int(quota[0]) / int(quota[1]) if has_quota else None,
         "cgroup_memory_bytes": int(memory[0]) if memory and memory[0].isdigit() and int(memory[0]) < 1 << 60 else None,
     }
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").split()
-    except (OSError, UnicodeDecodeError):
-        return []
 
 
 def free_disk(directory: Path) -> int | None:

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 from nano_inference.cli.arguments import Typed
 from nano_inference.cli.conversation import Sampling
-from nano_inference.cli.options import Common
-from nano_inference.cli.prompts import Prompt
-from nano_inference.cli.session import (
+from nano_inference.cli.local import (
     Session,
     cut_by,
     encode,
@@ -21,6 +19,8 @@ from nano_inference.cli.session import (
     with_chat_defaults,
     with_model_defaults,
 )
+from nano_inference.cli.options import Common
+from nano_inference.cli.place import Prompt
 from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.text.dialogue import spelled, text_of

@@ -55,30 +55,42 @@ class Reader:
 
         Ctrl-C discards the current line; pressed twice on an empty line, it raises `KeyboardInterrupt`.
         """
-        while self.is_typed:
+        if not self.is_typed:
+            line = sys.stdin.readline()
+            return Input(line) if line else None
+        while True:
             try:
-                text = _read_plain() if self._editor is None else self._editor.prompt()
+                text = self._read_plain() if self._editor is None else self._editor.prompt()
             except EOFError:
                 return None
             except KeyboardInterrupt:
-                self._handle_interrupt()
+                if self._editor is not None and self._editor.default_buffer.text.strip():
+                    self._has_interrupted = False
+                    continue
+                if self._editor is None:
+                    print(file=sys.stderr)
+                if self._has_interrupted:
+                    raise
+                self._has_interrupted = True
+                note("press Ctrl-C again, or Ctrl-D, to quit")
                 continue
             self._has_interrupted = False
             return parse_input(text)
-        line = sys.stdin.readline()
-        return Input(line) if line else None
 
-    def _handle_interrupt(self) -> None:
-        """Handle Ctrl-C. Raises `KeyboardInterrupt` at the second one in a row on an empty line."""
-        if self._editor is None:
-            print(file=sys.stderr)
-        elif self._editor.default_buffer.text.strip():
-            self._has_interrupted = False
-            return
-        if self._has_interrupted:
-            raise KeyboardInterrupt
-        self._has_interrupted = True
-        note("press Ctrl-C again, or Ctrl-D, to quit")
+    @staticmethod
+    def _read_plain() -> str:
+        """Read a message without a line editor. Raises `EOFError`."""
+        text: str | None = ""
+        whole = ""
+        while text is not None:
+            print(_MORE if text else _PROMPT, end="", file=sys.stderr, flush=True)  # stdout has answers only
+            line = sys.stdin.readline()
+            if not line:
+                print(file=sys.stderr)
+                raise EOFError
+            whole = text + line.removesuffix("\n")
+            text = continuation(whole)
+        return whole
 
 
 class HistoryFile(FileHistory):
@@ -196,18 +208,3 @@ def _keys() -> KeyBindings:
             display_completions_like_readline(event)
 
     return keys
-
-
-def _read_plain() -> str:
-    """Read a message without a line editor. Raises `EOFError`."""
-    text: str | None = ""
-    whole = ""
-    while text is not None:
-        print(_MORE if text else _PROMPT, end="", file=sys.stderr, flush=True)  # stdout has answers only
-        line = sys.stdin.readline()
-        if not line:
-            print(file=sys.stderr)
-            raise EOFError
-        whole = text + line.removesuffix("\n")
-        text = continuation(whole)
-    return whole

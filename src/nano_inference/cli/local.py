@@ -1,19 +1,24 @@
-"""Chat with an engine in this process."""
+"""A loaded model for text, with progress bars while it is loaded; one streamed answer; the chat with it."""
 
 from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.filesize import decimal
 
-from nano_inference.cli import chat
+from nano_inference.build import assemble
 from nano_inference.cli.arguments import DEFAULT, Typed
 from nano_inference.cli.conversation import (
+    CHAT_HINT,
     NUM_ALTERNATIVES,
+    AnswerStats,
+    Options,
     Piece,
     Question,
     Reply,
@@ -21,39 +26,257 @@ from nano_inference.cli.conversation import (
     ShownToken,
     Write,
     fit_turns,
+    print_defaults,
+    with_defaults,
 )
 from nano_inference.cli.options import Common
-from nano_inference.cli.session import Session, cut_by, encode, open_session, stream_answer, with_chat_defaults
-from nano_inference.cli.terminal import Interrupts
+from nano_inference.cli.place import Prompt, fetch
+from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
-from nano_inference.loading.catalog import find_builtin, find_wheel
+from nano_inference.engine import InferenceEngine
+from nano_inference.loading.catalog import catalog_sampling, find_builtin, find_wheel
+from nano_inference.loading.formats import Checkpoint, generation_fields, sampling_defaults
+from nano_inference.loading.kinds import installed_kinds
 from nano_inference.text import stream
 from nano_inference.text.chat import Message
-from nano_inference.text.dialogue import Dialogue, PartKind, parts_of, require
-from nano_inference.types import BadRequest, SamplingParams, TrainingSample
+from nano_inference.text.dialogue import Dialogue, PartKind, load_dialogue, parts_of, require, shown, spelled
+from nano_inference.text.generation_config import chat_defaults
+from nano_inference.text.kinds import Tool
+from nano_inference.text.stream import repeats
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.types import BadRequest, Delta, EngineDead, SamplingParams, StepResult, TrainingSample
+
+_NOTHING = Typed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A running engine with its tokenizer and chat template."""
+
+    engine: InferenceEngine
+    tokenizer: Tokenizer
+    dialogue: Dialogue | None  # encodes messages; None for a model without a chat template
+
+    @property
+    def tool(self) -> Tool | None:
+        """Tool that the model can call while it answers."""
+        return None if self.dialogue is None else self.dialogue.tool
+
+
+@contextmanager
+def open_session(
+    config: EngineConfig,
+    common: Common,
+    typed: Typed = _NOTHING,
+    *,
+    check: Callable[[Dialogue | None], None] = lambda dialogue: None,
+) -> Iterator[Session]:
+    """Fetch and load the model of a configuration; the engine is shut down when the block ends.
+
+    `check` is called before the weights are loaded, and may raise `BadRequest`.
+    """
+    kinds = installed_kinds()
+    path = fetch(config.model_path, common)
+    config = replace(config, model_path=str(path))
+    text_sides: list[tuple[Tokenizer, Dialogue | None]] = []
+
+    def on_open(checkpoint: Checkpoint) -> None:
+        tokenizer = load_tokenizer(checkpoint.tokenizer, kinds.tokenizers)
+        text_sides.append((tokenizer, load_dialogue(checkpoint.tokenizer, tokenizer, kinds.tokenizers)))
+        check(text_sides[0][1])
+
+    with bar("loading", is_bytes=True, quiet=common.quiet) as progress:
+        parts = assemble(config, progress=progress, on_open=on_open, kinds=kinds)
+    assert parts.checkpoint is not None and parts.executor is not None, "assemble opens a checkpoint"
+    with bar("warming up", quiet=common.quiet or not parts.is_on_cuda) as progress:
+        parts.executor.warm_up(progress)
+    tokenizer, dialogue = text_sides[0]
+    # What the files do not say, and what limits the context, is printed.
+    if (inferred := parts.checkpoint.inferred) is not None:
+        note(f"[{inferred.headline}: {parts.checkpoint.path}]", common.quiet)
+        for text in inferred.notes:
+            note(f"[{text}]", common.quiet)
+        for warning in inferred.warnings:
+            note(f"[{warning}]")
+    wanted, context = config.max_model_len if "max_model_len" in typed.fields else 0, parts.max_model_len
+    num_slots = parts.kv.num_blocks * parts.kv.block_size
+    if wanted > context:
+        note(f"[context {context} tokens, the model's limit: --max-model-len {wanted} is more]", common.quiet)
+    if num_slots < context:
+        size = "the size of the KV cache (--kv-cache-bytes sets it)"
+        note(f"[a request has at most {num_slots} tokens, {size}]", common.quiet)
+    with InferenceEngine(config, parts=parts) as engine:
+        yield Session(engine=engine, tokenizer=tokenizer, dialogue=dialogue)
+
+
+def with_model_defaults(session: Session, sampling: Sampling, quiet: bool) -> Sampling:
+    """Return the sampling with the model's defaults for fields that the user did not set, and print these.
+
+    Raises `ModelError` for invalid defaults.
+    """
+    checkpoint = session.engine.parts.checkpoint
+    assert checkpoint is not None, "assemble opens a checkpoint"
+    own = sampling_defaults(checkpoint, without=sampling.named)
+    if own:
+        defaults = ", ".join(f"{name} {value}" for name, value in own.items())
+        note(f"[{defaults}: the model's defaults (generation_config.json)]", quiet)
+    return sampling._replace(params=replace(sampling.params, **own))
+
+
+def with_chat_defaults(
+    session: Session, model: str, sampling: Sampling, quiet: bool, hint: str = CHAT_HINT
+) -> Sampling:
+    """Return the sampling with chat defaults for fields that the user did not set, and print these.
+
+    `model` is the model as the user named it, `hint` how to change defaults. Raises `ModelError` for invalid ones.
+    """
+    checkpoint = session.engine.parts.checkpoint
+    assert checkpoint is not None, "assemble opens a checkpoint"
+    sampling_defaults(checkpoint, without=sampling.named)  # refuses invalid values of fields that are used
+    found = chat_defaults(generation_fields(checkpoint), catalog_sampling(model))
+    print_defaults(sampling, found.sampling, found.source, quiet, hint)
+    return with_defaults(sampling, found.sampling)
+
+
+def encode(session: Session, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
+    """Return a prompt's token ids, through the model's chat template if it has one, unless `raw`."""
+    if isinstance(prompt, tuple):
+        return list(prompt)
+    if isinstance(prompt, str) and system is None and (raw or session.dialogue is None):
+        return session.tokenizer.encode(prompt)
+    if session.dialogue is None or raw:
+        raise BadRequest(
+            "", "messages need a chat template" + (", which --raw disables" if raw else "; the model has none")
+        )
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    turns: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return session.dialogue.encode([*first, *turns])
+
+
+def tick(engine: InferenceEngine) -> StepResult:
+    """Run one step. Raises `EngineDead` for any exception in it."""
+    try:
+        return engine.tick()
+    except Exception as error:
+        raise EngineDead(f"the engine failed: {type(error).__name__}: {error}") from error
+
+
+# ---- one answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A finished answer."""
+
+    text: str
+    sample: TrainingSample
+    stats: AnswerStats
+    is_repetition: bool  # True if the answer was ended because it repeats itself
+
+
+def stream_answer(
+    session: Session,
+    prompt: list[int],
+    params: SamplingParams,
+    interrupts: Interrupts,
+    write: Callable[[str], None],
+    *,
+    raw: bool = False,
+    quiet: bool = False,
+    ends_repetition: bool = False,
+) -> Answer:
+    """Generate one sample and stream its text to `write`; Ctrl-C ends it early, and so does a repetition if asked.
+
+    The text contains the calculator's marks, which `text.dialogue` interprets.
+    """
+    start = time.perf_counter()
+    request_id = session.engine.add_request(prompt, params, program=session.tool)
+    state = stream.start(stops=tuple(params.stop), drop_space=session.tokenizer.drops_space and not raw)
+    first, text, sample, ids, is_repetition = 0.0, "", None, list[int](), False
+    for delta in _deltas(session.engine, len(prompt), interrupts, quiet):
+        first = first or time.perf_counter() - start
+        state, piece = stream.push(state, readable(session, delta.token_ids, delta.sample))
+        write(piece)
+        text, sample = text + spelled(piece), delta.sample
+        ids += delta.token_ids
+        is_repetition = ends_repetition and sample is None and repeats(ids)
+        if is_repetition:
+            break
+    state, piece = stream.finish(state)
+    write(piece)
+    if sample is None:
+        (sample,) = session.engine.abort(request_id)
+    session.engine.step()  # removes the finished sample from the engine, which `delta.sample` has already returned
+    last = sample.version_spans[-1] if sample.version_spans else None
+    stats = AnswerStats(
+        num_prompt=len(sample.prompt_tokens),
+        num_cached=sample.num_cached_tokens,
+        num_new=len(sample.completion_tokens),
+        first_token_after=first,
+        seconds=time.perf_counter() - start,
+        seed=sample.seed,
+        version=None if last is None or not last.version else str(last.label or last.version),
+    )
+    return Answer(text=text + spelled(piece), sample=sample, stats=stats, is_repetition=is_repetition)
+
+
+def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, quiet: bool) -> Iterator[Delta]:
+    """Run steps and yield their deltas, until the sample ends or Ctrl-C is pressed."""
+    is_short = num_prompt <= engine.config.max_tokens_per_batch
+    with bar("reading the prompt", quiet=quiet or is_short) as progress:
+        result, done = tick(engine), 0
+        while not result.deltas and not interrupts.pressed:
+            done += result.stats.num_computed
+            progress(done, num_prompt)
+            result = tick(engine)
+    while True:
+        yield from result.deltas
+        if interrupts.pressed or any(delta.sample for delta in result.deltas):
+            return
+        result = tick(engine)
+
+
+def readable(session: Session, tokens: tuple[int, ...], sample: TrainingSample | None) -> bytes:
+    """Return the visible bytes of tokens: without special tokens and the token that ended the sample."""
+    ended_by_token = sample is not None and sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
+    is_cut = sample is not None and sample.finish_reason != "stop"
+    return shown(session.tokenizer, session.tool, tokens[:-1] if ended_by_token else tokens, is_cut=is_cut)
+
+
+def cut_by(session: Session, sample: TrainingSample) -> str | None:
+    """Return the length limit that ended a sample; None for another finish reason."""
+    if sample.finish_reason != "length":
+        return None
+    limits = session.engine.limits
+    num_slots = limits.num_blocks * limits.block_size
+    if len(sample.prompt_tokens) + len(sample.completion_tokens) < min(limits.max_model_len, num_slots):
+        return f"--max-tokens {len(sample.completion_tokens)} reached"
+    what = "context" if limits.max_model_len <= num_slots else "KV cache"
+    return f"prompt and answer fill the {what} of {min(limits.max_model_len, num_slots)} tokens"
+
+
+# ---- the chat
 
 _NUM_SEEDS = 1_000_000
 
 
-def run(options: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
+def run(options: Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
     """Load the model and chat with it; return the exit code."""
-    with open_session(
-        config, common, typed, check=lambda dialogue: require_chat(dialogue, config.model_path)
-    ) as session:
+    from nano_inference.cli import chat  # imports the line editor
+
+    def check(dialogue: Dialogue | None) -> None:
+        if dialogue is None:
+            name, model = config.model_path, f" --model {shlex.quote(config.model_path)}"
+            raise BadRequest(
+                "",
+                f"{name} is a base model: it has no chat template and only continues texts; "
+                f"nano-inference generate{'' if name == DEFAULT else model} 'Once upon a time' does that",
+            )
+
+    with open_session(config, common, typed, check=check) as session:
         backend = LocalBackend(session, config.model_path, common.quiet)
         sampling = with_chat_defaults(session, config.model_path, sampling, common.quiet)
         return chat.run(options, backend, sampling, common)
-
-
-def require_chat(dialogue: Dialogue | None, name: str) -> None:
-    """Raise `BadRequest` if a model has no chat template."""
-    if dialogue is None:
-        model = "" if name == DEFAULT else f" --model {shlex.quote(name)}"
-        raise BadRequest(
-            "",
-            f"{name} is a base model: it has no chat template and only continues texts; "
-            f"nano-inference generate{model} 'Once upon a time' does that",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,28 +350,28 @@ def with_alternatives(params: SamplingParams) -> SamplingParams:
 
 def shown_tokens(session: Session, sample: TrainingSample) -> tuple[ShownToken, ...]:
     """Return a sample's tokens; their texts concatenate to the answer, with special tokens as their names."""
+    tokenizer = session.tokenizer
+
+    def special(token: int) -> str | None:
+        """Return the name of a special or unknown token; None for other tokens."""
+        if token >= tokenizer.vocab_size:
+            return f"<token {token}>"
+        return tokenizer.token_text(token) if token in tokenizer.special_ids else None
+
     state, out = stream.start(), []
     tops = sample.top_logprobs or ((),) * len(sample.completion_tokens)
     for token, logprob, mask, top in zip(sample.completion_tokens, sample.logprobs, sample.mask, tops, strict=True):
-        text = _special(session, token)
+        text = special(token)
         if text is None:
-            state, text = stream.push(state, session.tokenizer.token_bytes(token))
-        others = tuple((_token_text(session, one.token), one.logprob) for one in top)
-        out.append(ShownToken(text, logprob, not mask, others))
+            state, text = stream.push(state, tokenizer.token_bytes(token))
+        others = []
+        for one in top:
+            name = special(one.token)
+            if name is None:  # a single token's incomplete characters are escaped
+                name = tokenizer.token_bytes(one.token).decode("utf-8", "backslashreplace")
+            others.append((name, one.logprob))
+        out.append(ShownToken(text, logprob, not mask, tuple(others)))
     return tuple(out)
-
-
-def _special(session: Session, token: int) -> str | None:
-    """Return the name of a special or unknown token; None for other tokens."""
-    if token >= session.tokenizer.vocab_size:
-        return f"<token {token}>"
-    return session.tokenizer.token_text(token) if token in session.tokenizer.special_ids else None
-
-
-def _token_text(session: Session, token: int) -> str:
-    """Return the text of a single token; bytes of incomplete characters are escaped."""
-    name = _special(session, token)
-    return session.tokenizer.token_bytes(token).decode("utf-8", "backslashreplace") if name is None else name
 
 
 def fit_to_context(

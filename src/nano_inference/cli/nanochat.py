@@ -91,26 +91,19 @@ def chat(
     nano-inference chat -m Qwen/Qwen3-0.6B -t 0.7
     echo "Why is the sky blue?" | nano-inference chat
     """
-    if not nanochat.nanochat:
-        return commands.chat(
-            system=system,
-            prompt=prompt,
-            chat_options=chat_options,
-            engine=engine,
-            sampling=sampling,
-            common=common,
-            typed=typed,
-        )
-    from nano_inference.cli.chat import Options
-    from nano_inference.cli.conversation import requested_sampling
-
-    requested = requested_sampling(sampling, typed.fields)
-    if chat_options.server is not None:
-        raise BadRequest("", "--server and --nanochat exclude each other")
-    from nano_inference.cli import local
-
-    options = Options(system, prompt, has_bare_words=True, plain=chat_options.plain)
-    return local.run(options, _chosen_checkpoint(engine, nanochat), requested, common, typed)
+    if nanochat.nanochat:
+        if chat_options.server is not None:
+            raise BadRequest("", "--server and --nanochat exclude each other")
+        engine, chat_options = _chosen_checkpoint(engine, nanochat), replace(chat_options, has_bare_words=True)
+    return commands.chat(
+        system=system,
+        prompt=prompt,
+        chat_options=chat_options,
+        engine=engine,
+        sampling=sampling,
+        common=common,
+        typed=typed,
+    )
 
 
 def _chosen_checkpoint(config: EngineConfig, wishes: NanochatOptions) -> EngineConfig:

@@ -111,6 +111,7 @@ class ChatOptions:
     )
     api_key: str | None = helped(None, "the server's API key; in the environment it is hidden from `ps`")
     plain: bool = helped(False, "do not render the Markdown of answers")
+    has_bare_words: bool = False  # True if quit, exit and clear need no slash; no flag
 
     def __post_init__(self) -> None:
         if self.server is not None and not self.server.strip():
@@ -121,7 +122,7 @@ EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
 ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode", "max_tokens_per_batch"))]
 ServerFlags = Annotated[ServerConfig, flags(_SERVER_GROUP)]
 SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, WITHOUT_FLAG)]
-ChatFlags = Annotated[ChatOptions, flags(_CHAT_GROUP)]
+ChatFlags = Annotated[ChatOptions, flags(_CHAT_GROUP, ("has_bare_words",))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
 TypedFields = Annotated[Typed, Parameter(parse=False)]  # not a flag: `app.run` passes the options that the user gave

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from itertools import groupby
@@ -16,6 +16,7 @@ from nano_inference.cli.conversation import (
     DROPPED,
     NUM_ALTERNATIVES,
     AnswerStats,
+    Options,
     Piece,
     Question,
     Reply,
@@ -29,8 +30,7 @@ from nano_inference.cli.conversation import (
     with_defaults,
 )
 from nano_inference.cli.options import ChatOptions, Common
-from nano_inference.cli.printable import one_line
-from nano_inference.cli.terminal import Interrupts, Stopped, note
+from nano_inference.cli.terminal import Interrupts, Stopped, note, one_line
 from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.text.chat import Message
 from nano_inference.text.generation_config import CHAT_FIELDS, CHAT_MAX_TOKENS
@@ -44,7 +44,7 @@ _OWNER = "nano-inference"
 """`owned_by` of models of this package's server, which accepts fields that other servers may reject."""
 
 
-def run(options: chat.Options, where: ChatOptions, model: str, sampling: Sampling, common: Common) -> int:
+def run(options: Options, where: ChatOptions, model: str, sampling: Sampling, common: Common) -> int:
     """Choose the server's model and chat with it; return the exit code."""
     address = read_address(where.server or "", where.api_key)
     try:
@@ -75,11 +75,18 @@ def open_server(address: Address, wanted: str | None) -> RemoteBackend:
         for _ in stream_json(address, "/models/load", {"model": wanted}):
             pass
         card = _mapping(get_json(address, f"/models/{quote(wanted, safe='')}"))
-    length = card.get("max_model_len")
+    length: Any = card.get("max_model_len")
+    defaults: dict[str, Any] = {"max_tokens": CHAT_MAX_TOKENS}
+    if _is_ours(card):
+        defaults = {name: value for name, value in _mapping(card.get("chat_defaults")).items() if name in CHAT_FIELDS}
+        try:
+            SamplingParams(**defaults)
+        except ValueError as error:
+            raise ServerError(f"the server's chat_defaults are invalid: {one_line(str(error))}") from None
     return RemoteBackend(
         address=address,
         model=wanted,
-        defaults=_defaults(card.get("chat_defaults")) if _is_ours(card) else {"max_tokens": CHAT_MAX_TOKENS},
+        defaults=defaults,
         context=length if isinstance(length, int) else None,
         is_ours=_is_ours(card),
         calculator=_is_ours(card) and card.get("calculator") is True,
@@ -90,16 +97,6 @@ def open_server(address: Address, wanted: str | None) -> RemoteBackend:
 
 def _is_ours(card: Mapping[str, Any]) -> bool:
     return card.get("owned_by") == _OWNER
-
-
-def _defaults(sent: Any) -> Mapping[str, Any]:
-    """Return the chat defaults of this package's server. Raises `ServerError` if they are invalid."""
-    defaults = {name: value for name, value in _mapping(sent).items() if name in CHAT_FIELDS}
-    try:
-        SamplingParams(**defaults)
-    except ValueError as error:
-        raise ServerError(f"the server's chat_defaults are invalid: {one_line(str(error))}") from None
-    return defaults
 
 
 def _cards(address: Address, *, is_needed: bool) -> list[dict[str, Any]]:
@@ -257,9 +254,6 @@ class PartialReply:
         self.usage = _mapping(event.get("usage")) or self.usage
         choices = event.get("choices")
         choice = _mapping(choices[0]) if isinstance(choices, list) and choices else {}
-        return self._choice(choice)
-
-    def _choice(self, choice: Mapping[str, Any]) -> list[Piece]:
         delta = _mapping(choice.get("delta")) or _mapping(choice.get("message"))
         if isinstance(choice.get("finish_reason"), str):
             self.finish_reason = one_line(choice["finish_reason"], 60)
@@ -267,17 +261,20 @@ class PartialReply:
         last = _mapping(spans[-1]) if isinstance(spans, list) and spans else {}
         if last.get("number", 1) and "version" in last:
             self.version = one_line(str(last["version"]), 60)
-        mask = choice.get("mask")
-        entries = _mapping(choice.get("logprobs")).get("content")
-        if isinstance(entries, list):
-            self.tokens += _tokens(entries, mask if isinstance(mask, list) else [])
-        content = delta.get("content")
-        ids = choice.get("token_ids")
+        # OpenAI's log-probabilities; this package's mask is 0 for forced tokens, and may be shorter.
+        entries, mask = _list(_mapping(choice.get("logprobs")).get("content")), _list(choice.get("mask"))
+        for i, entry in enumerate(entries):
+            tops = _list(_mapping(entry).get("top_logprobs"))
+            (text, logprob), *others = (_token_and_logprob(_mapping(one)) for one in (entry, *tops))
+            top = tuple((name, value) for name, value in others if value is not None)
+            self.tokens.append(ShownToken(text, logprob, i < len(mask) and mask[i] == 0, top))
+        content, ids = delta.get("content"), choice.get("token_ids")
         self.units += ids if isinstance(ids, list) else [content]
         if not isinstance(content, str) or not content:
             return []
         self.first = self.first or time.perf_counter()
-        parts = _parts(delta.get("parts"))
+        given = map(_mapping, _list(delta.get("parts")))
+        parts = [(str(part.get("type")), _without_surrogates(str(part.get("text", "")))) for part in given]
         content = _without_surrogates(content)
         self.texts.append(content)
         self.parts += parts or [("text", content)]
@@ -292,8 +289,14 @@ class PartialReply:
         """Return the answer."""
         now, cached = time.perf_counter(), _count(_mapping(self.usage.get("prompt_tokens_details")), "cached_tokens")
         most = self.max_new_tokens
+        content: Any = self.text
+        if any(
+            kind != "text" for kind, _ in self.parts
+        ):  # in parts, so that the calculator's calls are encoded as calls
+            runs = groupby(self.parts, key=lambda part: part[0])
+            content = [{"type": kind, "text": "".join(text for _, text in run)} for kind, run in runs]
         return Reply(
-            message={"role": "assistant", "content": self._content()},
+            message={"role": "assistant", "content": content},
             kept=turns,
             finish_reason=self.finish_reason,
             cut_by=None if most is None else f"the model's context is full after {most} tokens",
@@ -309,23 +312,6 @@ class PartialReply:
             tokens=tuple(self.tokens),
             failure=failure,
         )
-
-    def _content(self) -> Any:
-        """Return the message's content; in parts if the calculator was called, so that calls are encoded as calls."""
-        if all(kind == "text" for kind, _ in self.parts):
-            return self.text
-        runs = groupby(self.parts, key=lambda part: part[0])
-        return [{"type": kind, "text": "".join(text for _, text in run)} for kind, run in runs]
-
-
-def _tokens(entries: Sequence[Any], mask: Sequence[Any]) -> Iterator[ShownToken]:
-    """Yield the tokens of OpenAI's log-probabilities; `mask` is 0 for forced tokens and may be shorter."""
-    for i, entry in enumerate(map(_mapping, entries)):
-        tops = entry.get("top_logprobs")
-        pairs = (_token_and_logprob(_mapping(one)) for one in (tops if isinstance(tops, list) else []))
-        text, logprob = _token_and_logprob(entry)
-        top = tuple((name, value) for name, value in pairs if value is not None)
-        yield ShownToken(text, logprob, i < len(mask) and mask[i] == 0, top)
 
 
 def _token_and_logprob(entry: Mapping[str, Any]) -> tuple[str, float | None]:
@@ -349,17 +335,15 @@ def _pieces(content: str, parts: Sequence[tuple[str, str]]) -> list[Piece]:
     return [piece for piece in [*pieces, Piece(content[error:])] if piece.text]
 
 
-def _parts(given: Any) -> list[tuple[str, str]]:
-    parts = [_mapping(part) for part in given] if isinstance(given, list) else []
-    return [(str(part.get("type")), _without_surrogates(str(part.get("text", "")))) for part in parts]
-
-
 def _num_chars(turns: Sequence[Message], system: str | None) -> int:
-    """Return the number of characters of a conversation."""
     contents = [message["content"] for message in turns]
     parts = [part["text"] for content in contents if isinstance(content, list) for part in content]
     texts = [system or "", *parts, *(content for content in contents if isinstance(content, str))]
     return sum(map(len, texts))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

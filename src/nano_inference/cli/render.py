@@ -1,16 +1,18 @@
 """Output of an answer while it is streamed: rendered Markdown, plain text on a simple terminal, unchanged in a pipe.
 
-Text for a terminal passes through `printable`, and is never parsed as rich's markup.
+Text for a terminal passes through `printable`, and is never parsed as rich's markup. Probabilities of tokens are shown
+on stderr as colours, or as numbers without colour support.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from markdown_it import MarkdownIt  # a dependency of rich
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -19,10 +21,11 @@ from rich.markdown import CodeBlock, Markdown, Paragraph
 from rich.segment import Segment
 from rich.style import Style
 from rich.syntax import Syntax
+from rich.text import Text
 from rich.theme import Theme
 
-from nano_inference.cli.conversation import Piece
-from nano_inference.cli.printable import END_FORCED, FORCED, printable
+from nano_inference.cli.conversation import Piece, ShownToken
+from nano_inference.cli.terminal import END_FORCED, FORCED, note, printable
 
 _THEME = Theme({"markdown.code": "bold cyan"})  # rich's own has a black background
 _FORCED_STYLE = Style(dim=True, underline=True)
@@ -30,18 +33,8 @@ _MARKS = re.compile(f"([{FORCED}{END_FORCED}])")
 _REFRESHES_PER_S = 12
 
 
-class AnswerOutput(Protocol):
-    """Output of an answer."""
-
-    def write(self, pieces: Sequence[Piece]) -> None:
-        """Write pieces of the answer."""
-
-    def finish(self) -> None:
-        """End the last line, if anything was written."""
-
-
 @contextmanager
-def open_output(plain: bool) -> Iterator[AnswerOutput]:
+def open_output(plain: bool) -> Iterator[PlainOutput | MarkdownOutput]:
     """Open an output on stdout, and finish it at the end of the block."""
     output = output_for(console_of(sys.stdout), plain)
     try:
@@ -55,7 +48,7 @@ def console_of(stream: object) -> Console:
     return Console(file=stream, theme=_THEME, markup=False, emoji=False, highlight=False)  # type: ignore[arg-type]
 
 
-def output_for(console: Console, plain: bool) -> AnswerOutput:
+def output_for(console: Console, plain: bool) -> PlainOutput | MarkdownOutput:
     """Return an output for a console's capabilities."""
     is_simple = console.is_dumb_terminal or console.legacy_windows
     if not console.is_terminal:  # FORCE_COLOR makes a pipe a terminal
@@ -75,6 +68,7 @@ class PlainOutput:
         self._is_used = False
 
     def write(self, pieces: Sequence[Piece]) -> None:
+        """Write pieces of the answer."""
         self._is_used = True
         for piece in pieces:
             text = piece.text if self._is_pipe else printable(piece.text)
@@ -84,6 +78,7 @@ class PlainOutput:
         self._out.flush()
 
     def finish(self) -> None:
+        """End the last line, if anything was written."""
         if self._is_used:
             self._out.write("\n")
             self._out.flush()
@@ -126,7 +121,8 @@ class MarkdownOutput:
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Print the blocks that the pieces finish."""
-        text = "".join(map(_marked, pieces))
+        texts = ((printable(piece.text), piece.is_forced) for piece in pieces)
+        text = "".join(f"{FORCED}{text}{END_FORCED}" if is_forced else text for text, is_forced in texts)
         if "\n" in text:
             done, self._open.text, continues = split(self._open.text + text, tallest(self._console))
             self._print(done, continues)
@@ -175,7 +171,9 @@ def split(text: str, most_lines: int) -> tuple[str, str, bool]:
     last, start = tops[-1], tops[-1].map[0]
     if len(lines) - start <= most_lines:
         return _at(lines, start, partial, False)
-    if last.type == "fence" and lines[-1].strip() and not _closes(lines[-1], last.markup):
+    end = lines[-1].strip()
+    is_closed = last.type == "fence" and end.startswith(last.markup) and set(end) == {last.markup[0]}
+    if last.type == "fence" and end and not is_closed:
         return "\n".join([*lines, last.markup]), f"{lines[start]}\n{partial}", True
     items = [token.map[0] for token in tokens if token.type == "list_item_open" and token.level == 1 and token.map]
     is_list = bool(items) and items[-1] > start
@@ -184,11 +182,6 @@ def split(text: str, most_lines: int) -> tuple[str, str, bool]:
 
 def _at(lines: list[str], start: int, partial: str, continues: bool) -> tuple[str, str, bool]:
     return "\n".join(lines[:start]), "\n".join([*lines[start:], partial]), continues
-
-
-def _closes(line: str, markup: str) -> bool:
-    """True if a line ends a fence."""
-    return line.strip().startswith(markup) and set(line.strip()) == {markup[0]}
 
 
 class _Code(CodeBlock):
@@ -243,6 +236,52 @@ def _rows(lines: Iterable[list[Segment]]) -> Iterator[list[Segment]]:
         yield [*row[:-1], Segment(row[-1].text.rstrip(), row[-1].style)] if row else row
 
 
-def _marked(piece: Piece) -> str:
-    text = printable(piece.text)
-    return f"{FORCED}{text}{END_FORCED}" if piece.is_forced else text
+_COLOURS = ((0.8, "green"), (0.4, "cyan"), (0.1, "yellow"), (0.0, "red"))  # lowest probability of each colour
+
+
+def show_tokens(tokens: tuple[ShownToken, ...]) -> None:
+    """Print an answer's tokens with their probabilities."""
+    if not tokens:
+        note("[this answer has no probabilities]")
+        return
+    console = console_of(sys.stderr)
+    if console.color_system is None or console.no_color:
+        note("tokens: " + " ".join(f"{_quoted(token.text)}{_share(token)}" for token in tokens))
+    else:
+        console.print(coloured(tokens))
+
+
+def coloured(tokens: Iterable[ShownToken]) -> Text:
+    """Return tokens coloured by probability, after a legend."""
+    legend = (part for low, colour in _COLOURS for part in (" ", (f"≥{low:.0%}", colour)))
+    body: list[tuple[str, str | Style]] = []
+    for token in tokens:
+        style: str | Style = _FORCED_STYLE
+        if not token.is_forced and token.logprob is not None:
+            share = math.exp(token.logprob)
+            style = next(colour for low, colour in _COLOURS if share >= low)
+        # Newlines are made visible, and the text of a token that is part of a character is empty.
+        body.append((printable(token.text).replace("\n", "⏎\n") or "·", style))
+    return Text.assemble("tokens,", *legend, " ", ("forced", _FORCED_STYLE), ":\n", *body)
+
+
+def table(tokens: tuple[ShownToken, ...], number: int) -> str:
+    """Return the alternatives of token `number` (counted from 1) as a table."""
+    token = tokens[number - 1]
+    head = f"token {number} of {len(tokens)}: {_quoted(token.text)}{_share(token)}"
+    if token.is_forced:
+        return head
+    rows = [f"  {rank}. {logprob:9.4f} {math.exp(logprob):7.2%}  {_quoted(text)}{' <- drawn' * (text == token.text)}"
+            for rank, (text, logprob) in enumerate(token.top, start=1)]  # fmt: skip
+    logprob = "unknown" if token.logprob is None else f"{token.logprob:.4f}"
+    return "\n".join([f"{head}, logprob {logprob}", *rows])
+
+
+def _share(token: ShownToken) -> str:
+    if token.is_forced:
+        return " forced"
+    return " ?" if token.logprob is None else f" {math.exp(token.logprob):.0%}"
+
+
+def _quoted(text: str) -> str:
+    return f"'{printable(text).translate({10: '⏎', 9: '⇥'})}'"

@@ -11,8 +11,8 @@ import socket
 import sys
 import threading
 
+from nano_inference.cli.app import no_collection
 from nano_inference.cli.arguments import Typed, error_text
-from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.terminal import note
@@ -115,14 +115,6 @@ def url_of(config: ServerConfig, listening: socket.socket) -> str:
     return f"http://{host}:{listening.getsockname()[1]}{config.root_path}"
 
 
-def context_of(opened: LoadedModel, wanted: int) -> str:
-    """Describe the context's length and its limit; `wanted` is the user's --max-model-len, or 0."""
-    length, models_own = opened.model.limits.max_model_len, opened.model.max_positions
-    if wanted > models_own:
-        return f"{length} tokens, the model's limit (--max-model-len {wanted} is more)"
-    return f"{length} tokens" + ("" if length == models_own else f" of the model's {models_own}")
-
-
 def place_lines(config: ServerConfig, url: str) -> list[str]:
     """Return the line that says where the server's pages are, or its socket; none without both."""
     if config.uds is not None:
@@ -134,14 +126,17 @@ def banner(opened: LoadedModel, config: ServerConfig, url: str, wanted_context: 
     """Return the text printed when the server accepts requests; its last line is a command to copy."""
     model, limits = opened.model, opened.model.limits
     num_slots = limits.num_blocks * limits.block_size
+    length, models_own = limits.max_model_len, model.max_positions
+    context = f"{length} tokens" + ("" if length == models_own else f" of the model's {models_own}")
+    if wanted_context > models_own:
+        context = f"{length} tokens, the model's limit (--max-model-len {wanted_context} is more)"
     has_key = bool(config.api_key or config.api_key_file)
     own = "the model's generation_config.json"
     origin = own if model.generation else f"--generation-config {config.generation_config}"
     lines = [
         f"ready: {', '.join(model.names)}",
         *place_lines(config, url),
-        f"  context {context_of(opened, wanted_context)}, KV cache {num_slots} tokens, "
-        + ("API key required" if has_key else "no API key"),
+        f"  context {context}, KV cache {num_slots} tokens, " + ("API key required" if has_key else "no API key"),
         f"  default sampling of requests: {differing(model.generation) or 'temperature 1.0'} ({origin})",
     ]
     if config.pages:

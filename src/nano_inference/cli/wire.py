@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 
 from nano_inference.cli.conversation import ServerError
-from nano_inference.cli.printable import one_line
+from nano_inference.cli.terminal import one_line
 from nano_inference.server.security import is_loopback_name
 from nano_inference.types import BadRequest
 
@@ -126,26 +126,22 @@ def _response(address: Address, method: str, path: str, body: dict[str, Any] | N
             httpx2.Client(headers=headers, timeout=_TIMEOUT, trust_env=False, verify=verify) as client,
             client.stream(method, f"{address.url}{path}", json=body) as response,
         ):
+            if response.is_redirect:
+                target = one_line(response.headers["location"], 120)
+                raise Refused(f"{address.url}: redirects to {target}; give that URL as --server")
             if response.status_code != httpx2.codes.OK:
-                raise _refusal(address, response)
+                text = _read(response)
+                try:
+                    message, code, param = error_of(json.loads(text)) or (text, "", "")
+                except (ValueError, RecursionError):
+                    message, code, param = text, "", ""
+                reason = one_line(message) or response.reason_phrase
+                if response.status_code == httpx2.codes.UNAUTHORIZED and address.key is None:
+                    reason += "; give the key as --api-key"
+                raise Refused(f"{address.url}: {response.status_code}: {reason}", code, param)
             yield response
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
         raise ServerError(f"{address.url}: {_reason(error)}") from error
-
-
-def _refusal(address: Address, response: httpx2.Response) -> ServerError:
-    """Return the error of a reply with a status other than 200."""
-    if response.is_redirect:
-        target = one_line(response.headers["location"], 120)
-        return Refused(f"{address.url}: redirects to {target}; give that URL as --server")
-    text = _read(response)
-    try:
-        message, code, param = error_of(json.loads(text)) or (text, "", "")
-    except (ValueError, RecursionError):
-        message, code, param = text, "", ""
-    is_unauthorized = response.status_code == httpx2.codes.UNAUTHORIZED and address.key is None
-    reason = (one_line(message) or response.reason_phrase) + "; give the key as --api-key" * is_unauthorized
-    return Refused(f"{address.url}: {response.status_code}: {reason}", code, param)
 
 
 def error_of(data: Any) -> tuple[str, str, str] | None:
