@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,17 +12,17 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from nano_inference.core.outbox import SampleTimes
 from nano_inference.engine import InferenceEngine
 from nano_inference.server.metrics import (
     END_REASONS,
     MAX_ROUTES,
     REJECTIONS,
     Metrics,
-    SampleRecord,
     buckets_1_2_5,
     not_loaded,
 )
-from nano_inference.types import SamplingParams, StepStats, TrainingSample
+from nano_inference.types import EngineRequest, SamplingParams, StepStats, TrainingSample
 from tests.sim.fakes import Calculator, fake_config, fake_parts, parrot
 
 ENGINE = {"model_name": "m", "engine": "0"}
@@ -81,7 +81,28 @@ STEP = StepStats(
     num_free_blocks=8,
     weight_version=0,
 )
-RECORD = SampleRecord(
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """One ended sample of a request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    params_n: int
+    params_max_tokens: int
+    finish_reason: str
+    num_preemptions: int
+    arrived: float
+    started: float | None
+    first_token: float | None
+    ended: float
+    ends_request: bool = True
+    longest_output: int = 0  # of the request's other samples
+
+
+RECORD = Ended(
     prompt_tokens=7,
     cached_tokens=0,
     output_tokens=10,
@@ -94,6 +115,16 @@ RECORD = SampleRecord(
     first_token=103.0,
     ended=112.0,
 )
+
+
+def finish(metrics: Metrics, one: Ended) -> None:
+    """Report an ended sample as `EngineLink` does."""
+    params = SamplingParams(max_tokens=one.params_max_tokens or None)
+    request = EngineRequest(prompt=[0] * one.prompt_tokens, params=params, num_samples=one.params_n)
+    times = SampleTimes(one.arrived, one.started, one.first_token, None, one.ended, one.output_tokens)
+    other = SampleTimes(one.arrived, ended=one.ended if one.ends_request else None, num_tokens=one.longest_output)
+    counts = {"num_cached": one.cached_tokens, "num_preemptions": one.num_preemptions}
+    metrics.finished(request, [times, other], times, one.finish_reason, **counts)
 
 
 def new(model_name: str = "m", **cache_config: str) -> Metrics:
@@ -120,7 +151,7 @@ def run(metrics: Metrics, prompt_tokens: int, output_tokens: int) -> None:
         else:
             metrics.first_token(3.0)
         if position == output_tokens - 1:
-            metrics.finished(replace(RECORD, prompt_tokens=prompt_tokens, output_tokens=output_tokens))
+            finish(metrics, replace(RECORD, prompt_tokens=prompt_tokens, output_tokens=output_tokens))
         metrics.step(replace(STEP, num_computed=1 if position else prompt_tokens))
 
 
@@ -196,12 +227,12 @@ def serve(engine: InferenceEngine, metrics: Metrics, num_samples: int) -> list[T
                 metrics.first_token(1.0)
             if delta.sample:
                 ended.append(delta.sample)
-                metrics.finished(record_of(delta.sample))
+                finish(metrics, record_of(delta.sample))
         metrics.step(result.stats)
     pytest.fail("the engine did not end")
 
 
-def record_of(sample: TrainingSample) -> SampleRecord:
+def record_of(sample: TrainingSample) -> Ended:
     return replace(
         RECORD,
         prompt_tokens=len(sample.prompt_tokens),
@@ -329,8 +360,8 @@ def test_dead_engine_is_down_with_nothing_running() -> None:
 
 def test_cached_prompt_tokens_are_hits_and_the_rest_is_computed() -> None:
     metrics = new()
-    metrics.finished(replace(RECORD, prompt_tokens=100, cached_tokens=64))
-    metrics.finished(replace(RECORD, prompt_tokens=30, cached_tokens=0))
+    finish(metrics, replace(RECORD, prompt_tokens=100, cached_tokens=64))
+    finish(metrics, replace(RECORD, prompt_tokens=30, cached_tokens=0))
     assert value(metrics, "vllm:prompt_tokens_total") == value(metrics, "vllm:prefix_cache_queries_total") == 130
     assert value(metrics, "vllm:prefix_cache_hits_total") == value(metrics, "vllm:prompt_tokens_cached_total") == 64
     assert value(metrics, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 64
@@ -340,7 +371,7 @@ def test_cached_prompt_tokens_are_hits_and_the_rest_is_computed() -> None:
 
 def test_a_sample_aborted_in_the_queue_computed_nothing() -> None:
     metrics = new()
-    metrics.finished(replace(RECORD, output_tokens=0, finish_reason="abort", started=None, first_token=None))
+    finish(metrics, replace(RECORD, output_tokens=0, finish_reason="abort", started=None, first_token=None))
     assert value(metrics, "vllm:prompt_tokens_total") == value(metrics, "vllm:prefix_cache_queries_total") == 0
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
     assert value(metrics, "vllm:request_queue_time_seconds_sum") == 12.0
@@ -351,7 +382,7 @@ def test_a_sample_aborted_in_the_queue_computed_nothing() -> None:
 
 def test_a_sample_aborted_in_its_prompt_has_no_first_token() -> None:
     metrics = new()
-    metrics.finished(replace(RECORD, output_tokens=0, finish_reason="abort", first_token=None))
+    finish(metrics, replace(RECORD, output_tokens=0, finish_reason="abort", first_token=None))
     assert value(metrics, "vllm:prompt_tokens_total") == 7
     assert value(metrics, "vllm:request_inference_time_seconds_sum") == 11.0
     assert value(metrics, "vllm:request_prefill_time_seconds_count") == 0
@@ -360,7 +391,7 @@ def test_a_sample_aborted_in_its_prompt_has_no_first_token() -> None:
 
 def test_scored_prompt_counts_as_computed() -> None:
     metrics = new()
-    metrics.finished(replace(RECORD, output_tokens=0, params_max_tokens=0, started=None, first_token=None))
+    finish(metrics, replace(RECORD, output_tokens=0, params_max_tokens=0, started=None, first_token=None))
     assert value(metrics, "vllm:prompt_tokens_total") == 7
     assert value(metrics, "vllm:generation_tokens_total") == 0
     assert value(metrics, "vllm:request_params_max_tokens_count") == 0
@@ -368,17 +399,17 @@ def test_scored_prompt_counts_as_computed() -> None:
 
 def test_one_token_has_no_time_between_tokens() -> None:
     metrics = new()
-    metrics.finished(replace(RECORD, output_tokens=1))
+    finish(metrics, replace(RECORD, output_tokens=1))
     assert value(metrics, "vllm:request_time_per_output_token_seconds_count") == 0
-    metrics.finished(replace(RECORD, output_tokens=4))
+    finish(metrics, replace(RECORD, output_tokens=4))
     assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 3.0
 
 
 def test_request_parameters_are_recorded_once() -> None:
     metrics = new()
-    metrics.finished(replace(RECORD, params_n=3, output_tokens=9, ends_request=False))
-    metrics.finished(replace(RECORD, params_n=3, output_tokens=2, ends_request=False))
-    metrics.finished(replace(RECORD, params_n=3, output_tokens=4, longest_output=9))
+    finish(metrics, replace(RECORD, params_n=3, output_tokens=9, ends_request=False))
+    finish(metrics, replace(RECORD, params_n=3, output_tokens=2, ends_request=False))
+    finish(metrics, replace(RECORD, params_n=3, output_tokens=4, longest_output=9))
     assert value(metrics, "vllm:request_params_n_count") == 1
     assert value(metrics, "vllm:request_params_n_sum") == 3
     assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 9
@@ -412,7 +443,7 @@ def test_output_tokens_are_exact_when_nothing_runs(data: st.DataObject) -> None:
         i = data.draw(st.sampled_from(sorted(waiting)))
         if not waiting[i]:
             del waiting[i]
-            metrics.finished(replace(RECORD, output_tokens=sum(plans[i])))
+            finish(metrics, replace(RECORD, output_tokens=sum(plans[i])))
         elif len(waiting[i]) == len(plans[i]):
             waiting[i].pop(0)
             metrics.first_token(0.1)
@@ -438,8 +469,8 @@ def test_negative_durations_count_as_zero() -> None:
     metrics.first_token(-1.0)
     metrics.token_gap(-1.0, 2)
     metrics.responded("GET", "/v1/models", 200, -1.0)
-    metrics.finished(replace(RECORD, arrived=50.0, started=40.0, first_token=30.0, ended=20.0))
-    metrics.finished(replace(RECORD, arrived=50.0, started=None, first_token=None, ended=20.0))
+    finish(metrics, replace(RECORD, arrived=50.0, started=40.0, first_token=30.0, ended=20.0))
+    finish(metrics, replace(RECORD, arrived=50.0, started=None, first_token=None, ended=20.0))
     metrics.step(replace(STEP, num_free_blocks=9))
     found = [s for s in samples(metrics.render()) if s.name.startswith(("vllm:", "http_"))]
     assert all(s.value >= 0 for s in found)
@@ -460,7 +491,7 @@ def test_a_rejection_has_one_of_the_known_reasons() -> None:
 
 def test_an_unknown_end_counts_as_an_error() -> None:
     metrics = new()
-    metrics.finished(replace(RECORD, finish_reason="meteor"))
+    finish(metrics, replace(RECORD, finish_reason="meteor"))
     assert value(metrics, "vllm:request_success_total", finished_reason="error") == 1
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nano_inference.async_engine import AsyncEngine, DrivenEngine, Turn
-from nano_inference.core.outbox import Outbox, SampleTimes
+from nano_inference.core.outbox import Outbox
 from nano_inference.server.dispatch import Dispatcher
 from nano_inference.server.errors import ApiError, internal_error
-from nano_inference.server.metrics import Metrics, SampleRecord
+from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
 from nano_inference.server.security import Client
-from nano_inference.types import Delta, EngineRequest, StepStats, TrainingSample
+from nano_inference.types import Delta, EngineRequest, StepStats
 
 State = Literal["loading", "ready", "draining", "stopped", "dead"]
 
@@ -163,9 +163,16 @@ class EngineLink:
             else:
                 self.metrics.token_gap(times.last_token - last_token, len(delta.token_ids))
         if delta.sample is not None:
-            failed = delta.finish_reason == "abort" and delta.sample.stop_reason is not None
-            reason = "error" if failed else delta.sample.finish_reason
-            self.metrics.finished(_ended_record(outbox, prompt_index, times, reason, delta.sample))
+            sample = delta.sample
+            failed = delta.finish_reason == "abort" and sample.stop_reason is not None
+            self.metrics.finished(
+                outbox.requests[prompt_index],
+                outbox.times[prompt_index],
+                times,
+                "error" if failed else sample.finish_reason,
+                num_cached=sample.num_cached_tokens,
+                num_preemptions=sample.num_preemptions,
+            )
         if outbox.num_unread > MAX_UNREAD * outbox.num_samples:
             outbox.fail(ApiError(503, "the client reads too slowly"))
 
@@ -187,39 +194,16 @@ class EngineLink:
         """Record the end of samples that are still open when a call is closed."""
         assert self.metrics is not None, "set before the engine is ready"
         reason = "error" if self.state == "dead" else outbox.end_reason
-        for prompt_index, row in enumerate(outbox.times):
+        for request, row in zip(outbox.requests, outbox.times, strict=True):
             for times in row:
                 if times.ended is None:
                     times.ended = time.monotonic()
-                    self.metrics.finished(_ended_record(outbox, prompt_index, times, reason))
+                    self.metrics.finished(request, row, times, reason)
 
 
 def bare_id(request_id: str) -> str:
     """Return a request id without the prefix that replies add."""
     return request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
-
-
-def _ended_record(
-    outbox: Outbox, prompt_index: int, times: SampleTimes, reason: str, sample: TrainingSample | None = None
-) -> SampleRecord:
-    """Return the metrics record of an ended sample; `sample` is None if the call was closed before its end."""
-    assert times.ended is not None
-    request, row = outbox.requests[prompt_index], outbox.times[prompt_index]
-    return SampleRecord(
-        prompt_tokens=len(request.prompt),
-        cached_tokens=sample.num_cached_tokens if sample else 0,
-        output_tokens=times.num_tokens,
-        params_n=request.num_samples,
-        params_max_tokens=request.params.max_tokens or 0,
-        finish_reason=reason,
-        num_preemptions=sample.num_preemptions if sample else 0,
-        arrived=times.arrived,
-        started=times.started,
-        first_token=times.first_token,
-        ended=times.ended,
-        ends_request=all(one.ended is not None for one in row),
-        longest_output=max(one.num_tokens for one in row),
-    )
 
 
 def _shutting_down() -> ApiError:

@@ -7,14 +7,14 @@ prometheus-fastapi-instrumentator, which vLLM uses. Series that vLLM does not ha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from nano_inference.types import StepStats
+from nano_inference.core.outbox import SampleTimes
+from nano_inference.types import EngineRequest, StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # content type of `Metrics.render` and `not_loaded`
 END_REASONS = ("stop", "length", "abort", "error")
@@ -88,26 +88,6 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float] | None]] = {
     "vllm:request_decode_time_seconds": ("From a sample's first token to its end.", _LATENCY),
 }
 """Name -> help and bounds of the buckets."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRecord:
-    """One ended sample of a request. Times are seconds on the monotonic clock; None if the event did not happen."""
-
-    prompt_tokens: int
-    cached_tokens: int  # prompt tokens whose K/V was in the cache at first admission
-    output_tokens: int
-    params_n: int
-    params_max_tokens: int
-    finish_reason: str  # one of `END_REASONS`
-    num_preemptions: int
-    arrived: float
-    started: float | None  # when it first left the engine's queue
-    first_token: float | None
-    ended: float
-    ends_request: bool = True
-    """True for the last of its request's samples, with which the request's own series are updated."""
-    longest_output: int = 0  # maximum output tokens of the request's other samples; used with `ends_request` only
 
 
 class Metrics:
@@ -208,47 +188,61 @@ class Metrics:
             self._see("vllm:inter_token_latency_seconds", seconds / num_tokens)
         self._generated(max(0, num_tokens))
 
-    def finished(self, record: SampleRecord) -> None:
-        """Record an ended sample. An unknown `finish_reason` counts as "error"."""
-        self._success.get(record.finish_reason, self._success["error"]).inc()
+    def finished(
+        self,
+        request: EngineRequest,
+        row: Sequence[SampleTimes],
+        times: SampleTimes,
+        reason: str,
+        *,
+        num_cached: int = 0,
+        num_preemptions: int = 0,
+    ) -> None:
+        """Record an ended sample of a request whose samples have the times `row`.
+
+        `num_cached`: prompt tokens whose K/V was cached when it was first admitted. An unknown reason is "error".
+        """
+        started, first, ended = times.started, times.first_token, times.ended
+        assert ended is not None, "the sample has ended"
+        num_prompt, num_output = len(request.prompt), times.num_tokens
+        self._success.get(reason, self._success["error"]).inc()
         # The prompt, unless the sample was aborted in the queue.
-        if record.started is not None or record.first_token is not None or record.finish_reason in ("stop", "length"):
-            cached = min(max(0, record.cached_tokens), record.prompt_tokens)
+        if started is not None or first is not None or reason in ("stop", "length"):
+            cached = min(max(0, num_cached), num_prompt)
             for name in ("vllm:prompt_tokens", "vllm:prefix_cache_queries"):
-                self._count[name].inc(record.prompt_tokens)
+                self._count[name].inc(num_prompt)
             for name in ("vllm:prefix_cache_hits", "vllm:prompt_tokens_cached"):
                 self._count[name].inc(cached)
             self._from_cache.inc(cached)
-            self._from_compute.inc(record.prompt_tokens - cached)
-            self._see("vllm:request_prefill_kv_computed_tokens", record.prompt_tokens - cached)
+            self._from_compute.inc(num_prompt - cached)
+            self._see("vllm:request_prefill_kv_computed_tokens", num_prompt - cached)
         # Output tokens that were not counted while the sample ran: those that a tool forces directly after the first
         # token. Early counts are one sum over all samples; when no sample runs, the counter equals their outputs.
-        known = min(self._early_tokens, record.output_tokens)
+        known = min(self._early_tokens, num_output)
         self._early_tokens -= known
-        self._count["vllm:generation_tokens"].inc(max(0, record.output_tokens - known))
-        self._see("vllm:request_prompt_tokens", record.prompt_tokens)
-        self._see("vllm:request_generation_tokens", record.output_tokens)
-        self._see("vllm:request_num_preemptions", record.num_preemptions)
-        if record.params_max_tokens > 0:
-            self._see("vllm:request_params_max_tokens", record.params_max_tokens)
-        if record.ends_request:
-            longest = max(record.output_tokens, record.longest_output)
-            self._see("vllm:request_params_n", record.params_n)
-            self._see("vllm:request_max_num_generation_tokens", longest)
+        self._count["vllm:generation_tokens"].inc(max(0, num_output - known))
+        self._see("vllm:request_prompt_tokens", num_prompt)
+        self._see("vllm:request_generation_tokens", num_output)
+        self._see("vllm:request_num_preemptions", num_preemptions)
+        if request.params.max_tokens:
+            self._see("vllm:request_params_max_tokens", request.params.max_tokens)
+        if all(
+            one.ended is not None for one in row
+        ):  # the request's last sample, with which its own series are updated
+            self._see("vllm:request_params_n", request.num_samples)
+            self._see("vllm:request_max_num_generation_tokens", max(one.num_tokens for one in row))
         # The duration of each phase that started.
-        started, first, ended = record.started, record.first_token, record.ended
         left_queue = next((time for time in (started, first) if time is not None), ended)
-        self._see("vllm:e2e_request_latency_seconds", ended - record.arrived)
-        self._see("vllm:request_queue_time_seconds", left_queue - record.arrived)
+        self._see("vllm:e2e_request_latency_seconds", ended - times.arrived)
+        self._see("vllm:request_queue_time_seconds", left_queue - times.arrived)
         if started is not None:
             self._see("vllm:request_inference_time_seconds", ended - started)
         if started is not None and first is not None:
             self._see("vllm:request_prefill_time_seconds", first - started)
         if first is not None:
             self._see("vllm:request_decode_time_seconds", ended - first)
-        if first is not None and record.output_tokens > 1:
-            mean = (ended - first) / (record.output_tokens - 1)
-            self._see("vllm:request_time_per_output_token_seconds", mean)
+        if first is not None and num_output > 1:
+            self._see("vllm:request_time_per_output_token_seconds", (ended - first) / (num_output - 1))
 
     def rejected(self, reason: str) -> None:
         """Count a request that was not admitted; a reason not in `REJECTIONS` counts as "other"."""
