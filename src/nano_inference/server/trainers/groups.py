@@ -8,11 +8,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.trainers.updates import Source
 from nano_inference.types import WeightError
+
+if TYPE_CHECKING:  # these modules import torch, which takes seconds
+    from nano_inference.weights.member import Place
+    from nano_inference.weights.plain import PlainGroup
 
 JOINING = "weight-joining"  # name of the threads that wait for a trainer
 MAX_GROUPS = 8
@@ -48,7 +52,7 @@ async def in_thread(work: Callable[[], T], drop: Callable[[T], None], name: str 
 class _Joined:
     """A group that was joined."""
 
-    group: Any  # a `PlainGroup`, whose module is imported late: it imports torch
+    group: PlainGroup
     bucket_bytes: int | None  # size of packed broadcasts
     is_vllm: bool
 
@@ -112,17 +116,10 @@ class Groups:
         is_vllm = is_vllm and backend == "nccl"
 
         def connect() -> _Joined:
-            import torch
-
-            from nano_inference.weights import nccl, plain
             from nano_inference.weights.member import Place
 
             place = Place(address, port, rank, world_size, self._timeout, given_up)
-            if is_vllm:
-                group = nccl.stateless_group(place, torch.device(self._nccl_device), self._nccl_library)
-            else:
-                group = plain.plain_group(place, name, backend)
-            return _Joined(group, bucket_bytes, is_vllm)
+            return _Joined(self._connect(place, name, backend, is_vllm=is_vllm), bucket_bytes, is_vllm)
 
         async def store() -> None:
             # If this is cancelled meanwhile, the group is closed.
@@ -148,6 +145,16 @@ class Groups:
             task.result()
         except (ValueError, WeightError) as error:
             raise ApiError(400, str(error), code="no_group") from None
+
+    def _connect(self, place: Place, name: str, backend: Literal["gloo", "nccl"], *, is_vllm: bool) -> PlainGroup:
+        """Join a group in this thread."""
+        import torch
+
+        from nano_inference.weights import nccl, plain
+
+        if is_vllm:
+            return nccl.stateless_group(place, torch.device(self._nccl_device), self._nccl_library)
+        return plain.plain_group(place, name, backend)
 
     def leave(self, name: str) -> bool:
         """Close the group of that name and cancel a join of it; return False if there is neither."""
@@ -189,8 +196,7 @@ class Groups:
             shown = "; ".join(faults[:_SHOWN_FAULTS])
             _log.warning("an update will be rejected once received: %d tensors do not fit: %s", len(faults), shown)
         bucket_bytes = joined.bucket_bytes if packed is None else packed or None
-        source: Source = joined.group.receive(specs, shapes_of, bucket_bytes=bucket_bytes)
-        return source
+        return joined.group.receive(specs, shapes_of, bucket_bytes=bucket_bytes)
 
     def receive_state_dicts(self, name: str) -> Source:
         """Return a source that receives what prime-rl's trainer broadcasts. Raises `ApiError` if there is no group."""
