@@ -47,10 +47,10 @@ _CALLS = ("replies.py", 'choice["message"]["tool_calls"]', 'choice["message"]["c
 _STREAMED_CALLS = ("tools.py", '"function": {"arguments": event.text}', '"function": {"text": event.text}')
 _STREAMED_TEXT = ("tools.py", 'deltas.append({"content": event.text})', 'deltas.append({"text": event.text})')
 _CALL_ID = ("dialects/responses_stream.py", ', "call_id": self.call_id}', "}")
-_MESSAGE_END = ("dialects/messages_reply.py", '{"type": "message_delta", "delta"', '{"type": "message_end", "delta"')
-_THINKING = ("dialects/messages_reply.py", '_delta", "thinking": one.text', '_delta", "text": one.text')
+_MESSAGE_END = ("dialects/messages.py", '{"type": "message_delta", "delta"', '{"type": "message_end", "delta"')
+_THINKING = ("dialects/messages.py", '("thinking_delta", "thinking")', '("thinking_delta", "text")')
 _RESPONSE = ("dialects/ollama.py", '"response" if name == "content"', '"text" if name == "content"')
-_PARTIAL_JSON = ("dialects/messages_reply.py", '"partial_json": one.text}', '"json": one.text}')
+_PARTIAL_JSON = ("dialects/messages.py", '("input_json_delta", "partial_json")', '("input_json_delta", "json")')
 _COMPLETE = (
     *("ended samples are reported as complete", "verl/server.py"),
     *('"aborted" if sample.finish_reason == "abort" else "completed"', '"completed"'),
@@ -120,8 +120,8 @@ CHANGES: Sequence[Change] = (
     route("server/openai_client", _CHAT, "openai"),
     route("server/claude_code", "/v1/messages", "messages"),
     Change(
-        *("server/claude_code", "what is new in the cache is not counted", "dialects/messages_reply.py"),
-        *('tokens": new if creates_cache else 0', 'tokens": 0'),
+        *("server/claude_code", "what is new in the cache is not counted", "dialects/messages.py"),
+        *('tokens": new if self._creates_cache else 0', 'tokens": 0'),
     ),
     route("server/continue", "/api/generate", "ollama"),
     route("server/open_webui", "/api/tags", "ollama"),

@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference.server.call import Call, transcripts_of
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialects.messages_reply import MessagesReply
+from nano_inference.server.dialects.messages import MessagesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.structured import PromptRequest

@@ -16,9 +16,16 @@ from nano_inference.server.body import parse
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialects.messages import ANTHROPIC_NAMES, chat_fields, count_tokens, messages_call
+from nano_inference.server.dialects.messages import (
+    ANTHROPIC_NAMES,
+    MessagesReply,
+    arguments_of,
+    chat_fields,
+    count_tokens,
+    error_body,
+    messages_call,
+)
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
-from nano_inference.server.dialects.messages_reply import MessagesReply, arguments_of, error_body
 from nano_inference.server.errors import ApiError, renamed
 from nano_inference.server.model import ServedModel
 from nano_inference.text.chat import chat_template

@@ -87,6 +87,11 @@ def shortened(message: str) -> str:
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"
 
 
+def refused(field: str, what: str) -> ApiError:
+    """Return the 400 of a field that is invalid."""
+    return ApiError(400, f"{field}: {what}", param=field)
+
+
 def queue_full(message: str, *, code: str = "queue_full") -> ApiError:
     """Return the 503 of a request that the client should send again later."""
     return ApiError(503, message, code=code, headers={"retry-after": "1"})

@@ -20,6 +20,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import Body, ChatBody, CompletionBody
 
 _B = TypeVar("_B", bound=Body)
+_UNLIMITED = 1 << 40
 
 
 def as_body(fields: Mapping[str, Any], kind: type[_B]) -> _B:
@@ -41,6 +42,11 @@ def unsupported_field(param: str, message: str | None = None) -> ApiError:
     """Return the error for a field that this server does not support."""
     text = message or f"{param} is not supported here"
     return ApiError(400, text, param=param, code="unsupported_field")
+
+
+def unsupported_value(param: str, value: str, where: str) -> ApiError:
+    """Return the error for a value that is not supported `where`: "here", "by this server"."""
+    return unsupported_field(param, f"{param}: {value[:64]!r} is not supported {where}")
 
 
 def with_current_reasoning(messages: Sequence[JSON]) -> list[JSON]:
@@ -93,6 +99,12 @@ def translated_call(
         requests.append(request)
     call = replace(call, requests=tuple(requests))
     return fill_context(call, model.limits) if is_unlimited else call
+
+
+def prompt_length(fields: Mapping[str, Any], names: Mapping[str, str], model: ServedModel) -> int:
+    """Return the number of tokens of a chat's prompt, also beyond the model's context. Raises `ApiError`."""
+    unlimited = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
+    return len(translated_call(fields, ChatBody, names, unlimited, ServerConfig(), "").requests[0].prompt)
 
 
 def fill_context(call: Call, limits: Limits) -> Call:

@@ -41,7 +41,7 @@ class OtherBlock(Body):
     type: str
 
 
-def _block_tag(value: Any) -> str:
+def _tag(value: Any) -> str:
     """Return the tag of the `Block` class that validates a value."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"block-{kind}" if kind in ("text", "tool_use", "tool_result", *_THOUGHTS) else "block-other"
@@ -49,7 +49,7 @@ def _block_tag(value: Any) -> str:
 
 TextOnly = Annotated[
     Annotated[TextBlock, Tag("block-text")] | Annotated[OtherBlock, Tag("block-other")],
-    Discriminator(lambda value: "block-text" if _block_tag(value) == "block-text" else "block-other"),
+    Discriminator(lambda value: "block-text" if _tag(value) == "block-text" else "block-other"),
 ]
 Texts = str | Annotated[list[TextOnly], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 _THOUGHTS = ("thinking", "redacted_thinking")
@@ -87,7 +87,7 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("block-thinking")]
     | Annotated[ThinkingBlock, Tag("block-redacted_thinking")]
     | Annotated[OtherBlock, Tag("block-other")],
-    Discriminator(_block_tag),
+    Discriminator(_tag),
 ]
 
 
@@ -198,12 +198,8 @@ class MessagesBody(CountTokensBody):
 
 def marks_cache(body: CountTokensBody) -> bool:
     """Return True if a body asks to cache a part of its prompt, by `cache_control` anywhere."""
-    if body.cache_control is not None:
-        return True
-    texts = [one for one in (body.system, *(message.content for message in body.messages)) if isinstance(one, list)]
-    blocks: list[Body] = [*(body.tools or ()), *(block for text in texts for block in text)]
-    inner = [
-        block.content for block in blocks if isinstance(block, ToolResultBlock) and isinstance(block.content, list)
-    ]
-    blocks += [block for content in inner for block in content]
-    return any((block.model_extra or {}).get("cache_control") is not None for block in blocks)
+    contents = (body.system, *(message.content for message in body.messages))
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    results = [one.content for one in blocks if isinstance(one, ToolResultBlock) and isinstance(one.content, list)]
+    parts: list[Body] = [*(body.tools or ()), *blocks, *(part for result in results for part in result)]
+    return body.cache_control is not None or any((one.model_extra or {}).get("cache_control") for one in parts)
