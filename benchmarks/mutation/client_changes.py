@@ -46,7 +46,7 @@ _RESPONSES = ("dialects/responses.py", '"/v1/responses", "/responses")', '"/resp
 _CALLS = ("replies.py", 'choice["message"]["tool_calls"]', 'choice["message"]["calls"]')
 _STREAMED_CALLS = ("tools.py", '"function": {"arguments": event.text}', '"function": {"text": event.text}')
 _STREAMED_TEXT = ("tools.py", 'deltas.append({"content": event.text})', 'deltas.append({"text": event.text})')
-_CALL_ID = ("dialects/responses_stream.py", ', "call_id": self.call_id}', "}")
+_CALL_ID = ("dialects/responses_reply.py", 'call_id=self._id("call"), ', "")
 _MESSAGE_END = ("dialects/messages.py", '{"type": "message_delta", "delta"', '{"type": "message_end", "delta"')
 _THINKING = ("dialects/messages.py", '("thinking_delta", "thinking")', '("thinking_delta", "text")')
 _RESPONSE = ("dialects/ollama.py", '"response" if name == "content"', '"text" if name == "content"')
@@ -92,7 +92,7 @@ CHANGES: Sequence[Change] = (
     ),
     Change("open_responses", "`/v1/responses` has another name", *_RESPONSES),
     Change(
-        *("open_responses", "responses have no `completed_at`", "dialects/responses_stream.py"),
+        *("open_responses", "responses have no `completed_at`", "dialects/responses_reply.py"),
         *('{"completed_at": None, "error"', '{"error"'),
     ),
     route("open_webui", "/api/tags", "ollama"),

@@ -21,7 +21,7 @@ import tokenizers
 import nano_inference
 from nano_inference.server.dialects.responses import LOGPROBS
 from nano_inference.server.dialects.responses_body import InputTokensBody
-from nano_inference.server.dialects.responses_chat import encoded
+from nano_inference.server.dialects.responses_reply import encoded
 from nano_inference.server.schema import Body
 from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
 from tests.server.reasoner import make_reasoner

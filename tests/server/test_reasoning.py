@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.responses_chat import text_in
+from nano_inference.server.dialects.responses_reply import text_in
 from tests.server.reasoner import ANSWER, PLAIN, THOUGHT, make_reasoner
 from tests.server.tiny import Running, events_in, running
 

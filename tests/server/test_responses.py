@@ -22,9 +22,9 @@ from nano_inference.server.body import parse
 from nano_inference.server.call import Call, Transcript, transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialects.responses import LOGPROBS, ResponsesBody, TranslatedChat, translated_chat
-from nano_inference.server.dialects.responses_chat import CHAT_NAMES
-from nano_inference.server.dialects.responses_stream import ResponsesReply
+from nano_inference.server.dialects.responses import CHAT_NAMES, LOGPROBS, chat_fields, earlier_items
+from nano_inference.server.dialects.responses_body import ResponsesBody
+from nano_inference.server.dialects.responses_reply import ResponsesReply
 from nano_inference.server.errors import ApiError, renamed
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.translating import as_body
@@ -283,12 +283,13 @@ def test_failed_stream(name: str, status: int, code: str) -> None:
 # ---- bodies to chats ------------------------------------------------------------------------------------------------
 
 
-def translated(body: JSON) -> TranslatedChat:
-    return translated_chat(parse(json.dumps(body).encode(), ResponsesBody))
+def translated(given: JSON) -> JSON:
+    body = parse(json.dumps(given).encode(), ResponsesBody)
+    return chat_fields(body, earlier_items(body, None))
 
 
 def chat_of(**body: Any) -> JSON:
-    fields = translated({"input": "x", **body}).fields
+    fields = translated({"input": "x", **body})
     return as_body(fields, ChatBody).model_dump(by_alias=True, exclude_none=True)
 
 

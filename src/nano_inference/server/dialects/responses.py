@@ -8,15 +8,17 @@ it. The sampling fields of /v1/chat/completions are extensions. Accepted and ign
 Reasoning items of `input` reach the prompt only between the calls of the current turn. The count of tokens also ignores
 what only the answer depends on: `parallel_tool_calls`, `tools.strict`, `tools.tools.strict`, `text.format.name`,
 `text.format.description` and `text.format.strict`.
+
+A function of a namespace has the name `namespace.function` in the prompt.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from pydantic_core import from_json, to_json
 
@@ -24,91 +26,52 @@ from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Generating, Recalling
 from nano_inference.server.dialects.responses_body import (
-    ConversationItems,
+    LOCAL_SEARCH,
+    FlatTool,
+    FunctionTool,
     InputItem,
     InputTokensBody,
     ResponsesBody,
     is_left_out,
 )
-from nano_inference.server.dialects.responses_chat import (
-    CHAT_NAMES,
-    EARLIER,
-    Function,
-    chat_choice,
-    chat_tools,
-    functions_of,
-    messages_of,
-    response_format,
-)
-from nano_inference.server.dialects.responses_stream import ResponsesReply, stream_error
-from nano_inference.server.errors import ApiError
+from nano_inference.server.dialects.responses_reply import ID_PREFIXES, ResponsesReply, stream_error, text_in
+from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies, StoredReply
-from nano_inference.server.schema import ChatBody, Sampling
-from nano_inference.server.translating import as_body, translated_call, unsupported_field
+from nano_inference.server.schema import ChatBody, Sampling, TextPart
+from nano_inference.server.translating import (
+    as_body,
+    prompt_length,
+    translated_call,
+    unsupported_field,
+    unsupported_value,
+    with_current_reasoning,
+)
 
+CHAT_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "include",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Field of a chat completion -> its name in this API."""
 LOGPROBS: Final = "message.output_text.logprobs"  # the value of `include` that adds log-probabilities
 _ENCRYPTED = "reasoning.encrypted_content"
 """The value of `include` that adds `encrypted_content` to reasoning items, which agents send back."""
-
-_UNLIMITED = 1 << 40
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """The items before the reply to a request."""
-
-    earlier: Sequence[JSON]  # those of the stored reply that it continues, with its output
-    new: str | Sequence[InputItem]
-
-    def inputs(self) -> Sequence[InputItem]:
-        """Return the earlier items as they are sent in `input`."""
-        return as_body({"input": self.earlier}, ConversationItems).input if self.earlier else ()
+_SAME = (
+    *(name for name in Sampling.model_fields if name != "n"),
+    *("chat_template_kwargs", "continue_final_message", "parallel_tool_calls", "timings_per_token", "return_progress"),
+)
+"""Fields with the same name in a chat completion."""
+_TEXT_TYPES = ("input_text", "output_text", "text", "refusal")
+_EARLIER = "previous_response_id"  # the place, in errors, of items that the request did not send
+_MISSING = "response_not_found"
+_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
 
 
-@dataclass(frozen=True, slots=True)
-class TranslatedChat:
-    """A request of this API, translated to a chat completion."""
-
-    fields: JSON  # of a `ChatBody`
-    conversation: Conversation
-    functions: Sequence[Function]
-
-
-def translated_chat(body: ResponsesBody, replies: ClientReplies | None = None) -> TranslatedChat:
-    """Translate a request to a chat completion. Raises `ApiError` naming the invalid or unsupported field.
-
-    With `replies`, the request may continue one of them.
-    """
-    for name, instead in CHAT_NAMES.items():
-        if getattr(body, name, None):
-            raise unsupported_field(name, f"{name} is a field of chat completions; use {instead} instead")
-    if body.n not in (None, 1):
-        raise unsupported_field("n")
-    if body.prompt_logprobs is not None:
-        raise unsupported_field("prompt_logprobs")
-    include = body.include or ()
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise unsupported_field("stream_options.continuous_usage_stats")
-    for index, name in enumerate(include):
-        if name not in (LOGPROBS, _ENCRYPTED):
-            raise unsupported_field(f"include.{index}", f"include: {name[:64]!r} is not supported by this server")
-    if body.top_logprobs and LOGPROBS not in include:
-        raise ApiError(400, f'top_logprobs needs include to be ["{LOGPROBS}"]', param="top_logprobs")
-    has_functions = any(tool.type in ("function", "namespace") for tool in body.tools or ())
-    if LOGPROBS in include and has_functions and body.tool_choice != "none":
-        # It is unknown which tokens belong to text and which to a call.
-        raise unsupported_field("include", f"include: {LOGPROBS!r} is not supported together with functions")
-    earlier: Sequence[JSON] = ()
-    if body.previous_response_id is not None:
-        if replies is None:
-            raise unsupported_field(EARLIER)
-        stored = replies.get(body.previous_response_id, EARLIER, "previous_response_not_found")
-        earlier = [*from_json(stored.items), *from_json(stored.reply)["output"]]
-    conversation = Conversation(earlier, body.input)
-    functions = functions_of(body.tools or ())
-    messages = messages_of(body.instructions, conversation.inputs(), conversation.new)
-    return TranslatedChat(_chat_of(body, messages.chat, functions), conversation, functions)
+# ---- from a body to a call ------------------------------------------------------------------------------------------
 
 
 def responses_call(
@@ -118,21 +81,27 @@ def responses_call(
 
     With `replies`, the call may continue one of them, and adds its reply to them.
     """
-    chat = translated_chat(body, replies)
-    call = translated_call(chat.fields, ChatBody, CHAT_NAMES, model, config, salt)
+    earlier = earlier_items(body, replies)
+    call = translated_call(chat_fields(body, earlier), ChatBody, CHAT_NAMES, model, config, salt)
     stem = uuid.uuid4().hex
     call = replace(call, id=f"resp_{body.request_id or stem}")
-    keep = None
+    keep: Callable[[JSON], bool] | None = None
     if replies is not None and body.store is not False:
-        items = to_json([*chat.conversation.earlier, *listed_items(chat.conversation.new, stem)])
-        keep = partial(_stored, replies, call.id, items)
-    functions = chat.functions
-    namespaces = {one.name: (space, one.tool.name or "") for one in functions if (space := one.namespace) is not None}
+        items = to_json([*earlier, *listed_items(body.input, stem)])
+
+        def keep(response: JSON) -> bool:
+            return replies.put(StoredReply(id=call.id, reply=to_json(response), items=items))
+
+    spaces = [tool for tool in body.tools or () if tool.type == "namespace"]
     reply = partial(
         ResponsesReply,
         echo=_echo(body, call) | {"store": keep is not None},
         id_stem=stem,
-        namespaces=namespaces,
+        namespaces={
+            f"{space.name}.{one.name}": (space.name or "", one.name or "")
+            for space in spaces
+            for one in space.tools or ()
+        },
         keep=keep,
         encodes_reasoning=_ENCRYPTED in (body.include or ()),
     )
@@ -142,33 +111,171 @@ def responses_call(
 def input_tokens(body: InputTokensBody, model: ServedModel, replies: ClientReplies | None = None) -> JSON:
     """Return the number of tokens of a prompt, also beyond the model's context. Raises `ApiError`."""
     given = {name: getattr(body, name) for name in InputTokensBody.model_fields}
-    unlimited = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
     whole = as_body({**given, "max_output_tokens": 1}, ResponsesBody)
-    fields = translated_chat(whole, replies).fields
-    call = translated_call(fields, ChatBody, CHAT_NAMES, unlimited, ServerConfig(), "")
-    return {"object": "response.input_tokens", "input_tokens": len(call.requests[0].prompt)}
+    fields = chat_fields(whole, earlier_items(whole, replies))
+    return {"object": "response.input_tokens", "input_tokens": prompt_length(fields, CHAT_NAMES, model)}
 
 
-# ---- to a chat and back ---------------------------------------------------------------------------------------------
+def earlier_items(body: ResponsesBody, replies: ClientReplies | None) -> list[JSON]:
+    """Return the items of the stored reply that a request continues, with its output. Raises `ApiError`."""
+    if body.previous_response_id is None:
+        return []
+    if replies is None:
+        raise unsupported_field(_EARLIER)
+    stored = replies.get(body.previous_response_id, _EARLIER, "previous_response_not_found")
+    return [*from_json(stored.items), *from_json(stored.reply)["output"]]
 
 
-def _chat_of(body: ResponsesBody, messages: Sequence[JSON], functions: Sequence[Function]) -> JSON:
-    """Return the fields of a `ChatBody`."""
-    fields: JSON = {name: getattr(body, name) for name in Sampling.model_fields if name != "n"}
-    fields["messages"] = messages
+def chat_fields(body: ResponsesBody, earlier: Sequence[JSON] = ()) -> JSON:
+    """Return the fields of a `ChatBody`. Raises `ApiError` naming the invalid or unsupported field."""
+    include, choice, form = body.include or (), body.tool_choice, body.text.format if body.text else None
+    for name, instead in CHAT_NAMES.items():
+        if getattr(body, name, None):
+            raise unsupported_field(name, f"{name} is a field of chat completions; use {instead} instead")
+    if body.n not in (None, 1):
+        raise unsupported_field("n")
+    if body.prompt_logprobs is not None:
+        raise unsupported_field("prompt_logprobs")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise unsupported_field("stream_options.continuous_usage_stats")
+    for index, name in enumerate(include):
+        if name not in (LOGPROBS, _ENCRYPTED):
+            raise unsupported_field(f"include.{index}", f"include: {name[:64]!r} is not supported by this server")
+    if body.top_logprobs and LOGPROBS not in include:
+        raise ApiError(400, f'top_logprobs needs include to be ["{LOGPROBS}"]', param="top_logprobs")
+    has_functions = any(tool.type in ("function", "namespace") for tool in body.tools or ())
+    if LOGPROBS in include and has_functions and choice != "none":
+        # It is unknown which tokens belong to text and which to a call.
+        raise unsupported_field("include", f"include: {LOGPROBS!r} is not supported together with functions")
+    fields: JSON = {name: getattr(body, name) for name in _SAME}
+    fields["tools"] = _chat_tools(body.tools or ()) or None
+    fields["messages"] = _chat_messages(body.instructions, earlier, body.input)
     fields["max_completion_tokens"] = body.max_output_tokens
-    if LOGPROBS in (body.include or ()):
-        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    fields["chat_template_kwargs"] = body.chat_template_kwargs
-    fields["continue_final_message"] = body.continue_final_message
-    fields |= {"timings_per_token": body.timings_per_token, "return_progress": body.return_progress}
-    fields["stream"] = body.stream
     fields["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
-    fields["response_format"] = response_format(body.text.format) if body.text and body.text.format else None
-    fields["tool_choice"] = chat_choice(body.tool_choice)
-    fields["parallel_tool_calls"] = body.parallel_tool_calls
-    fields["tools"] = chat_tools(functions) or None
+    if LOGPROBS in include:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if form is not None:
+        fields["response_format"] = {"type": form.type}
+        if form.type == "json_schema":
+            if form.form is None:
+                raise refused("text.format.schema", "field required")
+            schema = {"name": form.name, "description": form.description, "schema": form.form, "strict": form.strict}
+            fields["response_format"]["json_schema"] = _given(schema)
+    if isinstance(choice, dict):
+        if choice.get("type") != "function":
+            kind = repr(choice.get("type"))[:64]
+            raise unsupported_field("tool_choice.type", f"tool_choice.type: {kind} is not supported by this server")
+        if not isinstance(choice.get("name"), str):
+            raise refused("tool_choice.name", "must name a function")
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    return _given(fields | {"tool_choice": choice})
+
+
+def _given(fields: JSON) -> JSON:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _chat_tools(tools: Sequence[FlatTool]) -> list[JSON]:
+    """Return a chat's tools. Raises `ApiError` naming an unsupported one."""
+    chat: list[JSON] = []
+    for index, tool in enumerate(tools):
+        place = f"tools.{index}"
+        if is_left_out(tool):
+            continue
+        several: list[tuple[str, FunctionTool]] = [(place, tool)]
+        if tool.type == "namespace":
+            for name in ("name", "tools"):
+                if getattr(tool, name) is None:
+                    raise refused(f"{place}.{name}", "field required")
+            several = [(f"{place}.tools.{number}", one) for number, one in enumerate(tool.tools or ())]
+        for place, one in several:
+            if one is not tool and one.type != "function":
+                raise unsupported_value(f"{place}.type", one.type, "in a namespace, only 'function'")
+            if one.type == "calculator":
+                chat.append({"type": one.type})
+                continue
+            if one.type != "function":
+                hint = ", only 'function', 'namespace' and 'calculator'"
+                hint = "; with external_web_access false it is left out" if one.type == LOCAL_SEARCH else hint
+                raise unsupported_value(f"{place}.type", one.type, f"by this server{hint}")
+            if one.name is None:
+                raise refused(f"{place}.name", "field required")
+            function: JSON = {"parameters": one.parameters, "strict": one.strict}
+            function |= {"name": one.name, "description": one.description}
+            if one is not tool:  # a chat template has no place for both descriptions
+                texts = [text for text in (tool.description, one.description) if text]
+                function |= {"name": f"{tool.name}.{one.name}", "description": "\n".join(texts) or None}
+            chat.append({"type": "function", "function": _given(function)})
+    return chat
+
+
+def _chat_messages(instructions: str | None, earlier: Sequence[JSON], new: str | Sequence[InputItem]) -> list[JSON]:
+    """Return a conversation as a chat's messages. Raises `ApiError` naming the invalid item.
+
+    A call is added to the assistant's message before it. Reasoning is kept only between the calls of the current turn.
+    """
+    chat: list[JSON] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    thoughts: list[str] = []  # reasoning of the assistant's next message
+    calls: set[str] = set()
+    given = [InputItem(role="user", content=new)] if isinstance(new, str) else new
+    items = [(_EARLIER, as_body(item, InputItem)) for item in earlier]
+    items += [(f"input.{index}", item) for index, item in enumerate(given)]
+    for place, item in items:
+        kind = item.type or "message"
+        if kind == "reasoning":
+            # Another server's item may have only its encrypted form, which cannot be read.
+            parts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content or ()]
+            text = "".join(part or "" for part in parts)
+            if not item.content and item.encrypted_content is not None:
+                text = text_in(item.encrypted_content) or ""
+            thoughts += [text] if text else []
+            continue
+        if kind == "message":
+            role, content = _required(item, place, "role"), _required(item, place, "content")
+            message = {"role": role, "content": _texts(content, f"{place}.content")}
+            message |= {} if item.parts is None else {"parts": item.parts}
+        elif kind == "function_call":
+            name, arguments = _required(item, place, "name"), _required(item, place, "arguments")
+            function = {"name": f"{item.namespace}.{name}" if item.namespace else name, "arguments": arguments}
+            calls.add(_required(item, place, "call_id"))
+            message = chat.pop() if chat and chat[-1]["role"] == "assistant" else {"role": "assistant", "content": ""}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            message["tool_calls"] = [*message.get("tool_calls", ()), call]
+        elif kind == "function_call_output":
+            if _required(item, place, "call_id") not in calls:
+                raise refused(f"{place}.call_id", "no earlier function_call has this id; send earlier turns in input")
+            output = _texts(_required(item, place, "output"), f"{place}.output")
+            message = {"role": "tool", "content": output, "tool_call_id": item.call_id}
+        else:
+            hint = ": send the item itself, or previous_response_id" if kind == "item_reference" else ""
+            raise unsupported_value(f"{place}.type", kind, f"by this server{hint}")
+        if thoughts and message["role"] == "user":  # the answer was cut off in its reasoning
+            chat.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(thoughts)})
+        elif thoughts and message["role"] == "assistant":
+            before = [message["reasoning_content"]] if "reasoning_content" in message else []
+            message["reasoning_content"] = "\n".join([*before, *thoughts])
+        thoughts = []
+        chat.append(message)
+    return with_current_reasoning(chat)
+
+
+def _required(item: InputItem, place: str, name: str) -> Any:
+    if getattr(item, name) is None:
+        raise refused(f"{place}.{name}", "field required")
+    return getattr(item, name)
+
+
+def _texts(content: str | Sequence[TextPart], place: str) -> str | list[JSON]:
+    """Return a chat message's `content`. Raises `ApiError` naming a part that is not text."""
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        if part.type not in _TEXT_TYPES:
+            where = f"{place}.{index}.type"
+            raise unsupported_field(where, f"{where}: {part.type[:64]!r} is not supported, only text")
+        if part.words is None:
+            raise refused(f"{place}.{index}.text", "field required")
+    return [{"type": "text", "text": part.words} for part in content]
 
 
 def _echo(body: ResponsesBody, call: Call) -> JSON:
@@ -209,19 +316,7 @@ def _echo(body: ResponsesBody, call: Call) -> JSON:
     }
 
 
-_MISSING = "response_not_found"
-_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
-_PREFIXES: Mapping[str, str] = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-}
-
-
-def _stored(replies: ClientReplies, name: str, items: bytes, response: JSON) -> bool:
-    """Store a response; return False if it does not fit."""
-    return replies.put(StoredReply(id=name, reply=to_json(response), items=items))
+# ---- stored replies -------------------------------------------------------------------------------------------------
 
 
 def listed_items(given: str | Sequence[InputItem], stem: str) -> list[JSON]:
@@ -235,13 +330,13 @@ def listed_items(given: str | Sequence[InputItem], stem: str) -> list[JSON]:
     for index, item in enumerate(given):
         fields: JSON = item.model_dump(by_alias=True, exclude_none=True)
         kind = fields.setdefault("type", "message")
-        fields.setdefault("id", f"{_PREFIXES.get(kind, 'item')}_{stem}in{index:02x}")
+        fields.setdefault("id", f"{ID_PREFIXES.get(kind, 'item')}_{stem}in{index:02x}")
         if kind == "message" and isinstance(fields.get("content"), str):
             part = {"type": "input_text", "text": fields["content"]}
             if fields.get("role") == "assistant":
                 part = {"type": "output_text", "text": fields["content"], "annotations": []}
             fields["content"] = [part]
-        if kind in _PREFIXES:
+        if kind in ID_PREFIXES:
             fields.setdefault("status", "completed")
         listed.append(fields)
     return listed

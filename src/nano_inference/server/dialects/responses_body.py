@@ -36,12 +36,6 @@ class InputItem(Body):
 Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ConversationItems(Body):
-    """The items of earlier turns."""
-
-    input: Annotated[list[InputItem], Field(fail_fast=True)]
-
-
 class FunctionTool(Body):
     """A function in a namespace."""
 
@@ -85,9 +79,11 @@ class Reasoning(Body):
     generate_summary: Annotated[str, Field(max_length=64)] | None = None
 
 
-class PromptFields(Body):
-    """The fields that determine the prompt, except the input."""
+class InputTokensBody(Body):
+    """POST /v1/responses/input_tokens: the fields that determine the prompt."""
 
+    model: Annotated[str, Field(max_length=512)] | None = None
+    input: str | Items
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     text: TextOptions | None = None
@@ -110,7 +106,7 @@ class PromptFields(Body):
             yield f"tools.{LOCAL_SEARCH}"
 
 
-class ResponsesBody(Sampling, PromptFields):
+class ResponsesBody(Sampling, InputTokensBody):
     """POST /v1/responses."""
 
     store: bool | None = None
@@ -118,7 +114,6 @@ class ResponsesBody(Sampling, PromptFields):
     user: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    input: str | Items
     max_output_tokens: Samples | None = None
     include: Annotated[list[str], Field(max_length=64)] | None = None
     top_logprobs: Alternatives | None = None
@@ -127,13 +122,6 @@ class ResponsesBody(Sampling, PromptFields):
     """As in llama.cpp: return `timings`, in a stream with each piece of text and beside the last response."""
     return_progress: bool | None = None
     """As in llama.cpp: report in a stream how much of the prompt is computed, in events `response.in_progress`."""
-
-
-class InputTokensBody(PromptFields):
-    """POST /v1/responses/input_tokens."""
-
-    model: Annotated[str, Field(max_length=512)] | None = None
-    input: str | Items
 
 
 def is_left_out(tool: FlatTool) -> bool:

@@ -1,0 +1,321 @@
+"""Replies of OpenAI's Responses API, whole or as a stream of events.
+
+Form and order of the events as in OpenAI's API (openai/types/responses). Whole replies and streams are built by the
+same code: the response in a stream's last event equals the whole reply, which has `timings` inside if requested.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from nano_inference.server.call import JSON, Call, Reply, Transcript, num_reasoning_tokens, usage
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
+from nano_inference.server.errors import ApiError, shortened
+from nano_inference.server.events import event as named_event
+from nano_inference.server.replies import joined, sample_facts, token_logprobs
+from nano_inference.server.timings import PrefillProgress, timings_of
+from nano_inference.text.dialogue import Part
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.tool_events import CallArguments, CallStart, Content, Event, Reasoning
+
+ID_PREFIXES: Mapping[str, str] = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
+"""Type of an item -> start of its id."""
+_ENDS = {"length": "incomplete", "abort": "cancelled"}  # finish reason -> status of the response, if not "completed"
+_RUNNING, _TEXT = "response.in_progress", "response.output_text.delta"
+_PREFIX = "nano1."  # begins the `encrypted_content` of this package's servers
+_NONE: Mapping[str, tuple[str, str]] = {}
+
+
+def encoded(text: str) -> str:
+    """Return the `encrypted_content` of a text: JSON in base64.
+
+    It is not secret from the client, whose conversation it is, and another server of this package reads it.
+    """
+    return _PREFIX + base64.urlsafe_b64encode(to_json({"summary": text})).decode()
+
+
+def text_in(content: str) -> str | None:
+    """Return the text in `encrypted_content`; None if no such server made it."""
+    try:
+        is_ours = content.startswith(_PREFIX)
+        value = from_json(base64.urlsafe_b64decode(content.removeprefix(_PREFIX).encode())) if is_ours else None
+    except ValueError:
+        value = None
+    text = value.get("summary") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else None
+
+
+class ResponsesReply(Reply):
+    """The reply to one call of POST /v1/responses."""
+
+    def __init__(
+        self,
+        call: Call,
+        tokenizer: Tokenizer,
+        created: int,
+        *,
+        echo: JSON,
+        id_stem: str,
+        namespaces: Mapping[str, tuple[str, str]] = _NONE,
+        keep: Callable[[JSON], bool] | None = None,
+        encodes_reasoning: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`echo`: fields repeated from the request; `id_stem`: common part of the items' ids.
+
+        `namespaces`: name of a function in the prompt -> its namespace and name. `keep` stores the final response, and
+        returns False if it cannot be retrieved later. `encodes_reasoning`: reasoning items have `encrypted_content`,
+        for clients that send back only this field.
+        """
+        self._echo = echo
+        self._id_stem = id_stem
+        self._namespaces = namespaces
+        self._keep = keep
+        self._encodes_reasoning = encodes_reasoning
+        self._clock = clock
+        self._call = call
+        self._tokenizer = tokenizer
+        self._created = created
+        self._items: list[JSON] = []  # completed items
+        self._open: JSON = {}  # the item in progress as it started; what it has since is in the next three
+        self._pieces: list[str] = []
+        self._logprobs: list[JSON] = []
+        self._parts: list[Part] = []
+        self._entries: list[LogprobEntry] = []  # log-probabilities of tokens that may be reasoning
+        self._num_reasoned = 0  # tokens of reasoning whose log-probabilities were left out
+        self._num_events = 0
+        self._prefill = PrefillProgress(call)
+
+    # ---- whole replies and streams ----------------------------------------------------------------------------------
+
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
+        (transcript,) = transcripts
+        self._take(transcript.events, self._of_content(transcript, transcript.entries), transcript.parts)
+        self._finish(transcript)
+        return self._ended(transcript) | self._timings(transcript)
+
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
+        """Return the events `response.created` and `response.in_progress`."""
+        response = self._response("in_progress")
+        return self._encode({"type": name, "response": response} for name in ("response.created", _RUNNING))
+
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+        states = [
+            {"type": _RUNNING, "response": self._response("in_progress"), "prompt_progress": report}
+            for report in self._prefill.reports(transcript, decoded)
+        ]
+        timings = self._timings(transcript)
+        events = self._take(decoded.events, self._of_content(transcript, decoded.entries), decoded.parts)
+        return self._encode([*states, *(one | timings if one["type"] == _TEXT else one for one in events)])
+
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
+        """Return the end of the open item, and the response."""
+        (transcript,) = transcripts
+        ends = self._finish(transcript)
+        response = self._ended(transcript)
+        name = "response.completed" if response["status"] == "completed" else "response.incomplete"
+        return self._encode([*ends, {"type": name, "response": response, **self._timings(transcript)}])
+
+    def error_events(self, error: ApiError) -> bytes:
+        """Return the response with its items so far, and the error."""
+        code = "server_error" if error.status >= 500 else "invalid_prompt"  # the API allows a fixed set of codes
+        fields = {"code": code, "message": shortened(error.message), "type": error.type, "param": error.param}
+        output = [*self._items, *([self._item("incomplete")] if self._open else [])]
+        return self._encode(
+            [{"type": "response.failed", "response": self._response("failed", output=output, error=fields)}]
+        )
+
+    # ---- output items -----------------------------------------------------------------------------------------------
+
+    def _take(self, events: Iterable[Event], entries: Sequence[LogprobEntry], parts: Sequence[Part]) -> list[JSON]:
+        """Add reasoning, text and calls to the items; return the API's events for them."""
+        out: list[JSON] = []
+        logprobs = token_logprobs(entries, self._call.shape, self._tokenizer)
+        for one in events:
+            if isinstance(one, Content):
+                out += self._text(one.text, logprobs, parts)
+                logprobs, parts = [], ()
+            elif isinstance(one, Reasoning):
+                if self._open.get("type") != "reasoning":
+                    encrypted = {"encrypted_content": None} if self._encodes_reasoning else {}
+                    out += [*self._close(), *self._start("reasoning", summary=[], content=[], **encrypted)]
+                self._pieces.append(one.text)
+                out.append(self._content_event("reasoning_text.delta", delta=one.text))
+            elif isinstance(one, CallStart):
+                out += self._close()
+                space, name = self._namespaces.get(one.name, (None, one.name))
+                own = {} if space is None else {"namespace": space}
+                out += self._start("function_call", call_id=self._id("call"), **own, name=name, arguments="")
+            elif isinstance(one, CallArguments):
+                self._pieces.append(one.text)
+                delta = {"item_id": self._open["id"], "delta": one.text}
+                out.append(self._item_event("function_call_arguments.delta", **delta))
+            else:
+                self._open["status"] = "completed"
+                out.append(self._arguments_done())
+        return out + (self._text("", logprobs, parts) if logprobs else [])
+
+    def _of_content(self, transcript: Transcript, entries: Sequence[LogprobEntry]) -> Sequence[LogprobEntry]:
+        """Return the log-probabilities of tokens after the reasoning; none while it is unknown whether there is any."""
+        if transcript.reasoning is None:
+            return entries
+        self._entries += entries
+        if transcript.reasoning.is_undecided and transcript.finish_reason is None:
+            return ()
+        new = transcript.reasoning.num_tokens - self._num_reasoned
+        self._num_reasoned += min(new, len(self._entries))
+        kept, self._entries = self._entries[new:], []
+        return kept
+
+    def _text(self, text: str, logprobs: list[JSON], parts: Sequence[Part]) -> list[JSON]:
+        start = self._message()
+        if start and self._items and self._items[-1]["type"] == "function_call":
+            text = text.lstrip()  # the space between two texts, which are two items here
+        self._pieces.append(text)
+        self._logprobs += logprobs
+        self._parts += parts
+        return [*start, self._content_event("output_text.delta", delta=text, logprobs=logprobs)]
+
+    def _message(self) -> list[JSON]:
+        """Start a message unless one is open; return the events for it."""
+        if self._open.get("type") == "message":
+            return []
+        return [*self._close(), *self._start("message", role="assistant", content=[])]
+
+    def _start(self, kind: str, **fields: Any) -> list[JSON]:
+        """Open an item; return the events that start it."""
+        self._open = {"id": self._id(ID_PREFIXES[kind]), "type": kind, "status": "in_progress", **fields}
+        self._pieces, self._logprobs, self._parts = [], [], []
+        start = [self._item_event("output_item.added", item={**self._open})]
+        return (
+            start if kind == "function_call" else [*start, self._content_event("content_part.added", part=self._part())]
+        )
+
+    def _part(self) -> JSON:
+        """Return the only element of the open item's `content`."""
+        text = "".join(self._pieces)
+        if self._open["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*self._logprobs]}
+
+    def _item(self, status: str) -> JSON:
+        """Return the open item with what it has so far."""
+        item = self._open | {"status": status}
+        if item["type"] == "function_call":
+            return item | {"arguments": "".join(self._pieces)}
+        item["content"] = [self._part()]
+        if self._parts:
+            item["parts"] = [part._asdict() for part in joined(self._parts)]
+        if "encrypted_content" in item:
+            item["encrypted_content"] = encoded("".join(self._pieces))
+        return item
+
+    def _close(self, status: str = "completed", **facts: Any) -> list[JSON]:
+        """End the open item, if any; return the events of its end."""
+        if not self._open:
+            return []
+        if self._open["type"] == "function_call":
+            is_complete = self._open["status"] == "completed"
+            status = "completed" if is_complete else "incomplete"
+            ends = [] if is_complete else [self._arguments_done()]
+        else:
+            part = self._part()
+            shown = {name: part[name] for name in ("text", "logprobs") if name in part}
+            ends = [self._content_event(f"{part['type']}.done", **shown)]
+            ends.append(self._content_event("content_part.done", part=part))
+        item = self._item(status) | facts
+        ends.append(self._item_event("output_item.done", item=item))
+        self._items.append(item)
+        self._open = {}
+        return ends
+
+    def _arguments_done(self) -> JSON:
+        arguments = "".join(self._pieces)
+        return self._item_event("function_call_arguments.done", item_id=self._open["id"], arguments=arguments)
+
+    def _finish(self, transcript: Transcript) -> list[JSON]:
+        """End the last item and add the facts about the sample's tokens to it; an empty answer becomes a message."""
+        is_cut = transcript.finish_reason in _ENDS
+        is_missing = not self._open or (self._open["type"] == "reasoning" and not is_cut)
+        start = self._message() if is_missing else []
+        facts = sample_facts(transcript, self._call.shape)
+        return [*start, *self._close("incomplete" if is_cut else "completed", **facts)]
+
+    # ---- responses and events ---------------------------------------------------------------------------------------
+
+    def _ended(self, transcript: Transcript) -> JSON:
+        """Return the final response."""
+        status = _ENDS.get(transcript.finish_reason or "", "completed")
+        counts = usage(self._call, [transcript])
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
+        counted: JSON = {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens([transcript])},
+            "total_tokens": counts["total_tokens"],
+        }
+        fields: JSON = {"output": self._items, "usage": counted, "stop_reason": transcript.stop_reason}
+        if status == "incomplete":
+            fields["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._call.shape.token_ids:
+            fields["prompt_token_ids"] = list(self._call.requests[0].prompt)
+        if status == "completed":
+            fields["completed_at"] = int(self._clock())
+        response = self._response(status, **fields)
+        if self._keep is not None and not self._keep(response):
+            response["store"] = False
+        return response
+
+    def _timings(self, transcript: Transcript) -> JSON:
+        """Return llama.cpp's `timings` if they are requested."""
+        if not self._call.shape.timings:
+            return {}
+        return {"timings": timings_of(self._call, transcript, len(transcript.token_ids))}
+
+    def _response(self, status: str, **fields: Any) -> JSON:
+        head: JSON = {"id": self._call.id, "object": "response", "created_at": self._created, "status": status}
+        unset: JSON = {"completed_at": None, "error": None, "incomplete_details": None, "output": [], "usage": None}
+        return head | {"model": self._call.model} | unset | self._echo | fields
+
+    def _id(self, kind: str) -> str:
+        return f"{kind}_{self._id_stem}{len(self._items):02x}"
+
+    def _item_event(self, name: str, **fields: Any) -> JSON:
+        return {"type": f"response.{name}", "output_index": len(self._items)} | fields
+
+    def _content_event(self, name: str, **fields: Any) -> JSON:
+        return self._item_event(name, item_id=self._open["id"], content_index=0) | fields
+
+    def _encode(self, events: Iterable[JSON]) -> bytes:
+        """Return numbered server-sent events."""
+        data = b""
+        for one in events:
+            data += named_event({**one, "sequence_number": self._num_events}, one["type"])
+            self._num_events += 1
+        return data
+
+
+def stream_error(error: ApiError, first: bytes, number: int) -> bytes:
+    """Return the event that ends a stream whose server died: the response as failed, if `first` has the event with it.
+
+    `number`: events before it.
+    """
+    text = shortened(error.message)
+    created = next((line for line in first.splitlines() if line.startswith(b'data: {"type":"response.created"')), b"")
+    if not created:
+        fields = {"code": "server_error", "message": text, "param": error.param, "sequence_number": number}
+        return named_event({"type": "error", **fields}, "error")
+    response = from_json(created.removeprefix(b"data: "))["response"]
+    failed = {**response, "status": "failed", "error": {"code": "server_error", "message": text}}
+    return named_event({"type": "response.failed", "response": failed, "sequence_number": number}, "response.failed")
