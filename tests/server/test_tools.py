@@ -12,7 +12,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
 from nano_inference.server.body import parse
 from nano_inference.server.errors import ApiError
-from nano_inference.server.schema import MAX_TOOLS, ToolChoice, ToolFields
+from nano_inference.server.schema import MAX_TOOLS, ToolFields
 from nano_inference.server.tools import (
     MAX_TOOLS_BYTES,
     ToolUse,
@@ -21,7 +21,6 @@ from nano_inference.server.tools import (
     is_reported,
     message_content,
     requested_tools,
-    tool_use,
 )
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from nano_inference.text.tool_format import HERMES, LLAMA
@@ -179,12 +178,6 @@ def test_tools_at_size_limit() -> None:
     wanted = some(tools=[named("a", description="x" * (MAX_TOOLS_BYTES - 100))])
     assert wanted.names == {"a"}
     assert len(some(tools=[named("a" * 64)] + [named(f"f.{i}_-") for i in range(MAX_TOOLS - 1)]).functions) == MAX_TOOLS
-
-
-def test_tool_use_accepts_constructed_tools() -> None:
-    body = parse(json.dumps({"tools": [NOW]}).encode(), ToolFields)
-    wanted = tool_use(body.tools, ToolChoice(type="function", name="now"), None, None)
-    assert wanted is not None and wanted.name == "now"
 
 
 # ---- replies

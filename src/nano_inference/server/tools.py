@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from nano_inference.server.errors import ApiError, renamed
-from nano_inference.server.schema import FunctionSpec, NamedFunction, Tool, ToolChoice, ToolFields
+from nano_inference.server.errors import ApiError, refused
+from nano_inference.server.schema import NamedFunction, Tool, ToolChoice, ToolFields
 from nano_inference.text.tool_events import CallArguments, CallStart, Content, Event, Reasoning
 from nano_inference.text.tool_format import ToolFormat, tool_format
 
@@ -54,32 +54,18 @@ def requested_tools(body: ToolFields, template_source: str | None) -> ToolUse | 
 
     Raises `ApiError` naming the invalid field, or if both kinds of fields are given.
     """
-    if body.functions is None and body.function_call is None:
-        return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, template_source)
-    if body.tools is not None or body.tool_choice is not None:
-        raise ApiError(
-            400, "functions and function_call cannot be combined with tools and tool_choice", param="functions"
-        )
-    tools = [Tool(type="function", function=function) for function in body.functions or ()]
-    given = body.function_call
-    choice = ToolChoice(type="function", function=given) if isinstance(given, NamedFunction) else given
-    try:
-        return tool_use(tools, choice, False, template_source)
-    except ApiError as error:
-        own = renamed(error, {"tools": "functions", "tool_choice": "function_call"})
-        if own.param is not None and own.param.startswith("functions."):  # there without the key `function`
-            param = own.param.replace(".function", "", 1)
-            return_ = ApiError(own.status, own.message.replace(own.param, param, 1), param=param, code=own.code)
-            raise return_ from None
-        raise own from None
-
-
-def tool_use(
-    tools: Sequence[Tool] | None, choice: str | ToolChoice | None, parallel: bool | None, template_source: str | None
-) -> ToolUse | None:
-    """Return the tools of these fields; None if there are no tools. Raises `ApiError` naming the field."""
-    functions = _functions(tools or ())
-    chosen, name = _choice(choice, [function["function"]["name"] for function in functions])
+    tools, choice, parallel = body.tools, body.tool_choice, body.parallel_tool_calls
+    field, inner, choice_field = "tools", ".function", "tool_choice"
+    if body.functions is not None or body.function_call is not None:
+        if tools is not None or choice is not None:
+            text = "functions and function_call cannot be combined with tools and tool_choice"
+            raise ApiError(400, text, param="functions")
+        field, inner, choice_field, given = "functions", "", "function_call", body.function_call
+        tools = [Tool(type="function", function=function) for function in body.functions or ()]
+        choice = ToolChoice(type="function", function=given) if isinstance(given, NamedFunction) else given
+        parallel = False
+    functions = _functions(tools or (), field, inner)
+    chosen, name = _choice(choice, choice_field, [function["function"]["name"] for function in functions])
     if not tools:
         return None
     return ToolUse(
@@ -91,6 +77,65 @@ def tool_use(
         calculator=any(tool.type == "calculator" for tool in tools),
         strict=frozenset(tool.function.name for tool in tools if tool.function and tool.function.strict),
     )
+
+
+def _functions(tools: Sequence[Tool], field: str, inner: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the functions among tools as chat templates take them. Raises `ApiError` naming the invalid tool.
+
+    `field` has the tools in the body, and a function is at `inner` in each.
+    """
+    functions: list[Mapping[str, Any]] = []
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        place, function = f"{field}.{index}", tool.function
+        if tool.type == "calculator":
+            continue
+        if tool.type != "function":
+            raise refused(f"{place}.type", f"{tool.type!r} is not supported, only 'function' and 'calculator'")
+        if function is None:
+            raise refused(f"{place}.function", "field required")
+        place += inner
+        if function.name in names:
+            raise refused(f"{place}.name", f"{function.name!r} is given twice")
+        names.add(function.name)
+        schema = function.parameters or {}
+        required = schema.get("required", [])
+        if schema.get("type", "object") != "object":
+            raise refused(f"{place}.parameters.type", "must be 'object'")
+        if not isinstance(schema.get("properties", {}), dict):
+            raise refused(f"{place}.parameters.properties", "must be an object")
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise refused(f"{place}.parameters.required", "must be a list of names")
+        form = {"name": function.name, "description": function.description, "parameters": function.parameters}
+        form = {name: value for name, value in form.items() if value is not None}
+        functions.append({"type": "function", "function": form})
+    size = len(json.dumps(functions, ensure_ascii=False).encode("utf-8", "replace"))
+    if size > MAX_TOOLS_BYTES:
+        raise refused(field, f"must be at most {MAX_TOOLS_BYTES} bytes of JSON, got {size}")
+    return tuple(functions)
+
+
+def _choice(given: str | ToolChoice | None, field: str, names: Sequence[str]) -> tuple[Choice, str | None]:
+    """Return the choice and the name of the function that must be called. Raises `ApiError`."""
+    if given in (None, "auto"):
+        return "auto", None
+    if given == "none":
+        return "none", None
+    if given == "required":
+        if not names:
+            raise refused(field, "'required' needs a function in tools")
+        return "required", None
+    if not isinstance(given, ToolChoice):
+        text = f"must be 'none', 'auto', 'required' or an object that names a function, got {given!r}"
+        raise refused(field, text)
+    if given.type != "function":
+        raise refused(f"{field}.type", f"{given.type!r} is not supported, only 'function'")
+    name = given.name if given.function is None else given.function.name
+    if name is None:
+        raise refused(f"{field}.function", "field required")
+    if name not in names:
+        raise refused(field, f"there is no function {name!r} in tools")
+    return "required", name
 
 
 # ---- replies
@@ -163,83 +208,3 @@ def call_deltas(events: Iterable[Event], *, new_id: Callable[[], str] = call_id)
         elif isinstance(event, CallArguments):
             deltas.append({"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]})
     return deltas
-
-
-# ---- checks
-
-
-def _functions(tools: Sequence[Tool]) -> tuple[Mapping[str, Any], ...]:
-    """Return the functions among tools. Raises `ApiError` naming the invalid tool."""
-    functions: list[Mapping[str, Any]] = []
-    names: set[str] = set()
-    for index, tool in enumerate(tools):
-        where = f"tools.{index}"
-        if tool.type == "calculator":
-            continue
-        function = _function(tool, where)
-        if function.name in names:
-            raise _refused(f"{where}.function.name", f"{function.name!r} is given twice")
-        names.add(function.name)
-        functions.append(_template_form(function, where))
-    size = len(json.dumps(functions, ensure_ascii=False).encode("utf-8", "replace"))
-    if size > MAX_TOOLS_BYTES:
-        raise _refused("tools", f"must be at most {MAX_TOOLS_BYTES} bytes of JSON, got {size}")
-    return tuple(functions)
-
-
-def _function(tool: Tool, where: str) -> FunctionSpec:
-    if tool.type != "function":
-        raise _refused(f"{where}.type", f"{tool.type!r} is not supported, only 'function' and 'calculator'")
-    if tool.function is None:
-        raise _refused(f"{where}.function", "field required")
-    return tool.function
-
-
-def _template_form(function: FunctionSpec, where: str) -> dict[str, Any]:
-    """Return a function as chat templates take it; omits absent fields."""
-    fields: dict[str, Any] = {"name": function.name}
-    if function.description is not None:
-        fields["description"] = function.description
-    if function.parameters is not None:
-        _check_schema(function.parameters, f"{where}.function.parameters")
-        fields["parameters"] = function.parameters
-    return {"type": "function", "function": fields}
-
-
-def _check_schema(schema: Mapping[str, Any], where: str) -> None:
-    """Raise `ApiError` unless the schema is one of an object."""
-    if schema.get("type", "object") != "object":
-        raise _refused(f"{where}.type", "must be 'object'")
-    if not isinstance(schema.get("properties", {}), dict):
-        raise _refused(f"{where}.properties", "must be an object")
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise _refused(f"{where}.required", "must be a list of names")
-
-
-def _choice(given: str | ToolChoice | None, names: Sequence[str]) -> tuple[Choice, str | None]:
-    """Return the choice and the name of the function that must be called. Raises `ApiError`."""
-    if given is None or given == "auto":
-        return "auto", None
-    if given == "none":
-        return "none", None
-    if given == "required":
-        if not names:
-            raise _refused("tool_choice", "'required' needs a function in tools")
-        return "required", None
-    if isinstance(given, str):
-        raise _refused(
-            "tool_choice", f"must be 'none', 'auto', 'required' or an object that names a function, got {given!r}"
-        )
-    if given.type != "function":
-        raise _refused("tool_choice.type", f"{given.type!r} is not supported, only 'function'")
-    name = given.name if given.function is None else given.function.name
-    if name is None:
-        raise _refused("tool_choice.function", "field required")
-    if name not in names:
-        raise _refused("tool_choice", f"there is no function {name!r} in tools")
-    return "required", name
-
-
-def _refused(where: str, what: str) -> ApiError:
-    return ApiError(400, f"{where}: {what}", param=where)
