@@ -335,12 +335,12 @@ def test_disk_update_reads_pytorch_model_bin(server: Running, shelf: Path, tiny_
     (shelf / "pickled").mkdir()
     torch.save(load_file(shelf / "one" / "model.safetensors"), shelf / "pickled" / "pytorch_model.bin")
     ok(server.post("/update_weights_from_disk", {"model_path": "one"}))
-    checksum = server.opened.engine.weights_checksum()
+    checksum = server.on_engine(server.opened.engine.weights_checksum)
     make_weights(tiny_directory, shelf / "other", 12)
     ok(server.post("/update_weights_from_disk", {"model_path": "other"}))
-    assert server.opened.engine.weights_checksum() != checksum
+    assert server.on_engine(server.opened.engine.weights_checksum) != checksum
     ok(server.post("/update_weights_from_disk", {"model_path": "pickled"}))
-    assert server.opened.engine.weights_checksum() == checksum
+    assert server.on_engine(server.opened.engine.weights_checksum) == checksum
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
