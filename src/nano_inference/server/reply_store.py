@@ -65,7 +65,8 @@ class ReplyStore:
                 return False
             shelf = self._shelves.setdefault(owner, _Shelf())
             shelf.replies[stored.id] = stored
-            self._count(shelf, 1, stored.size)
+            self._num, self._num_bytes = self._num + 1, self._num_bytes + stored.size
+            shelf.num_bytes += stored.size
             shelves = self._shelves
             while (are_many := self._num > self._max_replies) or self._num_bytes > self._max_bytes:
                 sizes = {one: len(own.replies) if are_many else own.num_bytes for one, own in shelves.items()}
@@ -83,15 +84,11 @@ class ReplyStore:
         stored = None if shelf is None else shelf.replies.pop(name, None)
         if shelf is None or stored is None:
             return False
-        self._count(shelf, -1, -stored.size)
+        self._num, self._num_bytes = self._num - 1, self._num_bytes - stored.size
+        shelf.num_bytes -= stored.size
         if not shelf.replies:
             del self._shelves[owner]
         return True
-
-    def _count(self, shelf: _Shelf, num: int, num_bytes: int) -> None:
-        self._num += num
-        self._num_bytes += num_bytes
-        shelf.num_bytes += num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,9 @@ class ClientReplies:
         """Return a reply. Raises `ApiError` 404 naming `param` if there is none."""
         stored = self.store.find(self.owner, name)
         if stored is None:
-            raise _missing(name, param, code)
+            reasons = "it was not stored, was deleted, or made room for later ones"
+            text = f"{param}: no reply {name[:200]!r} is stored; {reasons}"
+            raise ApiError(404, text, param=param, code=code)
         return stored
 
     def put(self, stored: StoredReply) -> bool:
@@ -119,10 +118,5 @@ class ClientReplies:
 
     def remove(self, name: str, param: str, code: str) -> None:
         """Remove a reply. Raises `ApiError` 404 naming `param` if there is none."""
-        if not self.store.remove(self.owner, name):
-            raise _missing(name, param, code)
-
-
-def _missing(name: str, param: str, code: str) -> ApiError:
-    text = f"{param}: no reply {name[:200]!r} is stored; it was not stored, was deleted, or made room for later ones"
-    return ApiError(404, text, param=param, code=code)
+        self.get(name, param, code)
+        self.store.remove(self.owner, name)
