@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 
@@ -220,6 +220,7 @@ def _chat_tools(body: CountTokensBody) -> list[JSON]:
 # ---- replies --------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class MessagesReply(Reply):
     """The reply to POST /v1/messages: a message of thinking, text and tool_use blocks.
 
@@ -228,28 +229,17 @@ class MessagesReply(Reply):
     name without meaning: clients expect one, and this server does not check it.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        tokenizer: Tokenizer,
-        created: int,
-        *,
-        creates_cache: bool = False,
-        edits_context: bool = False,
-        omits_thinking: bool = False,
-    ) -> None:
-        """`creates_cache`: the request has `cache_control`; `edits_context`: it has `context_management`.
-
-        `omits_thinking`: blocks of thinking have no text, as with `thinking.display` omitted.
-        """
-        self._call = call
-        self._creates_cache = creates_cache
-        self._edits_context = edits_context
-        self._omits_thinking = omits_thinking
-        self._content: list[JSON] = []  # blocks; the text of the open one, which is the last, is in `_pieces`
-        self._pieces: list[str] = []
-        self._open = ""  # type of the open block
-        self._has_called = False  # True after the end of a tool call
+    call: Call
+    tokenizer: Tokenizer
+    created: int
+    _: KW_ONLY
+    creates_cache: bool = False  # the request has `cache_control`
+    edits_context: bool = False  # it has `context_management`
+    omits_thinking: bool = False  # blocks of thinking have no text, as with `thinking.display` omitted
+    _content: list[JSON] = field(init=False, default_factory=list)  # blocks, of which the last one may be open
+    _pieces: list[str] = field(init=False, default_factory=list)  # text of the open block
+    _open: str = field(init=False, default="")  # its type
+    _has_called: bool = field(init=False, default=False)  # True after the end of a tool call
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         self._take(transcripts[0].events)
@@ -278,7 +268,7 @@ class MessagesReply(Reply):
         out: list[JSON] = []
         for one in events:
             if isinstance(one, CallStart):
-                name = f"toolu_{self._call.id.removeprefix('msg_')}_{one.index}"
+                name = f"toolu_{self.call.id.removeprefix('msg_')}_{one.index}"
                 out += self._start({"type": "tool_use", "id": name, "name": one.name, "input": {}})
             elif isinstance(one, CallArguments):
                 out.append(self._add(one.text))
@@ -288,7 +278,7 @@ class MessagesReply(Reply):
             elif isinstance(one, Reasoning):
                 if self._open != "thinking":
                     out += self._start({"type": "thinking", "thinking": "", "signature": ""})
-                out += [] if self._omits_thinking else [self._add(one.text)]
+                out += [] if self.omits_thinking else [self._add(one.text)]
             elif self._open == "text":
                 out.append(self._add(one.text))
             else:
@@ -305,8 +295,8 @@ class MessagesReply(Reply):
 
     def _add(self, text: str) -> JSON:
         self._pieces.append(text)
-        kind, field = _DELTAS[self._open]
-        return self._delta({"type": kind, field: text})
+        kind, name = _DELTAS[self._open]
+        return self._delta({"type": kind, name: text})
 
     def _delta(self, delta: JSON) -> JSON:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
@@ -322,14 +312,14 @@ class MessagesReply(Reply):
         else:
             block[self._open] = text
         if self._open == "thinking":
-            block["signature"] = f"sig_{self._call.id.removeprefix('msg_')}_{index}"
+            block["signature"] = f"sig_{self.call.id.removeprefix('msg_')}_{index}"
             signed = [self._delta({"type": "signature_delta", "signature": block["signature"]})]
         self._pieces, self._open = [], ""
         return [*signed, {"type": "content_block_stop", "index": index}]
 
     def _message(self, content: list[JSON]) -> JSON:
         """Return a message without stop reason and usage."""
-        call = self._call
+        call = self.call
         message: JSON = {"id": call.id, "type": "message", "role": "assistant", "model": call.model, "content": content}
         return message | ({"prompt_token_ids": list(call.requests[0].prompt)} if call.shape.token_ids else {})
 
@@ -339,20 +329,20 @@ class MessagesReply(Reply):
         reason = "tool_use" if self._has_called else "end_turn"
         if transcript.finish_reason != "stop":  # also an aborted sample
             reason = "max_tokens"
-        elif isinstance(transcript.stop_reason, str) and transcript.stop_reason in self._call.shape.stops:
+        elif isinstance(transcript.stop_reason, str) and transcript.stop_reason in self.call.shape.stops:
             reason, sequence = "stop_sequence", transcript.stop_reason
         end: JSON = {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage(transcripts)}
-        end |= {"context_management": {"applied_edits": []}} if self._edits_context else {}
-        return end | sample_facts(transcript, self._call.shape)
+        end |= {"context_management": {"applied_edits": []}} if self.edits_context else {}
+        return end | sample_facts(transcript, self.call.shape)
 
     def _usage(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return `usage`, in which cached tokens are separate; with `cache_control` the others are new in the cache."""
-        counts = usage(self._call, transcripts)
+        counts = usage(self.call, transcripts)
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         new = counts["prompt_tokens"] - cached
         fields: JSON = {
-            "input_tokens": 0 if self._creates_cache else new,
-            "cache_creation_input_tokens": new if self._creates_cache else 0,
+            "input_tokens": 0 if self.creates_cache else new,
+            "cache_creation_input_tokens": new if self.creates_cache else 0,
             "cache_read_input_tokens": cached,
             "output_tokens": counts["completion_tokens"],
         }

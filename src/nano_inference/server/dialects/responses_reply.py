@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -33,7 +34,6 @@ ID_PREFIXES: Mapping[str, str] = {
 _ENDS = {"length": "incomplete", "abort": "cancelled"}  # finish reason -> status of the response, if not "completed"
 _RUNNING, _TEXT = "response.in_progress", "response.output_text.delta"
 _PREFIX = "nano1."  # begins the `encrypted_content` of this package's servers
-_NONE: Mapping[str, tuple[str, str]] = {}
 
 
 def encoded(text: str) -> str:
@@ -55,46 +55,35 @@ def text_in(content: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
+@dataclass
 class ResponsesReply(Reply):
     """The reply to one call of POST /v1/responses."""
 
-    def __init__(
-        self,
-        call: Call,
-        tokenizer: Tokenizer,
-        created: int,
-        *,
-        echo: JSON,
-        id_stem: str,
-        namespaces: Mapping[str, tuple[str, str]] = _NONE,
-        keep: Callable[[JSON], bool] | None = None,
-        encodes_reasoning: bool = False,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """`echo`: fields repeated from the request; `id_stem`: common part of the items' ids.
+    call: Call
+    tokenizer: Tokenizer
+    created: int
+    _: KW_ONLY
+    echo: JSON  # fields repeated from the request
+    id_stem: str  # common part of the items' ids
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Name of a function in the prompt -> its namespace and name."""
+    keep: Callable[[JSON], bool] | None = None
+    """Stores the final response, and returns False if it cannot be retrieved later."""
+    encodes_reasoning: bool = False
+    """True if reasoning items have `encrypted_content`, for clients that send back only this field."""
+    clock: Callable[[], float] = time.time
 
-        `namespaces`: name of a function in the prompt -> its namespace and name. `keep` stores the final response, and
-        returns False if it cannot be retrieved later. `encodes_reasoning`: reasoning items have `encrypted_content`,
-        for clients that send back only this field.
-        """
-        self._echo = echo
-        self._id_stem = id_stem
-        self._namespaces = namespaces
-        self._keep = keep
-        self._encodes_reasoning = encodes_reasoning
-        self._clock = clock
-        self._call = call
-        self._tokenizer = tokenizer
-        self._created = created
-        self._items: list[JSON] = []  # completed items
-        self._open: JSON = {}  # the item in progress as it started; what it has since is in the next three
-        self._pieces: list[str] = []
-        self._logprobs: list[JSON] = []
-        self._parts: list[Part] = []
-        self._entries: list[LogprobEntry] = []  # log-probabilities of tokens that may be reasoning
-        self._num_reasoned = 0  # tokens of reasoning whose log-probabilities were left out
-        self._num_events = 0
-        self._prefill = PrefillProgress(call)
+    _items: list[JSON] = field(init=False, default_factory=list)  # completed items
+    _open: JSON = field(init=False, default_factory=dict)  # the item in progress as it started; what it has since:
+    _pieces: list[str] = field(init=False, default_factory=list)
+    _logprobs: list[JSON] = field(init=False, default_factory=list)
+    _parts: list[Part] = field(init=False, default_factory=list)
+    _entries: list[LogprobEntry] = field(init=False, default_factory=list)  # of tokens that may be reasoning
+    _num_reasoned: int = field(init=False, default=0)  # tokens of reasoning whose log-probabilities were left out
+    _num_events: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._prefill = PrefillProgress(self.call)
 
     # ---- whole replies and streams ----------------------------------------------------------------------------------
 
@@ -140,20 +129,20 @@ class ResponsesReply(Reply):
     def _take(self, events: Iterable[Event], entries: Sequence[LogprobEntry], parts: Sequence[Part]) -> list[JSON]:
         """Add reasoning, text and calls to the items; return the API's events for them."""
         out: list[JSON] = []
-        logprobs = token_logprobs(entries, self._call.shape, self._tokenizer)
+        logprobs = token_logprobs(entries, self.call.shape, self.tokenizer)
         for one in events:
             if isinstance(one, Content):
                 out += self._text(one.text, logprobs, parts)
                 logprobs, parts = [], ()
             elif isinstance(one, Reasoning):
                 if self._open.get("type") != "reasoning":
-                    encrypted = {"encrypted_content": None} if self._encodes_reasoning else {}
+                    encrypted = {"encrypted_content": None} if self.encodes_reasoning else {}
                     out += [*self._close(), *self._start("reasoning", summary=[], content=[], **encrypted)]
                 self._pieces.append(one.text)
                 out.append(self._content_event("reasoning_text.delta", delta=one.text))
             elif isinstance(one, CallStart):
                 out += self._close()
-                space, name = self._namespaces.get(one.name, (None, one.name))
+                space, name = self.namespaces.get(one.name, (None, one.name))
                 own = {} if space is None else {"namespace": space}
                 out += self._start("function_call", call_id=self._id("call"), **own, name=name, arguments="")
             elif isinstance(one, CallArguments):
@@ -248,7 +237,7 @@ class ResponsesReply(Reply):
         is_cut = transcript.finish_reason in _ENDS
         is_missing = not self._open or (self._open["type"] == "reasoning" and not is_cut)
         start = self._message() if is_missing else []
-        facts = sample_facts(transcript, self._call.shape)
+        facts = sample_facts(transcript, self.call.shape)
         return [*start, *self._close("incomplete" if is_cut else "completed", **facts)]
 
     # ---- responses and events ---------------------------------------------------------------------------------------
@@ -256,7 +245,7 @@ class ResponsesReply(Reply):
     def _ended(self, transcript: Transcript) -> JSON:
         """Return the final response."""
         status = _ENDS.get(transcript.finish_reason or "", "completed")
-        counts = usage(self._call, [transcript])
+        counts = usage(self.call, [transcript])
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         counted: JSON = {
             "input_tokens": counts["prompt_tokens"],
@@ -268,28 +257,28 @@ class ResponsesReply(Reply):
         fields: JSON = {"output": self._items, "usage": counted, "stop_reason": transcript.stop_reason}
         if status == "incomplete":
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
-        if self._call.shape.token_ids:
-            fields["prompt_token_ids"] = list(self._call.requests[0].prompt)
+        if self.call.shape.token_ids:
+            fields["prompt_token_ids"] = list(self.call.requests[0].prompt)
         if status == "completed":
-            fields["completed_at"] = int(self._clock())
+            fields["completed_at"] = int(self.clock())
         response = self._response(status, **fields)
-        if self._keep is not None and not self._keep(response):
+        if self.keep is not None and not self.keep(response):
             response["store"] = False
         return response
 
     def _timings(self, transcript: Transcript) -> JSON:
         """Return llama.cpp's `timings` if they are requested."""
-        if not self._call.shape.timings:
+        if not self.call.shape.timings:
             return {}
-        return {"timings": timings_of(self._call, transcript, len(transcript.token_ids))}
+        return {"timings": timings_of(self.call, transcript, len(transcript.token_ids))}
 
     def _response(self, status: str, **fields: Any) -> JSON:
-        head: JSON = {"id": self._call.id, "object": "response", "created_at": self._created, "status": status}
+        head: JSON = {"id": self.call.id, "object": "response", "created_at": self.created, "status": status}
         unset: JSON = {"completed_at": None, "error": None, "incomplete_details": None, "output": [], "usage": None}
-        return head | {"model": self._call.model} | unset | self._echo | fields
+        return head | {"model": self.call.model} | unset | self.echo | fields
 
     def _id(self, kind: str) -> str:
-        return f"{kind}_{self._id_stem}{len(self._items):02x}"
+        return f"{kind}_{self.id_stem}{len(self._items):02x}"
 
     def _item_event(self, name: str, **fields: Any) -> JSON:
         return {"type": f"response.{name}", "output_index": len(self._items)} | fields
