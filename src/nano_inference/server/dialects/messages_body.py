@@ -202,4 +202,6 @@ def marks_cache(body: CountTokensBody) -> bool:
     blocks = [block for content in contents if isinstance(content, list) for block in content]
     results = [one.content for one in blocks if isinstance(one, ToolResultBlock) and isinstance(one.content, list)]
     parts: list[Body] = [*(body.tools or ()), *blocks, *(part for result in results for part in result)]
-    return body.cache_control is not None or any((one.model_extra or {}).get("cache_control") for one in parts)
+    return body.cache_control is not None or any(
+        (one.model_extra or {}).get("cache_control") is not None for one in parts
+    )
