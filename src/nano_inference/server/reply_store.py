@@ -107,9 +107,7 @@ class ClientReplies:
         """Return a reply. Raises `ApiError` 404 naming `param` if there is none."""
         stored = self.store.find(self.owner, name)
         if stored is None:
-            reasons = "it was not stored, was deleted, or made room for later ones"
-            text = f"{param}: no reply {name[:200]!r} is stored; {reasons}"
-            raise ApiError(404, text, param=param, code=code)
+            raise _missing(name, param, code)
         return stored
 
     def put(self, stored: StoredReply) -> bool:
@@ -118,5 +116,10 @@ class ClientReplies:
 
     def remove(self, name: str, param: str, code: str) -> None:
         """Remove a reply. Raises `ApiError` 404 naming `param` if there is none."""
-        self.get(name, param, code)
-        self.store.remove(self.owner, name)
+        if not self.store.remove(self.owner, name):
+            raise _missing(name, param, code)
+
+
+def _missing(name: str, param: str, code: str) -> ApiError:
+    text = f"{param}: no reply {name[:200]!r} is stored; it was not stored, was deleted, or made room for later ones"
+    return ApiError(404, text, param=param, code=code)
