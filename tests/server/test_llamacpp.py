@@ -194,7 +194,7 @@ def test_stream_counts_the_tokens_of_each_event(server: Running) -> None:
     model = server.opened.model
     call = llama_call(LlamaBody(prompt="a", stream=True), model, ServerConfig(), "")
     reply, transcripts = call.make_reply(call, model.tokenizer, 0), transcripts_of(call)
-    sent = []
+    sent: list[JSON] = []
     for piece in (DecodedDelta("a", (65,), (), None, None), DecodedDelta("b\n", (66, 67), (), "length", None)):
         transcripts[0].append(piece, keep=False)
         sent += events_in(reply.delta_events(transcripts[0], piece, transcripts).decode())

@@ -139,7 +139,8 @@ def prompt_entries(
         state, text = stream.push(state, visible_bytes(token, tokenizer, shape.skip_special))
         if index == len(tokens) - 1:
             text += stream.finish(state)[1]
-        logprob, top = None, None
+        logprob: float | None = None
+        top: TopLogprobs | None = None
         if index > 0:
             logprob = scores[index - 1]
             top = _with_own(tops[index - 1][: shape.logprobs] if tops else (), token, logprob)

@@ -174,7 +174,7 @@ def _dumped(name: str, value: Any) -> str:
         raise ApiError(400, f"{name}: is nested too deeply", param=name) from None
 
 
-def _checked(name: str, value: Any, kind: type[str] | type[Mapping[str, Any]]) -> Any:
+def _checked(name: str, value: Any, kind: type[Any]) -> Any:
     if not isinstance(value, kind):
         raise ApiError(400, f"{name}: must be {'a string' if kind is str else 'an object'}", param=name)
     return value

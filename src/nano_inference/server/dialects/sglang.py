@@ -315,7 +315,7 @@ class SglangReply(Reply):
             version = str(sample.version_labels.get(sample.weight_version, sample.weight_version))
         else:
             version = str(min(transcript.versions, default=""))
-        meta = {
+        meta: JSON = {
             "id": options.rid if num_samples == 1 else f"{options.rid}_{transcript.index % num_samples}",
             "finish_reason": _finish_reason(transcript),
             "prompt_tokens": len(self._call.requests[transcript.prompt_index].prompt),
