@@ -64,8 +64,9 @@ def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
 
     Without a BOS that the tokenizer adds itself: clients send this text to /completion.
     """
+    body = with_prefill(body, model)
     model.name_for(body.model)
-    dialogue, body = require_dialogue(model), with_prefill(body, model)
+    dialogue = require_dialogue(model)
     use = requested_tools(body, dialogue.tool_template)
     with api_errors("messages"):
         text = dialogue.text(*read_messages(body, dialogue, use))
