@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from nano_inference.core.outbox import Outbox
 from nano_inference.engine import InferenceEngine
 from nano_inference.rl.pool.worker import Command, Job, WorkerDied, WorkerFacts
 from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
+from nano_inference.weights.directory import weights_in
 from nano_inference.weights.updates import WeightUpdate
 
 OpenEngine = Callable[[int], InferenceEngine]
@@ -140,11 +142,8 @@ class LocalFleet:
         """Return copies, so that the trainer may change its tensors."""
         return [(str(name), plain_tensor(name, value).clone()) for name, value in named]
 
-    def get(self, shared: Any) -> list[Any]:
-        return list(shared)
-
-    def put(self, pairs: list[Any]) -> Any:
-        return pairs
+    def uncovered(self, older: Any, newer: Any) -> Any | None:
+        return uncovered(older, newer, list, list)
 
     async def open(self, index: int) -> LocalWorker:
         worker = LocalWorker(f"worker {index}", lambda: self._open_engine(index))
@@ -153,6 +152,18 @@ class LocalFleet:
 
     async def close(self) -> None:
         """Owns nothing."""
+
+
+def uncovered(older: Any, newer: Any, get: Callable[[Any], list[Any]], put: Callable[[list[Any]], Any]) -> Any | None:
+    """Return `Fleet.uncovered`; `get` returns what `share` stored as tuples that begin with a name."""
+    if isinstance(older, Path) and older == newer:
+        return None
+    names = {pair[0] for pair in (weights_in(newer) if isinstance(newer, Path) else get(newer))}
+    found = list(weights_in(older)) if isinstance(older, Path) else get(older)
+    left = [pair for pair in found if pair[0] not in names]
+    if not left:
+        return None
+    return older if isinstance(older, Path) or len(left) == len(found) else put(left)
 
 
 def plain_tensor(name: object, value: object) -> Tensor:

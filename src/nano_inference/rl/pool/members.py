@@ -16,7 +16,6 @@ from nano_inference.rl.pool.routing import PrefixRouter
 from nano_inference.rl.pool.worker import Command, Fleet, Job, Worker, WorkerDied
 from nano_inference.support.files import path_of
 from nano_inference.types import BadRequest, Delta, EngineDead, PauseMode, TrainingSample, WeightLabel
-from nano_inference.weights.directory import weights_in
 from nano_inference.weights.staging import pairs
 from nano_inference.weights.updates import NamedWeights, WeightUpdate
 
@@ -241,26 +240,12 @@ class Members:
             left: Any = one.weights
             if one.partial:
                 with suppress(Exception):  # a directory that only the workers can read
-                    left = self._uncovered(one.weights, update.weights)
+                    left = self._fleet.uncovered(one.weights, update.weights)
             if left is not None:
                 checksum = one.checksum if left is one.weights else None
                 kept.append((version, replace(one, weights=left, checksum=checksum)))
         self._in_force = [*kept, (self.version, update)]
         return self.version
-
-    def _uncovered(self, older: Any, newer: Any) -> Any | None:
-        """Return older weights without the tensors that newer ones have too; a directory whole; None if none is left.
-
-        Raises if a directory cannot be read.
-        """
-        if isinstance(older, Path) and older == newer:
-            return None
-        names = {pair[0] for pair in (weights_in(newer) if isinstance(newer, Path) else self._fleet.get(newer))}
-        found = list(weights_in(older)) if isinstance(older, Path) else self._fleet.get(older)
-        left = [pair for pair in found if pair[0] not in names]
-        if not left:
-            return None
-        return older if isinstance(older, Path) or len(left) == len(found) else self._fleet.put(left)
 
     async def replace(self, member: Member, error: WorkerDied) -> None:
         """Open a new worker in the place of a dead one; if that fails, try again later. Idempotent."""

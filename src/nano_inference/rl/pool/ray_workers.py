@@ -19,7 +19,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.core.admission import Limits
 from nano_inference.engine import InferenceEngine
 from nano_inference.loading.pieces import DTYPES
-from nano_inference.rl.pool.local import LocalWorker, plain_tensor
+from nano_inference.rl.pool.local import LocalWorker, plain_tensor, uncovered
 from nano_inference.rl.pool.worker import Command, Job, WorkerDied
 from nano_inference.support.checks import check_int, check_number
 from nano_inference.support.packages import MissingPackage, ray_address
@@ -159,11 +159,8 @@ class RayFleet:
         """Put the tensors in the object store, once; return their reference."""
         return self._ray.put([to_shared(name, value) for name, value in named])
 
-    def get(self, shared: Any) -> list[Any]:
-        return list(self._ray.get(shared))
-
-    def put(self, pairs: list[Any]) -> Any:
-        return self._ray.put(pairs)
+    def uncovered(self, older: Any, newer: Any) -> Any | None:
+        return uncovered(older, newer, self._ray.get, self._ray.put)
 
     async def open(self, index: int) -> RayWorker:
         name = f"worker {index}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from nano_inference.core.admission import Limits
 from nano_inference.rl.pool.dialect import SampleBuilder, check_supported, plain_request, request_json, samples_of
+from nano_inference.rl.pool.local import uncovered
 from nano_inference.rl.pool.wire import Refused, Server, read_url
 from nano_inference.rl.pool.worker import Command, Job, WorkerDied, WorkerFacts
 from nano_inference.support.checks import check_number, float32
@@ -190,11 +191,8 @@ class UrlFleet:
             "not from tensors or a process group"
         )
 
-    def get(self, shared: Any) -> list[Any]:
-        raise AssertionError("share refuses tensors")
-
-    def put(self, pairs: list[Any]) -> Any:
-        raise AssertionError("share refuses tensors")
+    def uncovered(self, older: Any, newer: Any) -> Any | None:
+        return uncovered(older, newer, list, list)
 
     async def open(self, index: int) -> UrlWorker:
         worker = UrlWorker(Server(self._urls[index], self._api_key))

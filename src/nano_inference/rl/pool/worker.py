@@ -72,11 +72,11 @@ class Fleet(Protocol):
         A tensor need only be valid until the next is requested. Raises `WeightError`.
         """
 
-    def get(self, shared: Any) -> list[Any]:
-        """Return what `share` stored: tuples that begin with a name."""
+    def uncovered(self, older: Any, newer: Any) -> Any | None:
+        """Return `older`, a `WeightUpdate.weights`, without tensors that `newer` has too; None if none is left.
 
-    def put(self, pairs: list[Any]) -> Any:
-        """Store some of the tuples that `get` returned; return them as `share` does."""
+        A fleet that cannot divide `older` returns it whole. Raises if a directory cannot be read.
+        """
 
     async def open(self, index: int) -> Worker:
         """Open the worker with this index, also in place of a dead one. Raises `WorkerDied`, `ModelError`."""
