@@ -12,7 +12,7 @@ from nano_inference.core.admission import checked
 from nano_inference.server.call import Call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import prefix_text
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import (
     Prompt,
@@ -152,7 +152,7 @@ def _calculator(is_wanted: bool, model: ServedModel, *, has_others: bool) -> Too
         raise ApiError(400, "calculator cannot be combined with functions or a structure", param="calculator")
     tool = None if model.dialogue is None else model.dialogue.tool
     if tool is None:
-        raise ApiError(400, "calculator: this model was not trained to use one", param="calculator")
+        raise refused("calculator", "this model was not trained to use one")
     return tool
 
 
@@ -307,11 +307,11 @@ def _call(
     try:
         rooms = [checked(request, model.limits)[1] for request in requests]  # tokens that a sample may have
     except BadRequest as error:
-        refused = to_api_error(error)
-        if "whole KV cache" in refused.message:
-            raise ApiError(400, f"max_tokens: {refused.message}", param="max_tokens") from None
-        param = "messages" if is_chat and refused.param == "prompt" else refused.param  # a chat has no `prompt`
-        raise ApiError(400, refused.message, param=param) from None
+        found = to_api_error(error)
+        if "whole KV cache" in found.message:
+            raise refused("max_tokens", found.message) from None
+        param = "messages" if is_chat and found.param == "prompt" else found.param  # a chat has no `prompt`
+        raise ApiError(400, found.message, param=param) from None
     return Call(
         kind="chat" if is_chat else "completion",
         id=f"{'chatcmpl' if is_chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",

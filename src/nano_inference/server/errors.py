@@ -92,6 +92,17 @@ def refused(field: str, what: str) -> ApiError:
     return ApiError(400, f"{field}: {what}", param=field)
 
 
+def unsupported_field(param: str, message: str | None = None) -> ApiError:
+    """Return the error for a field that this server does not support."""
+    text = message or f"{param} is not supported here"
+    return ApiError(400, text, param=param, code="unsupported_field")
+
+
+def unsupported_value(param: str, value: str, where: str) -> ApiError:
+    """Return the error for a value that is not supported `where`: "here", "by this server"."""
+    return unsupported_field(param, f"{param}: {value[:64]!r} is not supported {where}")
+
+
 def queue_full(message: str, *, code: str = "queue_full") -> ApiError:
     """Return the 503 of a request that the client should send again later."""
     return ApiError(503, message, code=code, headers={"retry-after": "1"})
@@ -105,6 +116,13 @@ def quota_exceeded(message: str) -> ApiError:
 def internal_error() -> ApiError:
     """Return the 500 of a failure of the server, without details; the client should not retry."""
     return ApiError(500, "internal server error", headers={"x-should-retry": "false"})
+
+
+def reworded(error: ApiError, reword: Callable[[str], str]) -> ApiError:
+    """Return the error with its message and `param` reworded."""
+    param = None if error.param is None else reword(error.param)
+    text = reword(error.message)
+    return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody, CompletionBody, Message, RenderingFields, Sampling, TextPart
 from nano_inference.server.tools import ToolUse
@@ -133,7 +133,7 @@ def with_prefill(body: _Rendered, model: ServedModel) -> _Rendered:
     if not (model.prefills and is_open and messages and messages[-1].role == "assistant" and messages[-1].content):
         return body
     if len(messages) > 1 and messages[-2].role == "assistant":
-        raise ApiError(400, "messages: of two answers at the end, none can be continued", param="messages")
+        raise refused("messages", "of two answers at the end, none can be continued")
     return body.model_copy(update={"continue_final_message": True})
 
 
@@ -162,7 +162,7 @@ def plain_messages(messages: Sequence[Message], dialogue: Dialogue | None = None
         if plain["content"] is None and not (plain.get("tool_calls") or plain.get("function_call")):
             if message.role != "assistant":
                 where = f"messages.{index}.content"
-                raise ApiError(400, f"{where}: must be a string or a list of text parts", param=where)
+                raise refused(where, "must be a string or a list of text parts")
             plain["content"] = plain.get("refusal") or ""  # cut off in its reasoning, or a refusal
         found.append(plain)
     return found
@@ -172,7 +172,7 @@ def _text_of(part: TextPart, where: str, kinds: Collection[str]) -> str:
     if part.type not in _TEXT_PARTS and part.type not in kinds:
         raise ApiError(400, f"{where}.type: {part.type[:64]!r} is not supported, only text", param=where)
     if part.words is None:
-        raise ApiError(400, f"{where}.text: field required", param=f"{where}.text")
+        raise refused(f"{where}.text", "field required")
     return part.words
 
 
@@ -182,7 +182,7 @@ def _answer_parts(parts: Any, where: str, kinds: Collection[str]) -> list[dict[s
     objects = [one for one in parts if isinstance(one, dict)] if isinstance(parts, list) else []
     are_known = all(one.get("type") in known and isinstance(one.get("text"), str) for one in objects)
     if not isinstance(parts, list) or len(objects) != len(parts) or not are_known:
-        raise ApiError(400, f"{where}: must be a list of {{type, text}} with a type in {sorted(known)}", param=where)
+        raise refused(where, f"must be a list of {{type, text}} with a type in {sorted(known)}")
     return [{"type": one["type"], "text": one["text"]} for one in objects]
 
 
@@ -190,7 +190,7 @@ def check_known(ids: Sequence[int], model: ServedModel, field: str) -> None:
     """Raise `ApiError` naming the field if an id is outside the tokenizer's vocabulary."""
     known = min(model.limits.vocab_size, model.tokenizer.vocab_size)
     if max(ids) >= known:
-        raise ApiError(400, f"{field}: token id {max(ids)} is outside the vocabulary of {known}", param=field)
+        raise refused(field, f"token id {max(ids)} is outside the vocabulary of {known}")
 
 
 def check_text_length(texts: Iterable[str], field: str, model: ServedModel) -> None:
@@ -261,7 +261,7 @@ def api_errors(param: str | None = None) -> Iterator[None]:
 def to_api_error(error: ValueError, param: str | None = None) -> ApiError:
     """Return the 400 for an error: its message, and its field if a body has it, else `param`."""
     if isinstance(error, TemplateLimit):
-        return ApiError(400, f"messages: {error.reason}", param="messages")
+        return refused("messages", error.reason)
     if isinstance(error, ModelError):  # its message names a file of the server
         return ApiError(400, "the model's chat template cannot render these messages", param="messages")
     field = error.field if isinstance(error, BadRequest) else ""

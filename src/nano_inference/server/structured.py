@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, refused
 from nano_inference.text.grammar import Grammar
 from nano_inference.text.grammar_text import SCHEMA_MAPS, VALUES
 from nano_inference.types import EngineRequest
@@ -78,7 +78,7 @@ def _of_response_format(form: Mapping[str, Any]) -> Grammar | None:
     """Read OpenAI's field; clients of llama.cpp and vLLM may put the schema beside the type."""
     kind = form.get("type")
     if kind == "structural_tag":
-        raise ApiError(400, "response_format.type: structural_tag is not supported", param="response_format.type")
+        raise refused("response_format.type", "structural_tag is not supported")
     if kind not in _FORMATS:
         message = f"response_format.type: must be one of {', '.join(_FORMATS)}"
         raise ApiError(400, message, param="response_format.type")
@@ -107,7 +107,7 @@ def _of_structured_outputs(options: Mapping[str, Any]) -> Iterator[Structure]:
     for key in _KINDS:
         name, value = f"structured_outputs.{key}", options.get(key)
         if key != "json" and value in ("", []):
-            raise ApiError(400, f"{name}: must not be empty", param=name)
+            raise refused(name, "must not be empty")
         found = _grammar(name, key, value, flags)
         if found is not None:
             yield Structure(name, found)
@@ -131,7 +131,7 @@ def _grammar(name: str, kind: str, value: Any, flags: Mapping[str, bool] | None 
         return Grammar("json_schema", _dumped(name, schema))
     if kind == "choice":
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise ApiError(400, f"{name}: must be a list of strings", param=name)
+            raise refused(name, "must be a list of strings")
         return Grammar("choice", _dumped(name, value)) if value else None
     text: str = _checked(name, value, str)
     if kind == "regex":
@@ -161,9 +161,9 @@ def _loaded(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ApiError(400, f"{name}: is nested too deeply", param=name) from None
+        raise refused(name, "is nested too deeply") from None
     except ValueError as error:
-        raise ApiError(400, f"{name}: is not valid JSON: {error}", param=name) from None
+        raise refused(name, f"is not valid JSON: {error}") from None
 
 
 def _dumped(name: str, value: Any) -> str:
@@ -171,16 +171,16 @@ def _dumped(name: str, value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
-        raise ApiError(400, f"{name}: is nested too deeply", param=name) from None
+        raise refused(name, "is nested too deeply") from None
 
 
 def _checked(name: str, value: Any, kind: type[Any]) -> Any:
     if not isinstance(value, kind):
-        raise ApiError(400, f"{name}: must be {'a string' if kind is str else 'an object'}", param=name)
+        raise refused(name, f"must be {'a string' if kind is str else 'an object'}")
     return value
 
 
 def _flag(name: str, value: Any) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise ApiError(400, f"{name}: must be true or false", param=name)
+        raise refused(name, "must be true or false")
     return bool(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -29,24 +29,6 @@ def as_body(fields: Mapping[str, Any], kind: type[_B]) -> _B:
         return kind.model_validate(fields)
     except ValidationError:
         return parse(to_json(fields), kind)  # raises the client's error
-
-
-def reworded(error: ApiError, reword: Callable[[str], str]) -> ApiError:
-    """Return the error with its message and `param` reworded."""
-    param = None if error.param is None else reword(error.param)
-    text = reword(error.message)
-    return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
-
-
-def unsupported_field(param: str, message: str | None = None) -> ApiError:
-    """Return the error for a field that this server does not support."""
-    text = message or f"{param} is not supported here"
-    return ApiError(400, text, param=param, code="unsupported_field")
-
-
-def unsupported_value(param: str, value: str, where: str) -> ApiError:
-    """Return the error for a value that is not supported `where`: "here", "by this server"."""
-    return unsupported_field(param, f"{param}: {value[:64]!r} is not supported {where}")
 
 
 def with_current_reasoning(messages: Sequence[JSON]) -> list[JSON]:

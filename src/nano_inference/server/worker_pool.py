@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from nano_inference.server.call import Call
-from nano_inference.server.errors import ApiError, queue_full
+from nano_inference.server.errors import ApiError, queue_full, refused
 from nano_inference.server.structured import Structure
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.text.stops import both
@@ -135,7 +135,7 @@ class Compilers:
         except TimeoutError:
             raise ApiError(503, "the request timed out while its grammar was compiled", code="timeout") from None
         except BadRequest as error:
-            raise ApiError(400, f"{structure.field}: {error}", param=structure.field) from None
+            raise refused(structure.field, str(error)) from None
 
     def _end(self, grammar: Grammar, done: asyncio.Task[MatcherFactory]) -> None:
         del self._pending[grammar]

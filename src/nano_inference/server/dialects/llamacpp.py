@@ -23,7 +23,7 @@ from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_bytes_of, token_text
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
-from nano_inference.server.errors import ApiError, shortened
+from nano_inference.server.errors import ApiError, refused, shortened, unsupported_field
 from nano_inference.server.events import event
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, check_text_length
@@ -33,7 +33,6 @@ from nano_inference.server.timings import PrefillProgress, timings_of
 from nano_inference.server.translating import (
     given_fields,
     translated_call,
-    unsupported_field,
     with_processed_logprobs,
     without_prefix_cache,
 )
@@ -188,10 +187,10 @@ def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float]:
     for index, pair in enumerate(pairs):
         where = f"logit_bias.{index}"
         if len(pair) != 2 or isinstance(pair[0], bool | float) or isinstance(pair[1], str) or pair[1] is True:
-            raise ApiError(400, f"{where}: must be [token id or text, number or false]", param=where)
+            raise refused(where, "must be [token id or text, number or false]")
         key, value = pair
         if abs(value) > _MOST_BIAS:
-            raise ApiError(400, f"{where}: the bias must be from -100 to 100, got {value}", param=where)
+            raise refused(where, f"the bias must be from -100 to 100, got {value}")
         tokens = [key] if isinstance(key, int) else tokenizer.encode(key, add_special=False)
         for token in tokens:
             sums[str(token)] = sums.get(str(token), 0.0) + (-_MOST_BIAS if value is False else float(value))

@@ -32,12 +32,12 @@ from nano_inference.server.dialects.messages_body import (
     ToolUseBlock,
     marks_cache,
 )
-from nano_inference.server.errors import ApiError, refused, shortened
+from nano_inference.server.errors import ApiError, refused, shortened, unsupported_value
 from nano_inference.server.events import event
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import sample_facts
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.translating import prompt_length, translated_call, unsupported_value, with_current_reasoning
+from nano_inference.server.translating import prompt_length, translated_call, with_current_reasoning
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Event, Reasoning
 

@@ -22,7 +22,7 @@ from nano_inference.server.calls import chat_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
-from nano_inference.server.errors import ApiError, shortened
+from nano_inference.server.errors import ApiError, refused, shortened
 from nano_inference.server.events import one_line
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import version_facts
@@ -69,7 +69,7 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
     for index, message in enumerate(body.messages):
         if message.role == "user" and not message.content:
             place = f"messages.{index}.content"
-            raise ApiError(400, f"{place}: must not be empty", param=place)
+            raise refused(place, "must not be empty")
     num_chars = sum(len(message.content) for message in body.messages)
     if num_chars > MAX_TOTAL_CHARS:
         text = f"messages must have at most {MAX_TOTAL_CHARS} characters together, got {num_chars}"

@@ -32,7 +32,7 @@ from nano_inference.server.dialects.ollama_models import (
     tags_of_models,
     version,
 )
-from nano_inference.server.errors import ApiError, shortened
+from nano_inference.server.errors import ApiError, shortened, unsupported_field
 from nano_inference.server.events import JSON_LINES, line
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import token_logprobs
@@ -52,7 +52,7 @@ from nano_inference.server.schema import (
     Tools,
 )
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.translating import translated_call, unsupported_field
+from nano_inference.server.translating import translated_call
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 

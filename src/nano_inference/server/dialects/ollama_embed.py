@@ -16,11 +16,11 @@ from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Generating
 from nano_inference.server.dialects.ollama_models import ModelName
 from nano_inference.server.embedding import EmbeddingBody, embedding_call, embedding_reply
-from nano_inference.server.errors import ApiError, renamed
+from nano_inference.server.errors import ApiError, renamed, reworded
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors
 from nano_inference.server.schema import MAX_PROMPTS, Body, Samples
-from nano_inference.server.translating import as_body, reworded
+from nano_inference.server.translating import as_body
 from nano_inference.text.tokenizer import Tokenizer
 
 _SPARE_TOKENS = 64  # tokens read beyond the limit, because a text that is cut inside a word has other tokens at its end

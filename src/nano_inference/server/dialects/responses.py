@@ -35,18 +35,11 @@ from nano_inference.server.dialects.responses_body import (
     is_left_out,
 )
 from nano_inference.server.dialects.responses_reply import ID_PREFIXES, ResponsesReply, stream_error, text_in
-from nano_inference.server.errors import ApiError, refused
+from nano_inference.server.errors import ApiError, refused, unsupported_field, unsupported_value
 from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies, StoredReply
 from nano_inference.server.schema import ChatBody, Sampling, TextPart
-from nano_inference.server.translating import (
-    as_body,
-    prompt_length,
-    translated_call,
-    unsupported_field,
-    unsupported_value,
-    with_current_reasoning,
-)
+from nano_inference.server.translating import as_body, prompt_length, translated_call, with_current_reasoning
 
 CHAT_NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -369,7 +362,7 @@ def input_items(replies: ClientReplies, name: str, query: Mapping[str, str]) -> 
     if after is not None:
         start = next((index for index, item in enumerate(items, start=1) if item["id"] == after), 0)
         if not start:
-            raise ApiError(400, f"after: the response has no input item {after[:200]!r}", param="after")
+            raise refused("after", f"the response has no input item {after[:200]!r}")
     page = items[start : start + int(limit)]
     return {
         "object": "list",

@@ -10,7 +10,7 @@ from functools import cache
 from nano_inference.server.call import JSON
 from nano_inference.server.detokenizer import token_text
 from nano_inference.server.dialect import Converting, Describing, Dialect, Occupancy
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, read_messages, require_dialogue, with_prefill
 from nano_inference.server.schema import ApplyTemplateBody, CountBody, DetokenizeBody, RenderingFields, TokenizeBody
@@ -55,7 +55,7 @@ def detokenize(body: DetokenizeBody, model: ServedModel) -> JSON:
     try:
         text = model.tokenizer.decode(body.tokens, skip_special=False)
     except BadRequest as error:
-        raise ApiError(400, f"tokens: {error}", param="tokens") from None
+        raise refused("tokens", str(error)) from None
     return {"prompt": text} if body.model is not None else {"content": text, "prompt": text}
 
 

@@ -18,7 +18,7 @@ from nano_inference.server.body import parse, read_json
 from nano_inference.server.call import JSON
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, reworded
 from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.schema import Body
 from nano_inference.server.trainers.control import Control
@@ -26,7 +26,6 @@ from nano_inference.server.trainers.groups import Groups
 from nano_inference.server.trainers.places import relative_to, weights_at
 from nano_inference.server.trainers.schema import GROUP, InitInfo, Rendezvous
 from nano_inference.server.trainers.updates import HOW_TO_END, Source, Updates
-from nano_inference.server.translating import reworded
 from nano_inference.types import (
     BadRequest,
     EngineDead,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from starlette.requests import Request
 
 from nano_inference.server.call import JSON
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.security import forwarded, parse_address
 from nano_inference.server.trainers.context import Command, RLContext
 from nano_inference.server.trainers.schema import (
@@ -48,7 +48,7 @@ async def _resume(rl: RLContext, body: ContinueBody, _: Request) -> None:
 
 async def _abort(rl: RLContext, body: AbortRequestBody, _: Request) -> JSON:
     if not body.rid and not body.abort_all:
-        raise ApiError(400, "rid: name a request, or set abort_all=true", param="rid")
+        raise refused("rid", "name a request, or set abort_all=true")
     names = [body.rid] if isinstance(body.rid, str) else body.rid
     num_aborted = await rl.link.end_requests(None if body.abort_all else names)
     return {"message": f"{num_aborted} samples aborted", "num_aborted": num_aborted}

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from nano_inference.async_engine import DrivenEngine
 from nano_inference.server.call import JSON
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.trainers.body_stream import BodyStream
 from nano_inference.server.trainers.context import Command, Reply, RLContext
 from nano_inference.server.trainers.schema import (
@@ -89,7 +89,7 @@ async def _update_weights(rl: RLContext, body: UpdateWeightsBody, _: Request) ->
     is_part = rl.updates.is_open or (rl.updates.takes_parts and body.weight_dir is None)
     if body.hold:
         if directory is None:
-            raise ApiError(400, "hold: give the weights as a directory, in weight_dir", param="hold")
+            raise refused("hold", "give the weights as a directory, in weight_dir")
         installed = await rl.updates.install(body.update(await rl.weights_in(directory, field)))
         return {"message": "Weights held", "held_version": installed.version + 1}
     _refuse_given(body, ("on_running", "partial", "allow_nonfinite"), "needs hold=true")
@@ -115,7 +115,7 @@ async def _update_weights(rl: RLContext, body: UpdateWeightsBody, _: Request) ->
 def _refuse_given(body: UpdateWeightsBody, names: tuple[str, ...], why: str) -> None:
     for name in names:
         if getattr(body, name) is not None:
-            raise ApiError(400, f"{name}: {why}", param=name)
+            raise refused(name, why)
 
 
 async def _update_from_body(rl: RLContext, body: FromBodyQuery, request: Request) -> WeightInfo:
@@ -169,7 +169,7 @@ async def _check_weights(rl: RLContext, body: CheckBody, _: Request) -> JSON:
     if body.action not in ("checksum", "compare"):
         raise ApiError(400, f"action must be checksum or compare, got {body.action!r}", param="action")
     if body.action == "compare" and body.checksum is None:
-        raise ApiError(400, "checksum: required for the action compare", param="checksum")
+        raise refused("checksum", "required for the action compare")
     checksum = await rl.checksum()
     is_equal = checksum == body.checksum
     compared = {"success": is_equal, "equal": is_equal} if body.action == "compare" else {}
