@@ -111,7 +111,7 @@ def test_options_are_looked_into(server: Running, caplog: pytest.LogCaptureFixtu
         assert server.post(path, body(**{f"zebra{path}": 1})).status_code == 200
     assert f"'{part}.zebra{path}'" in caplog.text
     if path == SGLANG:
-        several = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 1}, {"beam_width": 2}]}
+        several = {"text": ["a", "b"], "sampling_params": [{"beam_width": 2}, {"beam_width": 1}]}
         assert "sampling_params.beam_width is not supported" in server.post(path, several).text
 
 
@@ -124,6 +124,7 @@ def test_window_of_penalties_is_refused_with_a_penalty(server: Running, path: st
         reply = server.post(path, {**body, **penalty})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, name), reply.text
         assert server.post(path, {**body, **penalty, name: -1}).status_code == 200
+        assert server.post(path, {**body, **penalty, name: 0}).status_code == 400, "0 would be no penalty"
 
 
 def test_a_stream_is_refused_before_it_starts(server: Running) -> None:
@@ -152,7 +153,8 @@ def test_a_strict_server_refuses_them(strict: Running, path: str) -> None:
     if path == "/chat/completions":
         return  # only of a nanochat model
     base = BODIES[path]
-    assert strict.post(path, {**base, "zebra": None}).status_code == 200, "it asks for nothing"
+    harmless = {} if "tfs_z" in DECLARED[path] else {"tfs_z": 1.0}
+    assert strict.post(path, {**base, **harmless, "zebra": None}).status_code == 200, "they ask for nothing"
     reply = strict.post(path, {**base, "zebra": 1, "x" * 500: 1})
     assert reply.status_code == 400
     assert f"fields without effect: 'zebra', '{'x' * 64}'" in reply.text
@@ -166,6 +168,7 @@ def test_a_strict_server_refuses_them(strict: Running, path: str) -> None:
         (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
         (RESPONSES, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools.web_search"),
         (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+        (RESPONSES, {"text": {"format": {"type": "text", "x": 1}}}, "text.format.x"),
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
         (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         (CHAT, {"service_tier": "flex"}, "service_tier"),

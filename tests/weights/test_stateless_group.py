@@ -286,11 +286,14 @@ def test_server_joins_a_trainer_of_vllm(mixed: VllmTrainer, library: str) -> Non
         await groups.join("g", "127.0.0.1", port, **place)
         mixed.wait()
         mixed.pack(list(MIXED), 7)
-        source = groups.receive("g", list(MIXED), *dtypes_and_shapes(MIXED, list(MIXED)), "dtypes")
-        received = await asyncio.to_thread(collect, source)
+        with groups.receive("g", list(MIXED), *dtypes_and_shapes(MIXED, list(MIXED)), "dtypes") as source:
+            assert groups.receiving() == ["g"], "before it is read"
+            received = await asyncio.to_thread(collect, source)
+        assert groups.receiving() == []
         mixed.wait()
         mixed.send_dicts(list(MIXED))
-        again = await asyncio.to_thread(collect, groups.receive_state_dicts("g"))
+        with groups.receive_state_dicts("g") as source:
+            again = await asyncio.to_thread(collect, source)
         assert groups.has("g") and groups.leave("g") and not groups.has("g")
         return received, again
 

@@ -109,9 +109,9 @@ def _fact(key: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-FLOAT32 = 4
 # ---- estimates of memory use
 
+FLOAT32 = 4
 PANEL = 64  # outputs of a matrix are padded to a multiple (executors/cpu/c/formats.h)
 _DEFAULTS = EngineConfig(model_path="any")
 CONTEXT = _DEFAULTS.max_model_len  # tokens of context in the estimates of typical sizes

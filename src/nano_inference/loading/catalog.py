@@ -266,9 +266,6 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
         raise ModelError(f"{name}: not in the hub's cache, and HF_HUB_OFFLINE is set")
     endpoint = huggingface_hub.constants.ENDPOINT
     # One request with a short timeout for names and sizes, where the library would try five times.
-    import urllib.error
-    import urllib.request
-
     token = huggingface_hub.get_token()
     url = f"{endpoint}/api/models/{hub.repo}/revision/{hub.revision or 'main'}?blobs=true"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})

@@ -6,13 +6,13 @@ A field with an empty value (null, false, 0, "", [], {}) asks for nothing and is
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, unsupported_field
 from nano_inference.server.model import ServedModel
-from nano_inference.server.schema import Body
+from nano_inference.server.schema import Body, SamplingFields
 
 _ONE = (1, 1.0)
 _EVEN_EMPTY = ("think", "thinking_budget", "thinking_token_budget")
@@ -39,18 +39,32 @@ ANSWER_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_bias", "presence_penalty", "frequency_penalty", "samplers", "use_beam_search"), ()),
     **dict.fromkeys(("lora_request", "lora_path", "lora_id", "lora", "mirostat", "dynatemp_range"), ()),
     **dict.fromkeys(("logits_processors", "custom_logit_processor", "dry_multiplier", "xtc_probability"), ()),
-    **dict.fromkeys(("watermarking", "min_keep"), ()),
+    **dict.fromkeys(("watermarking", "min_keep", "min_p", "bad_words", "allowed_token_ids", "grammar_lazy"), ()),
+    "grammar_triggers": (),
     **dict.fromkeys(("top_n_sigma", "adaptive_target"), (-1,)),
     **dict.fromkeys(("repetition_penalty", "repeat_penalty", "typical_p", "tfs_z", "beam_width", "n", "best_of"), _ONE),
     # where it ends
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict", "stop", "stop_regex", "min_new_tokens"), ()),
-    **dict.fromkeys(("max_new_tokens", "stop_sequences", "echo"), ()),
+    **dict.fromkeys(("max_new_tokens", "stop_sequences", "stop_token_ids", "min_tokens", "ignore_eos", "echo"), ()),
+    **dict.fromkeys(("answer_token_ids", "truncate_prompt_tokens", "include_stop_str_in_output"), ()),
+    **dict.fromkeys(("no_stop_trim", "t_max_predict_ms", "repetition_detection", "kv_transfer_params"), ()),
     **dict.fromkeys(("reasoning_effort", *_EVEN_EMPTY), ()),
     "reasoning_budget_tokens": (-1,),
 }
 """The same for what is written, on routes that generate."""
-_PARTS = ("stream_options", "options", "sampling_params", "custom_params", "tools", "text", "output_config")
+_PARTS = (
+    "stream_options",
+    "options",
+    "sampling_params",
+    "custom_params",
+    "reasoning",
+    "output_config",
+    "text",
+    "format",
+)
 """Fields whose objects are looked into."""
+_LISTED = ("tools", "function")
+"""Fields whose objects are looked into for the log only: what they lack, their type decides."""
 _WINDOWS = ("repeat_last_n", "penalty_last_n")
 _PENALTIES: Mapping[str, float] = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 _MAX_LOGGED = 1000
@@ -61,33 +75,32 @@ _log = logging.getLogger("nano_inference.server")
 def refuse_lost(body: Body, model: ServedModel, *, answers: bool) -> None:
     """Raise `ApiError` naming the first field whose loss would change the prompt or, with `answers`, the answer."""
     refused = ANSWER_FIELDS if answers else PROMPT_FIELDS
-    given = dict(_unread(body))
-    for name, value in given.items():
-        harmless = refused.get(name.rpartition(".")[2])
-        if harmless is not None and value not in harmless:
-            raise ApiError(400, f"{name} is not supported here", param=name, code="unsupported_field")
+    for path in _unread(body, _PARTS):
+        if path.rpartition(".")[2] in refused:
+            raise unsupported_field(path)
     # llama.cpp counts penalties over the last N tokens; here they cover all.
-    for name in _WINDOWS:
-        if answers and given.get(name, -1) != -1:
+    for name in _WINDOWS if answers and isinstance(body, SamplingFields) else ():
+        if (body.model_extra or {}).get(name) not in (None, -1):
             for penalty, off in _PENALTIES.items():
-                value = getattr(body, penalty, None)
+                value = getattr(body, penalty)
                 if (model.generation.get(penalty, off) if value is None else value) != off:
                     text = f"{name} is not supported together with {penalty}, except -1: penalties cover all tokens"
-                    raise ApiError(400, text, param=name, code="unsupported_field")
+                    raise unsupported_field(name, text)
 
 
-def _unread(body: Body, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of each field without a reader that has a value, also in a body's options."""
+def _unread(body: Body, parts: Sequence[str], place: str = "") -> Iterator[str]:
+    """Yield the path of each field without a reader whose value asks for something, also in the body's `parts`."""
     for name, value in (body.model_extra or {}).items():
+        is_set = bool(value) or (name in _EVEN_EMPTY and value is not None)
         if (
-            value or (name in _EVEN_EMPTY and value is not None)
-        ) and name != "cache_control":  # Anthropic's: it decides how usage is counted
-            yield f"{place}{name[:64]}", value
-    for name in _PARTS:
+            is_set and value not in ANSWER_FIELDS.get(name, ()) and name != "cache_control"
+        ):  # read for Anthropic's usage
+            yield f"{place}{name[:64]}"
+    for name in parts:
         part = getattr(body, name, None)
         for one in part if isinstance(part, list) else [part]:
             if isinstance(one, Body):
-                yield from _unread(one, f"{place}{name}.")
+                yield from _unread(one, parts, f"{place}{name}.")
 
 
 @dataclass(slots=True)
@@ -103,7 +116,7 @@ class IgnoredFields:
         def knows(name: str) -> bool:
             return model.dialogue is not None and model.dialogue.knows(name)
 
-        names = list(dict.fromkeys([*(name for name, _ in _unread(body)), *body.hints(knows)]))
+        names = list(dict.fromkeys([*_unread(body, _PARTS + _LISTED), *body.hints(knows)]))
         if names and self.strict:
             shown = ", ".join(map(repr, names[:8]))
             raise ApiError(400, f"fields without effect: {shown}", param=names[0], code="unknown_field")

@@ -217,9 +217,9 @@ def with_cors(app: ASGIApp, origins: frozenset[str]) -> ASGIApp:
         app,
         allow_origins=tuple(origins - {LOCALHOST}),
         allow_origin_regex=_LOOPBACK if LOCALHOST in origins else None,
-        allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
+        allow_methods=("GET", "HEAD", "POST", "DELETE", "OPTIONS"),
         allow_headers=("*",),
-        allow_private_network=True,  # origins are named by the operator
+        allow_private_network="*" not in origins,  # else any public page could reach a server in a private network
         expose_headers=("x-request-id", "x-max-tokens", "retry-after"),
     )
 

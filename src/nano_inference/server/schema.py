@@ -1,7 +1,7 @@
 """Request bodies as strict pydantic models, with the limits that the OpenAPI document shows.
 
-Fields as in OpenAI's API, with vLLM's extensions under vLLM's names (vllm/entrypoints/openai/*/protocol.py). Known
-fields without support are in `unsupported`; unknown fields are in `model_extra`.
+Fields as in OpenAI's API, with vLLM's extensions under vLLM's names (vllm/entrypoints/openai/*/protocol.py). What
+`fields` does with others is said there; they are in `model_extra`.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ class Body(BaseModel):
 
     malformed_status: ClassVar[int] = 400
     """Status of the error for a body that is no JSON object or has a value of a wrong type; beyond limits it is 400."""
-    neutral_names: ClassVar[frozenset[str]] = frozenset()
-    """Known fields outside the model, which trainers' routes do not refuse."""
 
     def hints(self, knows: Callable[[str], bool]) -> Iterable[str]:
         """Return the given fields on which no token of the answer depends, and that `strict` refuses.

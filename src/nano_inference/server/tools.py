@@ -123,7 +123,7 @@ def _choice(given: str | ToolChoice | None, field: str, names: Sequence[str]) ->
         return "none", None
     if given == "required":
         if not names:
-            raise refused(field, "'required' needs a function in tools")
+            raise refused(field, "'required' needs a function")
         return "required", None
     if not isinstance(given, ToolChoice):
         text = f"must be 'none', 'auto', 'required' or an object that names a function, got {given!r}"
@@ -134,7 +134,7 @@ def _choice(given: str | ToolChoice | None, field: str, names: Sequence[str]) ->
     if name is None:
         raise refused(f"{field}.function", "field required")
     if name not in names:
-        raise refused(field, f"there is no function {name!r} in tools")
+        raise refused(field, f"there is no function {name!r}")
     return "required", name
 
 

@@ -1,7 +1,7 @@
 """Weight updates through a process group: a trainer (rank 0) broadcasts packed buckets to engines (ranks 1 and up).
 
 Format, one broadcast each: the header's length (8 bytes, little-endian); the header, JSON
-`[bucket_bytes, [name, dtype, shape], …]`; the tensors of each of `specs.buckets` as one array of bytes.
+`[bucket_bytes, [name, dtype, shape], …]`; the tensors of each of `member.buckets` as one array of bytes.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class ServerProcess:
             await self.wait()
         for pipe in (self._popen.stdin, self._reading or self._popen.stdout):  # the transport owns the pipe
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(OSError):  # a process that has ended before it read its setup
+                pipe.close()
 
 
 def resident_bytes(pid: int) -> int:

@@ -266,7 +266,7 @@ class Servers:
         except Exception as error:  # also of starting a process or a thread: it must not stay "starting"
             started, server.process = server.process, None
             if started is not None:
-                await started.stop(0)
+                await _ended(started)
             self._fail(server, str(error) or type(error).__name__)
             _log.error("%s could not be started: %s", server.name, server.error)
             return
@@ -278,7 +278,7 @@ class Servers:
         if server.state != "draining":
             _log.warning("%s ended with code %d", server.name, code)
         self._set(server, "draining")
-        await process.stop(0)
+        await _ended(process)
         server.process = None
         self._set(server, "stopped")
 
@@ -298,7 +298,8 @@ class Servers:
 
     async def _drain(self, server: Server, timeout: float | None) -> None:
         process = server.process
-        assert process is not None
+        if process is None:  # it has ended by itself
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._until(lambda: not server.num_open)
@@ -406,3 +407,11 @@ class Servers:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _ended(process: Process) -> None:
+    """End a process at once. What fails in that is logged: a server's state must not depend on it."""
+    try:
+        await process.stop(0)
+    except Exception as error:
+        _log.error("process %s could not be ended: %s: %s", process.pid, type(error).__name__, error)

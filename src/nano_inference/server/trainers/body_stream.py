@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,10 @@ class BodyStream:
     def _has_more(self) -> bool:
         """Wait for a byte or the end; return whether there is a byte. Raises `WeightError` if the client leaves."""
         while not self._rest and not self._is_complete:
-            data, self._is_complete = asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
+            try:
+                data, self._is_complete = asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
+            except CancelledError:  # by `end`
+                raise WeightError("the update has ended") from None
             self._rest = memoryview(data)
         return bool(self._rest)
 

@@ -24,7 +24,14 @@ from nano_inference.server.schema import Body
 from nano_inference.server.trainers.control import Control
 from nano_inference.server.trainers.groups import Groups
 from nano_inference.server.trainers.places import relative_to, weights_at
-from nano_inference.server.trainers.schema import GROUP, InitInfo, Rendezvous
+from nano_inference.server.trainers.schema import (
+    GROUP,
+    UPDATE_FORMS,
+    InitInfo,
+    Rendezvous,
+    UpdateInfo,
+    UpdateWeightsBody,
+)
 from nano_inference.server.trainers.updates import HOW_TO_END, Source, Updates
 from nano_inference.types import (
     BadRequest,
@@ -158,8 +165,9 @@ async def read_fields(command: Command, context: RLContext, request: Request) ->
 
 def _refuse_unknown(body: Body, prefix: str = "") -> None:
     """Raise `ApiError` 400 naming the first unknown field of a body or of an object in it."""
+    named = UPDATE_FORMS if isinstance(body, UpdateInfo | UpdateWeightsBody) else ()  # refused later, with the reason
     for name in body.model_extra or {}:
-        if name not in body.neutral_names:
+        if name not in named:
             field = f"{prefix}{name[:64]}"
             raise ApiError(400, f"{field}: there is no such field", param=field, code="unknown_field")
     for name in type(body).model_fields:

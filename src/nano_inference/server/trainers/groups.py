@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -85,6 +86,7 @@ class Groups:
         self._nccl_device, self._nccl_library = nccl_device, nccl_library
         self._groups: dict[str, _Joined] = {}
         self._joining: dict[str, asyncio.Task[None]] = {}  # rendezvous in progress; cancelling the task abandons it
+        self._waiting: list[str] = []  # groups of updates that wait for their tensors
 
     async def join(
         self,
@@ -169,6 +171,7 @@ class Groups:
         """Leave all groups, also those being joined; return their number."""
         return sum(self.leave(name) for name in self._groups.keys() | self._joining.keys())
 
+    @contextmanager
     def receive(
         self,
         name: str,
@@ -177,8 +180,8 @@ class Groups:
         shapes: Sequence[Sequence[int]],
         dtypes_field: str,
         packed: Packed = None,
-    ) -> Source:
-        """Return a source that receives the tensors that the trainer broadcasts. Raises `ApiError` naming the field.
+    ) -> Iterator[Source]:
+        """Yield a source that receives the tensors that the trainer broadcasts. Raises `ApiError` naming the field.
 
         Tensors that do not fit the model are received too, so that the ranks stay in step; the update is rejected
         afterwards, and a warning is logged at once. `dtypes_field` is the client's name of `dtypes`; without `packed`
@@ -196,13 +199,25 @@ class Groups:
             shown = "; ".join(faults[:_SHOWN_FAULTS])
             _log.warning("an update will be rejected once received: %d tensors do not fit: %s", len(faults), shown)
         bucket_bytes = joined.bucket_bytes if packed is None else packed or None
-        return joined.group.receive(specs, shapes_of, bucket_bytes=bucket_bytes)
+        with self._awaited(name):
+            yield joined.group.receive(specs, shapes_of, bucket_bytes=bucket_bytes)
 
-    def receive_state_dicts(self, name: str) -> Source:
-        """Return a source that receives what prime-rl's trainer broadcasts. Raises `ApiError` if there is no group."""
+    @contextmanager
+    def receive_state_dicts(self, name: str) -> Iterator[Source]:
+        """Yield a source that receives what prime-rl's trainer broadcasts. Raises `ApiError` if there is no group."""
         from nano_inference.weights.state_dicts import state_dicts
 
-        return state_dicts(self._joined(name).group, self._weight_shapes())
+        with self._awaited(name):
+            yield state_dicts(self._joined(name).group, self._weight_shapes())
+
+    @contextmanager
+    def _awaited(self, name: str) -> Iterator[None]:
+        """Count a group as receiving while its update waits, also before the update's thread reads from it."""
+        self._waiting.append(name)
+        try:
+            yield
+        finally:
+            self._waiting.remove(name)
 
     def has(self, name: str) -> bool:
         """Return True if a group of that name was joined."""
@@ -210,7 +225,8 @@ class Groups:
 
     def receiving(self) -> list[str]:
         """Return the names of the groups with tensors still to be received."""
-        return sorted(name for name, joined in self._groups.items() if joined.group.is_receiving)
+        reading = (name for name, joined in self._groups.items() if joined.group.is_receiving)
+        return sorted({*reading, *(name for name in self._waiting if name in self._groups)})
 
     def _joined(self, name: str) -> _Joined:
         if name not in self._groups:

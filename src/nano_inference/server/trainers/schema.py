@@ -8,7 +8,7 @@ trainer that misspells `checksum` must not believe that it was checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -139,8 +139,6 @@ class StartUpdateBody(Body):
 class UpdateInfo(Packing):
     """Either tensors that the trainer broadcasts next, or a directory."""
 
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UPDATE_FORMS)
-
     names: Names | None = None
     dtype_names: Dtypes | None = None
     shapes: Shapes | None = None
@@ -152,7 +150,6 @@ class UpdateInfo(Packing):
 class UpdateWeightsBody(Body):
     """vLLM's form, or prime-rl's with a directory."""
 
-    neutral_names: ClassVar[frozenset[str]] = frozenset(UPDATE_FORMS)
     update_info: UpdateInfo | None = None
     weight_dir: Path | None = None
     weight_version: Label | None = None

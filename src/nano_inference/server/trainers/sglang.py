@@ -11,6 +11,7 @@ from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.security import forwarded, parse_address
 from nano_inference.server.trainers.context import Command, RLContext
 from nano_inference.server.trainers.schema import (
+    GROUP,
     AbortRequestBody,
     ContinueBody,
     DestroyGroupBody,
@@ -80,14 +81,14 @@ async def _update_from_disk(rl: RLContext, body: FromDiskBody, _: Request) -> We
 
 async def _init_group(rl: RLContext, body: Rendezvous, _: Request) -> JSON:
     await rl.join(body)
-    return {"message": f"Joined the group {body.group_name!r}."}
+    return {"message": f"Joined the group {body.group_name or GROUP!r}."}
 
 
 async def _update_from_group(rl: RLContext, body: FromGroupBody, _: Request) -> WeightInfo:
     """Each call is one update, of the tensors that it names: trainers send their weights bucket by bucket."""
     _require_format(body.load_format)
-    source = rl.groups.receive(body.group_name, body.names, body.dtypes, body.shapes, "dtypes")
-    return await rl.updates.install(body.update(source, partial=True))
+    with rl.groups.receive(body.group_name, body.names, body.dtypes, body.shapes, "dtypes") as source:
+        return await rl.updates.install(body.update(source, partial=True))
 
 
 async def _update_from_tensor(rl: RLContext, body: FromTensorBody, request: Request) -> WeightInfo:

@@ -110,6 +110,7 @@ class Updates:
         self._link = link
         self._timeout = timeout
         self._open: UpdateInParts | None = None
+        self._holds = False  # True if the latest update is held for `commit`
         self._failure = ""
         """Why the latest update in parts failed; cleared when its trainer finishes it or another update starts."""
 
@@ -133,8 +134,9 @@ class Updates:
     async def commit(self) -> WeightInfo:
         """Install the held weights; return their version. Raises `ApiError` 400 if there are none."""
         engine = self._link.engine
-        if await engine.call(lambda engine: engine.weight_info().update) != "staged":
+        if not self._holds or await engine.call(lambda engine: engine.weight_info().update) != "staged":
             raise ApiError(400, "no weights are held: POST /update_weights with hold first", code="no_update")
+        self._holds = False
         await engine.commit_update()
         return await engine.call(lambda engine: engine.weight_info())
 
@@ -185,11 +187,12 @@ class Updates:
     async def _started(self, update: WeightUpdate) -> asyncio.Future[WeightInfo]:
         """Start gathering; return the future of the installed version. Raises `UpdateBusy` with what ends the other."""
         try:
-            return await self._link.engine.start_update(replace(update, timeout=self._timeout))
+            outcome = await self._link.engine.start_update(replace(update, timeout=self._timeout))
         except UpdateBusy as error:
-            text = str(error).partition(";")[0]
-            how = HOW_TO_END if self.is_open else _HOW_TO_COMMIT if "staged" in text else "wait for its end"
-            raise UpdateBusy(f"{text}; {how}") from None
+            how = HOW_TO_END if self.is_open else _HOW_TO_COMMIT if self._holds else "wait for its end"
+            raise UpdateBusy(f"{str(error).partition(';')[0]}; {how}") from None
+        self._holds = update.hold
+        return outcome
 
     def _close(self, opened: UpdateInParts) -> None:
         """Record how an update in parts ended, and end its thread."""

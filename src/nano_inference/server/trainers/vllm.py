@@ -95,7 +95,8 @@ async def _update_weights(rl: RLContext, body: UpdateWeightsBody, _: Request) ->
     _refuse_given(body, ("on_running", "partial", "allow_nonfinite"), "needs hold=true")
     if body.update_info is None and not is_part and rl.groups.has(BROADCASTER):
         # `weight_dir` has markers only.
-        return await rl.updates.install(body.update(rl.groups.receive_state_dicts(BROADCASTER)))
+        with rl.groups.receive_state_dicts(BROADCASTER) as source:
+            return await rl.updates.install(body.update(source))
     if directory is not None and not is_part:
         return await rl.updates.install(body.update(await rl.weights_in(directory, field)))
     in_parts = "for an update in parts, give it to /finish_weight_update"
@@ -108,7 +109,8 @@ async def _update_weights(rl: RLContext, body: UpdateWeightsBody, _: Request) ->
         raise ApiError(400, text, param="update_info")
     else:
         tensors = part.names, part.dtype_names, part.shapes
-        await opened.add(rl.groups.receive(part.group_name or GROUP, *tensors, "dtype_names", part.bucket_bytes))
+        with rl.groups.receive(part.group_name or GROUP, *tensors, "dtype_names", part.bucket_bytes) as source:
+            await opened.add(source)
     return None
 
 
@@ -204,8 +206,8 @@ async def _init_broadcaster(rl: RLContext, body: InitBroadcasterBody, _: Request
 async def _receive_update(rl: RLContext, body: ReceiveUpdateBody, _: Request) -> WeightInfo:
     """PipelineRL's update: one broadcast per tensor. Requests continue after it, and weights not named stay."""
     names, dtypes, shapes = zip(*((one.name, one.dtype, one.shape) for one in body.parameters_info), strict=True)
-    source = rl.groups.receive(body.group_name, names, dtypes, shapes, "parameters_info", False)
-    return await rl.updates.install(WeightUpdate(weights=source, label=body.version, partial=True))
+    with rl.groups.receive(body.group_name, names, dtypes, shapes, "parameters_info", False) as source:
+        return await rl.updates.install(WeightUpdate(weights=source, label=body.version, partial=True))
 
 
 VLLM_COMMANDS = (
