@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -218,9 +219,12 @@ def groups(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tu
     async def join(self: Groups, *where: Any, rank: int, world_size: int, backend: str, **_: Any) -> None:
         seen.append((*where, rank, world_size, backend))
 
-    def receive(self: Groups, name: str, names: Any, dtypes: Any, shapes: Any, field: str, packed: Any = None) -> Any:
+    @contextmanager
+    def receive(
+        self: Groups, name: str, names: Any, dtypes: Any, shapes: Any, field: str, packed: Any = None
+    ) -> Iterator[Any]:
         seen.append((name, names, dtypes, shapes))
-        return [(TENSOR[0], torch.ones(TENSOR[1]))]
+        yield [(TENSOR[0], torch.ones(TENSOR[1]))]
 
     monkeypatch.setattr(Groups, "join", join)
     monkeypatch.setattr(Groups, "receive", receive)

@@ -17,7 +17,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.metrics import Metrics, not_loaded
 from nano_inference.server.pages import load_page
 from tests.effort import IS_THOROUGH
-from tests.server.test_metrics import RECORD, STEP
+from tests.server.test_metrics import RECORD, STEP, finish
 from tests.server.tiny import Running, running
 from tests.web.fake import TIMEOUT_S
 from tests.web.watch import Watch, axe_violations
@@ -192,7 +192,7 @@ def test_numbers_equal_the_metrics(context: BrowserContext, server: Running) -> 
 def test_error_counts_and_weight_version(context: BrowserContext, server: Running, metrics: Metrics) -> None:
     board = Board(context, server, metrics.render()).freeze()
     for reason in ("abort", "abort", "error", "stop", "stop", "stop"):
-        metrics.finished(replace(RECORD, finish_reason=reason))
+        finish(metrics, replace(RECORD, finish_reason=reason))
     for reason in ("max_num_queued_reqs", "draining", "other"):
         metrics.rejected(reason)
     metrics.step(replace(STEP, num_preempted=5, num_waiting=7, num_free_blocks=512, weight_version=3))
@@ -512,7 +512,7 @@ def test_page_is_accessible_and_has_no_layout_shift(
     before = board.page.evaluate(places)
     for count in (3, 800):
         metrics.first_token(count / 300)
-        metrics.finished(replace(RECORD, finish_reason="abort", prompt_tokens=4000 * count, cached_tokens=999))
+        finish(metrics, replace(RECORD, finish_reason="abort", prompt_tokens=4000 * count, cached_tokens=999))
         board.poll(after_step(metrics, count, count * 20, 1.7))
     assert board.page.evaluate(places) == before
     assert board.page.evaluate("document.documentElement.dataset.theme") == scheme
