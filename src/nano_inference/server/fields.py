@@ -65,6 +65,11 @@ _PARTS = (
 """Fields whose objects are looked into."""
 _LISTED = ("tools", "function")
 """Fields whose objects are looked into for the log only: what they lack, their type decides."""
+_IDLE_PARAMS = frozenset(
+    {"flat_logprobs", "skip_clone", "spaces_between_special_tokens", "length_penalty", "early_stopping"}
+    | {"guided_decoding_backend", "stream_interval", "priority"}
+)
+"""Parameters of vLLM's and SGLang's sampling on which no token depends; trainers' other names are refused."""
 _WINDOWS = ("repeat_last_n", "penalty_last_n")
 _PENALTIES: Mapping[str, float] = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 _MAX_LOGGED = 1000
@@ -76,8 +81,13 @@ def refuse_lost(body: Body, model: ServedModel, *, answers: bool) -> None:
     """Raise `ApiError` naming the first field whose loss would change the prompt or, with `answers`, the answer."""
     refused = ANSWER_FIELDS if answers else PROMPT_FIELDS
     for path in _unread(body, _PARTS):
-        if path.rpartition(".")[2] in refused:
+        name = path.rpartition(".")[2]
+        if name in refused:
             raise unsupported_field(path)
+        if (
+            path.startswith("sampling_params.") and name not in _IDLE_PARAMS
+        ):  # a misspelt one: other samples to learn from
+            raise ApiError(400, f"{path} is not a known field", param=path, code="unknown_field")
     # llama.cpp counts penalties over the last N tokens; here they cover all.
     for name in _WINDOWS if answers and isinstance(body, SamplingFields) else ():
         if (body.model_extra or {}).get(name) not in (None, -1):
