@@ -220,6 +220,26 @@ def test_a_failed_load_is_reported_to_all_who_wait_and_tried_again_later() -> No
     run(later, "ab", MemoryLimits(1 << 40), retry_after=0.0)
 
 
+def test_a_process_that_cannot_be_ended_does_not_keep_its_model_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(world: World) -> None:
+        await world.models.open()
+        world.errors["b"] = ["no such file"]
+        with monkeypatch.context() as patch:
+
+            async def stop(self: ScriptedServer, timeout: float) -> None:
+                self.was_stopped = True
+                raise OSError("no such process")
+
+            patch.setattr(ScriptedServer, "stop", stop)
+            with pytest.raises(ApiError, match="no such file"):
+                await world.use("b")
+            world.started[0].ended.set()
+            await until(lambda: world["a"].state == "stopped")
+        assert world["b"].state == "failed" and await world.use("a") == "http://a"
+
+    run(work, "ab", MemoryLimits(1 << 40))
+
+
 def test_each_further_failure_doubles_the_pause_before_the_next_try() -> None:
     async def work(world: World) -> None:
         await world.models.open()

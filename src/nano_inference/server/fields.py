@@ -1,6 +1,7 @@
 """Fields of a body that no route reads: those whose silent loss would change the answer are refused, others logged.
 
-A field with an empty value (null, false, 0, "", [], {}) asks for nothing and is neither.
+A field with an empty value (null, false, 0, "", [], {}), or with one that is listed here as harmless, is neither. In
+`sampling_params`, which trainers send, an unknown name is refused, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from nano_inference.server.errors import ApiError, unsupported_field
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import Body, SamplingFields
 
-_ONE = (1, 1.0)
 _EVEN_EMPTY = ("think", "thinking_budget", "thinking_token_budget")
 """Fields with which false or 0 asks for something, too."""
 PROMPT_FIELDS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
@@ -42,7 +42,7 @@ ANSWER_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("watermarking", "min_keep", "min_p", "bad_words", "allowed_token_ids", "grammar_lazy"), ()),
     "grammar_triggers": (),
     **dict.fromkeys(("top_n_sigma", "adaptive_target"), (-1,)),
-    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "typical_p", "tfs_z", "beam_width", "n", "best_of"), _ONE),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "typical_p", "tfs_z", "beam_width", "n", "best_of"), (1,)),
     # where it ends
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict", "stop", "stop_regex", "min_new_tokens"), ()),
     **dict.fromkeys(("max_new_tokens", "stop_sequences", "stop_token_ids", "min_tokens", "ignore_eos", "echo"), ()),
@@ -53,14 +53,8 @@ ANSWER_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 """The same for what is written, on routes that generate."""
 _PARTS = (
-    "stream_options",
-    "options",
-    "sampling_params",
-    "custom_params",
-    "reasoning",
-    "output_config",
-    "text",
-    "format",
+    *("stream_options", "options", "sampling_params", "custom_params"),
+    *("reasoning", "output_config", "text", "format"),
 )
 """Fields whose objects are looked into."""
 _LISTED = ("tools", "function")
@@ -84,9 +78,8 @@ def refuse_lost(body: Body, model: ServedModel, *, answers: bool) -> None:
         name = path.rpartition(".")[2]
         if name in refused:
             raise unsupported_field(path)
-        if (
-            path.startswith("sampling_params.") and name not in _IDLE_PARAMS
-        ):  # a misspelt one: other samples to learn from
+        # A trainer whose parameter is misspelt would learn from other samples.
+        if path.startswith("sampling_params.") and name not in _IDLE_PARAMS:
             raise ApiError(400, f"{path} is not a known field", param=path, code="unknown_field")
     # llama.cpp counts penalties over the last N tokens; here they cover all.
     for name in _WINDOWS if answers and isinstance(body, SamplingFields) else ():
@@ -102,9 +95,8 @@ def _unread(body: Body, parts: Sequence[str], place: str = "") -> Iterator[str]:
     """Yield the path of each field without a reader whose value asks for something, also in the body's `parts`."""
     for name, value in (body.model_extra or {}).items():
         is_set = bool(value) or (name in _EVEN_EMPTY and value is not None)
-        if (
-            is_set and value not in ANSWER_FIELDS.get(name, ()) and name != "cache_control"
-        ):  # read for Anthropic's usage
+        is_read = name == "cache_control"  # by the usage of Anthropic's API
+        if is_set and not is_read and value not in ANSWER_FIELDS.get(name, ()):
             yield f"{place}{name[:64]}"
     for name in parts:
         part = getattr(body, name, None)
