@@ -206,8 +206,8 @@ def test_root_path_is_optional_in_requests_and_ctrl_c_ends_an_idle_server(forker
         assert base.endswith("/llm")
         server.wait_for("ready: ")
         for url in (f"{base}/v1/models", f"{base.removesuffix('/llm')}/v1/models", f"{base}/health"):
-            assert httpx2.get(url).status_code == 200
-        assert httpx2.get(f"{base}x/v1/models").status_code == 404
+            assert httpx2.get(url, timeout=60).status_code == 200
+        assert httpx2.get(f"{base}x/v1/models", timeout=60).status_code == 404
         server.popen.send_signal(signal.SIGINT)
         assert server.end() == 0
         assert not any("Traceback" in line for line in server.lines)

@@ -38,7 +38,7 @@ def served(directory: Path) -> Iterator[Mapping[str, str]]:
         processes = {name: stack.enter_context(_process(name, arguments)) for name, arguments in models.items()}
         urls = {name: _url(process) for name, process in processes.items()}
         deadline = time.monotonic() + 120
-        while any(httpx2.get(f"{url}/ready").status_code != 200 for url in urls.values()):
+        while any(httpx2.get(f"{url}/ready", timeout=60).status_code != 200 for url in urls.values()):
             assert time.monotonic() < deadline, "a server loads for two minutes"
             time.sleep(0.05)
         yield urls

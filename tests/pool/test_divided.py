@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from nano_inference import InferenceEngine, RolloutPool, SamplingParams
 from nano_inference.rl.pool.local import LocalFleet
 from tests.parallel.test_engine import assert_same, config_of
-from tests.parallel.test_processes import FIVE_SECONDS, ranks_of, wait_until
+from tests.parallel.test_processes import SOON_S, ranks_of, wait_until
 from tests.pool.engines import PROMPTS, SEED
 from tests.test_batch_invariance import ThreadsKept
 from tests.weights.pairs import Pair
@@ -45,4 +45,4 @@ def test_pool_of_divided_engines_equals_one_engine_through_an_update_and_a_lost_
         assert_same(samples, single.generate(PROMPTS, LONG))
         assert pool.num_replaced == 1 and pool.weights_checksum() == single.weights_checksum()
         assert len(ranks_of(me)) == 2
-    wait_until(lambda: not ranks_of(me), FIVE_SECONDS)
+    wait_until(lambda: not ranks_of(me), SOON_S)

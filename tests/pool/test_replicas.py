@@ -107,7 +107,7 @@ def test_replicas_of_two_ranks_complete_like_undivided_ones(
     try:
         (ready,) = process.wait_for(r"^ready: 2 replicas behind (\S+)")
         ranks = [rank for pid in pids(process).values() for rank in ranks_of(pid)]
-        mine, right = (httpx2.post(f"{url}/v1/completions", json=body) for url in (ready[1], server[1]))
+        mine, right = (httpx2.post(f"{url}/v1/completions", json=body, timeout=60) for url in (ready[1], server[1]))
     finally:
         assert process.end() == 0
     assert mine.json()["choices"] == right.json()["choices"] and mine.json()["usage"]["completion_tokens"] == 12

@@ -1264,7 +1264,7 @@ def test_deadline_ends_only_open_samples(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_unstarted_request_is_refused_at_deadline(tiny_directory: Path, stream: bool) -> None:
-    config = ServerConfig(port=0, log_requests=False, request_timeout=0.3)
+    config = ServerConfig(port=0, log_requests=False, request_timeout=1.5)
     with running(tiny_directory, config, blocked) as server:
         body = {"prompt": "hello", "stream": stream}
         if stream:

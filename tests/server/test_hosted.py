@@ -62,17 +62,17 @@ def test_openais_client_gets_what_the_engine_computes(engine: EngineConfig, tmp_
         )
         assert whole.usage.completion_tokens > 0
         assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.choices[0].message.content
-        assert httpx2.get(f"{url}/health").json()["status"] == "ok"
-        assert "<html" in httpx2.get(f"{url}/").text
+        assert httpx2.get(f"{url}/health", timeout=60).json()["status"] == "ok"
+        assert "<html" in httpx2.get(f"{url}/", timeout=60).text
 
 
 def test_keys_and_host_headers_are_checked(engine: EngineConfig, tmp_path: Path) -> None:
     with hosted(HostedApp(engine, ServerConfig(api_key=("a-long-secret",)), tmp_path)) as url:
-        assert httpx2.get(f"{url}/v1/models").status_code == 401
+        assert httpx2.get(f"{url}/v1/models", timeout=60).status_code == 401
         key = {"authorization": "Bearer a-long-secret"}
-        assert httpx2.get(f"{url}/v1/models", headers=key).status_code == 200
+        assert httpx2.get(f"{url}/v1/models", headers=key, timeout=60).status_code == 200
     with hosted(HostedApp(engine, ServerConfig(), tmp_path)) as url:
-        refused = httpx2.get(f"{url}/v1/models", headers={"host": "attacker.example"})
+        refused = httpx2.get(f"{url}/v1/models", headers={"host": "attacker.example"}, timeout=60)
         assert refused.status_code == 403 and "attacker.example" in refused.text
 
 
@@ -124,7 +124,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_its_reason(engine: En
 
 def test_without_lifespan_events_requests_fail(engine: EngineConfig, tmp_path: Path) -> None:
     with hosted(HostedApp(engine, ServerConfig(), tmp_path), lifespan="off") as url:
-        assert httpx2.get(f"{url}/health").status_code == 500
+        assert httpx2.get(f"{url}/health", timeout=60).status_code == 500
 
 
 @pytest.mark.parametrize(

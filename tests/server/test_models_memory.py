@@ -16,7 +16,7 @@ from nano_inference.server.front.forwarding import make_client
 from nano_inference.server.front.process import ServerFailed
 from nano_inference.server.front.servers import MemoryLimits, Server, Servers
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class ScriptedServer:

@@ -94,13 +94,13 @@ def test_an_unknown_model_is_refused_and_unloads_nothing(client: openai.OpenAI, 
 def test_without_a_key_nothing_is_loaded_named_or_unloaded(server: tuple[Process, str], http: httpx2.Client) -> None:
     assert http.post("/models/load", json={"model": "one"}).status_code == 200
     for path in ("/v1/models", "/v1/models/two?load=true", "/info?model=two", "/api/tags"):
-        assert httpx2.get(server[1] + path).status_code == 401
-    assert httpx2.post(f"{server[1]}/models/unload", json={"model": "one"}).status_code == 401
+        assert httpx2.get(server[1] + path, timeout=60).status_code == 401
+    assert httpx2.post(f"{server[1]}/models/unload", json={"model": "one"}, timeout=60).status_code == 401
     for path in ("/", "/dashboard", "/docs", "/formulas.js", "/health"):
-        reply = httpx2.get(f"{server[1]}{path}?model=two")
+        reply = httpx2.get(f"{server[1]}{path}?model=two", timeout=60)
         assert reply.status_code == 200 and "broken" not in reply.text
     assert states(http)["one"] == "loaded"
-    assert httpx2.get(f"{server[1]}/health").json()["models"]["loaded"] == 1
+    assert httpx2.get(f"{server[1]}/health", timeout=60).json()["models"]["loaded"] == 1
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"model": 5}', b"[]"])

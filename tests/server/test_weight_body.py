@@ -139,7 +139,7 @@ def test_a_client_that_disconnects_leaves_the_old_weights(server: Running, body:
 
 
 def test_a_body_that_stalls_is_given_up(tiny_directory: Path, body: bytes) -> None:
-    with serving(tiny_directory, weight_timeout=1) as impatient:
+    with serving(tiny_directory, weight_timeout=4) as impatient:
         address = (impatient.client.base_url.host, impatient.client.base_url.port)
         with socket.create_connection(address, timeout=30) as wire:
             lines = [f"POST {PATH} HTTP/1.1", "host: localhost", "content-type: application/octet-stream"]

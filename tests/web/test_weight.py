@@ -51,7 +51,7 @@ def test_invisible_messages_are_not_laid_out(chat: ChatDriver, fake: FakeServer)
 
 
 def test_page_is_compressed_and_cached(server_url: str) -> None:
-    with httpx2.Client(base_url=server_url) as client:
+    with httpx2.Client(base_url=server_url, timeout=60) as client:
         first = client.get("/", headers={"accept-encoding": "gzip"})
         assert first.headers["content-encoding"] == "gzip" and first.text == load_page("chat").body.decode()
         again = client.get("/", headers={"if-none-match": first.headers["etag"]})
