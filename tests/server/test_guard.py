@@ -595,7 +595,7 @@ def test_unread_body_is_dropped_for_limited_time() -> None:
 
     raw = [(b"host", b"localhost"), (b"content-length", b"5"), (b"content-type", b"text/plain")]
     scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": raw}
-    asyncio.run(asyncio.wait_for(Guard(served, replace(policy_of(), linger_seconds=0.01))(scope, receive, send), 10))
+    asyncio.run(asyncio.wait_for(Guard(served, replace(policy_of(), linger_seconds=0.01))(scope, receive, send), 60))
     assert [message.get("more_body", False) for message in sent] == [False, True, False]
     assert sent[0]["status"] == 415 and sent[1]["body"] and not sent[2]["body"]
 

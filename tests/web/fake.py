@@ -212,7 +212,7 @@ def serving(root: str = "", port: int = 0) -> Iterator[FakeServer]:
         yield fake
     finally:
         leave.set()
-        thread.join(20)
+        thread.join(60)
 
 
 async def _serve(server: uvicorn.Server, listening: socket.socket, leave: threading.Event) -> None:

@@ -26,7 +26,7 @@ def test_staging_thread_waits_until_the_step_ends() -> None:
     thread.start()
     assert not passed.wait(0.05)
     gate.end_step()
-    assert passed.wait(10)
+    assert passed.wait(60)
 
 
 def test_step_starts_after_the_thread_copied_its_share() -> None:
@@ -47,11 +47,11 @@ def test_step_starts_after_the_thread_copied_its_share() -> None:
     gate.end_step()
     hold = threading.Thread(target=gather, daemon=True)
     hold.start()
-    assert started.wait(10)
+    assert started.wait(60)
     gate.begin_step()
     assert sum(copied) >= 90, "the share, except a piece in progress"
     gate.end_step()
-    hold.join(10)
+    hold.join(60)
     gate.begin_step()  # does not wait: the thread is done
     assert sum(copied) == 500
 

@@ -343,13 +343,13 @@ def test_shutdown_waits_for_the_current_piece(kernels: str, untied: Pair, open_e
     started = threading.Event()
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
-        started.wait(10)
+        started.wait(60)
         yield from untied.named().items()
 
     engine.update_weights(named(), blocking=False)
     (staging,) = [one for one in threading.enumerate() if one.name == "weight-staging"]
     started.set()
-    assert entered.wait(10)
+    assert entered.wait(60)
     closing = threading.Thread(target=engine.shutdown)
     closing.start()
     closing.join(0.1)
