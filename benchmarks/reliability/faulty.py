@@ -104,20 +104,20 @@ def spoil_writing() -> None:
     patched: Any = detokenizer
     detokenize = patched.detokenize
 
-    def faulty_detokenize(state: Any, delta: Any, shape: Any, tokenizer: Any) -> Any:
-        if f"mark{MARK}" in shape.stops:
+    def faulty_detokenize(state: Any, delta: Any, generation: Any) -> Any:
+        if f"mark{MARK}" in generation.stops:
             raise RuntimeError("injected")
-        return detokenize(state, delta, shape, tokenizer)
+        return detokenize(state, delta, generation)
 
     patched.detokenize = faulty_detokenize
 
 
 class InstallInWriting(MetaPathFinder):
-    """Patches `detokenizer` just before `call` imports it. Importing pydantic earlier would change the options."""
+    """Patches `detokenizer` just before `transcript` imports it. Importing pydantic earlier would alter options."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Find nothing."""
-        if name == "nano_inference.server.call":
+        if name == "nano_inference.server.transcript":
             sys.meta_path.remove(self)
             spoil_writing()
 

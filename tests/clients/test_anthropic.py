@@ -11,16 +11,15 @@ from typing import Any
 import httpx2
 import pytest
 
-from nano_inference.server.call import Call, transcripts_of
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialects.messages import MessagesReply
+from nano_inference.server.dialects.messages import MessagesOptions, MessagesReply
 from nano_inference.server.errors import ApiError
-from nano_inference.server.shape import ReplyShape
-from nano_inference.server.structured import PromptRequest
+from nano_inference.server.generation import Generation
+from nano_inference.server.transcript import transcripts_of
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
-from nano_inference.types import SamplingParams
+from nano_inference.types import EngineRequest, SamplingParams
 from tests.clients.process import NEEDED, Served, serving
 
 anthropic = pytest.importorskip("anthropic", reason=f"anthropic: {NEEDED}")
@@ -237,19 +236,10 @@ def tokenizer(tiny_directory: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def call() -> Call:
-    request = PromptRequest(prompt=(1, 2), params=SamplingParams(), num_samples=1)
-    shape = ReplyShape()
-    return Call(
-        kind="chat",
-        id="msg_1",
-        model="tiny",
-        requests=(request,),
-        num_samples=1,
-        num_tokens=0,
-        shape=shape,
-        make_reply=MessagesReply,
-    )
+def call(tokenizer: Tokenizer) -> Generation:
+    request = EngineRequest(prompt=(1, 2), params=SamplingParams(), num_samples=1)
+    options = MessagesOptions(creates_cache=False, edits_context=False, omits_thinking=False)
+    return Generation(requests=(request,), kind="chat", id="msg_1", model="tiny", tokenizer=tokenizer, options=options)
 
 
 def client_for(data: bytes, kind: str = "text/event-stream") -> Any:
@@ -262,22 +252,19 @@ def client_for(data: bytes, kind: str = "text/event-stream") -> Any:
     return anthropic.Anthropic(base_url="http://127.0.0.1:9", api_key="none", max_retries=0, http_client=http)
 
 
-def replies(call: Call, tokenizer: Tokenizer, events: Sequence[Event]) -> tuple[dict[str, Any], bytes]:
+def replies(call: Generation, events: Sequence[Event]) -> tuple[dict[str, Any], bytes]:
     """Return the whole reply to these events, and its stream with one event per delta."""
     transcripts = transcripts_of(call)
     transcripts[0].finish_reason = "stop"
     transcripts[0].events += events
-    reply = MessagesReply(call, tokenizer, 1)
-    pieces = [
-        reply.delta_events(transcripts[0], DecodedDelta("", (), (), None, None, events=(one,)), transcripts)
-        for one in events
-    ]
-    data = b"".join([reply.first_events(transcripts), *pieces, reply.last_events(transcripts)])
-    return MessagesReply(call, tokenizer, 1).body(transcripts), data
+    reply = MessagesReply(call, transcripts)
+    pieces = [reply.part(transcripts[0], DecodedDelta("", (), (), None, None, events=(one,))) for one in events]
+    data = b"".join([reply.start(), *pieces, reply.end()])
+    return MessagesReply(call, transcripts).whole(), data
 
 
-def test_streamed_calls_equal_the_whole_reply(call: Call, tokenizer: Tokenizer) -> None:
-    whole, data = replies(call, tokenizer, CALLS)
+def test_streamed_calls_equal_the_whole_reply(call: Generation) -> None:
+    whole, data = replies(call, CALLS)
     with client_for(data).messages.stream(**REQUEST) as stream:
         message = stream.get_final_message()
     assert shown(message) == shown(whole)
@@ -286,16 +273,16 @@ def test_streamed_calls_equal_the_whole_reply(call: Call, tokenizer: Tokenizer) 
 
 
 @pytest.mark.parametrize("size", [1, 7, 20, len(ARGUMENTS) - 1])
-def test_cut_off_call_is_the_same_whole_and_streamed(call: Call, tokenizer: Tokenizer, size: int) -> None:
+def test_cut_off_call_is_the_same_whole_and_streamed(call: Generation, size: int) -> None:
     events = (CallStart(0, "weather"), CallArguments(0, ARGUMENTS[:size]))
-    whole, data = replies(call, tokenizer, events)
+    whole, data = replies(call, events)
     with client_for(data).messages.stream(**REQUEST) as stream:
         assert shown(stream.get_final_message()) == shown(whole)
 
 
-def test_failed_stream_raises(call: Call, tokenizer: Tokenizer) -> None:
-    reply = MessagesReply(call, tokenizer, 1)
-    data = reply.first_events(transcripts_of(call)) + reply.error_events(ApiError(500, "broken"))
+def test_failed_stream_raises(call: Generation) -> None:
+    reply = MessagesReply(call, transcripts_of(call))
+    data = reply.start() + reply.fail(ApiError(500, "broken"))
     with pytest.raises(anthropic.APIStatusError, match="broken") as caught:
         list(client_for(data).messages.create(**REQUEST, stream=True))
     assert caught.value.type == "api_error"

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.server.app import installed_dialects
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialect import Converting, Dialect, Generating
+from nano_inference.server.dialect import Converting, Dialect, Route
 from nano_inference.text.fast import BYTE_OF_CHAR
 from nano_inference.types import TrainingSample
 from tests.server.tiny import Running, running
@@ -34,12 +34,12 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Path -> another path with the same body and the same replies."""
-NANOCHATS: Generating = replace(
+NANOCHATS: Route = replace(
     next(one for one in installed_dialects()["nanochat"].generating if one.path == "/chat/completions"), choose=None
 )
 """The route of nanochat's web chat, also for models that are not nanochat's."""
 _ROUTES = tuple(one for row in installed_dialects().values() for one in row.generating)
-GENERATING: tuple[Generating, ...] = tuple(one for one in _ROUTES if one.path not in ALIASES)
+GENERATING: tuple[Route, ...] = tuple(one for one in _ROUTES if one.path not in ALIASES)
 CONVERTING: tuple[Converting, ...] = tuple(
     one for row in installed_dialects().values() for one in row.converting if one.path not in ALIASES
 )
@@ -56,9 +56,7 @@ def written(tokens: Sequence[int]) -> str:
 
 
 @contextmanager
-def mounted(
-    directory: Path, *routes: Generating, config: ServerConfig | None = None, **options: Any
-) -> Iterator[Running]:
+def mounted(directory: Path, *routes: Route, config: ServerConfig | None = None, **options: Any) -> Iterator[Running]:
     """Serve the tiny model with these routes added; they replace routes of the same path."""
     given = {one.path: one for one in routes}
     dialects = {

@@ -1157,7 +1157,7 @@ def test_requests_above_queue_limit_are_refused(tiny_directory: Path) -> None:
                 assert one.json()["error"]["code"] == "queue_full"
                 assert one.json()["error"]["type"] == "unavailable_error"
         assert server.post(COMPLETE, body).status_code == 200, "the places are free again"
-        queue_limits = server.app.limits  # released after the response was sent
+        queue_limits = server.app.pipeline.limits  # released after the response was sent
         assert queue_limits is not None
         wait_for(lambda: (queue_limits.num_samples, queue_limits.num_tokens) == (0, 0), server)
 
@@ -1210,7 +1210,7 @@ def test_started_sample_ends_with_its_tokens_at_deadline(
     """The clock is advanced while the engine is blocked."""
     hours = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600, time=time.time)
-    monkeypatch.setattr("nano_inference.server.answering.time", clock)
+    monkeypatch.setattr("nano_inference.server.pipeline.time", clock)
     config = ServerConfig(port=0, log_requests=False, sse_keep_alive=0.02)
     body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "n": 2, "temperature": 1, "seed": 1}
     body |= {"stop": "never\x00", "return_token_ids": True}
@@ -1248,7 +1248,7 @@ def test_deadline_ends_only_open_samples(
     """The samples run one after the other: the first has ended, or the second has not started."""
     hours = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600, time=time.time)
-    monkeypatch.setattr("nano_inference.server.answering.time", clock)
+    monkeypatch.setattr("nano_inference.server.pipeline.time", clock)
     config = ServerConfig(port=0, log_requests=False, sse_keep_alive=0.02)
     with running(tiny_directory, config, blocked, max_batch_size=1) as server, ThreadPoolExecutor(1) as pool:
         blocker_of(server).steps_left = 5
@@ -1295,7 +1295,7 @@ def test_silent_stream_sends_keep_alive_comments(tiny_directory: Path) -> None:
 
 def test_large_reply_is_serialized_in_a_thread(server: Running) -> None:
     threads: set[str] = set()
-    pool: Any = server.app.workers.large
+    pool: Any = server.app.pipeline.workers.large
     run = pool.run
 
     async def noted(work: Any, *, seconds: float) -> Any:
@@ -1319,7 +1319,7 @@ def test_large_reply_is_serialized_in_a_thread(server: Running) -> None:
 def test_too_many_large_bodies_are_refused(tiny_directory: Path) -> None:
     with running(tiny_directory) as server:
         resume, started = threading.Event(), threading.Event()
-        pool: Any = server.app.workers.large
+        pool: Any = server.app.pipeline.workers.large
 
         def wait() -> None:
             started.set()
@@ -1344,7 +1344,7 @@ def test_unknown_field_name_is_truncated_in_log(server: Running, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         names = {f"{'y' * 100_000}{i}": 1 for i in range(3)} | {f"z{i:03d}": 1 for i in range(20)}
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **names}).status_code == 200
-    assert all(len(name) <= 64 for name in server.app.ignored.logged)
+    assert all(len(name) <= 64 for name in server.app.pipeline.ignored.logged)
     expected = [record.getMessage() for record in caplog.records if "fields without effect" in record.getMessage()]
     assert len(expected) == 1 and len(expected[0]) < 1000 and "more" in expected[0]
 

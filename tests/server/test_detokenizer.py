@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.server.calls import ReplyShape
 from nano_inference.server.detokenizer import (
     DecodedDelta,
     Detokenizer,
@@ -24,6 +24,7 @@ from nano_inference.server.detokenizer import (
     token_text,
     visible_bytes,
 )
+from nano_inference.server.generation import Generation
 from nano_inference.text.stops import stop_matcher
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TrainingSample
 from tests.effort import some
@@ -104,11 +105,16 @@ def deltas_of(
         )
 
 
-def decode_all(shape: ReplyShape, deltas: Iterator[Delta]) -> list[DecodedDelta]:
+def options(**fields: Any) -> Generation:
+    """Return a generation without requests."""
+    return Generation(requests=(), kind="completion", id="id-1", model="m", tokenizer=TOKENIZER, created=5, **fields)
+
+
+def decode_all(shape: Generation, deltas: Iterator[Delta]) -> list[DecodedDelta]:
     detokenizer = start_detokenizer(shape, 0)
     out = []
     for delta in deltas:
-        detokenizer, written = detokenize(detokenizer, delta, shape, TOKENIZER)
+        detokenizer, written = detokenize(detokenizer, delta, shape)
         out.append(written)
     return out
 
@@ -147,7 +153,7 @@ def test_text_ends_exactly_before_stop_string(
     tokens, stops, cuts, min_tokens, include = case
     count, stop, text = reference(tokens, stops, min_tokens)
     tokens = tokens[:count]
-    shape = ReplyShape(stops=tuple(stops), include_stop=include)
+    shape = options(stops=tuple(stops), include_stop=include)
     deltas = deltas_of(tokens, sorted(cuts), "length" if stop is None else "stop", stop)
     pieces = [one.text for one in decode_all(shape, deltas)]
     assert "".join(pieces) == text + (stop if include and stop is not None else "")
@@ -172,7 +178,7 @@ def test_engine_matcher_stops_where_reference_does(
     st.lists(st.sampled_from([*range(len(PIECES)), UNKNOWN]), max_size=24), st.sets(st.integers(1, 23)), st.booleans()
 )
 def test_token_texts_join_to_the_text(tokens: list[int], cuts: set[int], skip_special: bool) -> None:
-    shape = ReplyShape(logprobs=0, skip_special=skip_special)
+    shape = options(logprobs=0, skip_special=skip_special)
     written = decode_all(shape, deltas_of(tokens, sorted(cuts)))
     entries = [entry for one in written for entry in one.entries]
     data = b"".join(visible_bytes(token, TOKENIZER, skip_special) for token in tokens)
@@ -186,20 +192,20 @@ def test_token_texts_join_to_the_text(tokens: list[int], cuts: set[int], skip_sp
 
 def test_possible_stop_string_is_held_back_until_excluded() -> None:
     tokens = [PIECES.index(piece) for piece in (b"a", b"b", b"a", b"c", b"a")]
-    pieces = [one.text for one in decode_all(ReplyShape(stops=("abab",)), deltas_of(tokens, [1, 2, 3, 4]))]
+    pieces = [one.text for one in decode_all(options(stops=("abab",)), deltas_of(tokens, [1, 2, 3, 4]))]
     assert pieces == ["", "", "", "abac", "a"]
 
 
 def test_stop_string_before_min_tokens_is_shown_and_can_start_another() -> None:
     tokens = [PIECES.index(piece) for piece in (b"a", b"b", b"a", b"b", b"c")]
-    shape = ReplyShape(stops=("ab", "ababc"))
+    shape = options(stops=("ab", "ababc"))
     pieces = [one.text for one in decode_all(shape, deltas_of(tokens, [1, 2, 3, 4], "stop", "ababc"))]
     assert pieces == ["", "", "", "", ""]
 
 
 def test_text_is_cut_only_by_stop_string_completed_by_last_token() -> None:
     tokens = [PIECES.index(piece) for piece in (b"a", b"b", b"a", b"b")]
-    shape = ReplyShape(stops=("ab", "ababc"))
+    shape = options(stops=("ab", "ababc"))
     assert "".join(one.text for one in decode_all(shape, deltas_of(tokens, [2], "stop", "ab"))) == "ab"
 
 
@@ -218,7 +224,7 @@ def test_text_is_cut_only_by_stop_string_completed_by_last_token() -> None:
 def test_stop_token_visibility(
     reason: FinishReason, stop_reason: StopReason | None, include: bool, skip_special: bool, text: str
 ) -> None:
-    shape = ReplyShape(include_stop=include, skip_special=skip_special, logprobs=0)
+    shape = options(include_stop=include, skip_special=skip_special, logprobs=0)
     written = decode_all(shape, deltas_of([0, END], [1], reason, stop_reason))
     assert "".join(one.text for one in written) == text
     assert "".join(entry.text for one in written for entry in one.entries) == text
@@ -228,26 +234,26 @@ def test_stop_token_visibility(
 
 
 def test_abort_reason_is_not_a_stop_string() -> None:
-    assert decode_all(ReplyShape(stops=("ab",)), deltas_of([3], [], "abort", "ab"))[0].text == "ab"
+    assert decode_all(options(stops=("ab",)), deltas_of([3], [], "abort", "ab"))[0].text == "ab"
 
 
 def test_a_plain_stop_token_is_hidden_unless_included() -> None:
     for include, text in ((False, "a"), (True, "ab")):
-        written = decode_all(ReplyShape(include_stop=include), deltas_of([0, 1], [1], "stop", 1))
+        written = decode_all(options(include_stop=include), deltas_of([0, 1], [1], "stop", 1))
         assert "".join(one.text for one in written) == text
 
 
 def test_hidden_special_token_equal_to_stop_string_cuts_nothing() -> None:
-    written = decode_all(ReplyShape(stops=("<end>", "ax")), deltas_of([0, END], [1], "stop", "<end>"))
+    written = decode_all(options(stops=("<end>", "ax")), deltas_of([0, END], [1], "stop", "<end>"))
     assert [one.text for one in written] == ["", "a"]
 
 
 def test_text_after_stop_string_is_dropped() -> None:
     """Also if it is an incomplete character, which would become U+FFFD."""
     tokens = [0, PIECES.index(b"c\xf0")]
-    assert [one.text for one in decode_all(ReplyShape(stops=("c",)), deltas_of(tokens, [1], "stop", "c"))] == ["a", ""]
+    assert [one.text for one in decode_all(options(stops=("c",)), deltas_of(tokens, [1], "stop", "c"))] == ["a", ""]
     tokens = [0, PIECES.index(b"aba")]
-    assert [one.text for one in decode_all(ReplyShape(stops=("ab",)), deltas_of(tokens, [1], "stop", "ab"))] == [
+    assert [one.text for one in decode_all(options(stops=("ab",)), deltas_of(tokens, [1], "stop", "ab"))] == [
         "",
         "a",
     ]
@@ -255,26 +261,24 @@ def test_text_after_stop_string_is_dropped() -> None:
 
 def test_replacement_character_does_not_match_stop_string() -> None:
     """The engine compares bytes, which contain no U+FFFD; the text must not end where the engine continued."""
-    written = decode_all(ReplyShape(stops=("\ufffd",)), deltas_of([0, PIECES.index(b"\xff"), 1], [1, 2]))
+    written = decode_all(options(stops=("\ufffd",)), deltas_of([0, PIECES.index(b"\xff"), 1], [1, 2]))
     assert "".join(one.text for one in written) == "a\ufffdb"
 
 
 def test_flush_returns_held_back_text() -> None:
-    shape = ReplyShape(stops=("abc",))
-    detokenizer, written = detokenize(
-        start_detokenizer(shape, 0), next(deltas_of([3, 11, 0], [1, 2])), shape, TOKENIZER
-    )
+    shape = options(stops=("abc",))
+    detokenizer, written = detokenize(start_detokenizer(shape, 0), next(deltas_of([3, 11, 0], [1, 2])), shape)
     assert written.text == ""
-    assert flush(detokenizer, ReplyShape(stops=("abc",)), "timeout")[:5] == ("ab", (), (), "length", "timeout")
+    assert flush(detokenizer, options(stops=("abc",)), "timeout")[:5] == ("ab", (), (), "length", "timeout")
     assert isinstance(detokenizer, Detokenizer)
 
 
 def test_drop_space_removes_first_space() -> None:
     tokens = [PIECES.index(b"x y")]
     for drop, text in ((True, "x y"), (False, "x y")):
-        shape = ReplyShape(drop_space=drop, logprobs=0)
+        shape = options(drop_space=drop, logprobs=0)
         assert decode_all(shape, deltas_of(tokens, []))[0].text == text
-    state = start_detokenizer(ReplyShape(drop_space=True), 0)
+    state = start_detokenizer(options(drop_space=True), 0)
     assert state.shown.drop_space and state.unstopped.drop_space
 
 
@@ -289,8 +293,8 @@ def test_entries_include_sampled_token_in_alternatives() -> None:
         versions=(0, 0),
         top_logprobs=(top, top),
     )
-    shape = ReplyShape(logprobs=2, echo=("héllo",))
-    _, written = detokenize(start_detokenizer(shape, 0), delta, shape, TOKENIZER)
+    shape = options(logprobs=2, echo=("héllo",))
+    _, written = detokenize(start_detokenizer(shape, 0), delta, shape)
     assert written.entries == (
         LogprobEntry(6, "x y", -0.2, top, 5),
         LogprobEntry(1, "b", -3.0, (*top, TokenLogprob(1, -3.0)), 8),
@@ -298,20 +302,20 @@ def test_entries_include_sampled_token_in_alternatives() -> None:
 
 
 def test_without_logprobs_there_are_no_entries() -> None:
-    assert decode_all(ReplyShape(), deltas_of([0, 1], [1]))[0].entries == ()
+    assert decode_all(options(), deltas_of([0, 1], [1]))[0].entries == ()
 
 
 def test_prompt_entries() -> None:
-    shape = ReplyShape(logprobs=1, prompt_logprobs=2)
+    shape = options(logprobs=1, prompt_logprobs=2)
     top = (TokenLogprob(1, -0.1), TokenLogprob(2, -0.2))
     other = (TokenLogprob(3, -0.3), TokenLogprob(4, -0.4))
-    entries = prompt_entries([BOS, 0, 11], [-1.0, -2.0], (top, other), shape, TOKENIZER)
+    entries = prompt_entries([BOS, 0, 11], [-1.0, -2.0], (top, other), shape)
     assert entries == (
         LogprobEntry(BOS, "", None, None, 0),
         LogprobEntry(0, "a", -1.0, (top[0], TokenLogprob(0, -1.0)), 0),
         LogprobEntry(11, "\ufffd", -2.0, (other[0], TokenLogprob(11, -2.0)), 1),
     )
-    assert prompt_entries([0, 1], [-1.0], None, shape, TOKENIZER)[1].top == (TokenLogprob(1, -1.0),)
+    assert prompt_entries([0, 1], [-1.0], None, shape)[1].top == (TokenLogprob(1, -1.0),)
 
 
 def test_token_text() -> None:

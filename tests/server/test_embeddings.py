@@ -22,16 +22,16 @@ from nano_inference import EngineConfig, InferenceEngine, TrainingSample
 from nano_inference.core.admission import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.embedding import EmbeddingBody, embedding_call, embedding_reply
+from nano_inference.server.embedding import EmbeddingBody, ask_embedding, embedding_reply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_PROMPTS
-from nano_inference.server.structured import PromptRequest
 from nano_inference.support.checks import float32
 from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.types import EngineRequest
 from tests.server.tiny import Running
 
 LIMITS = Limits(vocab_size=260, max_model_len=512, num_blocks=100, block_size=16, hidden_size=32)
@@ -59,8 +59,8 @@ def body_of(**fields: Any) -> EmbeddingBody:
     return parse(json.dumps({"input": "hi", **fields}).encode(), EmbeddingBody)
 
 
-def requests_of(model: ServedModel, /, **fields: Any) -> tuple[PromptRequest, ...]:
-    return embedding_call(body_of(**fields), model, ServerConfig(), "salt").requests
+def requests_of(model: ServedModel, /, **fields: Any) -> tuple[EngineRequest, ...]:
+    return ask_embedding(body_of(**fields), model, ServerConfig(), "salt").requests
 
 
 def refusal(model: ServedModel, /, **fields: Any) -> ApiError:
@@ -308,7 +308,7 @@ def test_embeddings_equal_the_engines(tiny_directory: Path, model: ServedModel) 
         served = replace(model, limits=engine.limits)
         for fields in ({"pooling": "mean"}, {"pooling": "last"}):
             body = body_of(input=texts, **fields)
-            requests = embedding_call(body, served, ServerConfig(), "salt").requests
+            requests = ask_embedding(body, served, ServerConfig(), "salt").requests
             samples = engine.generate(
                 [request.prompt for request in requests], [request.params for request in requests]
             )

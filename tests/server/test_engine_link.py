@@ -23,8 +23,7 @@ from nano_inference.server.engine_link import MAX_UNREAD, EngineLink, LoadedMode
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.security import Client
-from nano_inference.server.structured import PromptRequest
-from nano_inference.types import Delta, TrainingSample
+from nano_inference.types import Delta, EngineRequest, TrainingSample
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference
 
 LONG = SamplingParams(max_tokens=30, seed=4, ignore_eos=True)
@@ -32,8 +31,8 @@ SHORT = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=50_000, seed=4, ignore_eos=True)
 
 
-def request(prompt: tuple[int, ...] = (5, 9, 30), params: SamplingParams = LONG, **options: Any) -> PromptRequest:
-    return PromptRequest(prompt=prompt, params=params, **options)
+def request(prompt: tuple[int, ...] = (5, 9, 30), params: SamplingParams = LONG, **options: Any) -> EngineRequest:
+    return EngineRequest(prompt=prompt, params=params, **options)
 
 
 def fake_engine(num_blocks: int = 60) -> InferenceEngine:
@@ -257,7 +256,7 @@ def broken_factory() -> Any:
         (request(program=Failing()), None),
     ],
 )
-def test_failed_request_does_not_affect_others(bad: PromptRequest, kind: type[Exception] | None) -> None:
+def test_failed_request_does_not_affect_others(bad: EngineRequest, kind: type[Exception] | None) -> None:
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as good, link.submit([request((1, 2)), bad]) as harmed:
             if kind is None:

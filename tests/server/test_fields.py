@@ -150,7 +150,7 @@ def test_other_fields_are_logged_once(server: Running, caplog: pytest.LogCapture
 def test_number_of_logged_fields_is_bounded(server: Running) -> None:
     flood = {f"field{index}": 1 for index in range(3000)}
     assert server.post(CHAT, {**BODIES[CHAT], **flood}).status_code == 200
-    assert len(server.app.ignored.logged) <= 1000
+    assert len(server.app.pipeline.ignored.logged) <= 1000
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -340,7 +340,7 @@ def test_concurrent_requests_share_one_compilation(roomy_directory: Path) -> Non
         body = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "ab|cd"}}
         replies = [pool.submit(one.post, "/v1/completions", body) for _ in range(64)]
         for _ in range(2000):
-            if one.client.get("/load").json()["server_load"] == 0 and one.app.compilers.num_pending:
+            if one.client.get("/load").json()["server_load"] == 0 and one.app.pipeline.compilers.num_pending:
                 break
         going.set()
         assert {reply.result(60).status_code for reply in replies} == {200}

@@ -12,15 +12,15 @@ import pytest
 
 from nano_inference import InferenceEngine
 from nano_inference.server.detokenizer import LogprobEntry
-from nano_inference.server.dialect import Generating
-from nano_inference.server.dialects.generate import GenerateBody, GenerateParams, generate_call, rank_of
+from nano_inference.server.dialect import Route
+from nano_inference.server.dialects.generate import GenerateBody, GenerateParams, GenerateReply, ask_generate, rank_of
 from nano_inference.types import TokenLogprob
 from tests.cases import failures
 from tests.server.mounted import END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import Running
 
 PATH = "/inference/v1/generate"
-ROUTE = Generating(path=PATH, body=GenerateBody, to_call=generate_call, summary="Complete token ids.")
+ROUTE = Route(path=PATH, body=GenerateBody, ask=ask_generate, reply=GenerateReply, summary="Complete token ids.")
 HOT: JSON = {"temperature": 1.5, "seed": 3, "max_tokens": 40, "ignore_eos": True}
 
 

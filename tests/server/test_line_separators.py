@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference.server.dialect import Generating
-from nano_inference.server.dialects.nanochat import WebBody, web_call
+from nano_inference.server.dialect import Route
+from nano_inference.server.dialects.nanochat import WebBody, WebReply, ask_web
 from tests.server.mounted import mounted
 from tests.server.scripted import make_scripted
 from tests.server.tiny import Running
@@ -30,7 +30,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     directory: Path = make_scripted(tmp_path_factory.mktemp("scripted"), "f", {}, ANSWER)
-    with mounted(directory, Generating(path=NANOCHAT, body=WebBody, to_call=web_call, summary="Talk.")) as one:
+    with mounted(directory, Route(path=NANOCHAT, body=WebBody, ask=ask_web, reply=WebReply, summary="Talk.")) as one:
         yield one
 
 

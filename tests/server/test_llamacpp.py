@@ -14,19 +14,19 @@ import pytest
 import nano_inference
 from nano_inference import InferenceEngine
 from nano_inference.server.app import installed_dialects
-from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, token_text
-from nano_inference.server.dialect import Generating, Occupancy
-from nano_inference.server.dialects.llamacpp import LlamaBody, error_body, llama_call, props, selected
+from nano_inference.server.dialect import Occupancy, Route
+from nano_inference.server.dialects.llamacpp import LlamaBody, LlamaReply, ask_llama, error_body, props, selected
 from nano_inference.server.errors import ApiError
 from nano_inference.server.timings import speeds
+from nano_inference.server.transcript import transcripts_of
 from tests.cases import failures
 from tests.server.mounted import ALIASES, BYTES, END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import TEMPLATE, Running, events_in
 
 PATH = "/completion"
-ROUTE = Generating(path=PATH, body=LlamaBody, to_call=llama_call, summary="Complete as llama.cpp does.")
+ROUTE = Route(path=PATH, body=LlamaBody, ask=ask_llama, reply=LlamaReply, summary="Complete as llama.cpp does.")
 HOT: JSON = {"temperature": 1.5, "seed": 3, "n_predict": 40, "ignore_eos": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY: JSON = {"temperature": 0, "n_predict": 12}
 LETTERS: JSON = {
@@ -192,12 +192,13 @@ def test_stream_adds_up_to_the_whole_reply(server: Running, fields: JSON) -> Non
 
 def test_stream_counts_the_tokens_of_each_event(server: Running) -> None:
     model = server.opened.model
-    call = llama_call(LlamaBody(prompt="a", stream=True), model, ServerConfig(), "")
-    reply, transcripts = call.make_reply(call, model.tokenizer, 0), transcripts_of(call)
+    call = ask_llama(LlamaBody(prompt="a", stream=True), model, ServerConfig(), "")
+    transcripts = transcripts_of(call)
+    reply = LlamaReply(call, transcripts)
     sent: list[JSON] = []
     for piece in (DecodedDelta("a", (65,), (), None, None), DecodedDelta("b\n", (66, 67), (), "length", None)):
         transcripts[0].append(piece, keep=False)
-        sent += events_in(reply.delta_events(transcripts[0], piece, transcripts).decode())
+        sent += events_in(reply.part(transcripts[0], piece).decode())
     assert [(one["stop"], one["tokens_predicted"]) for one in sent] == [(False, 1), (False, 3), (True, 3)]
     assert sent[-1]["has_new_line"] is True
 
@@ -435,7 +436,7 @@ def test_props(server: Running) -> None:
             "n_probs": 0,
         },
     }
-    call = llama_call(LlamaBody(prompt="a"), server.opened.model, ServerConfig(), "")
+    call = ask_llama(LlamaBody(prompt="a"), server.opened.model, ServerConfig(), "")
     params = call.requests[0].params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
 

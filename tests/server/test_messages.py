@@ -13,21 +13,22 @@ import pytest
 
 from nano_inference.core.admission import Limits
 from nano_inference.server.body import parse
-from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.messages import (
     ANTHROPIC_NAMES,
+    MessagesOptions,
     MessagesReply,
     arguments_of,
+    ask_messages,
     chat_fields,
     count_tokens,
     error_body,
-    messages_call,
 )
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
 from nano_inference.server.errors import ApiError, renamed
 from nano_inference.server.model import ServedModel
+from nano_inference.server.transcript import transcripts_of
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.generation_config import chat_defaults
@@ -38,7 +39,7 @@ from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, C
 from nano_inference.types import FinishReason
 from tests.cases import failures
 from tests.server.mounted import END_TOKEN
-from tests.server.test_detokenizer import TOKENIZER, sample_of
+from tests.server.test_detokenizer import sample_of
 from tests.server.test_replies import call_of, delta
 from tests.server.tiny import TEMPLATE, Running, running
 
@@ -79,13 +80,13 @@ def fields_of(model: ServedModel, /, **fields: Any) -> JSON:
 
 def refusal(model: ServedModel, /, **fields: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        messages_call(body_of(**fields), model, CONFIG, "")
+        ask_messages(body_of(**fields), model, CONFIG, "")
     return caught.value
 
 
 def rendered(model: ServedModel, /, **fields: Any) -> str:
     """Return the rendered prompt."""
-    call = messages_call(body_of(**fields), model, CONFIG, "")
+    call = ask_messages(body_of(**fields), model, CONFIG, "")
     return model.tokenizer.decode(call.requests[0].prompt, skip_special=False)
 
 
@@ -101,19 +102,19 @@ def test_body_becomes_a_chat_call(model: ServedModel) -> None:
         "speed": "standard",
         "mcp_servers": [],
     }
-    call = messages_call(body_of(model="tiny", system="be brief", **sampling, **informational), model, CONFIG, "salt")
+    call = ask_messages(body_of(model="tiny", system="be brief", **sampling, **informational), model, CONFIG, "salt")
     (request,) = call.requests
     assert model.tokenizer.decode(request.prompt, skip_special=False) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )
     params = request.params
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (8, 0.5, 0.9, 4)
-    assert (call.shape.stops, call.stream, request.salt, call.num_samples) == (("x", "yz"), True, "salt", 1)
+    assert (call.stops, call.stream, request.salt, call.num_samples) == (("x", "yz"), True, "salt", 1)
     assert call.id.startswith("msg_") and len(call.id) == 4 + 32
 
 
 def test_max_tokens_beyond_the_context_is_accepted(model: ServedModel) -> None:
-    call = messages_call(body_of(max_tokens=64_000), model, CONFIG, "")
+    call = ask_messages(body_of(max_tokens=64_000), model, CONFIG, "")
     assert call.num_tokens == model.limits.max_model_len, "max_tokens is a required field"
 
 
@@ -399,17 +400,18 @@ def replies(
     events: Sequence[Event], size: int, reason: FinishReason = "stop", stop: Any = None, **fields: Any
 ) -> tuple[JSON, bytes]:
     """Return the whole reply to these events, and its stream with `size` events per delta."""
-    call = replace(call_of("chat", **fields), id="msg_1")
+    options = MessagesOptions(creates_cache=False, edits_context=False, omits_thinking=False)
+    call = replace(call_of("chat", **fields), id="msg_1", options=options)
     (transcript,) = transcripts_of(call)
-    stream = MessagesReply(call, TOKENIZER, 1)
-    data = stream.first_events([transcript])
+    stream = MessagesReply(call, [transcript])
+    data = stream.start()
     for at in range(0, len(events), size):
         written = DecodedDelta("", (), (), None, None, events=tuple(events[at : at + size]))
-        data += stream.delta_events(transcript, written, [transcript])
+        data += stream.part(transcript, written)
     transcript.events += events
     transcript.token_ids, transcript.finish_reason, transcript.stop_reason = [1, 2, 3], reason, stop
-    data += stream.last_events([transcript])
-    return MessagesReply(call, TOKENIZER, 1).body([transcript]), data
+    data += stream.end()
+    return MessagesReply(call, [transcript]).whole(), data
 
 
 def named_events(data: bytes) -> list[JSON]:
@@ -488,19 +490,17 @@ def test_disable_parallel_tool_use_shows_only_one_call(
 ) -> None:
     large = replace(model, limits=replace(model.limits, max_model_len=4096))
     choice = {"type": "auto", "disable_parallel_tool_use": forbidden}
-    call = messages_call(body_of(tools=[WEATHER], tool_choice=choice), large, CONFIG, "")
+    call = ask_messages(body_of(tools=[WEATHER], tool_choice=choice), large, CONFIG, "")
     one = '<tool_call>\n{"name": "weather", "arguments": {"n": 1}}\n</tool_call>'
     tokens = [*model.tokenizer.encode(f"I look {one}\n{one}"), END_TOKEN]
     (transcript,) = transcripts_of(call)
-    stream = call.make_reply(call, model.tokenizer, 1)
-    data = stream.first_events([transcript])
+    stream = MessagesReply(call, [transcript])
+    data = stream.start()
     for at, token in enumerate(tokens, 1):
         sample = sample_of(tokens, "stop", None) if at == len(tokens) else None
-        data += stream.delta_events(
-            transcript, transcript.add_delta(delta([token], sample=sample), call.shape, model.tokenizer), [transcript]
-        )
-    data += stream.last_events([transcript])
-    whole = call.make_reply(call, model.tokenizer, 1).body([transcript])
+        data += stream.part(transcript, transcript.add_delta(delta([token], sample=sample), call))
+    data += stream.end()
+    whole = MessagesReply(call, [transcript]).whole()
     uses = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
     assert uses == [{"n": 1}] * expected and whole["content"][0] == {"type": "text", "text": "I look"}
     assert whole["stop_reason"] == "tool_use" and assembled(named_events(data)) == whole
@@ -539,8 +539,8 @@ def test_arguments_that_json_cannot_encode_stay_text(text: str) -> None:
 
 
 def test_failed_stream_ends_with_an_error(model: ServedModel) -> None:
-    reply = MessagesReply(call_of("chat"), TOKENIZER, 1)
-    assert named_events(reply.error_events(ApiError(500, "broken"))) == [error_body(ApiError(500, "broken"))]
+    reply = MessagesReply(call_of("chat"), [])
+    assert named_events(reply.fail(ApiError(500, "broken"))) == [error_body(ApiError(500, "broken"))]
 
 
 # ---- counting
@@ -562,7 +562,7 @@ TALKS: tuple[JSON, ...] = (
 @pytest.mark.parametrize("talk", TALKS)
 def test_count_tokens_equals_the_prompt_length(model: ServedModel, talk: JSON) -> None:
     body = body_of(**talk)
-    call = messages_call(body, model, CONFIG, "")
+    call = ask_messages(body, model, CONFIG, "")
     bare = CountTokensBody(**json.loads(json.dumps({"messages": HELLO, **talk})))
     assert count_tokens(bare, model) == {"input_tokens": len(call.requests[0].prompt)} == count_tokens(body, model)
 

@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 
 import nano_inference
-from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialect import Generating, Occupancy
-from nano_inference.server.dialects.nanochat import WebBody, WebReply, health, stats, web_call
+from nano_inference.server.dialect import Occupancy, Route
+from nano_inference.server.dialects.nanochat import WebBody, WebReply, ask_web, health, stats
 from nano_inference.server.errors import ApiError
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.server.transcript import transcripts_of
 from tests.server.mounted import JSON, mounted
 from tests.server.tiny import Running, events_in
 
 CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calculator"
 PATH = "/chat/completions"
-ROUTE = Generating(path=PATH, body=WebBody, to_call=web_call, summary="Talk as nanochat does.")
+ROUTE = Route(path=PATH, body=WebBody, ask=ask_web, reply=WebReply, summary="Talk as nanochat does.")
 HELLO = [{"role": "user", "content": "hello"}]
 TALK = [*HELLO, {"role": "assistant", "content": "yes?"}, {"role": "user", "content": "again"}]
 
@@ -64,10 +63,10 @@ def test_stream_bytes_equal_nanochat(server: Running) -> None:
 
 def test_defaults_equal_nanochat(server: Running) -> None:
     model = server.opened.model
-    params = web_call(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "").requests[0].params
+    params = ask_web(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "").requests[0].params
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.8, 50, 512, None)
     nulls = {"messages": HELLO, "temperature": None, "top_k": None, "max_tokens": None}
-    assert web_call(WebBody.model_validate(nulls), model, ServerConfig(), "").requests[0].params == params
+    assert ask_web(WebBody.model_validate(nulls), model, ServerConfig(), "").requests[0].params == params
     short = {"messages": HELLO, "max_tokens": 40}
     assert len({texts(server.events(PATH, short)) for _ in range(3)}) == 3, "every answer has its own seed"
 
@@ -81,10 +80,10 @@ def test_each_field_changes_the_reply(server: Running) -> None:
 
 
 def test_end_token_is_not_sent(server: Running, tiny_directory: Path) -> None:
-    call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
+    call = ask_web(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
     request = call.requests[0]
     ending = replace(call, requests=(replace(request, params=replace(request.params, logit_bias={257: 100.0})),))
-    route = Generating(path=PATH, body=WebBody, to_call=lambda *_: ending, summary="Ends at once.")
+    route = Route(path=PATH, body=WebBody, ask=lambda *_: ending, reply=WebReply, summary="Ends at once.")
     with mounted(tiny_directory, route) as other:
         assert other.events(PATH, {"messages": HELLO}) == [{"done": True}]
 
@@ -135,7 +134,7 @@ def test_values_at_limits_are_accepted(server: Running, fields: JSON) -> None:
 def test_base_model_is_refused(server: Running) -> None:
     model = replace(server.opened.model, dialogue=None)
     with pytest.raises(ApiError, match="chat template"):
-        web_call(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "")
+        ask_web(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "")
 
 
 def test_calculator_is_used_if_available() -> None:
@@ -150,24 +149,22 @@ def test_calculator_is_used_if_available() -> None:
 
 def test_an_incomplete_character_at_the_end_is_not_sent(server: Running) -> None:
     """Upstream sends text only up to where all tokens so far decode without U+FFFD at the end."""
-    call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
-    reply, transcripts = WebReply(call, server.opened.model.tokenizer, 0), transcripts_of(call)
+    call = ask_web(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
+    transcripts = transcripts_of(call)
+    reply = WebReply(call, transcripts)
     pieces = [DecodedDelta(text, (), (), None, None) for text in ("a", "\ufffd", "b\ufffd", "")]
-    sent = b"".join(reply.delta_events(transcripts[0], piece, transcripts) for piece in pieces)
+    sent = b"".join(reply.part(transcripts[0], piece) for piece in pieces)
     assert [event["token"] for event in events_in(sent.decode())] == ["a", "\ufffdb"]
 
 
 def test_a_failure_is_an_event(server: Running) -> None:
-    tokenizer: Tokenizer = server.opened.model.tokenizer
-    call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
-    reply = WebReply(call, tokenizer, 0)
-    assert events_in(reply.error_events(ApiError(500, "it broke")).decode()) == [{"error": "it broke"}]
+    call = ask_web(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
     transcripts = transcripts_of(call)
-    transcripts[0].text = "ü"
-    assert reply.body(transcripts) == {"token": "ü", "gpu": 0}
-    assert reply.first_events(transcripts) == b""
+    reply = WebReply(call, transcripts)
+    assert events_in(reply.fail(ApiError(500, "it broke")).decode()) == [{"error": "it broke"}]
+    assert reply.start() == b""
     piece = DecodedDelta("ü\n", (1,), (), None, None)
-    assert reply.delta_events(transcripts[0], piece, transcripts) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
+    assert reply.part(transcripts[0], piece) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
 
 
 def test_stats_and_health(server: Running) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.nanochat import WebBody, web_call
+from nano_inference.server.dialects.nanochat import WebBody, ask_web
 from tests.nanochat.tiny import SPECIAL_IDS, model_config, state_dict, write_checkpoint, write_tokenizer
 from tests.server.tiny import Running, running
 
@@ -110,7 +110,7 @@ def ask(server: Running, body: JSON) -> Any:
 @pytest.mark.parametrize(("messages", "expected"), PROMPTS)
 def test_prompt_equals_recorded_tokens(server: Running, messages: list[JSON], expected: list[int]) -> None:
     body = WebBody.model_validate({"messages": messages})
-    call = web_call(body, server.opened.model, ServerConfig(), "")
+    call = ask_web(body, server.opened.model, ServerConfig(), "")
     assert list(call.requests[0].prompt) == expected
     reply = ask(server, {"messages": messages})
     assert reply.status_code == 200 and reply.text.endswith('data: {"done": true}\n\n')
@@ -119,7 +119,7 @@ def test_prompt_equals_recorded_tokens(server: Running, messages: list[JSON], ex
 @pytest.mark.parametrize(("fields", "expected"), NUMBERS)
 def test_numbers_equal_recorded_ones(server: Running, fields: JSON, expected: tuple[float, int, int]) -> None:
     body = WebBody.model_validate({"messages": HELLO, **fields})
-    params = web_call(body, server.opened.model, ServerConfig(), "").requests[0].params
+    params = ask_web(body, server.opened.model, ServerConfig(), "").requests[0].params
     assert (params.temperature, params.max_tokens, params.top_k) == expected
     with server.client.stream("POST", PATH, json={"messages": HELLO, **fields}) as reply:
         assert reply.status_code == 200  # most answers are as long as the context
@@ -151,7 +151,7 @@ def test_failed_answer_does_not_lock_a_conversation(server: Running) -> None:
     """The page sends an empty answer after one that failed, or two messages of the user in a row."""
     after_failure = [user("a"), assistant(""), user("b")]
     body = WebBody.model_validate({"messages": after_failure})
-    prompt = web_call(body, server.opened.model, ServerConfig(), "").requests[0].prompt
+    prompt = ask_web(body, server.opened.model, ServerConfig(), "").requests[0].prompt
     assert list(prompt) == PROMPTS[1][1], "the empty answer is left out"
     assert ask(server, {"messages": after_failure}).status_code == 200
     assert ask(server, {"messages": [user("a"), user("b")]}).status_code == 200

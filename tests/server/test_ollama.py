@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.ollama import OllamaChatBody, Pieces, ollama_chat_call
+from nano_inference.server.dialects.ollama import OllamaChatBody, OllamaReply, Pieces, ask_ollama_chat
 from nano_inference.server.dialects.ollama_models import VERSION
 from nano_inference.server.errors import ApiError
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content
@@ -126,9 +126,9 @@ def test_request_without_a_prompt_loads_the_model(server: Running) -> None:
 
 
 def test_failure_in_a_stream_is_a_line_with_an_error(server: Running) -> None:
-    call = ollama_chat_call(OllamaChatBody.model_validate(body(CHAT)), server.opened.model, ServerConfig(), "")
-    reply = call.make_reply(call, server.opened.model.tokenizer, 0)
-    assert reply.error_events(ApiError(503, "no memory", code="x")) == b'{"error":"no memory"}\n'
+    call = ask_ollama_chat(OllamaChatBody.model_validate(body(CHAT)), server.opened.model, ServerConfig(), "")
+    reply = OllamaReply(call, [])
+    assert reply.fail(ApiError(503, "no memory", code="x")) == b'{"error":"no memory"}\n'
 
 
 # ---- prompts

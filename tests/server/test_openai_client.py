@@ -332,7 +332,7 @@ def full_server(directory: Path) -> Iterator[tuple[Running, Gate, threading.Thre
 
 def num_admitted(server: Running) -> int:
     """Return the number of admitted samples."""
-    return int(server.on_loop(lambda: server.app.limits.num_samples if server.app.limits else 0))
+    return int(server.on_loop(lambda: server.app.pipeline.limits.num_samples if server.app.pipeline.limits else 0))
 
 
 def test_client_retries_after_a_full_queue(

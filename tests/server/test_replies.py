@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from nano_inference.server.call import Call, Kind, Transcript, transcripts_of, usage
+from nano_inference.server.generation import Generation, Kind
 from nano_inference.server.replies import OpenAIReply
-from nano_inference.server.shape import ReplyShape
-from nano_inference.server.structured import PromptRequest
-from nano_inference.types import Delta, SamplingParams, TokenLogprob
-from tests.server.test_detokenizer import END, PIECES, TOKENIZER, UNKNOWN, sample_of
+from nano_inference.server.transcript import Transcript, transcripts_of, usage
+from nano_inference.types import Delta, EngineRequest, SamplingParams, TokenLogprob
+from tests.server.test_detokenizer import END, PIECES, UNKNOWN, options, sample_of
 
 A, B, BROKEN = PIECES.index(b"a"), PIECES.index(b"b"), PIECES.index(b"\xff")
 EMOJI = (PIECES.index(b"\xf0\x9f"), PIECES.index(b"\x98\x80"))
@@ -23,20 +22,9 @@ JSON = dict[str, Any]
 
 def call_of(
     kind: Kind = "completion", prompts: Sequence[tuple[int, ...]] = ((A, B),), n: int = 1, **fields: Any
-) -> Call:
-    names = {"stream", "include_usage", "continuous_usage"}
-    given = {name: fields.pop(name) for name in names & fields.keys()}
-    return Call(
-        kind=kind,
-        id="id-1",
-        model="m",
-        requests=tuple(PromptRequest(prompt=prompt, params=SamplingParams(), num_samples=n) for prompt in prompts),
-        num_samples=n,
-        num_tokens=0,
-        shape=ReplyShape(**fields),
-        make_reply=OpenAIReply,
-        **given,
-    )
+) -> Generation:
+    requests = tuple(EngineRequest(prompt=prompt, params=SamplingParams(), num_samples=n) for prompt in prompts)
+    return replace(options(), kind=kind, requests=requests, num_samples=n, **fields)
 
 
 def delta(
@@ -55,12 +43,12 @@ def delta(
     )
 
 
-def filled(call: Call, tokens: Sequence[int], reason: str = "length", **sample: Any) -> list[Transcript]:
+def filled(call: Generation, tokens: Sequence[int], reason: str = "length", **sample: Any) -> list[Transcript]:
     """Return transcripts that all have the same tokens."""
     transcripts = transcripts_of(call)
     for transcript in transcripts:
         done = replace(sample_of(tokens, reason, None), **sample)
-        transcript.add_delta(delta(tokens, sample=done), call.shape, TOKENIZER)
+        transcript.add_delta(delta(tokens, sample=done), call)
     return transcripts
 
 
@@ -78,7 +66,7 @@ def test_transcripts_are_numbered_prompt_by_prompt() -> None:
 
 def test_completion_body() -> None:
     call = call_of()
-    reply = OpenAIReply(call, TOKENIZER, 77).body(filled(call, [A, *EMOJI, END], "stop"))
+    reply = OpenAIReply(replace(call, created=77), filled(call, [A, *EMOJI, END], "stop")).whole()
     assert reply == {
         "id": "id-1",
         "object": "text_completion",
@@ -110,7 +98,7 @@ def test_completion_body() -> None:
 def test_chat_body() -> None:
     call = call_of("chat", token_ids=True, echo=("Q",), prompt_logprobs=0)
     transcripts = filled(call, [A, B], prompt_logprobs=(), num_cached_tokens=1)
-    reply = OpenAIReply(call, TOKENIZER, 1).body(transcripts)
+    reply = OpenAIReply(call, transcripts).whole()
     assert reply["object"] == "chat.completion"
     assert reply["choices"] == [
         {
@@ -147,8 +135,8 @@ def test_completion_logprobs() -> None:
     (transcript,) = transcripts_of(call)
     tokens = [A, *EMOJI, BROKEN]
     top = [[(A, -0.1), (END, -0.2)], [(A, -0.1), (EMOJI[0], -0.2)], [(UNKNOWN, -1.0)], [(B, -0.3), (BROKEN, -0.5)]]
-    transcript.add_delta(delta(tokens, top, sample_of(tokens, "length", None)), call.shape, TOKENIZER)
-    (choice,) = OpenAIReply(call, TOKENIZER, 1).body([transcript])["choices"]
+    transcript.add_delta(delta(tokens, top, sample_of(tokens, "length", None)), call)
+    (choice,) = OpenAIReply(call, [transcript]).whole()["choices"]
     assert choice["text"] == "xya😀\ufffd"
     assert choice["logprobs"] == {
         "tokens": ["a", "", "😀", "\ufffd"],
@@ -167,7 +155,7 @@ def test_first_echoed_logprob_is_null() -> None:
     call = call_of(logprobs=1, echo=("ab",), echo_logprobs=True)
     top = ((TokenLogprob(END, -0.1), TokenLogprob(A, -0.3)),)
     (transcript,) = filled(call, [A], prompt_logprobs=(-2.0,), prompt_top_logprobs=top)
-    (choice,) = OpenAIReply(call, TOKENIZER, 1).body([transcript])["choices"]
+    (choice,) = OpenAIReply(call, [transcript]).whole()["choices"]
     assert choice["text"] == "aba"
     assert choice["logprobs"] == {
         "tokens": ["a", "b", "a"],
@@ -182,8 +170,8 @@ def test_chat_logprobs() -> None:
     for count, expected in ((0, 0), (1, 1), (2, 2)):
         call = call_of("chat", logprobs=count)
         (transcript,) = transcripts_of(call)
-        transcript.add_delta(delta([A, BROKEN], top, sample_of([A, BROKEN], "length", None)), call.shape, TOKENIZER)
-        content = OpenAIReply(call, TOKENIZER, 1).body([transcript])["choices"][0]["logprobs"]["content"]
+        transcript.add_delta(delta([A, BROKEN], top, sample_of([A, BROKEN], "length", None)), call)
+        content = OpenAIReply(call, [transcript]).whole()["choices"][0]["logprobs"]["content"]
         assert [entry["token"] for entry in content] == ["a", "\ufffd"]
         assert [entry["bytes"] for entry in content] == [[97], [0xFF]]
         assert [len(entry["top_logprobs"]) for entry in content] == [expected] * 2
@@ -201,10 +189,8 @@ def test_tokens_as_token_ids() -> None:
     for kind in ("chat", "completion"):
         call = call_of("chat" if kind == "chat" else "completion", logprobs=1, tokens_as_ids=True)
         (transcript,) = transcripts_of(call)
-        transcript.add_delta(
-            delta([A, B], [[(A, -0.5)], [(END, -0.1)]], sample_of([A, B], "length", None)), call.shape, TOKENIZER
-        )
-        text = json.dumps(OpenAIReply(call, TOKENIZER, 1).body([transcript])["choices"][0]["logprobs"])
+        transcript.add_delta(delta([A, B], [[(A, -0.5)], [(END, -0.1)]], sample_of([A, B], "length", None)), call)
+        text = json.dumps(OpenAIReply(call, [transcript]).whole()["choices"][0]["logprobs"])
         assert f"token_id:{A}" in text and f"token_id:{B}" in text and f"token_id:{END}" in text
         assert '"a"' not in text
 
@@ -218,7 +204,7 @@ def test_prompt_logprobs() -> None:
         "prompt_top_logprobs": top,
         "prompt_ranks": (7, 1),
     }
-    (choice,) = OpenAIReply(call, TOKENIZER, 1).body(filled(call, [A], **done))["choices"]
+    (choice,) = OpenAIReply(call, filled(call, [A], **done)).whole()["choices"]
     assert choice["prompt_logprobs"] == [
         None,
         {
@@ -236,7 +222,7 @@ def test_prompt_logprobs() -> None:
 def test_chat_chunks(include_usage: bool) -> None:
     call = call_of("chat", n=2, token_ids=True, echo=("Q",), include_usage=include_usage)
     transcripts = transcripts_of(call)
-    chunks = OpenAIReply(call, TOKENIZER, 5).first_chunks(transcripts)
+    chunks = OpenAIReply(call, transcripts).first_chunks()
     assert [(c["choices"][0]["index"], c["choices"][0]["delta"]) for c in chunks] == [
         (0, {"role": "assistant", "content": None}),
         (1, {"role": "assistant", "content": None}),
@@ -245,8 +231,8 @@ def test_chat_chunks(include_usage: bool) -> None:
     ]
     assert [c.get("prompt_token_ids") for c in chunks] == [[A, B], None, None, None]
     for tokens, sample in (([A], None), ([END], sample_of([A, END], "stop", None))):
-        written = transcripts[1].add_delta(delta(tokens, sample=sample, at=1), call.shape, TOKENIZER)
-        chunks += OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcripts[1], written)
+        written = transcripts[1].add_delta(delta(tokens, sample=sample, at=1), call)
+        chunks += OpenAIReply(call, transcripts).delta_chunks(transcripts[1], written)
     rest = [c["choices"][0] for c in chunks[4:]]
     assert rest == [
         {
@@ -280,23 +266,21 @@ def test_chat_chunks(include_usage: bool) -> None:
     for chunk in chunks:
         assert ("usage" in chunk, chunk.get("usage")) == (include_usage, None)
         assert (chunk["id"], chunk["object"], chunk["created"]) == ("id-1", "chat.completion.chunk", 5)
-    last = OpenAIReply(call, TOKENIZER, 5).usage_chunk(transcripts)
+    last = OpenAIReply(call, transcripts).usage_chunk()
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
 
 
 def test_completion_chunks() -> None:
     call = call_of(prompts=((A,), (B,)), logprobs=1, token_ids=True, echo=("a", "b"))
     transcripts = transcripts_of(call)
-    heads = [chunk["choices"][0] for chunk in OpenAIReply(call, TOKENIZER, 5).first_chunks(transcripts)]
+    heads = [chunk["choices"][0] for chunk in OpenAIReply(call, transcripts).first_chunks()]
     assert [(head["index"], head["text"], head["prompt_token_ids"]) for head in heads] == [(0, "a", [A]), (1, "b", [B])]
-    written = transcripts[1].add_delta(delta([EMOJI[0]]), call.shape, TOKENIZER)
-    (chunk,) = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcripts[1], written)
+    written = transcripts[1].add_delta(delta([EMOJI[0]]), call)
+    (chunk,) = OpenAIReply(call, transcripts).delta_chunks(transcripts[1], written)
     assert chunk["choices"][0]["text"] == "" and chunk["choices"][0]["token_ids"] == [EMOJI[0]]
     assert chunk["choices"][0]["logprobs"]["tokens"] == [""]
-    written = transcripts[1].add_delta(
-        delta([EMOJI[1]], sample=sample_of(EMOJI, "length", None)), call.shape, TOKENIZER
-    )
-    text, end = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcripts[1], written)
+    written = transcripts[1].add_delta(delta([EMOJI[1]], sample=sample_of(EMOJI, "length", None)), call)
+    text, end = OpenAIReply(call, transcripts).delta_chunks(transcripts[1], written)
     assert text["choices"][0]["text"] == "😀"
     assert (end["choices"][0]["text"], end["choices"][0]["finish_reason"]) == ("", "length")
     assert "token_ids" not in end["choices"][0]
@@ -304,38 +288,38 @@ def test_completion_chunks() -> None:
 
 def test_empty_delta_sends_no_chunk() -> None:
     call = call_of()
-    assert OpenAIReply(call, TOKENIZER, 5).first_chunks(transcripts_of(call)) == []
+    assert OpenAIReply(call, transcripts_of(call)).first_chunks() == []
     (transcript,) = transcripts_of(call)
-    written = transcript.add_delta(delta([EMOJI[0]]), call.shape, TOKENIZER)
-    assert OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcript, written) == []
+    written = transcript.add_delta(delta([EMOJI[0]]), call)
+    assert OpenAIReply(call, [transcript]).delta_chunks(transcript, written) == []
 
 
 def test_first_chunk_has_ids_or_echo() -> None:
     for fields, text, ids in (({"token_ids": True}, "", [A, B]), ({"echo": ("ab",)}, "ab", None)):
         call = call_of(**fields)
-        (chunk,) = OpenAIReply(call, TOKENIZER, 5).first_chunks(transcripts_of(call))
+        (chunk,) = OpenAIReply(call, transcripts_of(call)).first_chunks()
         assert (chunk["choices"][0]["text"], chunk["choices"][0].get("prompt_token_ids")) == (text, ids)
 
 
 def test_cut_short_returns_held_back_text() -> None:
     call = call_of(stops=("abc",))
     (transcript,) = transcripts_of(call)
-    assert transcript.add_delta(delta([A, B]), call.shape, TOKENIZER).text == ""
-    written = transcript.cut_short(ReplyShape(), "timeout")
+    assert transcript.add_delta(delta([A, B]), call).text == ""
+    written = transcript.cut_short(options(), "timeout")
     assert (written.text, written.finish_reason, written.stop_reason) == ("ab", "length", "timeout")
     assert (transcript.text, transcript.finish_reason, transcript.stop_reason) == ("ab", "length", "timeout")
-    text, end = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcript, written)
+    text, end = OpenAIReply(call, [transcript]).delta_chunks(transcript, written)
     assert (text["choices"][0]["text"], end["choices"][0]["stop_reason"]) == ("ab", "timeout")
-    assert OpenAIReply(call, TOKENIZER, 1).body([transcript])["usage"]["completion_tokens"] == 2
+    assert OpenAIReply(call, [transcript]).whole()["usage"]["completion_tokens"] == 2
 
 
 def test_a_sample_that_was_cut_short_has_no_prompt_logprobs() -> None:
     for kind in ("completion", "chat"):
         call = call_of("chat" if kind == "chat" else "completion", prompt_logprobs=1, logprobs=1, echo=("",))
         (transcript,) = transcripts_of(call)
-        transcript.add_delta(delta([A]), call.shape, TOKENIZER)
-        transcript.cut_short(ReplyShape(), "timeout")
-        assert "prompt_logprobs" in json.dumps(OpenAIReply(call, TOKENIZER, 1).body([transcript]))
+        transcript.add_delta(delta([A]), call)
+        transcript.cut_short(options(), "timeout")
+        assert "prompt_logprobs" in json.dumps(OpenAIReply(call, [transcript]).whole())
 
 
 def test_version_spans_use_trainer_labels() -> None:
@@ -343,13 +327,13 @@ def test_version_spans_use_trainer_labels() -> None:
     (transcript,) = transcripts_of(call)
     sample = replace(sample_of([A, B, END], "stop", None), token_versions=(4, 4, 5), version_labels={5: "step-9"})
     first = replace(delta([A, B]), versions=(4, 4))
-    transcript.add_delta(first, call.shape, TOKENIZER)
-    written = transcript.add_delta(replace(delta([END], sample=sample, at=2), versions=(5,)), call.shape, TOKENIZER)
+    transcript.add_delta(first, call)
+    written = transcript.add_delta(replace(delta([END], sample=sample, at=2), versions=(5,)), call)
     spans = [
         {"version": "4", "start": 0, "end": 2, "number": 4},
         {"version": "step-9", "start": 2, "end": 3, "number": 5},
     ]
-    (choice,) = OpenAIReply(call, TOKENIZER, 5).body([transcript])["choices"]
+    (choice,) = OpenAIReply(call, [transcript]).whole()["choices"]
     assert choice["weight_versions"] == spans and "mask" not in choice
-    *_, end = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcript, written)
+    *_, end = OpenAIReply(call, [transcript]).delta_chunks(transcript, written)
     assert end["choices"][0]["weight_versions"] == spans

@@ -18,20 +18,21 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
+from nano_inference.server.ask import as_body
 from nano_inference.server.body import parse
-from nano_inference.server.call import Call, Transcript, transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.responses import CHAT_NAMES, LOGPROBS, chat_fields, earlier_items
 from nano_inference.server.dialects.responses_body import ResponsesBody
-from nano_inference.server.dialects.responses_reply import ResponsesReply
+from nano_inference.server.dialects.responses_reply import ResponsesOptions, ResponsesReply
 from nano_inference.server.errors import ApiError, renamed
+from nano_inference.server.generation import Generation
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.translating import as_body
+from nano_inference.server.transcript import Transcript, transcripts_of
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
 from tests.server.stepped import stepped
-from tests.server.test_detokenizer import TOKENIZER, sample_of
+from tests.server.test_detokenizer import sample_of
 from tests.server.test_openai_client import ENDLESS, LETTERS, PATIENCE, client_of, gated, wait_until
 from tests.server.test_replies import A, B, call_of, delta
 from tests.server.tiny import Running, make_tiny, running
@@ -123,31 +124,33 @@ class ScriptedReply:
     reason: Any = "stop"
     shape: Mapping[str, Any] = field(default_factory=dict)
 
-    def call(self) -> Call:
+    def call(self) -> Generation:
         return call_of("chat", **self.shape)
 
-    def reply(self, call: Call) -> ResponsesReply:
+    def reply(self, call: Generation, transcript: Transcript) -> ResponsesReply:
         echo = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
-        return ResponsesReply(call, TOKENIZER, 7, echo=echo, id_stem="0" * 32, clock=lambda: 9.5)
+        options = ResponsesOptions(echo=echo, id_stem="0" * 32, clock=lambda: 9.5)
+        return ResponsesReply(replace(call, created=7, options=options), [transcript])
 
-    def ended(self, call: Call) -> Transcript:
+    def ended(self, call: Generation) -> Transcript:
         """Return the finished transcript, with a token for each event and without log-probabilities."""
         (transcript,) = transcripts_of(call)
         tokens = [A] * max(len(self.events), 1)
-        transcript.add_delta(delta(tokens, sample=sample_of(tokens, self.reason, None)), call.shape, TOKENIZER)
+        transcript.add_delta(delta(tokens, sample=sample_of(tokens, self.reason, None)), call)
         return replace(transcript, events=[*self.events], entries=[])
 
     def whole(self) -> JSON:
         call = self.call()
-        return self.reply(call).body([self.ended(call)])
+        return self.reply(call, self.ended(call)).whole()
 
     def stream(self, *, until_error: ApiError | None = None) -> bytes:
         call = self.call()
-        transcript, reply = self.ended(call), self.reply(call)
-        data = reply.first_events([transcript])
+        transcript = self.ended(call)
+        reply = self.reply(call, transcript)
+        data = reply.start()
         for one in self.events:
-            data += reply.delta_events(transcript, DecodedDelta("", (A,), (), None, None, events=(one,)), [transcript])
-        return data + (reply.error_events(until_error) if until_error else reply.last_events([transcript]))
+            data += reply.part(transcript, DecodedDelta("", (A,), (), None, None, events=(one,)))
+        return data + (reply.fail(until_error) if until_error else reply.end())
 
 
 def names(events: Sequence[JSON]) -> list[str]:
@@ -343,12 +346,13 @@ def test_output_items_are_accepted_as_input() -> None:
 def test_calculator_parts_are_kept_in_the_message() -> None:
     scripted = ScriptedReply(())
     call = scripted.call()
-    transcript, reply = scripted.ended(call), scripted.reply(call)
+    transcript = scripted.ended(call)
+    reply = scripted.reply(call, transcript)
     parts = (Part("text", "It is "), Part("python", "1+"), Part("python", "1"), Part("python_output", "2"))
     text = "It is [1+1 → 2] "
     written = DecodedDelta(text, (A,), (), None, None, parts, events=(Content(text),))
-    data = reply.delta_events(transcript, written, [transcript])
-    (item,) = named_events(data + reply.last_events([transcript]))[-1]["response"]["output"]
+    data = reply.part(transcript, written)
+    (item,) = named_events(data + reply.end())[-1]["response"]["output"]
     assert item["content"][0]["text"] == "It is [1+1 → 2] "
     assert item["parts"] == [
         {"type": "text", "text": "It is "},

@@ -11,23 +11,24 @@ from typing import Any
 import pytest
 
 from nano_inference import InferenceEngine
-from nano_inference.server.call import transcripts_of
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialect import Generating
-from nano_inference.server.dialects.sglang import SglangBody, health_generate_call, next_event, sglang_call
+from nano_inference.server.dialect import Route
+from nano_inference.server.dialects.sglang import SglangBody, SglangReply, ask_health, ask_sglang, next_event
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
+from nano_inference.server.transcript import transcripts_of
 from tests.cases import failures
 from tests.server.mounted import END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import Running
 
 PATH = "/generate"
-ROUTE = Generating(path=PATH, body=SglangBody, to_call=sglang_call, summary="Generate as SGLang does.")
-HEALTH = Generating(
+ROUTE = Route(path=PATH, body=SglangBody, ask=ask_sglang, reply=SglangReply, summary="Generate as SGLang does.")
+HEALTH = Route(
     path="/health_generate",
     body=SglangBody,
-    to_call=lambda body, model, config, salt: health_generate_call(model, config),
+    ask=lambda body, model, config, salt: ask_health(model, config),
+    reply=SglangReply,
     summary="Sample one token.",
 )
 HOT: JSON = {"temperature": 1.5, "sampling_seed": 3, "max_new_tokens": 40, "ignore_eos": True}
@@ -160,8 +161,8 @@ def test_defaults_equal_sglangs(server: Running, model: ServedModel) -> None:
     unlimited = SglangBody.model_validate(
         {"input_ids": [[5], [5, 6]], "sampling_params": {"max_new_tokens": None, "n": 2}}
     )
-    assert sglang_call(unlimited, model, ServerConfig(), "").num_tokens == (1 + 2 * 511) + (2 + 2 * 510)
-    call = sglang_call(SglangBody(input_ids=[5]), model, ServerConfig(), "")
+    assert ask_sglang(unlimited, model, ServerConfig(), "").num_tokens == (1 + 2 * 511) + (2 + 2 * 510)
+    call = ask_sglang(SglangBody(input_ids=[5]), model, ServerConfig(), "")
     params = call.requests[0].params
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 128)
 
@@ -277,13 +278,18 @@ def test_total_event_size_is_linear_in_the_answer() -> None:
 
 
 def test_events_with_little_new_text_are_skipped(model: ServedModel) -> None:
-    call = sglang_call(SglangBody(input_ids=[5], stream=True), model, ServerConfig(), "")
-    reply = call.make_reply(call, model.tokenizer, 0)
-    transcripts = transcripts_of(call)
+    call = ask_sglang(SglangBody(input_ids=[5], stream=True), model, ServerConfig(), "")
+    (transcript,) = transcripts_of(call)
+    reply = SglangReply(call, [transcript])
+
+    def part(piece: DecodedDelta) -> bytes:
+        transcript.append(piece)
+        return reply.part(transcript, piece)
+
     piece = DecodedDelta("a", (65,), (), None, None)
-    sent = [bool(reply.delta_events(transcripts[0], piece, transcripts)) for _ in range(400)]
+    sent = [bool(part(piece)) for _ in range(400)]
     assert all(sent[:128]) and 60 < sum(sent[128:]) < 140
-    assert reply.delta_events(transcripts[0], piece._replace(finish_reason="length"), transcripts)
+    assert part(piece._replace(finish_reason="length"))
 
 
 # ---- fields
@@ -441,7 +447,7 @@ def test_unsupported_or_invalid_field_is_named(server: Running) -> None:
 
 def test_call_names_are_the_rids(model: ServedModel) -> None:
     def names(**fields: Any) -> set[str]:
-        return set(sglang_call(SglangBody(**fields), model, ServerConfig(), "").names)
+        return set(ask_sglang(SglangBody(**fields), model, ServerConfig(), "").names)
 
     assert names(input_ids=[1], rid="a") == {"a"}
     assert names(input_ids=[[1], [2]], rid=["a", "b"]) == {"a", "b"}

@@ -16,8 +16,7 @@ import transformers
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.structured import PromptRequest
-from nano_inference.types import Delta
+from nano_inference.types import Delta, EngineRequest
 from tests.server.tiny import Running, running
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
@@ -76,7 +75,7 @@ class Stream:
         self.reading = asyncio.run_coroutine_threadsafe(self._read(), self.server.loop)
 
     async def _read(self) -> TrainingSample:
-        request = PromptRequest(prompt=tuple(self.prompt), params=self.params)
+        request = EngineRequest(prompt=tuple(self.prompt), params=self.params)
         with self.server.link.submit([request], self.names) as outbox:
             self.is_submitted.set()
             while not outbox.is_done:

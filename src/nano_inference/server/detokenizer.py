@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from nano_inference.server.shape import ReplyShape
+from nano_inference.server.generation import Generation
 from nano_inference.text import stream
 from nano_inference.text.dialogue import Part, PartKind, mark_of, parts_of, spelled
 from nano_inference.text.stream import StreamState
@@ -56,58 +56,56 @@ class Detokenizer:
     inside: PartKind = "text"  # kind of the part that the text so far ends in, with a calculator
 
 
-def start_detokenizer(shape: ReplyShape, prompt_index: int) -> Detokenizer:
+def start_detokenizer(generation: Generation, prompt_index: int) -> Detokenizer:
     """Return the state at the start of a sample; offsets count an echoed prompt."""
-    offset = len(shape.echo[prompt_index]) if shape.echo else 0
-    shown, _ = stream.push(stream.start(drop_space=shape.drop_space), shape.prefix_bytes)
+    offset = len(generation.echo[prompt_index]) if generation.echo else 0
+    shown, _ = stream.push(stream.start(drop_space=generation.drop_space), generation.prefix_bytes)
     return Detokenizer(
-        shown=replace(shown, stops=tuple(stop + _NEVER for stop in shape.stops)),
+        shown=replace(shown, stops=tuple(stop + _NEVER for stop in generation.stops)),
         unstopped=shown,
         offset=offset,
-        inside=prefix_parts(shape)[1],
+        inside=prefix_parts(generation)[1],
     )
 
 
-def prefix_text(shape: ReplyShape) -> str:
+def prefix_text(generation: Generation) -> str:
     """Return the text of the answer's prefix, calculator marks spelled out; omits an incomplete character."""
-    return spelled(_prefix(shape))
+    return spelled(_prefix(generation))
 
 
-def prefix_parts(shape: ReplyShape) -> tuple[tuple[Part, ...], PartKind]:
+def prefix_parts(generation: Generation) -> tuple[tuple[Part, ...], PartKind]:
     """Return the prefix as parts, and the kind of part that it ends in."""
-    return parts_of(_prefix(shape))
+    return parts_of(_prefix(generation))
 
 
-def _prefix(shape: ReplyShape) -> str:
-    return stream.push(stream.start(drop_space=shape.drop_space), shape.prefix_bytes)[1]
+def _prefix(generation: Generation) -> str:
+    return stream.push(stream.start(drop_space=generation.drop_space), generation.prefix_bytes)[1]
 
 
-def detokenize(
-    detokenizer: Detokenizer, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer
-) -> tuple[Detokenizer, DecodedDelta]:
+def detokenize(detokenizer: Detokenizer, delta: Delta, generation: Generation) -> tuple[Detokenizer, DecodedDelta]:
     """Decode a delta; return the new state and the text that is final after it."""
     sample, hidden, stop = delta.sample, 0, None
     if sample is not None and sample.finish_reason == "stop":
         stop = sample.stop_reason if isinstance(sample.stop_reason, str) else None
-        hidden = int(stop is None and not shape.include_stop)  # a stop token at the end
+        hidden = int(stop is None and not generation.include_stop)  # a stop token at the end
     shown, text = detokenizer.shown, ""
     for index in range(1, len(delta.token_ids) - hidden + 1):
-        data = _data(delta, index - 1, shape, tokenizer)
+        data = _data(delta, index - 1, generation)
         if stop is not None and index == len(delta.token_ids):
-            shown, piece = _end_at_stop(shown, data, stop, shape.include_stop)
+            shown, piece = _end_at_stop(shown, data, stop, generation.include_stop)
         else:
             shown, piece = stream.push(shown, data)
         text += piece
     if sample is not None:
         shown, rest = stream.finish(shown)
         text += rest
-    parts, inside = parts_of(text, detokenizer.inside) if shape.tool is not None else ((), detokenizer.inside)
+    parts, inside = parts_of(text, detokenizer.inside) if generation.tool is not None else ((), detokenizer.inside)
     detokenizer = replace(detokenizer, shown=shown, inside=inside)
     entries: tuple[LogprobEntry, ...] = ()
-    if shape.logprobs is not None:
-        detokenizer, entries = _entries(detokenizer, delta, hidden, shape, tokenizer)
+    if generation.logprobs is not None:
+        detokenizer, entries = _entries(detokenizer, delta, hidden, generation)
     return detokenizer, DecodedDelta(
-        text=spelled(text) if shape.tool is not None else text,
+        text=spelled(text) if generation.tool is not None else text,
         token_ids=delta.token_ids,
         entries=entries,
         finish_reason=None if sample is None else sample.finish_reason,
@@ -117,10 +115,10 @@ def detokenize(
     )
 
 
-def flush(detokenizer: Detokenizer, shape: ReplyShape, reason: str) -> DecodedDelta:
+def flush(detokenizer: Detokenizer, generation: Generation, reason: str) -> DecodedDelta:
     """Return the text held back, for a sample that is ended with finish reason "length"."""
     text = stream.finish(detokenizer.shown)[1]
-    if shape.tool is None:
+    if generation.tool is None:
         return DecodedDelta(text, (), (), "length", reason)
     return DecodedDelta(spelled(text), (), (), "length", reason, parts_of(text, detokenizer.inside)[0])
 
@@ -129,21 +127,20 @@ def prompt_entries(
     tokens: Sequence[int],
     scores: Sequence[float],
     tops: Sequence[TopLogprobs] | None,
-    shape: ReplyShape,
-    tokenizer: Tokenizer,
+    generation: Generation,
 ) -> tuple[LogprobEntry, ...]:
     """Return the entries of an echoed prompt; the first token has no log-probability."""
     state, offset = stream.start(), 0
     entries: list[LogprobEntry] = []
     for index, token in enumerate(tokens):
-        state, text = stream.push(state, visible_bytes(token, tokenizer, shape.skip_special))
+        state, text = stream.push(state, visible_bytes(token, generation.tokenizer, generation.skip_special))
         if index == len(tokens) - 1:
             text += stream.finish(state)[1]
         logprob: float | None = None
         top: TopLogprobs | None = None
         if index > 0:
             logprob = scores[index - 1]
-            top = _with_own(tops[index - 1][: shape.logprobs] if tops else (), token, logprob)
+            top = _with_own(tops[index - 1][: generation.logprobs] if tops else (), token, logprob)
         entries.append(LogprobEntry(token, text, logprob, top, offset))
         offset += len(text)
     return tuple(entries)
@@ -170,16 +167,16 @@ def token_bytes_of(token: int, tokenizer: Tokenizer) -> bytes:
     return tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
 
 
-def _data(delta: Delta, index: int, shape: ReplyShape, tokenizer: Tokenizer) -> bytes:
+def _data(delta: Delta, index: int, generation: Generation) -> bytes:
     """Return a token's visible bytes, with marks for calculator calls and tool calls."""
-    if shape.tool is not None:
+    if generation.tool is not None:
         is_cut = delta.sample is not None and delta.sample.finish_reason == "length"
-        mark = mark_of(shape.tool, delta.token_ids, index, is_cut)
+        mark = mark_of(generation.tool, delta.token_ids, index, is_cut)
         if mark is not None:
             return mark.encode()
-    if delta.token_ids[index] in shape.markers:
-        return tokenizer.token_bytes(delta.token_ids[index])
-    return visible_bytes(delta.token_ids[index], tokenizer, shape.skip_special)
+    if delta.token_ids[index] in generation.markers:
+        return generation.tokenizer.token_bytes(delta.token_ids[index])
+    return visible_bytes(delta.token_ids[index], generation.tokenizer, generation.skip_special)
 
 
 def _end_at_stop(state: StreamState, data: bytes, stop: str, include: bool) -> tuple[StreamState, str]:
@@ -196,7 +193,7 @@ def _end_at_stop(state: StreamState, data: bytes, stop: str, include: bool) -> t
 
 
 def _entries(
-    detokenizer: Detokenizer, delta: Delta, hidden: int, shape: ReplyShape, tokenizer: Tokenizer
+    detokenizer: Detokenizer, delta: Delta, hidden: int, generation: Generation
 ) -> tuple[Detokenizer, tuple[LogprobEntry, ...]]:
     """Return one entry per token with the text that it completes; the last gets the incomplete end of the text."""
     unstopped, offset = detokenizer.unstopped, detokenizer.offset
@@ -206,11 +203,11 @@ def _entries(
     for index, (token, logprob, top) in enumerate(zip(delta.token_ids, delta.logprobs, tops, strict=True)):
         text = ""
         if index <= last - hidden:
-            unstopped, text = stream.push(unstopped, _data(delta, index, shape, tokenizer))
+            unstopped, text = stream.push(unstopped, _data(delta, index, generation))
         if index == last and delta.sample is not None:
             unstopped, rest = stream.finish(unstopped)
             text += rest
-        text = spelled(text) if shape.tool is not None else text
+        text = spelled(text) if generation.tool is not None else text
         entries.append(LogprobEntry(token, text, logprob, _with_own(top, token, logprob), offset))
         offset += len(text)
     return replace(detokenizer, unstopped=unstopped, offset=offset), tuple(entries)

@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nano_inference.server.call import JSON, Call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError, ErrorBody
 from nano_inference.server.events import DONE, SERVER_SENT_EVENTS, StreamForm, event
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
+from nano_inference.server.replies import OpenAIReply, Reply
 from nano_inference.server.reply_store import ClientReplies
 from nano_inference.server.schema import Body
 
 DIALECTS_GROUP = "nano_inference.dialects"
-ToCall = Callable[[Any, ServedModel, ServerConfig, str], Call]
-"""Returns the call of (body, model, configuration, cache salt). Raises `ApiError`."""
-ToStoredCall = Callable[[Any, ServedModel, ServerConfig, str, ClientReplies], Call]
-"""The same with the client's stored replies, which the call may continue and add to."""
-Work = Callable[[Any, ServedModel], JSON]
-"""Returns the reply of (body, model) without the engine. Raises `ApiError`."""
-StoredWork = Callable[[Any, ServedModel, ClientReplies], JSON]
-"""The same with the client's stored replies."""
+Ask = Callable[..., Generation]
+"""Returns what (body, model, configuration, cache salt) ask for. Raises `ApiError`.
+
+With `stores`, a fifth argument is the client's stored replies, which the generation may continue and add to.
+"""
+Work = Callable[..., JSON]
+"""Returns the reply of (body, model) without the engine. With `stores`, also takes the client's stored replies."""
 
 
 def openai_stream_error(error: ApiError, first: bytes, number: int) -> bytes:
@@ -63,21 +63,24 @@ OfModels = Callable[[Sequence[JSON], Sequence[UnloadedModel]], JSON]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generating:
+class Route:
     """A POST route whose reply comes from the engine."""
 
     path: str
     body: type[Body]
-    to_call: ToCall
+    ask: Ask
+    """Returns what a body asks for; runs in a thread."""
+    reply: type[Reply[Any]] = OpenAIReply
+    """Makes the reply, whole or in parts."""
     summary: str
     streams: bool = True
     form: StreamForm = SERVER_SENT_EVENTS
     """Form of its streams."""
     renders: bool = False
     """True if messages are rendered with the chat template, which may take seconds and has a separate thread pool."""
-    to_stored_call: ToStoredCall | None = None
-    """Used instead of `to_call` if given."""
-    choose: Callable[[Mapping[str, Any], ServedModel], Generating | None] | None = None
+    stores: bool = False
+    """True if `ask` also takes the client's stored replies."""
+    choose: Callable[[Mapping[str, Any], ServedModel], Route | None] | None = None
     """Returns another route that answers a body, or None; several interfaces share the path. Raises `ApiError`."""
 
 
@@ -90,9 +93,9 @@ class Converting:
     work: Work
     summary: str
     renders: bool = False
-    """See `Generating.renders`."""
-    stored_work: StoredWork | None = None
-    """Used instead of `work` if given."""
+    """See `Route.renders`."""
+    stores: bool = False
+    """True if `work` also takes the client's stored replies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,9 @@ class Probing:
     """A GET route that sends a fixed request to the engine, as a health check."""
 
     path: str
-    to_call: Callable[[ServedModel, ServerConfig], Call]
+    ask: Callable[[ServedModel, ServerConfig], Generation]
+    reply: type[Reply[Any]] = OpenAIReply
+    form: StreamForm = SERVER_SENT_EVENTS
     summary: str
 
 
@@ -130,7 +135,7 @@ class Recalling:
 class Dialect:
     """The routes of one HTTP interface. Raises `ValueError` for a path that does not start with /."""
 
-    generating: tuple[Generating, ...] = ()
+    generating: tuple[Route, ...] = ()
     converting: tuple[Converting, ...] = ()
     describing: tuple[Describing, ...] = ()
     probing: tuple[Probing, ...] = ()
@@ -143,14 +148,14 @@ class Dialect:
     """Ends a stream whose server died."""
 
     def __post_init__(self) -> None:
-        routes: tuple[Generating | Converting | Describing | Probing | Recalling, ...]
+        routes: tuple[Route | Converting | Describing | Probing | Recalling, ...]
         routes = (*self.generating, *self.converting, *self.describing, *self.probing, *self.recalling)
         for route in routes:
             if not route.path.startswith("/"):
                 raise ValueError(f"path must begin with /, got {route.path!r}")
 
 
-def posts(dialects: Mapping[str, Dialect]) -> Iterator[tuple[Dialect, Generating | Converting]]:
+def posts(dialects: Mapping[str, Dialect]) -> Iterator[tuple[Dialect, Route | Converting]]:
     """Yield every POST route with its dialect."""
     for dialect in dialects.values():
         yield from ((dialect, route) for route in dialect.generating)

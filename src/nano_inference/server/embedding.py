@@ -10,22 +10,19 @@ import struct
 import uuid
 from base64 import b64encode
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from nano_inference.core.admission import checked
-from nano_inference.server.call import JSON, Call, Reply, Transcript
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, kept_tokens, too_long
+from nano_inference.server.replies import Reply
 from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Samples, TokenId, TokenIds
-from nano_inference.server.shape import ReplyShape
-from nano_inference.server.structured import PromptRequest
 from nano_inference.support.checks import unit_vector
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TrainingSample
@@ -46,8 +43,8 @@ class EmbeddingBody(Body):
     cache_salt: Salt | None = None
 
 
-def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call, with one request for each text. Raises `ApiError` naming the invalid field."""
+def ask_embedding(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body asks for: one request for each text. Raises `ApiError` naming the invalid field."""
     model.name_for(body.model)
     size = model.limits.hidden_size
     if body.dimensions is not None and size and body.dimensions > size:
@@ -60,39 +57,32 @@ def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig
     is_single = isinstance(given, str) or any(isinstance(one, int) for one in given)
     inputs = [("input", given)] if is_single else [(f"input.{index}", one) for index, one in enumerate(given)]
     requests = tuple(
-        PromptRequest(prompt=_prompt(text, field, body, model, params), params=params, salt=salt)
+        EngineRequest(prompt=_prompt(text, field, body, model, params), params=params, salt=salt)
         for field, text in inputs
     )
-    return Call(
+    return Generation(
+        requests=requests,
+        num_tokens=sum(len(request.prompt) for request in requests),
         kind="completion",
         id=f"embd-{uuid.uuid4().hex}",
         model=model.name_for(body.model),
-        requests=requests,
-        num_samples=1,
-        num_tokens=sum(len(request.prompt) for request in requests),
-        shape=ReplyShape(versions=config.enable_rl),
-        make_reply=partial(EmbeddingReply, body),
+        tokenizer=model.tokenizer,
+        versions=config.enable_rl,
+        options=body,
     )
 
 
-class EmbeddingReply(Reply):
-    """The reply to a call for embeddings; it is never streamed."""
+class EmbeddingReply(Reply[EmbeddingBody]):
+    """The reply to a request for embeddings; it is never streamed."""
 
-    def __init__(self, body: EmbeddingBody, call: Call, tokenizer: Tokenizer, created: int) -> None:
-        self._body = body
-        self._call = call
-
-    def body(self, transcripts: Sequence[Transcript]) -> JSON:
+    def whole(self) -> JSON:
         """Return the reply's JSON. Raises `ApiError` if a text failed."""
-        samples = [transcript.sample for transcript in transcripts if transcript.sample is not None]
-        reply = embedding_reply(self._body, self._call.model, samples)
-        if self._call.shape.versions:
+        samples = [transcript.sample for transcript in self.transcripts if transcript.sample is not None]
+        reply = embedding_reply(self.options, self.generation.model, samples)
+        if self.generation.versions:
             reply["weight_versions"] = [sample.weight_version for sample in samples]
             reply["lineage"] = next((sample.lineage for sample in samples), None)
         return reply
-
-    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        return b""
 
 
 def embedding_reply(body: EmbeddingBody, model_name: str, samples: Sequence[TrainingSample]) -> dict[str, Any]:

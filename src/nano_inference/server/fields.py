@@ -71,11 +71,21 @@ _MAX_LOGGED = 1000
 _log = logging.getLogger("nano_inference.server")
 
 
-def refuse_lost(body: Body, model: ServedModel, *, answers: bool) -> None:
-    """Raise `ApiError` naming the first field whose loss would change the prompt or, with `answers`, the answer."""
+def unread_fields(body: Body, model: ServedModel, *, answers: bool) -> list[str]:
+    """Return the fields that have no effect, also those that are hints without effect on this model.
+
+    Raises `ApiError` naming the first one whose loss would change the prompt or, with `answers`, the answer.
+    """
+
+    def knows(name: str) -> bool:
+        return model.dialogue is not None and model.dialogue.knows(name)
+
     refused = ANSWER_FIELDS if answers else PROMPT_FIELDS
-    for path in _unread(body, _PARTS):
-        name = path.rpartition(".")[2]
+    unread = list(_unread(body))
+    for path in unread:
+        head, _, name = f".{path}".rpartition(".")
+        if any(part in _LISTED for part in head.split(".")):
+            continue
         if name in refused:
             raise unsupported_field(path)
         # A trainer whose parameter is misspelt would learn from other samples.
@@ -89,20 +99,21 @@ def refuse_lost(body: Body, model: ServedModel, *, answers: bool) -> None:
                 if (model.generation.get(penalty, off) if value is None else value) != off:
                     text = f"{name} is not supported together with {penalty}, except -1: penalties cover all tokens"
                     raise unsupported_field(name, text)
+    return list(dict.fromkeys([*unread, *body.hints(knows)]))
 
 
-def _unread(body: Body, parts: Sequence[str], place: str = "") -> Iterator[str]:
-    """Yield the path of each field without a reader whose value asks for something, also in the body's `parts`."""
+def _unread(body: Body, place: str = "") -> Iterator[str]:
+    """Yield the path of each field without a reader whose value asks for something, also in parts of the body."""
     for name, value in (body.model_extra or {}).items():
         is_set = bool(value) or (name in _EVEN_EMPTY and value is not None)
         is_read = name == "cache_control"  # by the usage of Anthropic's API
         if is_set and not is_read and value not in ANSWER_FIELDS.get(name, ()):
             yield f"{place}{name[:64]}"
-    for name in parts:
+    for name in _PARTS + _LISTED:
         part = getattr(body, name, None)
         for one in part if isinstance(part, list) else [part]:
             if isinstance(one, Body):
-                yield from _unread(one, parts, f"{place}{name}.")
+                yield from _unread(one, f"{place}{name}.")
 
 
 @dataclass(slots=True)
@@ -112,13 +123,8 @@ class IgnoredFields:
     strict: bool
     logged: set[str] = field(default_factory=set)
 
-    def report(self, body: Body, model: ServedModel) -> None:
+    def report(self, names: Sequence[str]) -> None:
         """Log each field without effect once; with `strict`, raise `ApiError`."""
-
-        def knows(name: str) -> bool:
-            return model.dialogue is not None and model.dialogue.knows(name)
-
-        names = list(dict.fromkeys([*_unread(body, _PARTS + _LISTED), *body.hints(knows)]))
         if names and self.strict:
             shown = ", ".join(map(repr, names[:8]))
             raise ApiError(400, f"fields without effect: {shown}", param=names[0], code="unknown_field")

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError, queue_full, quota_exceeded
+from nano_inference.server.generation import Generation
 from nano_inference.server.security import Client
 
 Item = TypeVar("Item")
@@ -28,7 +28,7 @@ def quota(share: float, capacity: int, num_others: int) -> int:
 
 
 class QueueLimits:
-    """Owns the counts of admitted samples and tokens. A call is admitted as a whole or refused."""
+    """Owns the counts of admitted samples and tokens. A generation is admitted as a whole or refused."""
 
     def __init__(self, *, max_samples: int, max_tokens: int, share: float = 1.0) -> None:
         self.max_samples = max_samples  # limit of running and waiting samples
@@ -41,7 +41,7 @@ class QueueLimits:
 
     @property
     def num_clients(self) -> int:
-        """Clients with open calls."""
+        """Clients with open requests."""
         return len(self._samples)
 
     @property
@@ -50,22 +50,22 @@ class QueueLimits:
         return max(self._samples.values(), default=0)
 
     @contextmanager
-    def reserve(self, call: Call, client: Client) -> Iterator[None]:
-        """Count a call as admitted until the block is left.
+    def reserve(self, generation: Generation, client: Client) -> Iterator[None]:
+        """Count a generation as admitted until the block is left.
 
-        Raises `ApiError`: 400 for a call that exceeds the limits by itself, 503 with Retry-After if the queue is full,
+        Raises `ApiError`: 400 for one that exceeds the limits by itself, 503 with Retry-After if the queue is full,
         429 with Retry-After above the client's quota.
         """
         share = 1.0 if client.is_exempt else self.share
-        self._refuse_too_large(call, share)
-        self._refuse_when_full(call)
+        self._refuse_too_large(generation, share)
+        self._refuse_when_full(generation)
         if share < 1:
-            self._refuse_over_quota(call, client.name)
-        self._take(client.name, call.total_samples, call.num_tokens)
+            self._refuse_over_quota(generation, client.name)
+        self._take(client.name, generation.total_samples, generation.num_tokens)
         try:
             yield
         finally:
-            self._take(client.name, -call.total_samples, -call.num_tokens)
+            self._take(client.name, -generation.total_samples, -generation.num_tokens)
 
     def _take(self, name: str, num_samples: int, num_tokens: int) -> None:
         self.num_samples += num_samples
@@ -75,12 +75,12 @@ class QueueLimits:
             if not held[name]:
                 del held[name]
 
-    def _refuse_too_large(self, call: Call, share: float) -> None:
-        samples = f"the request has {call.total_samples} samples"
-        tokens = f"its prompts and outputs can reach {call.num_tokens} tokens"
+    def _refuse_too_large(self, generation: Generation, share: float) -> None:
+        samples = f"the request has {generation.total_samples} samples"
+        tokens = f"its prompts and outputs can reach {generation.num_tokens} tokens"
         for asked, capacity, what, param in (
-            (call.total_samples, self.max_samples, samples, "n"),
-            (call.num_tokens, self.max_tokens, tokens, "max_tokens"),
+            (generation.total_samples, self.max_samples, samples, "n"),
+            (generation.num_tokens, self.max_tokens, tokens, "max_tokens"),
         ):
             if asked > capacity:
                 raise ApiError(400, f"{what}; this server accepts {capacity} at once", param=param)
@@ -88,23 +88,23 @@ class QueueLimits:
                 text = f"{what}; this server accepts {most} of one client at once (--client-share)"
                 raise ApiError(400, text, param=param)
 
-    def _refuse_when_full(self, call: Call) -> None:
-        if self.num_samples + call.total_samples > self.max_samples:
+    def _refuse_when_full(self, generation: Generation) -> None:
+        if self.num_samples + generation.total_samples > self.max_samples:
             raise queue_full(
                 f"the queue is full: {self.num_samples} of {self.max_samples} samples are open, the request has "
-                f"{call.total_samples}; try again shortly"
+                f"{generation.total_samples}; try again shortly"
             )
-        if self.num_tokens + call.num_tokens > self.max_tokens:
+        if self.num_tokens + generation.num_tokens > self.max_tokens:
             raise queue_full(
                 f"the queue is full: open requests can reach {self.num_tokens} of {self.max_tokens} tokens, "
-                f"the request {call.num_tokens}; try again shortly",
+                f"the request {generation.num_tokens}; try again shortly",
                 code="too_many_tokens",
             )
 
-    def _refuse_over_quota(self, call: Call, name: str) -> None:
+    def _refuse_over_quota(self, generation: Generation, name: str) -> None:
         for held, asked, used, capacity, unit in (
-            (self._samples[name], call.total_samples, self.num_samples, self.max_samples, "samples"),
-            (self._tokens[name], call.num_tokens, self.num_tokens, self.max_tokens, "tokens"),
+            (self._samples[name], generation.total_samples, self.num_samples, self.max_samples, "samples"),
+            (self._tokens[name], generation.num_tokens, self.num_tokens, self.max_tokens, "tokens"),
         ):
             most = quota(self.share, capacity, used - held)
             if held + asked <= most:

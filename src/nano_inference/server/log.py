@@ -11,11 +11,15 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from starlette.types import Scope
+
+from nano_inference.core.outbox import Outbox
+from nano_inference.server.generation import Generation
+from nano_inference.server.transcript import Transcript, usage
 
 ACCESS_LOGGER = "nano_inference.access"
 QUIET_PATHS = ("/health", "/ready", "/ping", "/liveness", "/metrics", "/load")
@@ -32,7 +36,7 @@ _DURATIONS = frozenset(("queue_ms", "ttft_ms", "total_ms", "decode_tps"))
 
 
 def record_of(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> dict[str, Any]:
-    """Return the fields of a request that has just ended, after `seconds`; `App` adds those of a call.
+    """Return the fields of a request that has just ended, after `seconds`; `App` adds `fields_of` its generation.
 
     `status` is None if the client disconnected before the response started. Fields that are None are not logged.
     """
@@ -48,6 +52,31 @@ def record_of(scope: Scope, status: int | None, seconds: float, error: Exception
         "error_type": None if error is None else getattr(error, "type", type(error).__name__),
         "error_code": getattr(error, "code", None),
         "error_param": getattr(error, "param", None),
+    }
+
+
+def fields_of(
+    generation: Generation, transcripts: Sequence[Transcript], outbox: Outbox | None, error: Exception | None
+) -> dict[str, Any]:
+    """Return the fields of a generation: token counts, timings in ms, and the end."""
+    counts = usage(generation, transcripts)
+    times = [] if outbox is None else [one for row in outbox.times for one in row]
+    first = min((one.first_token for one in times if one.first_token is not None), default=None)
+    started = min((one.started for one in times if one.started is not None), default=None)
+    last = max((one.last_token for one in times if one.last_token is not None), default=None)
+    arrived = None if outbox is None else outbox.arrived
+    num_new = counts["completion_tokens"]
+    return {
+        "model": generation.model,
+        "n": generation.num_samples,
+        "prompt_tokens": counts["prompt_tokens"],
+        "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
+        "output_tokens": num_new,
+        "queue_ms": None if started is None or arrived is None else (started - arrived) * 1e3,
+        "ttft_ms": None if first is None or arrived is None else (first - arrived) * 1e3,
+        "decode_tps": (num_new - 1) / (last - first) if first and last and last > first else None,
+        "finish_reason": transcripts[0].finish_reason if transcripts else None,
+        "error": error,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 import nano_inference
-from nano_inference.server.dialect import Converting, Dialect, Generating, gets, posts
+from nano_inference.server.dialect import Converting, Dialect, Route, gets, posts
 from nano_inference.server.guard import OPEN_PATHS
 
 JSON = dict[str, Any]
@@ -87,9 +87,9 @@ def _path_parameter(name: str) -> JSON:
     return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
-def _post(dialect: Dialect, route: Generating | Converting, body: JSON) -> JSON:
+def _post(dialect: Dialect, route: Route | Converting, body: JSON) -> JSON:
     content: JSON = {"application/json": {"schema": {"type": ["object", "array"]}}}
-    if isinstance(route, Generating) and route.streams:
+    if isinstance(route, Route) and route.streams:
         content[route.form.media_type.partition(";")[0]] = {}
     fields = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
     has_own_errors = dialect.error_body is not None

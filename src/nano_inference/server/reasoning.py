@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import visible_bytes
+from nano_inference.server.generation import Generation, ReasoningStart
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.shape import ReasoningStart, ReplyShape
 from nano_inference.server.structured import Structure
 from nano_inference.text.reasoning import CLOSE_MARK, OPEN_MARK
 from nano_inference.text.tokenizer import Tokenizer
@@ -22,32 +22,32 @@ _PROMPT_END = 16  # tokens of a prompt that are searched for the mark that opens
 
 
 def with_reasoning(
-    shape: ReplyShape,
+    generation: Generation,
     body: ChatBody,
     config: ServerConfig,
-    tokenizer: Tokenizer,
     prompt: Sequence[int],
     last_text: str,
     structure: Structure | None,
-) -> ReplyShape:
-    """Return the shape of a reply with reasoning apart, unless server or client want it in the text.
+) -> Generation:
+    """Return the generation with reasoning apart, unless server or client want it in the text.
 
     `prompt` are the rendered messages, `last_text` is the text of the last one. A `structure` of the whole answer
     begins with its first token: there is no reasoning before it unless it has the closing mark.
     """
     is_off = body.separate_reasoning is False or body.reasoning_format == "none"
     is_on = bool(body.separate_reasoning or body.reasoning_format) or config.reasoning_format == "auto"
-    if shape.tool is not None or is_off or not is_on:
-        return shape
+    if generation.tool is not None or is_off or not is_on:
+        return generation
+    tokenizer = generation.tokenizer
     can_reason = structure is None or CLOSE_MARK in structure.grammar.text
     is_inside = can_reason and opens_reasoning(prompt, tokenizer)
     marks = {token for mark in (OPEN_MARK, CLOSE_MARK) for token in _special(mark, tokenizer)}
     prefix = last_text if body.continue_final_message else ""
-    if shape.prefix_ids:
-        data = [visible_bytes(token, tokenizer, token not in marks) for token in shape.prefix_ids]
+    if generation.prefix_ids:
+        data = [visible_bytes(token, tokenizer, token not in marks) for token in generation.prefix_ids]
         prefix = b"".join(data).decode("utf-8", "ignore")
     start = ReasoningStart(is_inside, prefix, is_hidden=body.include_reasoning is False)
-    return replace(shape, reasoning=start, markers=shape.markers | marks)
+    return replace(generation, reasoning=start, markers=generation.markers | marks)
 
 
 def _special(mark: str, tokenizer: Tokenizer) -> Sequence[int]:

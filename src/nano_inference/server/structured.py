@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nano_inference.server.errors import ApiError, refused
 from nano_inference.text.grammar import Grammar
 from nano_inference.text.grammar_text import SCHEMA_MAPS, VALUES
-from nano_inference.types import EngineRequest
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")  # of vLLM's structured_outputs
 _FLAGS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
@@ -39,14 +37,6 @@ class Structure(NamedTuple):
 
     field: str
     grammar: Grammar
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRequest(EngineRequest):
-    """The engine request of one prompt, checked against the engine's limits."""
-
-    structure: Structure | None = None
-    """Structure of the answer; `make_matcher` includes its matcher only after it was compiled."""
 
 
 def structure_of(fields: Mapping[str, Any]) -> Structure | None:

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import time
 
-from nano_inference.server.call import JSON, Call, Transcript
 from nano_inference.server.detokenizer import DecodedDelta
+from nano_inference.server.generation import JSON, Generation
+from nano_inference.server.transcript import Transcript
 
 
-def timings_of(call: Call, transcript: Transcript, num_tokens: int) -> JSON:
-    """Return the timings of an answer that has `num_tokens` tokens so far; unknown values are None.
+def timings_of(generation: Generation, transcript: Transcript) -> JSON:
+    """Return the timings of an answer so far; unknown values are None.
 
     The prompt's time starts when the sample leaves the queue and ends with the first token.
     """
     times, sample = transcript.times, transcript.sample
     started, first, last = (times.started, times.first_token, times.last_token) if times else (None, None, None)
     cached = None if sample is None else sample.num_cached_tokens
-    prefilled = None if cached is None else len(call.requests[transcript.prompt_index].prompt) - cached
+    prefilled = None if cached is None else len(generation.requests[transcript.prompt_index].prompt) - cached
     return {
         "cache_n": cached,
         **speeds("prompt", prefilled, _seconds(started, first)),
-        **speeds("predicted", num_tokens, _seconds(first, last)),
+        **speeds("predicted", len(transcript.token_ids), _seconds(first, last)),
     }
 
 
-def metrics_of(transcript: Transcript, num_tokens: int) -> JSON:
-    """Return vLLM's `metrics` of an answer of `num_tokens` tokens, without the values that are unknown.
+def metrics_of(transcript: Transcript) -> JSON:
+    """Return vLLM's `metrics` of an answer, without the values that are unknown.
 
     Fields and their meaning: `PerRequestMetrics` in vllm/entrypoints/generate/base/serving.py. The time to the first
     token starts when the sample leaves the queue; the speed is that of prompt and answer together.
     """
-    times = transcript.times
+    times, num_tokens = transcript.times, len(transcript.token_ids)
     if times is None:
         return {}
     decoding, whole = _seconds(times.first_token, times.last_token), _seconds(times.started, times.last_token)
@@ -58,28 +59,21 @@ def _seconds(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
 
 
-class PrefillProgress:
-    """What one stream has reported of the prefill of its samples. Used only by the reply of the call."""
+def prefill_reports(generation: Generation, transcript: Transcript, decoded: DecodedDelta) -> list[JSON]:
+    """Return the values of `prompt_progress` that are due with a delta; none unless they are requested.
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._reported: dict[int, int] = {}  # index of a sample -> computed tokens of its prompt in its latest report
-
-    def reports(self, transcript: Transcript, decoded: DecodedDelta) -> list[JSON]:
-        """Return the values of `prompt_progress` that are due with a delta; none unless the call requests them.
-
-        The first one reports the cached tokens alone. Later ones rise: while a preempted sample computes its prompt
-        again, nothing is reported. `time_ms` starts when the sample leaves the queue.
-        """
-        prefill = None if decoded.delta is None else decoded.delta.prefill
-        if prefill is None or not self._call.shape.progress:
-            return []
-        cached, latest = prefill.num_cached, self._reported.get(transcript.index)
-        due = [(cached, 0)] if latest is None else []  # (computed tokens, time)
-        if prefill.num_computed > (cached if latest is None else latest):
-            started = None if transcript.times is None else transcript.times.started
-            due.append((prefill.num_computed, 0 if started is None else round((time.monotonic() - started) * 1e3)))
-        if due:
-            self._reported[transcript.index] = due[-1][0]
-        total = len(self._call.requests[transcript.prompt_index].prompt)
-        return [{"total": total, "cache": cached, "processed": computed, "time_ms": ms} for computed, ms in due]
+    The first one reports the cached tokens alone. Later ones rise: while a preempted sample computes its prompt again,
+    nothing is reported. `time_ms` starts when the sample leaves the queue.
+    """
+    prefill = None if decoded.delta is None else decoded.delta.prefill
+    if prefill is None or not generation.progress:
+        return []
+    cached, latest = prefill.num_cached, transcript.num_reported
+    due = [(cached, 0)] if latest is None else []  # (computed tokens, time)
+    if prefill.num_computed > (cached if latest is None else latest):
+        started = None if transcript.times is None else transcript.times.started
+        due.append((prefill.num_computed, 0 if started is None else round((time.monotonic() - started) * 1e3)))
+    if due:
+        transcript.num_reported = due[-1][0]
+    total = len(generation.requests[transcript.prompt_index].prompt)
+    return [{"total": total, "cache": cached, "processed": computed, "time_ms": ms} for computed, ms in due]

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError, queue_full, refused
+from nano_inference.server.generation import Generation
 from nano_inference.server.structured import Structure
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.text.stops import both
@@ -18,7 +18,7 @@ from nano_inference.types import BadRequest, MatcherFactory
 
 _T = TypeVar("_T")
 
-MAX_STRUCTURES = 8  # different structures in one call, over all prompts
+MAX_STRUCTURES = 8  # different structures in one request, over all prompts
 _MAX_JOBS = 32  # default limit of running and waiting jobs; each holds a body in memory
 _MAX_SMALL_JOBS = 1024  # limit of running and waiting jobs of small bodies, per kind
 _SMALL_BODY = 16 << 10  # maximum bytes of a small body, which has separate threads
@@ -98,26 +98,24 @@ class Compilers:
         """Grammars that are being compiled or wait."""
         return len(self._pending)
 
-    async def add_matchers(self, call: Call, grammars: Grammars, seconds: float) -> Call:
-        """Return the call with a grammar matcher in each request that has a structure.
+    async def add_matchers(self, asked: Generation, grammars: Grammars, seconds: float) -> Generation:
+        """Return the generation with a grammar matcher in each request that has a structure.
 
         Raises `ApiError` naming the field of a structure that cannot be compiled, and 503 after `seconds`.
         """
-        asked = list(dict.fromkeys(request.structure for request in call.requests if request.structure is not None))
-        if not asked:
-            return call
-        if len(asked) > MAX_STRUCTURES:
-            name = asked[0].field
-            text = f"{name}: at most {MAX_STRUCTURES} different structures in one request, got {len(asked)}"
+        different = list(dict.fromkeys(one for one in asked.structures if one is not None))
+        if not different:
+            return asked
+        if len(different) > MAX_STRUCTURES:
+            name = different[0].field
+            text = f"{name}: at most {MAX_STRUCTURES} different structures in one request, got {len(different)}"
             raise ApiError(400, text, param=name)
-        matchers = {structure: await self._matcher(structure, grammars, seconds) for structure in asked}
+        matchers = {structure: await self._matcher(structure, grammars, seconds) for structure in different}
         requests = (
-            request
-            if request.structure is None
-            else replace(request, make_matcher=both(request.make_matcher, matchers[request.structure]))
-            for request in call.requests
+            one if structure is None else replace(one, make_matcher=both(one.make_matcher, matchers[structure]))
+            for one, structure in zip(asked.requests, asked.structures, strict=True)
         )
-        return replace(call, requests=tuple(requests))
+        return replace(asked, requests=tuple(requests))
 
     async def _matcher(self, structure: Structure, grammars: Grammars, seconds: float) -> MatcherFactory:
         grammar = structure.grammar

@@ -9,25 +9,24 @@ streaming, `token_offsets` and `assistant_tokens_mask`.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from nano_inference.server import schema
-from nano_inference.server.call import JSON, Call, Reply, Transcript, usage
+from nano_inference.server.ask import given_fields, translated
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
-from nano_inference.server.dialect import Dialect, Generating
+from nano_inference.server.dialect import Dialect, Route
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, event
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
-from nano_inference.server.replies import OpenAIReply, sample_facts, token_facts, version_facts
+from nano_inference.server.replies import Reply, prompt_logprobs, sample_facts, token_facts, version_facts
 from nano_inference.server.schema import Body, CompletionBody
-from nano_inference.server.translating import given_fields, translated_call, without_prefix_cache
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.server.transcript import Transcript, usage
 
 
 class GenerateParams(schema.SamplingFields):
@@ -71,11 +70,11 @@ _CLIENT_NAMES: Mapping[str, str] = {name: f"sampling_params.{name}" for name in 
 """Field of `CompletionBody` -> field of `GenerateBody`, for error messages."""
 
 
-# ---- body -> call
+# ---- body -> generation
 
 
-def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of a request. Raises `ApiError` naming the invalid field of `GenerateBody`."""
+def ask_generate(body: GenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body asks for. Raises `ApiError` naming the invalid field of `GenerateBody`."""
     params = body.sampling_params or GenerateParams()
     if body.stream and params.output_kind in (0, 2):
         message = "sampling_params.output_kind must be 1 (new tokens only) with stream=true"
@@ -92,79 +91,71 @@ def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, 
         "max_tokens": params.max_tokens,
         "structured_outputs": structure or None,
     }
-    call = translated_call(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
-    call = without_prefix_cache(call) if params.skip_reading_prefix_cache else call
+    if params.skip_reading_prefix_cache:  # no other request has this namespace
+        salt = f"{salt}#{uuid.uuid4().hex}"
+    generation = translated(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
     name = body.request_id or f"generate-{uuid.uuid4().hex}"
-    shape = replace(call.shape, token_ids=True, tokens_as_ids=True)
-    make_reply = partial(GenerateReply, with_prompt=bool(body.return_token_ids))
-    return replace(call, id=name, names=frozenset({name}), shape=shape, make_reply=make_reply)
+    return replace(generation, id=name, names=frozenset({name}), token_ids=True, tokens_as_ids=True, options=body)
 
 
 # ---- reply
 
 
-class GenerateReply(Reply):
+@dataclass
+class GenerateReply(Reply[GenerateBody]):
     """The reply to /inference/v1/generate."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, with_prompt: bool) -> None:
-        self._call = call
-        self._tokenizer = tokenizer
-        self._created = created
-        self._prompt: JSON = {"prompt_token_ids": list(call.requests[0].prompt)} if with_prompt else {}
-        """Emptied after the first chunk of a stream."""
+    _has_started: bool = field(init=False, default=False)  # True after the first chunk of a stream
 
-    def body(self, transcripts: Sequence[Transcript]) -> JSON:
+    def whole(self) -> JSON:
         none: JSON = {"routed_experts": None, "sampling_mask": None}
         return {
             **self._head(),
-            **self._prompt,
+            **self._prompt(),
             "choices": [
-                self._choice(one.index, one, none | sample_facts(one, self._call.shape)) for one in transcripts
+                self._choice(one.index, one, none | sample_facts(one, self.generation)) for one in self.transcripts
             ],
-            "prompt_logprobs": self._prompt_logprobs(transcripts),
+            "prompt_logprobs": prompt_logprobs(self.transcripts[0].sample, self.generation),
             "kv_transfer_params": None,
-            "usage": usage(self._call, transcripts),
+            "usage": usage(self.generation, self.transcripts),
         }
 
-    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+    def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
         """Return one chunk with the new tokens and, at the end of the sample, its finish reason."""
         if not decoded.token_ids and decoded.finish_reason is None:
             return b""
-        shape = self._call.shape
-        facts: JSON = {"token_ids": [], "mask": [], **token_facts(decoded, shape)}
+        generation = self.generation
+        facts: JSON = {"token_ids": [], "mask": [], **token_facts(decoded, generation)}
         if decoded.finish_reason is not None:
-            facts |= version_facts(transcript, shape)
-        chunk = {**self._head(), **self._prompt, "choices": [self._choice(transcript.index, decoded, facts)]}
-        self._prompt = {}
-        if self._call.include_usage:
-            so_far = usage(self._call, transcripts, with_cached=False) if self._call.continuous_usage else None
+            facts |= version_facts(transcript, generation)
+        prompt = {} if self._has_started else self._prompt()
+        chunk = {**self._head(), **prompt, "choices": [self._choice(transcript.index, decoded, facts)]}
+        self._has_started = True
+        if generation.include_usage:
+            so_far = usage(generation, self.transcripts, with_cached=False) if generation.continuous_usage else None
             chunk["usage"] = so_far
         return event(chunk)
 
-    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
+    def end(self) -> bytes:
         """Return the usage if requested, and [DONE]."""
-        if not self._call.include_usage:
+        if not self.generation.include_usage:
             return DONE
-        return event({**self._head(), "choices": [], "usage": usage(self._call, transcripts)}) + DONE
+        return event({**self._head(), "choices": [], "usage": usage(self.generation, self.transcripts)}) + DONE
 
     def _head(self) -> JSON:
-        return {"request_id": self._call.id, "model": self._call.model, "created": self._created}
+        generation = self.generation
+        return {"request_id": generation.id, "model": generation.model, "created": generation.created}
+
+    def _prompt(self) -> JSON:
+        """Return the prompt's ids if they are requested."""
+        return {"prompt_token_ids": list(self.generation.requests[0].prompt)} if self.options.return_token_ids else {}
 
     def _choice(self, index: int, part: Transcript | DecodedDelta, facts: JSON) -> JSON:
         """Return the choice of a sample, or of a delta: all of a sample's chunks add up to its choice."""
-        count = self._call.shape.logprobs
+        count = self.generation.logprobs
         logprobs = None if count is None else {"content": [_logprobs(entry, count) for entry in part.entries]}
         reasons = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         return {"index": index, "logprobs": logprobs, **reasons, **facts}
-
-    def _prompt_logprobs(self, transcripts: Sequence[Transcript]) -> list[JSON | None] | None:
-        """Return the prompt's log-probabilities in the form of a completion; all samples share the prompt."""
-        if self._call.shape.prompt_logprobs is None:
-            return None
-        completion = replace(self._call, shape=replace(self._call.shape, logprobs=None))
-        choice: JSON = OpenAIReply(completion, self._tokenizer, self._created).body(transcripts[:1])["choices"][0]
-        logprobs: list[JSON | None] = choice["prompt_logprobs"]
-        return logprobs
 
 
 def _logprobs(entry: LogprobEntry, count: int) -> JSON:
@@ -185,5 +176,9 @@ def rank_of(entry: LogprobEntry, count: int) -> int | None:
 
 _SUMMARY = "Complete token ids; the interface of vLLM's route for trainers."
 DIALECT = Dialect(
-    generating=(Generating(path="/inference/v1/generate", body=GenerateBody, to_call=generate_call, summary=_SUMMARY),)
+    generating=(
+        Route(
+            path="/inference/v1/generate", body=GenerateBody, ask=ask_generate, reply=GenerateReply, summary=_SUMMARY
+        ),
+    )
 )

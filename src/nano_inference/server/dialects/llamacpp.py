@@ -11,31 +11,26 @@ import math
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 import nano_inference
 from nano_inference.server import schema
-from nano_inference.server.call import JSON, Call, Reply, Transcript
+from nano_inference.server.ask import given_fields, translated
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_bytes_of, token_text
-from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
+from nano_inference.server.dialect import Describing, Dialect, Occupancy, Route
 from nano_inference.server.errors import ApiError, refused, shortened, unsupported_field
 from nano_inference.server.events import event
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, check_text_length
-from nano_inference.server.replies import version_facts
+from nano_inference.server.replies import Reply, version_facts
 from nano_inference.server.schema import Body, CompletionBody
-from nano_inference.server.timings import PrefillProgress, timings_of
-from nano_inference.server.translating import (
-    given_fields,
-    translated_call,
-    with_processed_logprobs,
-    without_prefix_cache,
-)
+from nano_inference.server.timings import prefill_reports, timings_of
+from nano_inference.server.transcript import Transcript
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -107,11 +102,11 @@ class LlamaBody(Body):
     """Paths of the reply's fields to send, such as `generation_settings/n_predict`; empty: all fields."""
 
 
-# ---- body -> call
+# ---- body -> generation
 
 
-def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /completion. Raises `ApiError` naming the invalid field."""
+def ask_llama(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body of POST /completion asks for. Raises `ApiError` naming the invalid field."""
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise unsupported_field("repeat_last_n", message)
@@ -142,11 +137,14 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
         "logit_bias": bias,
         "return_token_ids": True,
     }
-    call = translated_call(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
-    call = with_processed_logprobs(call) if body.post_sampling_probs else call
-    call = without_prefix_cache(call) if body.cache_prompt is False else call
+    if body.post_sampling_probs:
+        config = replace(config, logprobs_mode="processed")
+    generation = translated(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
+    requests = generation.requests
+    if body.cache_prompt is False:  # each prompt has a namespace of its own, in which nothing is cached
+        requests = tuple(replace(one, salt=f"{one.salt}#{uuid.uuid4().hex}") for one in requests)
     name = f"cmpl-{uuid.uuid4().hex}"
-    return replace(call, id=name, names=frozenset({name}), make_reply=partial(LlamaReply, body=body))
+    return replace(generation, requests=requests, id=name, names=frozenset({name}), options=body)
 
 
 def _prompts(given: Any, model: ServedModel) -> list[str] | list[list[int]]:
@@ -200,37 +198,34 @@ def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float]:
 # ---- reply
 
 
-class LlamaReply(Reply):
+@dataclass
+class LlamaReply(Reply[LlamaBody]):
     """The reply to /completion: an object for one answer, a list for several."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, body: LlamaBody) -> None:
-        self._call = call
-        self._tokenizer = tokenizer
-        self._body = body
-        self._prefill = PrefillProgress(call)
-        self._with_newline: set[int] = set()  # samples of which a stream has sent a line's end
+    _with_newline: set[int] = field(init=False, default_factory=set)
+    """Samples of which a stream has sent a line's end."""
 
-    def body(self, transcripts: Sequence[Transcript]) -> Any:
-        answers = [self._answer(transcript) for transcript in transcripts]
+    def whole(self) -> Any:
+        answers = [self._answer(transcript) for transcript in self.transcripts]
         return answers if len(answers) > 1 else answers[0]
 
-    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+    def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
         """Return an event with the new text and, at the end of the sample, one with all remaining fields."""
         if "\n" in decoded.text:
             self._with_newline.add(transcript.index)
         nothing = DecodedDelta("", (), (), None, None)
         data = b"".join(
             event(self._chunk(transcript, nothing) | {"prompt_progress": report})
-            for report in self._prefill.reports(transcript, decoded)
+            for report in prefill_reports(self.generation, transcript, decoded)
         )
         data += event(self._chunk(transcript, decoded)) if decoded.text or decoded.token_ids else b""
         return data if decoded.finish_reason is None else data + event(self._answer(transcript))
 
-    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
+    def end(self) -> bytes:
         """Return nothing: each sample has its own last event."""
         return b""
 
-    def error_events(self, error: ApiError) -> bytes:
+    def fail(self, error: ApiError) -> bytes:
         return stream_error(error)
 
     def _chunk(self, transcript: Transcript, decoded: DecodedDelta) -> JSON:
@@ -241,54 +236,54 @@ class LlamaReply(Reply):
             "stop": False,
             "id_slot": -1,
             "tokens_predicted": len(transcript.token_ids),
-            "tokens_evaluated": len(self._call.requests[transcript.prompt_index].prompt),
+            "tokens_evaluated": len(self.generation.requests[transcript.prompt_index].prompt),
         }
-        if self._call.shape.logprobs is not None:
+        if self.generation.logprobs is not None:
             chunk["completion_probabilities"] = self._probabilities(decoded.entries)
-        if self._body.timings_per_token:
-            chunk["timings"] = timings_of(self._call, transcript, len(transcript.token_ids))
-        if self._call.shape.versions and decoded.delta is not None:
+        if self.options.timings_per_token:
+            chunk["timings"] = timings_of(self.generation, transcript)
+        if self.generation.versions and decoded.delta is not None:
             chunk["mask"] = list(decoded.delta.mask)
         return chunk
 
     def _answer(self, transcript: Transcript) -> JSON:
         """Return a whole answer, or the last event of a stream, which has neither text nor ids."""
-        shape, is_sent, num_tokens = self._call.shape, self._call.stream, len(transcript.token_ids)
-        request = self._call.requests[transcript.prompt_index]
+        generation, is_sent, num_tokens = self.generation, self.generation.stream, len(transcript.token_ids)
+        request = generation.requests[transcript.prompt_index]
         limit = request.params.max_tokens
         is_short = limit is None or num_tokens < limit  # the end of the context ended the answer
         word = transcript.stop_reason if isinstance(transcript.stop_reason, str) else None
         kinds = {"stop": "eos" if word is None else "word", "length": "limit"}
-        known = [token for token in request.prompt if token < self._tokenizer.vocab_size]
+        known = [token for token in request.prompt if token < self.generation.tokenizer.vocab_size]
         answer: JSON = {
             "index": transcript.index,
             "content": "" if is_sent else transcript.text,
-            "tokens": list(transcript.token_ids) if self._body.return_tokens and not is_sent else [],
+            "tokens": list(transcript.token_ids) if self.options.return_tokens and not is_sent else [],
             "id_slot": -1,
             "stop": True,
-            "model": self._call.model,
+            "model": generation.model,
             "tokens_predicted": num_tokens,
             "tokens_evaluated": len(request.prompt),
             "generation_settings": self._settings(),
-            "prompt": self._tokenizer.decode(known, skip_special=False),
+            "prompt": self.generation.tokenizer.decode(known, skip_special=False),
             "has_new_line": transcript.index in self._with_newline if is_sent else "\n" in transcript.text,
             "truncated": transcript.finish_reason == "length" and is_short,
             "stop_type": kinds.get(transcript.finish_reason or "", "none"),
             "stopping_word": word if word is not None and transcript.finish_reason == "stop" else "",
             "tokens_cached": 0 if transcript.sample is None else transcript.sample.num_cached_tokens,
-            "timings": timings_of(self._call, transcript, num_tokens),
+            "timings": timings_of(generation, transcript),
         }
-        if shape.logprobs is not None and not is_sent:
+        if generation.logprobs is not None and not is_sent:
             answer["completion_probabilities"] = self._probabilities(transcript.entries)
-        if shape.versions and self._body.return_tokens and not is_sent:
+        if generation.versions and self.options.return_tokens and not is_sent:
             answer["mask"] = list(transcript.mask)
-        if shape.versions:
-            answer |= version_facts(transcript, shape)
-        return selected(answer, self._body.response_fields or ())
+        if generation.versions:
+            answer |= version_facts(transcript, generation)
+        return selected(answer, self.options.response_fields or ())
 
     def _settings(self) -> JSON:
         """Return `generation_settings`."""
-        params, shape = self._call.requests[0].params, self._call.shape
+        params, generation = self.generation.requests[0].params, self.generation
         return {
             "n_predict": -1 if params.max_tokens is None else params.max_tokens,
             "seed": -1 if params.seed is None else params.seed,
@@ -300,27 +295,29 @@ class LlamaReply(Reply):
             "repeat_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
-            "stop": list(shape.stops),
+            "stop": list(generation.stops),
             "ignore_eos": params.ignore_eos,
             "logit_bias": [
                 {"token": token, "bias": None if bias <= -_MOST_BIAS else bias}
                 for token, bias in sorted(params.logit_bias.items())
             ],
-            "n_probs": shape.logprobs or 0,
-            "grammar": self._body.grammar or "",
+            "n_probs": generation.logprobs or 0,
+            "grammar": self.options.grammar or "",
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],  # in the order of their application
-            "stream": self._call.stream,
-            "timings_per_token": bool(self._body.timings_per_token),
+            "stream": generation.stream,
+            "timings_per_token": bool(self.options.timings_per_token),
         }
 
     def _probabilities(self, entries: Sequence[LogprobEntry]) -> list[JSON]:
         """Return tokens and alternatives with log-probabilities, or with `post_sampling_probs` probabilities."""
-        as_probs, count = bool(self._body.post_sampling_probs), self._call.shape.logprobs
-        is_greedy = self._call.requests[0].params.temperature == 0  # log-probabilities are then those of the logits
+        as_probs, count = bool(self.options.post_sampling_probs), self.generation.logprobs
+        is_greedy = (
+            self.generation.requests[0].params.temperature == 0
+        )  # log-probabilities are then those of the logits
 
         def item(token: int, logprob: float | None, drawn: int) -> JSON:
-            data = list(token_bytes_of(token, self._tokenizer))
-            entry: JSON = {"id": token, "token": token_text(token, self._tokenizer), "bytes": data}
+            data = list(token_bytes_of(token, self.generation.tokenizer))
+            entry: JSON = {"id": token, "token": token_text(token, self.generation.tokenizer), "bytes": data}
             if as_probs:
                 return entry | {"prob": float(token == drawn) if is_greedy else math.exp(logprob or 0.0)}
             return entry | {"logprob": logprob}
@@ -386,7 +383,7 @@ _COMPLETE = "Complete a text or token ids; the interface of llama.cpp's server."
 _DESCRIBE = "Describe the model and the defaults of /completion; the interface of llama.cpp's server."
 DIALECT = Dialect(
     generating=tuple(
-        Generating(path=path, body=LlamaBody, to_call=llama_call, summary=_COMPLETE)
+        Route(path=path, body=LlamaBody, ask=ask_llama, reply=LlamaReply, summary=_COMPLETE)
         for path in ("/completion", "/completions")
     ),
     describing=(Describing(path="/props", describe=props, summary=_DESCRIBE),),

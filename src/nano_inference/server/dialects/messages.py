@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from pydantic_core import from_json, to_json
 
-from nano_inference.server.call import JSON, Call, Reply, Transcript, num_reasoning_tokens, usage
+from nano_inference.server.ask import prompt_length, translated, with_current_reasoning
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialect import Converting, Dialect, Generating
+from nano_inference.server.dialect import Converting, Dialect, Route
 from nano_inference.server.dialects.messages_body import (
     Block,
     CountTokensBody,
@@ -34,11 +34,11 @@ from nano_inference.server.dialects.messages_body import (
 )
 from nano_inference.server.errors import ApiError, refused, shortened, unsupported_value
 from nano_inference.server.events import event
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
-from nano_inference.server.replies import sample_facts
+from nano_inference.server.replies import Reply, sample_facts
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.translating import prompt_length, translated_call, with_current_reasoning
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.server.transcript import Transcript, num_reasoning_tokens, usage
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Event, Reasoning
 
 ANTHROPIC_NAMES: Mapping[str, str] = {
@@ -72,23 +72,30 @@ _DELTAS = {
 """Type of a block -> type of its deltas, and their field with text."""
 
 
-# ---- from a body to a call ------------------------------------------------------------------------------------------
+class MessagesOptions(NamedTuple):
+    """What the reply depends on beside the generation."""
+
+    creates_cache: bool  # the request has `cache_control`
+    edits_context: bool  # it has `context_management`
+    omits_thinking: bool  # blocks of thinking have no text, as with `thinking.display` omitted
 
 
-def messages_call(body: MessagesBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /v1/messages. Raises `ApiError` naming the invalid field."""
-    call = translated_call(chat_fields(body, model), ChatBody, _names(body), model, config, salt)
-    reply = partial(
-        MessagesReply,
+# ---- from a body to a generation ------------------------------------------------------------------------------------
+
+
+def ask_messages(body: MessagesBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body of POST /v1/messages asks for. Raises `ApiError` naming the invalid field."""
+    generation = translated(chat_fields(body, model), ChatBody, _names(body), model, config, salt)
+    options = MessagesOptions(
         creates_cache=marks_cache(body),
         edits_context=body.context_management is not None,
         omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
     )
-    return replace(call, id=f"msg_{uuid.uuid4().hex}", make_reply=reply)
+    return replace(generation, id=f"msg_{uuid.uuid4().hex}", options=options)
 
 
 def count_tokens(body: CountTokensBody, model: ServedModel) -> JSON:
-    """Return {"input_tokens"}, also beyond the model's context. Raises `ApiError` as `messages_call` does."""
+    """Return {"input_tokens"}, also beyond the model's context. Raises `ApiError` as `ask_messages` does."""
     return {"input_tokens": prompt_length(chat_fields(body, model), _names(body), model)}
 
 
@@ -221,7 +228,7 @@ def _chat_tools(body: CountTokensBody) -> list[JSON]:
 
 
 @dataclass
-class MessagesReply(Reply):
+class MessagesReply(Reply[MessagesOptions]):
     """The reply to POST /v1/messages: a message of thinking, text and tool_use blocks.
 
     Whole replies and streams are built by the same code. A stream knows the number of cached tokens only at its end, so
@@ -229,38 +236,31 @@ class MessagesReply(Reply):
     name without meaning: clients expect one, and this server does not check it.
     """
 
-    call: Call
-    tokenizer: Tokenizer
-    created: int
-    _: KW_ONLY
-    creates_cache: bool = False  # the request has `cache_control`
-    edits_context: bool = False  # it has `context_management`
-    omits_thinking: bool = False  # blocks of thinking have no text, as with `thinking.display` omitted
     _content: list[JSON] = field(init=False, default_factory=list)  # blocks, of which the last one may be open
     _pieces: list[str] = field(init=False, default_factory=list)  # text of the open block
     _open: str = field(init=False, default="")  # its type
     _has_called: bool = field(init=False, default=False)  # True after the end of a tool call
 
-    def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        self._take(transcripts[0].events)
+    def whole(self) -> JSON:
+        self._take(self.transcripts[0].events)
         self._stop()
-        return self._message(self._content) | self._ending(transcripts)
+        return self._message(self._content) | self._ending()
 
-    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
+    def start(self) -> bytes:
         """Return the `message_start` event."""
-        blank = {"stop_reason": None, "stop_sequence": None, "usage": self._usage(transcripts)}
+        blank = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return _encoded([{"type": "message_start", "message": self._message([]) | blank}])
 
-    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+    def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
         return _encoded(self._take(decoded.events))
 
-    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
+    def end(self) -> bytes:
         """Return the end of the last block, `message_delta` with the stop reason, and `message_stop`."""
-        ending = self._ending(transcripts)
+        ending = self._ending()
         delta = {name: ending.pop(name) for name in ("stop_reason", "stop_sequence")}
         return _encoded([*self._stop(), {"type": "message_delta", "delta": delta, **ending}, {"type": "message_stop"}])
 
-    def error_events(self, error: ApiError) -> bytes:
+    def fail(self, error: ApiError) -> bytes:
         return stream_error(error)
 
     def _take(self, events: Iterable[Event]) -> list[JSON]:
@@ -268,7 +268,7 @@ class MessagesReply(Reply):
         out: list[JSON] = []
         for one in events:
             if isinstance(one, CallStart):
-                name = f"toolu_{self.call.id.removeprefix('msg_')}_{one.index}"
+                name = f"toolu_{self.generation.id.removeprefix('msg_')}_{one.index}"
                 out += self._start({"type": "tool_use", "id": name, "name": one.name, "input": {}})
             elif isinstance(one, CallArguments):
                 out.append(self._add(one.text))
@@ -278,7 +278,7 @@ class MessagesReply(Reply):
             elif isinstance(one, Reasoning):
                 if self._open != "thinking":
                     out += self._start({"type": "thinking", "thinking": "", "signature": ""})
-                out += [] if self.omits_thinking else [self._add(one.text)]
+                out += [] if self.options.omits_thinking else [self._add(one.text)]
             elif self._open == "text":
                 out.append(self._add(one.text))
             else:
@@ -312,41 +312,41 @@ class MessagesReply(Reply):
         else:
             block[self._open] = text
         if self._open == "thinking":
-            block["signature"] = f"sig_{self.call.id.removeprefix('msg_')}_{index}"
+            block["signature"] = f"sig_{self.generation.id.removeprefix('msg_')}_{index}"
             signed = [self._delta({"type": "signature_delta", "signature": block["signature"]})]
         self._pieces, self._open = [], ""
         return [*signed, {"type": "content_block_stop", "index": index}]
 
     def _message(self, content: list[JSON]) -> JSON:
         """Return a message without stop reason and usage."""
-        call = self.call
-        message: JSON = {"id": call.id, "type": "message", "role": "assistant", "model": call.model, "content": content}
-        return message | ({"prompt_token_ids": list(call.requests[0].prompt)} if call.shape.token_ids else {})
+        one = self.generation
+        message: JSON = {"id": one.id, "type": "message", "role": "assistant", "model": one.model, "content": content}
+        return message | ({"prompt_token_ids": list(one.requests[0].prompt)} if one.token_ids else {})
 
-    def _ending(self, transcripts: Sequence[Transcript]) -> JSON:
+    def _ending(self) -> JSON:
         """Return the fields of a message that are known at its end."""
-        (transcript,), sequence = transcripts, None
+        (transcript,), sequence = self.transcripts, None
         reason = "tool_use" if self._has_called else "end_turn"
         if transcript.finish_reason != "stop":  # also an aborted sample
             reason = "max_tokens"
-        elif isinstance(transcript.stop_reason, str) and transcript.stop_reason in self.call.shape.stops:
+        elif isinstance(transcript.stop_reason, str) and transcript.stop_reason in self.generation.stops:
             reason, sequence = "stop_sequence", transcript.stop_reason
-        end: JSON = {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage(transcripts)}
-        end |= {"context_management": {"applied_edits": []}} if self.edits_context else {}
-        return end | sample_facts(transcript, self.call.shape)
+        end: JSON = {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage()}
+        end |= {"context_management": {"applied_edits": []}} if self.options.edits_context else {}
+        return end | sample_facts(transcript, self.generation)
 
-    def _usage(self, transcripts: Sequence[Transcript]) -> JSON:
+    def _usage(self) -> JSON:
         """Return `usage`, in which cached tokens are separate; with `cache_control` the others are new in the cache."""
-        counts = usage(self.call, transcripts)
+        counts = usage(self.generation, self.transcripts)
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         new = counts["prompt_tokens"] - cached
         fields: JSON = {
-            "input_tokens": 0 if self.creates_cache else new,
-            "cache_creation_input_tokens": new if self.creates_cache else 0,
+            "input_tokens": 0 if self.options.creates_cache else new,
+            "cache_creation_input_tokens": new if self.options.creates_cache else 0,
             "cache_read_input_tokens": cached,
             "output_tokens": counts["completion_tokens"],
         }
-        thinking = num_reasoning_tokens(transcripts)
+        thinking = num_reasoning_tokens(self.transcripts)
         return fields | ({"output_tokens_details": {"thinking_tokens": thinking}} if thinking else {})
 
 
@@ -384,10 +384,11 @@ def _encoded(values: Iterable[JSON]) -> bytes:
 
 DIALECT = Dialect(
     generating=(
-        Generating(
+        Route(
             path="/v1/messages",
             body=MessagesBody,
-            to_call=messages_call,
+            ask=ask_messages,
+            reply=MessagesReply,
             summary="Answer messages; the interface of Anthropic's API.",
             renders=True,
         ),

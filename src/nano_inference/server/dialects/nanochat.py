@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from nano_inference.nanochat.dialogue import NanochatDialogue
-from nano_inference.server.call import JSON, Call, Reply, Transcript
-from nano_inference.server.calls import chat_call
+from nano_inference.server.ask import as_body, ask_chat, given_fields
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
+from nano_inference.server.dialect import Describing, Dialect, Occupancy, Route
 from nano_inference.server.errors import ApiError, refused, shortened
 from nano_inference.server.events import one_line
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
-from nano_inference.server.replies import version_facts
+from nano_inference.server.replies import Reply, version_facts
 from nano_inference.server.schema import Body, ChatBody
-from nano_inference.server.translating import as_body, given_fields
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.server.transcript import Transcript
 
 MAX_MESSAGES = 500
 MAX_CHARS = 8000
@@ -61,11 +60,11 @@ class WebBody(Body):
     top_k: Annotated[Annotated[int, Field(ge=0, le=200)] | None, _lax("integer", 0, 200)] = 50  # 0 is off
 
 
-# ---- body -> call
+# ---- body -> generation
 
 
-def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of a body. Raises `ApiError` naming the wrong field."""
+def ask_web(body: WebBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body asks for. Raises `ApiError` naming the wrong field."""
     for index, message in enumerate(body.messages):
         if message.role == "user" and not message.content:
             place = f"messages.{index}.content"
@@ -82,38 +81,34 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
     }
     if isinstance(model.dialogue, NanochatDialogue):
         model = replace(model, dialogue=replace(model.dialogue, any_order=True))
-    call = chat_call(as_body(fields, ChatBody), model, config, salt)
+    generation = ask_chat(as_body(fields, ChatBody), model, config, salt)
     name = f"web-{uuid.uuid4().hex}"
-    shape = replace(call.shape, tool=None)  # the tool's tokens are text, as upstream's page shows them
-    return replace(call, id=name, names=frozenset({name}), make_reply=WebReply, shape=shape)
+    # Without its tool: the tool's tokens are text, as upstream's page shows them.
+    return replace(generation, id=name, names=frozenset({name}), tool=None)
 
 
 # ---- reply
 
 
-class WebReply(Reply):
+@dataclass
+class WebReply(Reply[None]):
     """Writes the events of a stream."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
-        self._call = call
-        self._withheld = ""  # U+FFFD at the end of the text so far; as upstream, not sent unless text follows
+    _withheld: str = field(init=False, default="")
+    """U+FFFD at the end of the text so far; as upstream, not sent unless text follows."""
 
-    def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the text as one event; not used, because replies are always streamed."""
-        return {"token": transcripts[0].text, "gpu": 0}
-
-    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+    def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
         """Return an event with the new text, or no bytes without text."""
         text = self._withheld + decoded.text
         shown = text.rstrip("\ufffd")
         self._withheld = text[len(shown) :]
         return _event({"token": shown, "gpu": 0}) if shown else b""
 
-    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
+    def end(self) -> bytes:
         """Return the event that ends an answer."""
-        return _event({"done": True, **version_facts(transcripts[0], self._call.shape)})
+        return _event({"done": True, **version_facts(self.transcripts[0], self.generation)})
 
-    def error_events(self, error: ApiError) -> bytes:
+    def fail(self, error: ApiError) -> bytes:
         return stream_error(error)
 
 
@@ -163,16 +158,16 @@ def health(occupancy: Occupancy) -> JSON:
 
 # ---- routes
 
-_OPENAI = Generating(
+_OPENAI = Route(
     path="/chat/completions",
     body=ChatBody,
-    to_call=chat_call,
+    ask=ask_chat,
     summary="Answer messages, as /v1/chat/completions does.",
     renders=True,
 )
 
 
-def choose(body: Mapping[str, Any], model: ServedModel) -> Generating | None:
+def choose(body: Mapping[str, Any], model: ServedModel) -> Route | None:
     """Return OpenAI's route unless the model is nanochat's and the body names no model, as its page sends it."""
     is_nanochats = "nanochat" in str(model.facts.get("architecture", "")).lower()
     return None if is_nanochats and body.get("model") is None else _OPENAI
@@ -183,7 +178,7 @@ _WEB, _STATS = (
     "Count running answers, in the form of nanochat's web chat.",
 )
 DIALECT = Dialect(
-    generating=(replace(_OPENAI, body=WebBody, to_call=web_call, summary=_WEB, choose=choose),),
+    generating=(replace(_OPENAI, body=WebBody, ask=ask_web, reply=WebReply, summary=_WEB, choose=choose),),
     describing=(Describing(path="/stats", describe=stats, summary=_STATS),),
     health=health,
     error_body=error_body,

@@ -9,18 +9,17 @@ the tag `latest`. Options about memory, threads or the loading of a model (`num_
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic_core import from_json
 
-from nano_inference.server.call import JSON, Call, Reply, Transcript
+from nano_inference.server.ask import translated
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
-from nano_inference.server.dialect import Converting, Describing, Dialect, Generating
+from nano_inference.server.dialect import Converting, Describing, Dialect, Route
 from nano_inference.server.dialects.ollama_embed import EMBEDDING_ROUTES, durations
 from nano_inference.server.dialects.ollama_models import (
     ModelName,
@@ -34,8 +33,9 @@ from nano_inference.server.dialects.ollama_models import (
 )
 from nano_inference.server.errors import ApiError, shortened, unsupported_field
 from nano_inference.server.events import JSON_LINES, line
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
-from nano_inference.server.replies import token_logprobs
+from nano_inference.server.replies import Reply, token_logprobs
 from nano_inference.server.schema import (
     INT32,
     MAX_MESSAGES,
@@ -51,9 +51,7 @@ from nano_inference.server.schema import (
     Temperature,
     Tools,
 )
-from nano_inference.server.shape import ReplyShape
-from nano_inference.server.translating import translated_call
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.server.transcript import Transcript
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
 # ---- bodies
@@ -136,11 +134,11 @@ _NAMES = {"max_tokens": "options.num_predict", "response_format": "format", "jso
 _SMALLEST_SHARE = 1e-6  # the `top_p` that keeps only the most likely token, for Ollama's 0
 
 
-def generate_call(body: OllamaGenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /api/generate. Raises `ApiError` naming the invalid field."""
+def ask_ollama_generate(body: OllamaGenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body of POST /api/generate asks for. Raises `ApiError` naming the invalid field."""
     fields = _fields(body, model)
     if not body.prompt:
-        return _empty_call(body, model, is_chat=False)
+        return _empty(body, model)
     if not body.raw and model.dialogue is not None:
         messages = [{"role": "system", "content": body.system}] if body.system else []
         messages.append({"role": "user", "content": body.prompt})
@@ -151,15 +149,15 @@ def generate_call(body: OllamaGenerateBody, model: ServedModel, config: ServerCo
             raise unsupported_field(name, f"{name} is not supported here: {reason}")
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
-    call = translated_call({**fields, "prompt": body.prompt}, CompletionBody, _NAMES, model, config, salt)
-    return replace(call, make_reply=partial(OllamaReply, is_chat=False))
+    generation = translated({**fields, "prompt": body.prompt}, CompletionBody, _NAMES, model, config, salt)
+    return replace(generation, options=body)
 
 
-def ollama_chat_call(body: OllamaChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /api/chat. Raises `ApiError` naming the invalid field."""
+def ask_ollama_chat(body: OllamaChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body of POST /api/chat asks for. Raises `ApiError` naming the invalid field."""
     fields = _fields(body, model)
     if not body.messages:
-        return _empty_call(body, model, is_chat=True)
+        return _empty(body, model)
     messages: list[JSON] = []
     for index, message in enumerate(body.messages):
         if (message.model_extra or {}).get("images"):
@@ -183,8 +181,8 @@ def ollama_chat_call(body: OllamaChatBody, model: ServedModel, config: ServerCon
 
 def _chat(
     body: TextBody, fields: JSON, names: Mapping[str, str], model: ServedModel, config: ServerConfig, salt: str
-) -> Call:
-    """Return the call of a chat completion with these fields."""
+) -> Generation:
+    """Return what a chat completion with these fields asks for."""
     if (think := body.think) is not None:
         fields["separate_reasoning"] = think is not False  # else it is in the text
         name = "reasoning_effort" if isinstance(think, str) else "enable_thinking"
@@ -196,8 +194,7 @@ def _chat(
             raise unsupported_field("think", text)
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    call = translated_call(fields, ChatBody, names, model, config, salt)
-    return replace(call, make_reply=partial(OllamaReply, is_chat=isinstance(body, OllamaChatBody)))
+    return replace(translated(fields, ChatBody, names, model, config, salt), options=body)
 
 
 def _fields(body: TextBody, model: ServedModel) -> JSON:
@@ -229,77 +226,20 @@ def _fields(body: TextBody, model: ServedModel) -> JSON:
     return fields | {"model": body.model, "stream": body.stream is not False, "max_tokens": limit}
 
 
-def _empty_call(body: TextBody, model: ServedModel, *, is_chat: bool) -> Call:
-    """Return a call without a request for the engine: its reply says that the model is loaded."""
-    is_unload = (body.model_extra or {}).get("keep_alive") in (0, "0", "0s")
-    return Call(
-        kind="chat" if is_chat else "completion",
+def _empty(body: TextBody, model: ServedModel) -> Generation:
+    """Return a generation without a request for the engine: its reply says that the model is loaded."""
+    return Generation(
+        requests=(),
+        kind="completion",
         id="load",
         model=model.name_for(body.model),
-        requests=(),
-        num_samples=1,
-        num_tokens=0,
-        shape=ReplyShape(),
-        make_reply=partial(OllamaReply, is_chat=is_chat, end="unload" if is_unload else "load"),
+        tokenizer=model.tokenizer,
         stream=body.stream is not False,
+        options=body,
     )
 
 
 # ---- replies
-
-
-class OllamaReply(Reply):
-    """The reply to /api/chat, with a message, or to /api/generate, with a text.
-
-    `end` is the reason of a reply without an answer: "load" or "unload".
-    """
-
-    def __init__(
-        self, call: Call, tokenizer: Tokenizer, created: int, *, is_chat: bool, end: str | None = None
-    ) -> None:
-        self._call, self._tokenizer = call, tokenizer
-        self._is_chat, self._end = is_chat, end
-        self._pieces = Pieces()
-
-    def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        if not transcripts:
-            return self._part({"content": ""}) | {"done": True, "done_reason": self._end}
-        (transcript,) = transcripts
-        return self._part(self._pieces.add(transcript.events), transcript.entries) | self._ending(transcript)
-
-    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return a line with what a delta adds and, at the end, one with the counts and durations."""
-        is_end = decoded.finish_reason is not None
-        fields = self._pieces.add(decoded.events, is_end=is_end)
-        has_more = len(fields) > 1 or fields["content"] or (self._call.shape.logprobs is not None and decoded.entries)
-        data = line(self._part(fields, decoded.entries) | {"done": False}) if has_more else b""
-        return data + (line(self._part({"content": ""}) | self._ending(transcript)) if is_end else b"")
-
-    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return nothing: the last delta has the last line; without an answer, the only line."""
-        return b"" if transcripts else line(self.body(transcripts))
-
-    def error_events(self, error: ApiError) -> bytes:
-        return line(error_body(error))
-
-    def _part(self, fields: JSON, entries: Sequence[LogprobEntry] = ()) -> JSON:
-        """Return an object with a part of the answer."""
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        part: JSON = {"model": self._call.model, "created_at": now}
-        if self._is_chat:
-            part["message"] = {"role": "assistant", **fields}
-        else:
-            part |= {"response" if name == "content" else name: value for name, value in fields.items()}
-        if self._call.shape.logprobs is not None and entries:
-            part["logprobs"] = token_logprobs(entries, self._call.shape, self._tokenizer)
-        return part
-
-    def _ending(self, transcript: Transcript) -> JSON:
-        counts = {
-            "prompt_eval_count": len(self._call.requests[0].prompt),
-            "eval_count": len(transcript.token_ids),
-        }
-        return {"done": True, "done_reason": transcript.finish_reason, **durations([transcript]), **counts}
 
 
 class Pieces:
@@ -339,6 +279,54 @@ class Pieces:
         return {"content": content, **thought, **({"tool_calls": calls} if calls else {})}
 
 
+@dataclass
+class OllamaReply(Reply[TextBody]):
+    """The reply to /api/chat, with a message, or to /api/generate, with a text."""
+
+    _pieces: Pieces = field(init=False, default_factory=Pieces)
+
+    def whole(self) -> JSON:
+        if not self.transcripts:
+            is_unload = (self.options.model_extra or {}).get("keep_alive") in (0, "0", "0s")
+            return self._part({"content": ""}) | {"done": True, "done_reason": "unload" if is_unload else "load"}
+        (transcript,) = self.transcripts
+        return self._part(self._pieces.add(transcript.events), transcript.entries) | self._ending(transcript)
+
+    def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
+        """Return a line with what a delta adds and, at the end, one with the counts and durations."""
+        is_end = decoded.finish_reason is not None
+        fields = self._pieces.add(decoded.events, is_end=is_end)
+        has_more = len(fields) > 1 or fields["content"] or (self.generation.logprobs is not None and decoded.entries)
+        data = line(self._part(fields, decoded.entries) | {"done": False}) if has_more else b""
+        return data + (line(self._part({"content": ""}) | self._ending(transcript)) if is_end else b"")
+
+    def end(self) -> bytes:
+        """Return nothing: the last delta has the last line; without an answer, the only line."""
+        return b"" if self.transcripts else line(self.whole())
+
+    def fail(self, error: ApiError) -> bytes:
+        return line(error_body(error))
+
+    def _part(self, fields: JSON, entries: Sequence[LogprobEntry] = ()) -> JSON:
+        """Return an object with a part of the answer."""
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        part: JSON = {"model": self.generation.model, "created_at": now}
+        if isinstance(self.options, OllamaChatBody):
+            part["message"] = {"role": "assistant", **fields}
+        else:
+            part |= {"response" if name == "content" else name: value for name, value in fields.items()}
+        if self.generation.logprobs is not None and entries:
+            part["logprobs"] = token_logprobs(entries, self.generation)
+        return part
+
+    def _ending(self, transcript: Transcript) -> JSON:
+        counts = {
+            "prompt_eval_count": len(self.generation.requests[0].prompt),
+            "eval_count": len(transcript.token_ids),
+        }
+        return {"done": True, "done_reason": transcript.finish_reason, **durations([transcript]), **counts}
+
+
 def error_body(error: ApiError) -> JSON:
     """Return Ollama's error object: the message alone."""
     return {"error": shortened(error.message)}
@@ -347,18 +335,20 @@ def error_body(error: ApiError) -> JSON:
 DIALECT = Dialect(
     generating=(
         *EMBEDDING_ROUTES,
-        Generating(
+        Route(
             path="/api/generate",
             body=OllamaGenerateBody,
-            to_call=generate_call,
+            ask=ask_ollama_generate,
+            reply=OllamaReply,
             summary="Answer a prompt; the interface of Ollama.",
             form=JSON_LINES,
             renders=True,
         ),
-        Generating(
+        Route(
             path="/api/chat",
             body=OllamaChatBody,
-            to_call=ollama_chat_call,
+            ask=ask_ollama_chat,
+            reply=OllamaReply,
             summary="Answer messages; the interface of Ollama.",
             form=JSON_LINES,
             renders=True,

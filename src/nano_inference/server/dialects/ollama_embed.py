@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from nano_inference.server.call import JSON, Call, Reply, Transcript
+from nano_inference.server.ask import as_body
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialect import Generating
+from nano_inference.server.dialect import Route
 from nano_inference.server.dialects.ollama_models import ModelName
-from nano_inference.server.embedding import EmbeddingBody, embedding_call, embedding_reply
+from nano_inference.server.embedding import EmbeddingBody, ask_embedding, embedding_reply
 from nano_inference.server.errors import ApiError, renamed, reworded
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors
+from nano_inference.server.replies import Reply
 from nano_inference.server.schema import MAX_PROMPTS, Body, Samples
-from nano_inference.server.translating import as_body
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.server.transcript import Transcript
 
 _SPARE_TOKENS = 64  # tokens read beyond the limit, because a text that is cut inside a word has other tokens at its end
 Text = Annotated[str, Field(min_length=1)]
@@ -43,28 +41,25 @@ class OllamaEmbeddingsBody(Body):
     prompt: Text
 
 
-def embed_call(body: OllamaEmbedBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /api/embed. Raises `ApiError` naming the invalid field."""
+def ask_embed(body: OllamaEmbedBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body of POST /api/embed asks for. Raises `ApiError` naming the invalid field."""
     given: Any = body.input
     if body.truncate is not False:
         given = _cut(given, model) if isinstance(given, str) else [_cut(text, model) for text in given]
     asked = as_body({"model": body.model, "input": given, "dimensions": body.dimensions}, EmbeddingBody)
     try:
-        call = embedding_call(asked, model, config, salt)
+        return ask_embedding(asked, model, config, salt)
     except ApiError as error:
         raise reworded(error, lambda text: text.replace("truncate_prompt_tokens", "truncate")) from None
-    return replace(call, make_reply=partial(EmbedReply, body=asked, is_list=True))
 
 
-def embeddings_call(body: OllamaEmbeddingsBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /api/embeddings. Raises `ApiError` naming the invalid field."""
+def ask_embeddings(body: OllamaEmbeddingsBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body of POST /api/embeddings asks for. Raises `ApiError` naming the invalid field."""
     try:
         fields: JSON = {"model": body.model, "input": _cut(body.prompt, model), "normalize": False}
-        asked = as_body(fields, EmbeddingBody)
-        call = embedding_call(asked, model, config, salt)
+        return ask_embedding(as_body(fields, EmbeddingBody), model, config, salt)
     except ApiError as error:
         raise renamed(error, {"input": "prompt"}) from None
-    return replace(call, make_reply=partial(EmbedReply, body=asked, is_list=False))
 
 
 def _cut(text: str, model: ServedModel) -> list[int]:
@@ -75,29 +70,32 @@ def _cut(text: str, model: ServedModel) -> list[int]:
         return model.tokenizer.encode(text[: (limit + _SPARE_TOKENS) * model.longest_token])[:limit]
 
 
-class EmbedReply(Reply):
-    """The vectors as a list, or the only one."""
+class EmbedReply(Reply[EmbeddingBody]):
+    """The vectors of /api/embed, as a list."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, body: EmbeddingBody, is_list: bool) -> None:
-        self._call, self._body, self._is_list = call, body, is_list
-
-    def body(self, transcripts: Sequence[Transcript]) -> JSON:
+    def whole(self) -> JSON:
         """Return the reply's JSON. Raises `ApiError` if a text failed."""
-        samples = [transcript.sample for transcript in transcripts if transcript.sample is not None]
-        vectors = [entry["embedding"] for entry in embedding_reply(self._body, self._call.model, samples)["data"]]
-        if not self._is_list:
-            return {"embedding": vectors[0]}
-        times = durations(transcripts)
+        times = durations(self.transcripts)
         return {
-            "model": self._call.model,
-            "embeddings": vectors,
+            "model": self.generation.model,
+            "embeddings": _vectors(self),
             "total_duration": times["total_duration"],
             "load_duration": times["load_duration"],
-            "prompt_eval_count": sum(len(request.prompt) for request in self._call.requests),
+            "prompt_eval_count": sum(len(request.prompt) for request in self.generation.requests),
         }
 
-    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        return b""
+
+class EmbeddingsReply(Reply[EmbeddingBody]):
+    """The only vector of /api/embeddings."""
+
+    def whole(self) -> JSON:
+        """Return the reply's JSON. Raises `ApiError` if the text failed."""
+        return {"embedding": _vectors(self)[0]}
+
+
+def _vectors(reply: Reply[EmbeddingBody]) -> list[Any]:
+    samples = [transcript.sample for transcript in reply.transcripts if transcript.sample is not None]
+    return [entry["embedding"] for entry in embedding_reply(reply.options, reply.generation.model, samples)["data"]]
 
 
 def durations(transcripts: Sequence[Transcript]) -> dict[str, int]:
@@ -117,17 +115,19 @@ def durations(transcripts: Sequence[Transcript]) -> dict[str, int]:
 
 
 EMBEDDING_ROUTES = (
-    Generating(
+    Route(
         path="/api/embed",
         body=OllamaEmbedBody,
-        to_call=embed_call,
+        ask=ask_embed,
+        reply=EmbedReply,
         summary="Return embedding vectors of texts; the interface of Ollama.",
         streams=False,
     ),
-    Generating(
+    Route(
         path="/api/embeddings",
         body=OllamaEmbeddingsBody,
-        to_call=embeddings_call,
+        ask=ask_embeddings,
+        reply=EmbeddingsReply,
         summary="Return the embedding vector of a text; an older interface of Ollama.",
         streams=False,
     ),

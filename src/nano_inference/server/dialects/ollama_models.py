@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from nano_inference.server.call import JSON
 from nano_inference.server.dialect import Occupancy, UnloadedModel
+from nano_inference.server.generation import JSON
 from nano_inference.server.model import ServedModel, tagged
 from nano_inference.server.schema import Body
 from nano_inference.text.dialogue import TemplateDialogue

@@ -1,36 +1,35 @@
 """Routes of OpenAI's POST /v1/completions, /v1/chat/completions and /v1/embeddings.
 
-Bodies are in `server/schema.py`, calls in `server/calls.py` and replies in `server/replies.py`; those of embeddings in
-`server/embedding.py`.
+`server/schema.py` has their bodies, `server/ask.py` what these ask for, `server/replies.py` the replies, and
+`server/embedding.py` all of embeddings.
 """
 
 from __future__ import annotations
 
-from nano_inference.server.calls import chat_call, completion_call
-from nano_inference.server.dialect import Dialect, Generating
-from nano_inference.server.embedding import EmbeddingBody, embedding_call
+from nano_inference.server.ask import ask_chat, ask_completion
+from nano_inference.server.dialect import Dialect, Route
+from nano_inference.server.embedding import EmbeddingBody, EmbeddingReply, ask_embedding
 from nano_inference.server.schema import ChatBody, CompletionBody
 
 DIALECT = Dialect(
     generating=(
-        Generating(
+        Route(
             path="/v1/completions",
             body=CompletionBody,
-            to_call=completion_call,
+            ask=ask_completion,
             summary="Continue a text or token ids.",
         ),
-        Generating(
-            path="/v1/chat/completions", body=ChatBody, to_call=chat_call, summary="Answer messages.", renders=True
-        ),
+        Route(path="/v1/chat/completions", body=ChatBody, ask=ask_chat, summary="Answer messages.", renders=True),
     ),
 )
 
 EMBEDDINGS = Dialect(
     generating=tuple(
-        Generating(
+        Route(
             path=path,
             body=EmbeddingBody,
-            to_call=embedding_call,
+            ask=ask_embedding,
+            reply=EmbeddingReply,
             summary="Return embedding vectors of texts.",
             streams=False,
         )

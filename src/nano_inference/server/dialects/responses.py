@@ -17,14 +17,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from pydantic_core import from_json, to_json
 
-from nano_inference.server.call import JSON, Call
+from nano_inference.server.ask import as_body, prompt_length, translated, with_current_reasoning
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialect import Converting, Dialect, Generating, Recalling
+from nano_inference.server.dialect import Converting, Dialect, Recalling, Route
 from nano_inference.server.dialects.responses_body import (
     LOCAL_SEARCH,
     FlatTool,
@@ -34,12 +33,18 @@ from nano_inference.server.dialects.responses_body import (
     ResponsesBody,
     is_left_out,
 )
-from nano_inference.server.dialects.responses_reply import ID_PREFIXES, ResponsesReply, stream_error, text_in
+from nano_inference.server.dialects.responses_reply import (
+    ID_PREFIXES,
+    ResponsesOptions,
+    ResponsesReply,
+    stream_error,
+    text_in,
+)
 from nano_inference.server.errors import ApiError, refused, unsupported_field, unsupported_value
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies, StoredReply
 from nano_inference.server.schema import ChatBody, Sampling, TextPart
-from nano_inference.server.translating import as_body, prompt_length, translated_call, with_current_reasoning
 
 CHAT_NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -64,41 +69,39 @@ _MISSING = "response_not_found"
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
 
 
-# ---- from a body to a call ------------------------------------------------------------------------------------------
+# ---- from a body to a generation ------------------------------------------------------------------------------------
 
 
-def responses_call(
+def ask_responses(
     body: ResponsesBody, model: ServedModel, config: ServerConfig, salt: str, replies: ClientReplies | None = None
-) -> Call:
-    """Return the call of POST /v1/responses. Raises `ApiError` naming the invalid field.
+) -> Generation:
+    """Return what a body of POST /v1/responses asks for. Raises `ApiError` naming the invalid field.
 
-    With `replies`, the call may continue one of them, and adds its reply to them.
+    With `replies`, it may continue one of them, and the reply is added to them.
     """
     earlier = earlier_items(body, replies)
-    call = translated_call(chat_fields(body, earlier), ChatBody, CHAT_NAMES, model, config, salt)
+    generation = translated(chat_fields(body, earlier), ChatBody, CHAT_NAMES, model, config, salt)
     stem = uuid.uuid4().hex
-    call = replace(call, id=f"resp_{body.request_id or stem}")
+    name = f"resp_{body.request_id or stem}"
     keep: Callable[[JSON], bool] | None = None
     if replies is not None and body.store is not False:
         items = to_json([*earlier, *listed_items(body.input, stem)])
 
         def keep(response: JSON) -> bool:
-            return replies.put(StoredReply(id=call.id, reply=to_json(response), items=items))
+            return replies.put(StoredReply(id=name, reply=to_json(response), items=items))
 
-    spaces = [tool for tool in body.tools or () if tool.type == "namespace"]
-    reply = partial(
-        ResponsesReply,
-        echo=_echo(body, call) | {"store": keep is not None},
+    options = ResponsesOptions(
+        echo=_echo(body, generation) | {"store": keep is not None},
         id_stem=stem,
         namespaces={
             f"{space.name}.{one.name}": (space.name or "", one.name or "")
-            for space in spaces
-            for one in space.tools or ()
+            for space in body.tools or ()
+            for one in (space.tools or () if space.type == "namespace" else ())
         },
         keep=keep,
         encodes_reasoning=_ENCRYPTED in (body.include or ()),
     )
-    return replace(call, make_reply=reply)
+    return replace(generation, id=name, options=options)
 
 
 def input_tokens(body: InputTokensBody, model: ServedModel, replies: ClientReplies | None = None) -> JSON:
@@ -271,9 +274,9 @@ def _texts(content: str | Sequence[TextPart], place: str) -> str | list[JSON]:
     return [{"type": "text", "text": part.words} for part in content]
 
 
-def _echo(body: ResponsesBody, call: Call) -> JSON:
+def _echo(body: ResponsesBody, generation: Generation) -> JSON:
     """Return the fields that a response repeats from its request; sampling parameters are the values in effect."""
-    params = call.requests[0].params
+    params = generation.requests[0].params
     given = None if body.text is None else body.text.format
     form: JSON = {"type": "text"}
     if given is not None:
@@ -375,11 +378,12 @@ def input_items(replies: ClientReplies, name: str, query: Mapping[str, str]) -> 
 
 DIALECT = Dialect(
     generating=tuple(
-        Generating(
+        Route(
             path=path,
             body=ResponsesBody,
-            to_call=responses_call,
-            to_stored_call=responses_call,
+            ask=ask_responses,
+            stores=True,
+            reply=ResponsesReply,
             summary="Answer items; the interface of OpenAI's Responses API.",
             renders=True,
         )
@@ -390,7 +394,7 @@ DIALECT = Dialect(
             path="/v1/responses/input_tokens",
             body=InputTokensBody,
             work=input_tokens,
-            stored_work=input_tokens,
+            stores=True,
             summary="Count the tokens of a prompt; the interface of OpenAI's Responses API.",
             renders=True,
         ),

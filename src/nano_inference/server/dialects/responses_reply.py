@@ -9,19 +9,19 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
 
-from nano_inference.server.call import JSON, Call, Reply, Transcript, num_reasoning_tokens, usage
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
-from nano_inference.server.replies import joined, sample_facts, token_logprobs
-from nano_inference.server.timings import PrefillProgress, timings_of
+from nano_inference.server.generation import JSON
+from nano_inference.server.replies import Reply, joined, sample_facts, token_logprobs
+from nano_inference.server.timings import prefill_reports, timings_of
+from nano_inference.server.transcript import Transcript, num_reasoning_tokens, usage
 from nano_inference.text.dialogue import Part
-from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_events import CallArguments, CallStart, Content, Event, Reasoning
 
 ID_PREFIXES: Mapping[str, str] = {
@@ -55,23 +55,23 @@ def text_in(content: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-@dataclass
-class ResponsesReply(Reply):
-    """The reply to one call of POST /v1/responses."""
+class ResponsesOptions(NamedTuple):
+    """What the reply depends on beside the generation."""
 
-    call: Call
-    tokenizer: Tokenizer
-    created: int
-    _: KW_ONLY
     echo: JSON  # fields repeated from the request
     id_stem: str  # common part of the items' ids
-    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    namespaces: Mapping[str, tuple[str, str]] = {}
     """Name of a function in the prompt -> its namespace and name."""
     keep: Callable[[JSON], bool] | None = None
     """Stores the final response, and returns False if it cannot be retrieved later."""
     encodes_reasoning: bool = False
     """True if reasoning items have `encrypted_content`, for clients that send back only this field."""
     clock: Callable[[], float] = time.time
+
+
+@dataclass
+class ResponsesReply(Reply[ResponsesOptions]):
+    """The reply to POST /v1/responses."""
 
     _items: list[JSON] = field(init=False, default_factory=list)  # completed items
     _open: JSON = field(init=False, default_factory=dict)  # the item in progress as it started; what it has since:
@@ -82,40 +82,37 @@ class ResponsesReply(Reply):
     _num_reasoned: int = field(init=False, default=0)  # tokens of reasoning whose log-probabilities were left out
     _num_events: int = field(init=False, default=0)
 
-    def __post_init__(self) -> None:
-        self._prefill = PrefillProgress(self.call)
-
     # ---- whole replies and streams ----------------------------------------------------------------------------------
 
-    def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        (transcript,) = transcripts
+    def whole(self) -> JSON:
+        (transcript,) = self.transcripts
         self._take(transcript.events, self._of_content(transcript, transcript.entries), transcript.parts)
         self._finish(transcript)
         return self._ended(transcript) | self._timings(transcript)
 
-    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
+    def start(self) -> bytes:
         """Return the events `response.created` and `response.in_progress`."""
         response = self._response("in_progress")
         return self._encode({"type": name, "response": response} for name in ("response.created", _RUNNING))
 
-    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+    def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
         states = [
             {"type": _RUNNING, "response": self._response("in_progress"), "prompt_progress": report}
-            for report in self._prefill.reports(transcript, decoded)
+            for report in prefill_reports(self.generation, transcript, decoded)
         ]
         timings = self._timings(transcript)
         events = self._take(decoded.events, self._of_content(transcript, decoded.entries), decoded.parts)
         return self._encode([*states, *(one | timings if one["type"] == _TEXT else one for one in events)])
 
-    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
+    def end(self) -> bytes:
         """Return the end of the open item, and the response."""
-        (transcript,) = transcripts
+        (transcript,) = self.transcripts
         ends = self._finish(transcript)
         response = self._ended(transcript)
         name = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return self._encode([*ends, {"type": name, "response": response, **self._timings(transcript)}])
 
-    def error_events(self, error: ApiError) -> bytes:
+    def fail(self, error: ApiError) -> bytes:
         """Return the response with its items so far, and the error."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"  # the API allows a fixed set of codes
         fields = {"code": code, "message": shortened(error.message), "type": error.type, "param": error.param}
@@ -129,20 +126,20 @@ class ResponsesReply(Reply):
     def _take(self, events: Iterable[Event], entries: Sequence[LogprobEntry], parts: Sequence[Part]) -> list[JSON]:
         """Add reasoning, text and calls to the items; return the API's events for them."""
         out: list[JSON] = []
-        logprobs = token_logprobs(entries, self.call.shape, self.tokenizer)
+        logprobs = token_logprobs(entries, self.generation)
         for one in events:
             if isinstance(one, Content):
                 out += self._text(one.text, logprobs, parts)
                 logprobs, parts = [], ()
             elif isinstance(one, Reasoning):
                 if self._open.get("type") != "reasoning":
-                    encrypted = {"encrypted_content": None} if self.encodes_reasoning else {}
+                    encrypted = {"encrypted_content": None} if self.options.encodes_reasoning else {}
                     out += [*self._close(), *self._start("reasoning", summary=[], content=[], **encrypted)]
                 self._pieces.append(one.text)
                 out.append(self._content_event("reasoning_text.delta", delta=one.text))
             elif isinstance(one, CallStart):
                 out += self._close()
-                space, name = self.namespaces.get(one.name, (None, one.name))
+                space, name = self.options.namespaces.get(one.name, (None, one.name))
                 own = {} if space is None else {"namespace": space}
                 out += self._start("function_call", call_id=self._id("call"), **own, name=name, arguments="")
             elif isinstance(one, CallArguments):
@@ -237,7 +234,7 @@ class ResponsesReply(Reply):
         is_cut = transcript.finish_reason in _ENDS
         is_missing = not self._open or (self._open["type"] == "reasoning" and not is_cut)
         start = self._message() if is_missing else []
-        facts = sample_facts(transcript, self.call.shape)
+        facts = sample_facts(transcript, self.generation)
         return [*start, *self._close("incomplete" if is_cut else "completed", **facts)]
 
     # ---- responses and events ---------------------------------------------------------------------------------------
@@ -245,7 +242,7 @@ class ResponsesReply(Reply):
     def _ended(self, transcript: Transcript) -> JSON:
         """Return the final response."""
         status = _ENDS.get(transcript.finish_reason or "", "completed")
-        counts = usage(self.call, [transcript])
+        counts = usage(self.generation, [transcript])
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         counted: JSON = {
             "input_tokens": counts["prompt_tokens"],
@@ -257,28 +254,33 @@ class ResponsesReply(Reply):
         fields: JSON = {"output": self._items, "usage": counted, "stop_reason": transcript.stop_reason}
         if status == "incomplete":
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
-        if self.call.shape.token_ids:
-            fields["prompt_token_ids"] = list(self.call.requests[0].prompt)
+        if self.generation.token_ids:
+            fields["prompt_token_ids"] = list(self.generation.requests[0].prompt)
         if status == "completed":
-            fields["completed_at"] = int(self.clock())
+            fields["completed_at"] = int(self.options.clock())
         response = self._response(status, **fields)
-        if self.keep is not None and not self.keep(response):
+        if self.options.keep is not None and not self.options.keep(response):
             response["store"] = False
         return response
 
     def _timings(self, transcript: Transcript) -> JSON:
         """Return llama.cpp's `timings` if they are requested."""
-        if not self.call.shape.timings:
+        if not self.generation.timings:
             return {}
-        return {"timings": timings_of(self.call, transcript, len(transcript.token_ids))}
+        return {"timings": timings_of(self.generation, transcript)}
 
     def _response(self, status: str, **fields: Any) -> JSON:
-        head: JSON = {"id": self.call.id, "object": "response", "created_at": self.created, "status": status}
+        head: JSON = {
+            "id": self.generation.id,
+            "object": "response",
+            "created_at": self.generation.created,
+            "status": status,
+        }
         unset: JSON = {"completed_at": None, "error": None, "incomplete_details": None, "output": [], "usage": None}
-        return head | {"model": self.call.model} | unset | self.echo | fields
+        return head | {"model": self.generation.model} | unset | self.options.echo | fields
 
     def _id(self, kind: str) -> str:
-        return f"{kind}_{self.id_stem}{len(self._items):02x}"
+        return f"{kind}_{self.options.id_stem}{len(self._items):02x}"
 
     def _item_event(self, name: str, **fields: Any) -> JSON:
         return {"type": f"response.{name}", "output_index": len(self._items)} | fields

@@ -12,25 +12,24 @@ import uuid
 from array import array
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import Field
 
 from nano_inference.server import schema
-from nano_inference.server.call import JSON, Call, Reply, Transcript, transcripts_of
+from nano_inference.server.ask import given_fields, translated
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_text
-from nano_inference.server.dialect import Dialect, Generating, Probing
+from nano_inference.server.dialect import Dialect, Probing, Route
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import event
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
-from nano_inference.server.replies import version_facts
+from nano_inference.server.replies import Reply, version_facts
 from nano_inference.server.schema import Body, CompletionBody
-from nano_inference.server.translating import given_fields, translated_call
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.server.transcript import Transcript
 from nano_inference.types import SamplingMask, TopLogprobs, TrainingSample
 
 _T = TypeVar("_T")
@@ -125,11 +124,20 @@ class PromptOptions(NamedTuple):
     kept: bool  # whether the tokens that could be sampled are included in slime's form
 
 
-# ---- body -> call
+class ReplyOptions(NamedTuple):
+    """What the reply is made from."""
+
+    body: SglangBody
+    prompts: Sequence[PromptOptions]
+    is_list: bool
+    vocab_size: int
 
 
-def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of a request. Raises `ApiError` naming the invalid field of `SglangBody`."""
+# ---- body -> generation
+
+
+def ask_sglang(body: SglangBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body asks for. Raises `ApiError` naming the invalid field of `SglangBody`."""
     if (body.text is None) == (body.input_ids is None):
         raise ApiError(400, "exactly one of text and input_ids must be given", param="input_ids")
     given: Any = body.text if body.input_ids is None else body.input_ids
@@ -148,43 +156,38 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
         masks = bool(body.return_sampling_mask) or option.kept
         known |= {"max_tokens": one.max_new_tokens, "return_sampling_mask": masks}
         fields.append(known | {"return_token_ids": True, "stream": body.stream})
-    calls: list[Call] = []
-    for _, run in groupby(range(len(prompts)), key=fields.__getitem__):  # prompts with equal fields are one call
+    generations: list[Generation] = []
+    for _, run in groupby(range(len(prompts)), key=fields.__getitem__):  # prompts with equal fields are translated once
         indices = list(run)
         where = f"sampling_params.{indices[0]}" if isinstance(body.sampling_params, list) else "sampling_params"
         names = {field: f"{where}.{name}" for field, name in _PARAM_NAMES.items()}
         names |= {**_BODY_NAMES, "prompt": "input_ids" if body.text is None else "text"}
         completion = {**fields[indices[0]], "prompt": [prompts[index] for index in indices]}
-        calls.append(translated_call(completion, CompletionBody, names, model, config, salt))
-    call = _merge(calls)
-    for index, (request, option) in enumerate(zip(call.requests, options, strict=True)):
+        generations.append(translated(completion, CompletionBody, names, model, config, salt))
+    generation = _merge(generations)
+    for index, (request, option) in enumerate(zip(generation.requests, options, strict=True)):
         if option.start > len(request.prompt):
             message = f"logprob_start_len must be at most the length of prompt {index}, {len(request.prompt)}"
             raise ApiError(400, f"{message}; got {option.start}", param="logprob_start_len")
+    is_list = is_list or generation.num_samples > 1
     return replace(
-        call,
+        generation,
         requests=tuple(  # beside named tokens, SGLang reports the alternatives too
             replace(request, params=replace(request.params, logprobs=option.top)) if option.named else request
-            for request, option in zip(call.requests, options, strict=True)
+            for request, option in zip(generation.requests, options, strict=True)
         ),
         id=options[0].rid,
         names=frozenset(option.rid for option in options) | ({body.rid} if isinstance(body.rid, str) else set()),
-        make_reply=partial(
-            SglangReply,
-            body=body,
-            options=options,
-            is_list=is_list or call.num_samples > 1,
-            vocab_size=model.limits.vocab_size,
-        ),
+        options=ReplyOptions(body, options, is_list, model.limits.vocab_size),
     )
 
 
-def health_generate_call(model: ServedModel, config: ServerConfig) -> Call:
-    """Return the call of /health_generate: one greedy token after a prompt of one token."""
+def ask_health(model: ServedModel, config: ServerConfig) -> Generation:
+    """Return what /health_generate asks for: one greedy token after a prompt of one token."""
     first = 0 if model.tokenizer.bos_id is None else model.tokenizer.bos_id
     params = SglangParams(max_new_tokens=1, temperature=0.0)
     name = f"HEALTH_CHECK_{uuid.uuid4().hex}"
-    return sglang_call(SglangBody(input_ids=[first], sampling_params=params, rid=name), model, config, "")
+    return ask_sglang(SglangBody(input_ids=[first], sampling_params=params, rid=name), model, config, "")
 
 
 def _per_prompt(value: _T | list[_T] | None, default: _T, count: int, name: str) -> list[_T]:
@@ -226,34 +229,30 @@ def _prompt_options(body: SglangBody, params: Sequence[SglangParams]) -> list[Pr
     return options
 
 
-def _merge(calls: Sequence[Call]) -> Call:
-    """Return several calls as one. Raises `ApiError` for options that must be equal for all prompts.
+def _merge(several: Sequence[Generation]) -> Generation:
+    """Return several generations as one. Raises `ApiError` for options that must be equal for all prompts.
 
-    Its shape contains what any prompt requests; `SglangReply` leaves out the rest per prompt. Stop strings of other
+    Its reply contains what any prompt requests; `SglangReply` leaves out the rest per prompt. Stop strings of other
     prompts only delay text: the engine decides where a sample stops.
     """
-    first, shapes = calls[0], [call.shape for call in calls]
+    first, asked = several[0], [one.logprobs for one in several if one.logprobs is not None]
     for name, values in (
-        ("n", [call.num_samples for call in calls]),
-        ("no_stop_trim", [shape.include_stop for shape in shapes]),
-        ("skip_special_tokens", [shape.skip_special for shape in shapes]),
+        ("n", [one.num_samples for one in several]),
+        ("no_stop_trim", [one.include_stop for one in several]),
+        ("skip_special_tokens", [one.skip_special for one in several]),
     ):
         if len(set(values)) > 1:
             field = f"sampling_params.{name}"
             raise ApiError(400, f"{field} must be the same for all prompts of a request", param=field)
-    shape = replace(
-        first.shape,
-        stops=tuple(dict.fromkeys(stop for shape in shapes for stop in shape.stops)),
-        logprobs=max((shape.logprobs for shape in shapes if shape.logprobs is not None), default=None),
-        prompt_logprobs=max((one.prompt_logprobs for one in shapes if one.prompt_logprobs is not None), default=None),
-        sampling_masks=any(shape.sampling_masks for shape in shapes),
-    )
     return replace(
         first,
-        requests=tuple(request for call in calls for request in call.requests),
-        num_tokens=sum(call.num_tokens for call in calls),
-        shape=shape,
-        forbids_tokens=any(call.forbids_tokens for call in calls),
+        requests=tuple(request for one in several for request in one.requests),
+        structures=tuple(structure for one in several for structure in one.structures or (None,) * len(one.requests)),
+        num_tokens=sum(one.num_tokens for one in several),
+        stops=tuple(dict.fromkeys(stop for one in several for stop in one.stops)),
+        logprobs=max(asked, default=None),
+        prompt_logprobs=max((one.prompt_logprobs for one in several if one.prompt_logprobs is not None), default=None),
+        forbids_tokens=any(one.forbids_tokens for one in several),
     )
 
 
@@ -265,52 +264,31 @@ def next_event(num_tokens: int) -> int:
     return num_tokens + max(1, num_tokens // _GROWTH_DIVISOR)
 
 
-class SglangReply(Reply):
+@dataclass
+class SglangReply(Reply[ReplyOptions]):
     """The reply to /generate: an object for one prompt, a list for several or for several samples."""
 
-    def __init__(
-        self,
-        call: Call,
-        tokenizer: Tokenizer,
-        created: int,
-        *,
-        body: SglangBody,
-        options: Sequence[PromptOptions],
-        is_list: bool,
-        vocab_size: int,
-    ) -> None:
-        self._call = call
-        self._tokenizer = tokenizer
-        self._body = body
-        self._options = options
-        self._is_list = is_list
-        self._vocab_size = vocab_size
-        self._started_at = time.monotonic()
-        self._sent = transcripts_of(call)  # what a stream has sent; the transcripts passed to it keep no text
-        self._masks: list[list[SamplingMask]] = [[] for _ in self._sent]
-        self._next = [1] * call.total_samples  # number of tokens of each sample at which its next event is sent
+    keeps: ClassVar[bool] = True  # each event has all of its sample
+    _started_at: float = field(init=False, default_factory=time.monotonic)
+    _next: dict[int, int] = field(init=False, default_factory=dict)
+    """Number of tokens of each sample at which its next event is sent; 1 at first."""
 
-    def body(self, transcripts: Sequence[Transcript]) -> Any:
-        masks = [() if one.sample is None else one.sample.sampling_masks or () for one in transcripts]
-        answers = list(map(self._answer, transcripts, masks))
-        return answers if self._is_list else answers[0]
+    def whole(self) -> Any:
+        answers = list(map(self._answer, self.transcripts))
+        return answers if self.options.is_list else answers[0]
 
-    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+    def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
         """Return an event with all of one sample so far, or nothing if its next event is not due."""
-        index, sent = transcript.index, self._sent[transcript.index]
-        sent.append(decoded)
-        if decoded.delta is not None:
-            self._masks[index] += decoded.delta.sampling_masks or ()
-        count = len(sent.token_ids)
-        if sent.finish_reason is None and count < self._next[index]:
+        index, count = transcript.index, len(transcript.token_ids)
+        if transcript.finish_reason is None and count < self._next.get(index, 1):
             return b""
         self._next[index] = next_event(count)
-        answer = self._answer(sent, self._masks[index])
-        return event({**answer, "index": index} if self._is_list else answer)
+        answer = self._answer(transcript)
+        return event({**answer, "index": index} if self.options.is_list else answer)
 
-    def _answer(self, transcript: Transcript, masks: Sequence[SamplingMask]) -> JSON:
-        options, sample = self._options[transcript.prompt_index], transcript.sample
-        num_samples = self._call.num_samples
+    def _answer(self, transcript: Transcript) -> JSON:
+        options, sample = self.options.prompts[transcript.prompt_index], transcript.sample
+        generation, masks, num_samples = self.generation, transcript.sampling_masks, self.generation.num_samples
         if sample is not None:  # the oldest version: the trainer's label, or else its number
             version = str(sample.version_labels.get(sample.weight_version, sample.weight_version))
         else:
@@ -318,12 +296,12 @@ class SglangReply(Reply):
         meta: JSON = {
             "id": options.rid if num_samples == 1 else f"{options.rid}_{transcript.index % num_samples}",
             "finish_reason": _finish_reason(transcript),
-            "prompt_tokens": len(self._call.requests[transcript.prompt_index].prompt),
+            "prompt_tokens": len(generation.requests[transcript.prompt_index].prompt),
             "completion_tokens": len(transcript.token_ids),
             "cached_tokens": sample.num_cached_tokens if sample is not None else 0,
             "num_retractions": sample.num_preemptions if sample is not None else 0,
             "weight_version": version,
-            **version_facts(transcript, self._call.shape),
+            **version_facts(transcript, generation),
             "mask": list(transcript.mask),
             "e2e_latency": time.monotonic() - self._started_at,
         }
@@ -331,10 +309,10 @@ class SglangReply(Reply):
             meta |= self._logprobs(transcript.entries, options)
         if options.start >= 0 and sample is not None:
             meta |= self._input_logprobs(sample, options)
-        if self._body.return_sampling_mask:
+        if self.options.body.return_sampling_mask:
             meta["sampling_mask"] = list(masks)
         if options.kept and transcript.finish_reason is not None:
-            meta |= kept_tokens(masks, self._vocab_size)
+            meta |= kept_tokens(masks, self.options.vocab_size)
         return {"text": transcript.text, "output_ids": list(transcript.token_ids), "meta_info": meta}
 
     def _logprobs(self, entries: Sequence[LogprobEntry], options: PromptOptions) -> JSON:
@@ -365,7 +343,11 @@ class SglangReply(Reply):
         return [self._triple(one.logprob, one.token) for one in top[:count]]
 
     def _triple(self, logprob: float | None, token: int) -> list[Any]:
-        return [logprob, token, token_text(token, self._tokenizer) if self._body.return_text_in_logprobs else None]
+        return [
+            logprob,
+            token,
+            token_text(token, self.generation.tokenizer) if self.options.body.return_text_in_logprobs else None,
+        ]
 
 
 def kept_tokens(masks: Sequence[SamplingMask], vocab_size: int) -> JSON:
@@ -406,6 +388,6 @@ def _finish_reason(transcript: Transcript) -> JSON | None:
 
 _GENERATE, _PROBE = "Complete texts or token ids; the interface of SGLang.", "Check that the engine samples a token."
 DIALECT = Dialect(
-    generating=(Generating(path="/generate", body=SglangBody, to_call=sglang_call, summary=_GENERATE),),
-    probing=(Probing(path="/health_generate", to_call=health_generate_call, summary=_PROBE),),
+    generating=(Route(path="/generate", body=SglangBody, ask=ask_sglang, reply=SglangReply, summary=_GENERATE),),
+    probing=(Probing(path="/health_generate", ask=ask_health, reply=SglangReply, summary=_PROBE),),
 )

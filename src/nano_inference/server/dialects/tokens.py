@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from nano_inference.server.call import JSON
 from nano_inference.server.detokenizer import token_text
 from nano_inference.server.dialect import Converting, Describing, Dialect, Occupancy
 from nano_inference.server.errors import ApiError, refused
+from nano_inference.server.generation import JSON
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors, read_messages, require_dialogue, with_prefill
 from nano_inference.server.schema import ApplyTemplateBody, CountBody, DetokenizeBody, RenderingFields, TokenizeBody

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nano_inference.server.body import parse, read_json
-from nano_inference.server.call import JSON
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError, reworded
+from nano_inference.server.generation import JSON
 from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.schema import Body
 from nano_inference.server.trainers.control import Control

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 
 import nano_inference
-from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
+from nano_inference.server.generation import JSON
 from nano_inference.server.trainers.context import RLContext
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from starlette.requests import Request
 
-from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError, refused
+from nano_inference.server.generation import JSON
 from nano_inference.server.security import forwarded, parse_address
 from nano_inference.server.trainers.context import Command, RLContext
 from nano_inference.server.trainers.schema import (

@@ -11,8 +11,8 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from nano_inference.async_engine import DrivenEngine
-from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError, refused
+from nano_inference.server.generation import JSON
 from nano_inference.server.trainers.body_stream import BodyStream
 from nano_inference.server.trainers.context import Command, Reply, RLContext
 from nano_inference.server.trainers.schema import (

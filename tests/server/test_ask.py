@@ -12,15 +12,16 @@ import pytest
 import tokenizers
 
 from nano_inference.core.admission import Limits
+from nano_inference.server.ask import ask_chat, ask_completion
 from nano_inference.server.body import parse
-from nano_inference.server.call import Call, transcripts_of
-from nano_inference.server.calls import chat_call, completion_call
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialects.tokens import apply_template, tokenize
 from nano_inference.server.errors import ApiError
+from nano_inference.server.generation import Generation
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import plain_messages
 from nano_inference.server.schema import ApplyTemplateBody, ChatBody, CompletionBody, TokenizeBody
+from nano_inference.server.transcript import transcripts_of
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.fast import FastTokenizer, set_bos_eos
@@ -61,12 +62,12 @@ def model(tiny_directory: Path, tokenizer: Tokenizer) -> ServedModel:
     )
 
 
-def completion(model: ServedModel, config: ServerConfig = CONFIG, /, **fields: Any) -> Call:
-    return completion_call(CompletionBody(**{"prompt": "hi", **fields}), model, config, "salt")
+def completion(model: ServedModel, config: ServerConfig = CONFIG, /, **fields: Any) -> Generation:
+    return ask_completion(CompletionBody(**{"prompt": "hi", **fields}), model, config, "salt")
 
 
-def chat(model: ServedModel, config: ServerConfig = CONFIG, /, **fields: Any) -> Call:
-    return chat_call(ChatBody(**{"messages": HELLO, **fields}), model, config, "salt")
+def chat(model: ServedModel, config: ServerConfig = CONFIG, /, **fields: Any) -> Generation:
+    return ask_chat(ChatBody(**{"messages": HELLO, **fields}), model, config, "salt")
 
 
 def templated(model: ServedModel, source: str) -> ServedModel:
@@ -156,12 +157,12 @@ def test_reply_shape(model: ServedModel) -> None:
         return_token_ids=True,
         return_tokens_as_token_ids=True,
     )
-    shape = call.shape
+    shape = call
     assert (shape.stops, shape.include_stop, shape.skip_special) == (("END",), True, False)
     assert (shape.logprobs, shape.prompt_logprobs, shape.echo) == (0, 0, ("hello",))
     assert (shape.token_ids, shape.tokens_as_ids) == (True, True)
     assert call.requests[0].make_matcher is not None
-    assert completion(model, stop=["a", "b"]).shape.stops == ("a", "b")
+    assert completion(model, stop=["a", "b"]).stops == ("a", "b")
     assert completion(model, stop=[]).requests[0].make_matcher is None
 
 
@@ -206,8 +207,8 @@ def test_prompt_formats(model: ServedModel) -> None:
         assert [list(request.prompt) for request in call.requests] == expected
         assert call.total_samples == 2 * len(expected)
         assert call.num_tokens == sum(len(ids) + 2 * 5 for ids in expected)
-    assert completion(model, prompt=["ab", "c"], echo=True).shape.echo == ("ab", "c")
-    assert completion(model, prompt=[[97], [98, 195]], echo=True).shape.echo == tuple(
+    assert completion(model, prompt=["ab", "c"], echo=True).echo == ("ab", "c")
+    assert completion(model, prompt=[[97], [98, 195]], echo=True).echo == tuple(
         model.tokenizer.decode(ids) for ids in ([97], [98, 195])
     )
 
@@ -221,9 +222,9 @@ def test_tokenizer_prefix_tokens(model: ServedModel, tokenizer: Tokenizer) -> No
     assert completion(with_bos).requests[0].prompt == (258, *plain)
     assert completion(with_bos, add_special_tokens=False).requests[0].prompt == plain
     assert chat(with_bos).requests[0].prompt == chat(model).requests[0].prompt, "a chat's template writes what it wants"
-    assert (chat(with_bos).shape.drop_space, completion(with_bos).shape.drop_space) == (True, False)
+    assert (chat(with_bos).drop_space, completion(with_bos).drop_space) == (True, False)
     continued = chat(with_bos, messages=[{"role": "assistant", "content": "The sky is"}], continue_final_message=True)
-    assert not continued.shape.drop_space, "a continued message keeps the space before its first word"
+    assert not continued.drop_space, "a continued message keeps the space before its first word"
     for body, expected in (
         (TokenizeBody(prompt="hi"), (258, *plain)),
         (TokenizeBody(prompt="hi", add_special_tokens=False), plain),
@@ -445,7 +446,7 @@ def test_conflicting_structure_and_functions_are_refused(
         chat(other, tools=[NOW], **fields, tool_choice="required"),
         chat(other, tools=[NOW], tool_choice="auto"),
     )
-    structures = [call.requests[0].structure for call in (plain, forced, alone)]
+    structures = [next(iter(call.structures), None) for call in (plain, forced, alone)]
     assert [structure and structure.field for structure in structures] == [param, "tools", None]
 
 
@@ -494,7 +495,7 @@ def test_transcript_keeps_reported_events_only(
     for at, token in enumerate(tokens, 1):
         sample = sample_of(tokens, "stop", None) if at == len(tokens) else None
         piece = delta([token], sample=sample)
-        events += transcript.add_delta(piece, call.shape, model.tokenizer, keep=not is_stream).events
+        events += transcript.add_delta(piece, call, keep=not is_stream).events
     assert merged(transcript.events) == ([] if is_stream else merged(events))
     assert "".join(event.text for event in events if isinstance(event, Content)) == content
     assert transcript.num_calls == sum(isinstance(event, CallStart) for event in events) == num_calls

@@ -1,4 +1,7 @@
-"""Turns a body of a completion or a chat into a `Call`: the engine's requests and the shape of the reply. Pure."""
+"""`ask` of completions and chats: turns a body into a `Generation`. Pure.
+
+Other dialects translate their bodies into the fields of these two (`translated`).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import to_json
 
 from nano_inference.core.admission import checked
-from nano_inference.server.call import Call
+from nano_inference.server.body import parse
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import prefix_text
-from nano_inference.server.errors import ApiError, refused
+from nano_inference.server.errors import ApiError, refused, renamed
+from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import (
     Prompt,
@@ -26,18 +33,26 @@ from nano_inference.server.prompts import (
     with_prefill,
 )
 from nano_inference.server.reasoning import with_reasoning
-from nano_inference.server.replies import OpenAIReply
-from nano_inference.server.schema import ChatBody, CompletionBody
-from nano_inference.server.shape import ReplyShape
-from nano_inference.server.structured import FIELDS, PromptRequest, Structure, structure_of
+from nano_inference.server.schema import Body, ChatBody, CompletionBody
+from nano_inference.server.structured import FIELDS, Structure, structure_of
 from nano_inference.server.tools import ToolUse, requested_tools
 from nano_inference.text.dialogue import shown
 from nano_inference.text.kinds import Tool
 from nano_inference.text.stop_regex import stop_regex_matcher
 from nano_inference.text.stops import bad_words_matcher, both, stop_matcher
 from nano_inference.text.tool_format import calls_grammar, calls_in_text_grammar, resume_program, special_tokens
-from nano_inference.types import FROM_THE_PROMPT, BadRequest, Beginning, MatcherFactory, SamplingParams, TokenProgram
+from nano_inference.types import (
+    FROM_THE_PROMPT,
+    BadRequest,
+    Beginning,
+    EngineRequest,
+    MatcherFactory,
+    SamplingParams,
+    TokenProgram,
+)
 
+_B = TypeVar("_B", bound=Body)
+_UNLIMITED = 1 << 40
 _DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -46,8 +61,8 @@ _SAMPLING_FIELDS = (
 )
 
 
-def completion_call(body: CompletionBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /v1/completions. Raises `ApiError` naming the invalid field."""
+def ask_completion(body: CompletionBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body of POST /v1/completions asks for. Raises `ApiError` naming the invalid field."""
     _check(body, model, config)
     if body.best_of not in (None, 0, body.n or 1):
         raise ApiError(400, "best_of is not supported; use n, which returns all samples", param="best_of")
@@ -56,13 +71,12 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     prompts = completion_prompts(body, model, max_tokens)
     structure = structure_of({name: getattr(body, name) for name in FIELDS})
     tool = _calculator(bool(body.calculator), model, has_others=structure is not None)
-    shape = _shape(body, config, model, [prompt.echo for prompt in prompts], tool)
-    params = _sampling_params(body, model, config, shape, max_tokens)
-    return _call(body, model, prompts, params, shape, structure, salt, tool)
+    generation = _reply_options(body, config, model, [prompt.echo for prompt in prompts], tool)
+    return _with_requests(generation, body, model, config, prompts, max_tokens, structure, salt, tool)
 
 
-def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /v1/chat/completions. Raises `ApiError` naming the invalid field."""
+def ask_chat(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
+    """Return what a body of POST /v1/chat/completions asks for. Raises `ApiError` naming the invalid field."""
     body = with_prefill(body, model)
     _check(body, model, config)
     if body.top_logprobs and not body.logprobs:
@@ -85,24 +99,23 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     if body.calculator is None and model.calculates and not has_others:
         is_wanted = not config.enable_rl  # without its tool the model answers that there was no result
     tool = _calculator(is_wanted, model, has_others=has_others)
-    shape = _shape(body, config, model, [prompt.echo], tool)
+    generation = _reply_options(body, config, model, [prompt.echo], tool)
     program: TokenProgram | None = tool
     if body.answer_token_ids:
-        prompt, shape, program = _prefilled(body, model, shape, prompt, max_tokens, has_others=has_others)
-    params = _sampling_params(body, model, config, shape, max_tokens)
+        prompt, generation, program = _prefilled(body, model, generation, prompt, max_tokens, has_others=has_others)
 
     # What the text of the answer is split into: reasoning, content, calls.
     whole = structure
     if use is not None and use.parses:
         special = special_tokens(model.tokenizer)
         markers = frozenset(special[mark] for mark in (use.format.begin, use.format.end) if mark in special)
-        shape = replace(shape, functions=use, markers=markers)
+        generation = replace(generation, functions=use, markers=markers)
         is_free = structure is None and not use.must_call
         structure = _structure(structure, use, special, "functions" if body.functions else "tools")
         whole = None if is_free else structure
-    shape = with_reasoning(shape, body, config, model.tokenizer, rendered.ids, rendered.echo, whole)
-    beginning = Beginning(min(len(shape.prefix_ids), len(prompt.ids)), body.sample_index or 0)
-    return _call(body, model, [prompt], params, shape, structure, salt, program, beginning)
+    generation = with_reasoning(generation, body, config, rendered.ids, rendered.echo, whole)
+    beginning = Beginning(min(len(generation.prefix_ids), len(prompt.ids)), body.sample_index or 0)
+    return _with_requests(generation, body, model, config, [prompt], max_tokens, structure, salt, program, beginning)
 
 
 def _check(body: CompletionBody | ChatBody, model: ServedModel, config: ServerConfig) -> None:
@@ -156,9 +169,9 @@ def _calculator(is_wanted: bool, model: ServedModel, *, has_others: bool) -> Too
     return tool
 
 
-def _shape(
+def _reply_options(
     body: CompletionBody | ChatBody, config: ServerConfig, model: ServedModel, echo: Sequence[str], tool: Tool | None
-) -> ReplyShape:
+) -> Generation:
     """Return what the reply contains. Raises `ApiError` for named tokens without log-probabilities."""
     is_chat = isinstance(body, ChatBody)
     logprobs = body.logprobs
@@ -170,33 +183,48 @@ def _shape(
         text = "cannot be combined with echo" if echo_logprobs else "needs logprobs"
         raise ApiError(400, f"logprob_token_ids {text}", param="logprob_token_ids")
     continues = isinstance(body, ChatBody) and body.continue_final_message
-    return ReplyShape(
+    forces_usage, options = config.enable_force_include_usage and bool(body.stream), body.stream_options
+    includes_usage = bool(options and options.include_usage)
+    return Generation(
+        requests=(),
+        num_samples=body.n or 1,
+        kind="chat" if is_chat else "completion",
+        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
+        model=model.name_for(body.model),
+        tokenizer=model.tokenizer,
+        fingerprint=model.fingerprint,
+        stream=bool(body.stream),
+        include_usage=forces_usage or includes_usage,
+        continuous_usage=forces_usage or bool(includes_usage and options and options.continuous_usage_stats),
+        metrics=config.enable_per_request_metrics,
+        timings=bool(body.timings_per_token),
+        progress=bool(body.return_progress and body.stream),
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         drop_space=is_chat and model.tokenizer.drops_space and not continues,
+        echo=tuple(echo) if body.echo else (),
+        tool=tool,
+        token_ids=bool(body.return_token_ids),
+        versions=config.enable_rl,
+        tokens_as_ids=config.return_tokens_as_token_ids if as_ids is None else as_ids,
         logprobs=_counted(logprobs, model) if named is None else len(named),
         named=tuple(named or ()),
         prompt_logprobs=_counted(body.prompt_logprobs, model),
-        echo=tuple(echo) if body.echo else (),
         echo_logprobs=echo_logprobs,
-        token_ids=bool(body.return_token_ids),
-        tokens_as_ids=config.return_tokens_as_token_ids if as_ids is None else as_ids,
-        versions=config.enable_rl,
-        tool=tool,
-        raw_logprobs=bool(body.return_raw_logprobs),
-        sampling_masks=bool(body.return_sampling_mask),
-        metrics=config.enable_per_request_metrics,
-        forces_usage=config.enable_force_include_usage and bool(body.stream),
-        timings=bool(body.timings_per_token),
-        progress=bool(body.return_progress and body.stream),
     )
 
 
 def _prefilled(
-    body: ChatBody, model: ServedModel, shape: ReplyShape, prompt: Prompt, max_tokens: int | None, *, has_others: bool
-) -> tuple[Prompt, ReplyShape, TokenProgram | None]:
-    """Return prompt, shape and program of an answer that starts with `answer_token_ids`. Raises `ApiError`."""
+    body: ChatBody,
+    model: ServedModel,
+    generation: Generation,
+    prompt: Prompt,
+    max_tokens: int | None,
+    *,
+    has_others: bool,
+) -> tuple[Prompt, Generation, TokenProgram | None]:
+    """Return prompt, options and program of an answer that starts with `answer_token_ids`. Raises `ApiError`."""
     field = "answer_token_ids"
     continues = body.continue_final_message or body.add_generation_prompt is False
     if has_others or continues:
@@ -211,15 +239,15 @@ def _prefilled(
             code="context_length_exceeded",
         )
     check_known(ids, model, field)
-    if shape.tool is not None:
+    if generation.tool is not None:
         with api_errors(field):
-            program, missing = resume_program(shape.tool, ids)
+            program, missing = resume_program(generation.tool, ids)
         ids += missing
-    data = shown(model.tokenizer, shape.tool, ids, skip_special=shape.skip_special)
-    shape = replace(shape, prefix_bytes=data, prefix_ids=ids)
-    text = prefix_text(shape)
+    data = shown(model.tokenizer, generation.tool, ids, skip_special=generation.skip_special)
+    generation = replace(generation, prefix_bytes=data, prefix_ids=ids)
+    text = prefix_text(generation)
     prompt = Prompt(fit_to_context([*prompt.ids, *ids], body, model, max_tokens), text)
-    return prompt, replace(shape, echo=(text,) if body.echo else ()), program
+    return prompt, replace(generation, echo=(text,) if body.echo else ()), program
 
 
 def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int], field: str) -> Structure | None:
@@ -253,54 +281,57 @@ def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]
 
 
 def _sampling_params(
-    body: CompletionBody | ChatBody, model: ServedModel, config: ServerConfig, shape: ReplyShape, max_tokens: int | None
+    body: CompletionBody | ChatBody,
+    model: ServedModel,
+    config: ServerConfig,
+    generation: Generation,
+    max_tokens: int | None,
 ) -> SamplingParams:
     """Return the sampling parameters: the body's, else those of the model's files, else the engine's defaults."""
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    scored = (shape.logprobs if shape.echo_logprobs else None, shape.prompt_logprobs)
+    scored = (generation.logprobs if generation.echo_logprobs else None, generation.prompt_logprobs)
     try:
         return SamplingParams(
             **{**model.generation, **given},
             max_tokens=max_tokens,
-            logprobs=0 if shape.named else shape.logprobs,
-            logprob_token_ids=shape.named,
+            logprobs=0 if generation.named else generation.logprobs,
+            logprob_token_ids=generation.named,
             prompt_logprobs=max((count for count in scored if count is not None), default=None),
             logprobs_mode=config.logprobs_mode,
-            raw_logprobs=shape.raw_logprobs,
-            sampling_mask=shape.sampling_masks,
+            raw_logprobs=bool(body.return_raw_logprobs),
+            sampling_mask=bool(body.return_sampling_mask),
         )
     except ValueError as error:
         raise to_api_error(error) from None
 
 
-def _call(
+def _with_requests(
+    generation: Generation,
     body: CompletionBody | ChatBody,
     model: ServedModel,
+    config: ServerConfig,
     prompts: Sequence[Prompt],
-    params: SamplingParams,
-    shape: ReplyShape,
+    max_tokens: int | None,
     structure: Structure | None,
     salt: str,
     program: TokenProgram | None,
     beginning: Beginning = FROM_THE_PROMPT,
-) -> Call:
-    """Return the call with one request per prompt, checked against the engine's limits. Raises `ApiError`."""
-    num_samples, options = body.n or 1, body.stream_options
-    is_chat, includes_usage = isinstance(body, ChatBody), bool(options and options.include_usage)
+) -> Generation:
+    """Return the generation with one request per prompt, checked against the engine's limits. Raises `ApiError`."""
+    params = _sampling_params(body, model, config, generation, max_tokens)
     with api_errors():
-        matcher = _matcher(body, model, shape)
+        matcher = _matcher(body, model, generation)
     requests = tuple(
-        PromptRequest(
+        EngineRequest(
             prompt=tuple(prompt.ids),
             params=params,
-            num_samples=num_samples,
+            num_samples=generation.num_samples,
             salt=salt,
             make_matcher=matcher,
-            structure=structure,
             program=program,
             beginning=beginning,
-            is_streamed=bool(body.stream),
-            reports_prefill=shape.progress or (shape.echo_logprobs and bool(body.stream)),
+            is_streamed=generation.stream,
+            reports_prefill=generation.progress or (generation.echo_logprobs and generation.stream),
         )
         for prompt in prompts
     )
@@ -310,36 +341,97 @@ def _call(
         found = to_api_error(error)
         if "whole KV cache" in found.message:
             raise refused("max_tokens", found.message) from None
-        param = "messages" if is_chat and found.param == "prompt" else found.param  # a chat has no `prompt`
+        is_chat = isinstance(body, ChatBody)  # which has no `prompt`
+        param = "messages" if is_chat and found.param == "prompt" else found.param
         raise ApiError(400, found.message, param=param) from None
-    return Call(
-        kind="chat" if is_chat else "completion",
-        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
-        model=model.name_for(body.model),
-        fingerprint=model.fingerprint,
+    return replace(
+        generation,
         requests=requests,
-        num_samples=num_samples,
-        num_tokens=sum(len(one.prompt) + num_samples * room for one, room in zip(requests, rooms, strict=True)),
-        reduced_max_tokens=min((room for room in rooms if room < (params.max_tokens or 0)), default=None),
-        shape=shape,
-        make_reply=OpenAIReply,
-        stream=bool(body.stream),
-        include_usage=shape.forces_usage or includes_usage,
-        continuous_usage=shape.forces_usage or bool(includes_usage and options and options.continuous_usage_stats),
+        structures=() if structure is None else (structure,) * len(requests),
+        num_tokens=sum(len(one.prompt) + one.num_samples * room for one, room in zip(requests, rooms, strict=True)),
         forbids_tokens=bool(body.allowed_token_ids or body.bad_words or body.logit_bias or structure),
+        reduced_max_tokens=min((room for room in rooms if room < (params.max_tokens or 0)), default=None),
     )
 
 
-def _matcher(body: CompletionBody | ChatBody, model: ServedModel, shape: ReplyShape) -> MatcherFactory | None:
+def _matcher(body: CompletionBody | ChatBody, model: ServedModel, generation: Generation) -> MatcherFactory | None:
     """Return the matcher of stop strings, stop expressions and bad words, if any."""
     matcher: MatcherFactory | None = None
-    if shape.stops:
+    if generation.stops:
         matcher = stop_matcher(
-            model.tokenizer, shape.stops, skip_special=shape.skip_special, drop_space=shape.drop_space
+            model.tokenizer, generation.stops, skip_special=generation.skip_special, drop_space=generation.drop_space
         )
     if body.stop_regex:
         patterns = [body.stop_regex] if isinstance(body.stop_regex, str) else body.stop_regex
-        matcher = both(matcher, stop_regex_matcher(model.tokenizer, patterns, skip_special=shape.skip_special))
+        matcher = both(matcher, stop_regex_matcher(model.tokenizer, patterns, skip_special=generation.skip_special))
     if body.bad_words:
         matcher = both(matcher, bad_words_matcher(model.tokenizer, body.bad_words, model.limits.vocab_size))
     return matcher
+
+
+# ---- for dialects that translate their bodies ------------------------------------------------------------------------
+
+
+def as_body(fields: Mapping[str, Any], kind: type[_B]) -> _B:
+    """Return a body with these fields. Raises `ApiError` naming an invalid one."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError:
+        return parse(to_json(fields), kind)  # raises the client's error
+
+
+def with_current_reasoning(messages: Sequence[JSON]) -> list[JSON]:
+    """Return a chat's messages; those before the user's last text without `reasoning_content`."""
+    start = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return [
+        {name: value for name, value in message.items() if index > start or name != "reasoning_content"}
+        for index, message in enumerate(messages)
+    ]
+
+
+def given_fields(body: Body) -> dict[str, Any]:
+    """Return a body's known fields with their values or defaults, without those that are None."""
+    values: dict[str, Any] = {}
+    for name, field in type(body).model_fields.items():
+        value = getattr(body, name)
+        values[name] = field.default if value is None else value
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def translated(
+    fields: Mapping[str, Any],
+    kind: type[CompletionBody | ChatBody],
+    names: Mapping[str, str],
+    model: ServedModel,
+    config: ServerConfig,
+    salt: str,
+) -> Generation:
+    """Return what a completion or a chat with these fields asks for; errors, also later ones, have a dialect's names.
+
+    `names`: field of `kind` -> the dialect's. With `max_tokens` None and no default of the server, the output of a
+    completion may fill the context. Raises `ApiError`.
+    """
+    if kind is CompletionBody and fields["max_tokens"] is None and config.n_predict is None:
+        fields = {**fields, "n_predict": -1}
+    try:
+        if kind is ChatBody:
+            generation = ask_chat(as_body(fields, ChatBody), model, config, salt)
+        else:
+            generation = ask_completion(as_body(fields, CompletionBody), model, config, salt)
+    except ApiError as error:
+        raise renamed(error, names) from None
+    return replace(generation, structures=tuple(_renamed(one, names) for one in generation.structures))
+
+
+def _renamed(structure: Structure | None, names: Mapping[str, str]) -> Structure | None:
+    """Return a structure, whose errors name its field when it is compiled, with the dialect's name."""
+    if structure is None:
+        return None
+    head, dot, path = structure.field.partition(".")
+    return structure._replace(field=names.get(head, head) + dot + path)
+
+
+def prompt_length(fields: Mapping[str, Any], names: Mapping[str, str], model: ServedModel) -> int:
+    """Return the number of tokens of a chat's prompt, also beyond the model's context. Raises `ApiError`."""
+    unlimited = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
+    return len(translated(fields, ChatBody, names, unlimited, ServerConfig(), "").requests[0].prompt)

@@ -8,10 +8,11 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from nano_inference.core.outbox import Outbox
-from nano_inference.server.answering import Answer, Timing
-from nano_inference.server.call import transcripts_of
-from nano_inference.server.worker_pool import WorkerPool
-from tests.server.test_detokenizer import TOKENIZER, sample_of
+from nano_inference.server.events import SERVER_SENT_EVENTS
+from nano_inference.server.pipeline import Timing, send_stream
+from nano_inference.server.replies import OpenAIReply
+from nano_inference.server.transcript import transcripts_of
+from tests.server.test_detokenizer import sample_of
 from tests.server.test_replies import A, B, call_of, delta
 from tests.server.tiny import events_in
 
@@ -21,24 +22,12 @@ def streamed(outbox: Outbox, seconds_left: float = 3600.0) -> list[Any]:
     call = call_of("chat", n=2, stream=True, include_usage=True, continuous_usage=True, token_ids=True)
     sent: list[bytes] = []
 
-    async def receive() -> MutableMapping[str, Any]:
-        return await asyncio.Future()
-
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message.get("body", b""))
 
     async def main() -> None:
-        timing = Timing(deadline=time.monotonic() + seconds_left, keep_alive_s=0.0)
-        answer = Answer(
-            call=call,
-            outbox=outbox,
-            tokenizer=TOKENIZER,
-            timing=timing,
-            pool=WorkerPool("none", 1),
-            send=send,
-            transcripts=transcripts_of(call),
-        )
-        await answer.run(receive)
+        reply, timing = OpenAIReply(call, transcripts_of(call)), Timing(time.monotonic() + seconds_left, 0.0)
+        await send_stream(reply, outbox, timing, SERVER_SENT_EVENTS, send)
 
     asyncio.run(main())
     return [one for one in events_in(b"".join(sent).decode()) if one != "[DONE]"]
