@@ -18,8 +18,8 @@ import torch
 
 from nano_inference.executors.opening import load_model
 from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.support.files import MAX_JSON_BYTES
 from nano_inference.text.chat import load_chat_template
-from nano_inference.text.fast import MAX_FILE
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest, ModelError
@@ -189,9 +189,9 @@ def test_ten_thousand_merges_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_a_tokenizer_file_of_more_than_64_megabytes_is_refused_unread(name: str, tmp_path: Path) -> None:
-    assert MAX_FILE == 64 << 20
+    assert MAX_JSON_BYTES == 64 << 20
     source = with_tokenizer(tmp_path, lambda whole: None)
     with (tmp_path / name).open("ab") as file:
-        file.truncate(MAX_FILE + 1)  # a hole: nothing is written
+        file.truncate(MAX_JSON_BYTES + 1)  # a hole: nothing is written
     with pytest.raises(ModelError, match=f"{name}: 67108865 bytes are too many"):
         load_tokenizer(source)

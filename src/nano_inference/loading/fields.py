@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from nano_inference.support.files import read_file
+from nano_inference.support.files import read_json_object
+from nano_inference.support.files import shown as shown
 from nano_inference.types import ModelError
 
 T = TypeVar("T")
 MAX_INT = 2**31 - 1
-_MAX_JSON_BYTES = 64 * 2**20
-_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,42 +101,9 @@ class Fields:
         return Fields(f"{self.origin}: {name}", self.mapping(name))
 
 
-def shown(value: object) -> str:
-    """Format a value for an error message, at most about 80 characters."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**_SHOWN:
-        return "a huge integer"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    # Cut long values before formatting them: a file may hold megabytes where a number is expected.
-    text = ascii(value[:_SHOWN] if isinstance(value, str | list | tuple) else value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
-
-
 def read_json(path: Path) -> Fields:
     """Return the JSON object in a file of at most 64 MiB. Raises `ModelError` if it cannot be read or parsed."""
-    return Fields(str(path), parse_json(str(path), read_file(path, _MAX_JSON_BYTES, "a JSON file")))
-
-
-def parse_json(origin: str, data: bytes) -> dict[str, Any]:
-    """Parse a JSON object in UTF-8. Raises `ModelError`, also for duplicate names."""
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
-    except RecursionError as error:
-        raise ModelError(f"{origin}: the JSON is nested too deeply") from error
-    except ValueError as error:
-        raise ModelError(f"{origin}: not valid JSON: {shown(str(error))}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{origin}: must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        twice = next(name for name, count in counts.items() if count > 1)
-        raise ValueError(f"the name {shown(twice)} occurs twice")
-    return out
+    return Fields(str(path), read_json_object(path))
 
 
 class Constant(NamedTuple):

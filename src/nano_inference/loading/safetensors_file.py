@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from nano_inference.loading.fields import parse_json, read_json, shown
+from nano_inference.loading.fields import read_json
 from nano_inference.loading.listing import pickle_note
 from nano_inference.loading.pieces import DTYPES, FileRange
-from nano_inference.support.files import is_present, open_buffered
+from nano_inference.support.files import is_present, json_object, open_buffered, shown
 from nano_inference.types import ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -49,7 +49,7 @@ def read_header(path: Path) -> dict[str, FileRange]:
 
 def header_ranges(path: Path, header: bytes, data_offset: int) -> dict[str, FileRange]:
     """Return the range of each tensor of a header, in file order. Raises `ModelError` unless they are contiguous."""
-    entries = parse_json(f"{path}: header", header)
+    entries = json_object(f"{path}: header", header)
     entries.pop("__metadata__", None)
     if len(entries) > MAX_TENSORS:
         raise ModelError(f"{path}: holds {len(entries)} tensors (limit {MAX_TENSORS})")

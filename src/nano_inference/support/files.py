@@ -1,21 +1,30 @@
-"""Open files from untrusted sources, check who can write to a directory, and replace files atomically."""
+"""Open files from untrusted sources, parse JSON, check who can write to a directory, and replace files atomically."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import io
+import json
+import math
 import os
+import re
 import stat
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from nano_inference.support.errors import BadRequest, ModelError
 
 MAX_PATH = 4095
 """Limit on the bytes of a path on Linux; a system with a lower limit raises an error when the path is used."""
 MAX_NAME = 255  # limit on the bytes of a file's name
+MAX_JSON_BYTES = 64 << 20
+"""Limit on a file of JSON; the largest known vocabularies have half. In memory it takes 13 times as many."""
 _MAX_LINKS = 40
+_SHOWN, _SHOWN_ERROR = 80, 200  # characters
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -61,6 +70,49 @@ def read_file(path: Path, limit: int, what: str = "this file") -> bytes:
             return file.read(size)  # not `limit`, which would be allocated in full; the file may grow meanwhile
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_json_object(path: Path, *, has_unique_names: bool = True) -> dict[str, Any]:
+    """Return the JSON object in a file of at most 64 MiB. Raises `ModelError` as `read_file` and `json_object` do."""
+    return json_object(str(path), read_file(path, MAX_JSON_BYTES, "a JSON file"), has_unique_names=has_unique_names)
+
+
+def json_object(origin: str, data: bytes, *, has_unique_names: bool = True) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8. Raises `ModelError`, also for lone surrogates and, unless allowed, equal names."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique if has_unique_names else None)
+        if _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ModelError(f"{origin}: the JSON is nested too deeply") from error
+    except ValueError as error:
+        raise ModelError(f"{origin}: not valid JSON: {shown(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{origin}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"the name {shown(twice)} occurs twice")
+    return out
+
+
+def shown(value: object) -> str:
+    """Return a file's value, or the message of a library's error about it, as one line of limited length."""
+    limit = _SHOWN
+    if isinstance(value, BaseException):
+        text, limit = " ".join(str(value).split()), _SHOWN_ERROR
+    elif isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**_SHOWN:
+        text = "a huge integer"
+    elif isinstance(value, float) and not math.isfinite(value):
+        text = str(value)
+    else:  # cut before it is formatted: a file may hold megabytes where a number is expected
+        text = ascii(value[:_SHOWN] if isinstance(value, str | list | tuple) else value)
+    return text if len(text) <= limit else text[:limit] + "…"
 
 
 def is_present(path: Path) -> bool:

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nano_inference.support.files import is_present, read_file
-from nano_inference.text.fast import MAX_FILE, read_json
+from nano_inference.support.files import MAX_JSON_BYTES, is_present, read_file
+from nano_inference.text.fast import read_json
 from nano_inference.text.kinds import ANSWER, Rendering, Tokenizer, TokenizerSource
 from nano_inference.text.kinds import Message as Message
 from nano_inference.text.reasoning import CLOSE_MARK, OPEN_MARK
@@ -80,7 +80,7 @@ def given_template(text: str | None, path: str | None, tokenizer: Tokenizer) -> 
     if path is not None:
         where = path
         try:
-            text = read_file(Path(path), MAX_FILE, "a chat template").decode("utf-8")
+            text = read_file(Path(path), MAX_JSON_BYTES, "a chat template").decode("utf-8")
         except UnicodeDecodeError as error:
             raise ModelError(f"{path}: cannot be read: {error}") from None
     assert text is not None, "a text or a path is given"
@@ -286,7 +286,7 @@ def _templates_of(directory: Path) -> dict[str, Any]:
             if name == "default":
                 found = {}  # chat_template.jinja also replaces the JSON files' template for tools
             try:
-                found[name] = read_file(path, MAX_FILE, "a chat template").decode("utf-8")
+                found[name] = read_file(path, MAX_JSON_BYTES, "a chat template").decode("utf-8")
             except UnicodeDecodeError as error:
                 raise ModelError(f"{path}: cannot be read: {error}") from None
     return found

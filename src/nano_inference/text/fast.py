@@ -18,19 +18,15 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import AddedToken
 
-from nano_inference.support.files import is_present, read_file
+from nano_inference.support.files import MAX_JSON_BYTES, is_present, read_file, read_json_object, shown
 from nano_inference.types import BadRequest, ModelError
 
 Spelling = Literal["byte_level", "sentencepiece"]
 """A piece's spelling of bytes: GPT-2's 256 printable characters, or SentencePiece's `▁` and `<0xAB>`."""
 
 SPACE_MARK = "▁"
-_SHOWN = 200
-MAX_FILE = 64 << 20
-"""Limit on the bytes of a JSON file; the largest known vocabularies have half. In memory it takes 13 times as many."""
 _PREFIX = re.compile(rb'"(?:continuing_subword_prefix|[^"\\]*\\u00[^"]*)"\s*:\s*"[^"]')
 """A non-empty continuing_subword_prefix, its name plain or escaped: the library aborts if a piece does not match it."""
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -147,13 +143,6 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def shown(value: object) -> str:
-    """Return a file's value, or an exception's message, as one line of limited length."""
-    text = str(value) if isinstance(value, BaseException) else ascii(value)
-    line = " ".join(text.split())
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
-
-
 def check_unicode(text: str) -> None:
     """Raise `BadRequest` if a text contains a lone surrogate, which UTF-8 cannot encode."""
     try:
@@ -223,7 +212,7 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
     `add_bos_token` and `add_eos_token` of tokenizer_config.json are ignored.
     """
     path = directory / "tokenizer.json"
-    data = read_file(path, MAX_FILE, "a tokenizer's file")
+    data = read_file(path, MAX_JSON_BYTES, "a tokenizer's file")
     with refused_files(str(path), "not a tokenizer.json that can be read"):
         if _PREFIX.search(data):
             raise ModelError(f"{path}: continuing_subword_prefix is not supported (ByteLevel, SentencePiece)")
@@ -272,18 +261,7 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, empty if the file is missing. Raises `ModelError` for anything else."""
-    if not is_present(path):
-        return {}
-    text = read_file(path, MAX_FILE, "a tokenizer's file")
-    try:
-        data = json.loads(text.decode("utf-8"))
-        if _SURROGATE.search(text):
-            json.dumps(data, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {shown(error)}") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: a JSON object was expected, not {type(data).__name__}")
-    return data
+    return read_json_object(path, has_unique_names=False) if is_present(path) else {}
 
 
 def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:

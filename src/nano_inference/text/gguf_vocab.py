@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from nano_inference.support.files import shown
 from nano_inference.text.fast import (
     SPACE_MARK,
     FastTokenizer,
@@ -19,7 +20,6 @@ from nano_inference.text.fast import (
     fast_tokenizer,
     refused_files,
     set_bos_eos,
-    shown,
 )
 from nano_inference.types import ModelError
 

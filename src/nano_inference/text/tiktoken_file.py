@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nano_inference.support.files import is_present, open_buffered
+from nano_inference.support.files import is_present, open_buffered, shown
 from nano_inference.support.packages import needed
 from nano_inference.text.fast import (
     check_unicode,
@@ -24,7 +24,6 @@ from nano_inference.text.fast import (
     no_panic,
     read_json,
     refused_files,
-    shown,
     token_number,
 )
 from nano_inference.text.gguf_vocab import LLAMA3_WORDS
