@@ -12,6 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -217,24 +218,16 @@ def _mask(vocabulary: _Vocabulary, inner: Any, allowed_bits: int) -> bytes:
 
 def _on_deep_stack(work: Callable[[], _Compiled]) -> _Compiled:
     """Call a function in a thread with a deep stack and return what it returns or raises."""
-    done: list[_Compiled] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        with suppress(AttributeError, OSError):  # below the threads that compute, where threads have priorities (Linux)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    with ThreadPoolExecutor(1, "grammar", _lower_priority) as pool:
+        previous = threading.stack_size(STACK_BYTES)
         try:
-            done.append(work())
-        except BaseException as error:
-            failed.append(error)
+            done = pool.submit(work)  # starts the thread
+        finally:  # another model's thread, compiling at the same time, may have set the size
+            threading.stack_size(previous if previous != STACK_BYTES else 0)
+        return done.result()
 
-    thread = threading.Thread(target=run, name="grammar")
-    previous = threading.stack_size(STACK_BYTES)
-    try:
-        thread.start()
-    finally:  # another model's thread, compiling at the same time, may have set the size
-        threading.stack_size(previous if previous != STACK_BYTES else 0)
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
+
+def _lower_priority() -> None:
+    """Run below the threads that compute, where threads have priorities (Linux)."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
