@@ -9,7 +9,6 @@ and adds 1 to Gemma's norms.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,6 @@ from nano_inference.loading.hf_config import MAX_LAYERS, stretched
 from nano_inference.loading.pieces import FileRange, fill, open_at
 from nano_inference.loading.sources import WeightSource
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
-from nano_inference.support.files import open_buffered
 from nano_inference.text.gguf_vocab import end_ids
 from nano_inference.types import ModelError
 
@@ -240,15 +238,9 @@ def _with_factors(file: GgufFile, rope: RopeConfig) -> RopeConfig:
         raise ModelError(
             f"{file.path}: {ROPE_FACTORS} must be F32 ({rope.rotary_dim // 2},), got {tensor.type_name} {tensor.shape}"
         )
-    try:
-        with open_buffered(file.path) as data:
-            data.seek(tensor.offset)
-            raw = data.read(tensor.num_bytes)
-    except OSError as error:
-        raise ModelError(f"{file.path}: cannot be read: {error.strerror}") from error
-    if len(raw) != tensor.num_bytes:
-        raise ModelError(f"{file.path}: {shown(tensor.name)} is cut off")
-    factors = struct.unpack(f"<{len(raw) // 4}f", raw)
+    values = torch.empty(tensor.shape)
+    FileRange(file.path, tensor.offset, tensor.shape, "float32").read_into(values)
+    factors: list[float] = values.tolist()
     if not all(1e-6 < factor < 1e6 for factor in factors):
         raise ModelError(f"{file.path}: {ROPE_FACTORS} holds a factor outside (1e-6, 1e6)")
     return replace(rope, kind="factors", factors=tuple(factor * rope.factor for factor in factors), factor=1.0)
