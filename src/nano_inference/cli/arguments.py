@@ -23,7 +23,7 @@ from cyclopts.config import Dict
 
 from nano_inference.server.config import SettingError
 from nano_inference.support.checks import did_you_mean
-from nano_inference.support.files import exists, path_of
+from nano_inference.support.files import exists, path_of, user_directory
 from nano_inference.text.generation_config import CHAT_FIELDS, MODELS_OWN
 from nano_inference.types import BadRequest
 
@@ -258,11 +258,7 @@ MAX_BYTES = 1 << 20  # size limit of a file, so that a wrong path does not read 
 
 def default_file(environ: Mapping[str, str]) -> Path:
     """Return the path of the user's file: below `XDG_CONFIG_HOME`, else below ~/.config."""
-    xdg = environ.get("XDG_CONFIG_HOME", "")
-    home = Path(environ.get("HOME") or environ.get("USERPROFILE") or Path.home())
-    # The XDG specification: a relative path is invalid and is ignored.
-    base = Path(xdg) if Path(xdg).is_absolute() else home / ".config"
-    return base / "nano-inference" / "config.toml"
+    return user_directory(environ, "XDG_CONFIG_HOME", ".config") / "config.toml"
 
 
 def apply_files(root: App, app: App, commands: Words, arguments: ArgumentCollection) -> None:

@@ -24,6 +24,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from nano_inference.cli.terminal import note
+from nano_inference.support.files import user_directory
 
 _QUOTES = '"""'
 _PROMPT, _MORE = "> ", ". "
@@ -131,11 +132,8 @@ class CommandCompleter(Completer):
 
 def history_path(environ: Mapping[str, str]) -> Path:
     """Return the path of the history; the null device if there is no home directory."""
-    state = environ.get("XDG_STATE_HOME", "")
-    if Path(state).is_absolute():  # the XDG specification: relative paths are ignored
-        return Path(state) / "nano-inference" / "history"
     with suppress(RuntimeError):
-        return Path.home() / ".local" / "state" / "nano-inference" / "history"
+        return user_directory(environ, "XDG_STATE_HOME", ".local/state") / "history"
     return Path(os.devnull)
 
 

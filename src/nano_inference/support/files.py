@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,17 @@ def path_of(text: str | Path, name: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise BadRequest(name, f"{text}: {error}") from None
+
+
+def user_directory(environ: Mapping[str, str], variable: str, default: str) -> Path:
+    """Return this package's directory below $`variable`, a variable of the XDG specification, else below ~/`default`.
+
+    Raises `RuntimeError` if there is no home directory.
+    """
+    base = Path(environ.get(variable, ""))
+    if not base.is_absolute():  # by the specification a relative path is ignored
+        base = Path(environ.get("HOME") or environ.get("USERPROFILE") or Path.home()) / default
+    return base / "nano-inference"
 
 
 def status_of(path: Path) -> os.stat_result | None:
