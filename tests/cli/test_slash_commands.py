@@ -155,7 +155,7 @@ def test_set_lists_every_field_and_accepts_its_value(say: Say) -> None:
         ("/save", "/save needs a file name"),
         ("/load", "/load needs a file name"),
         ("/save /no/such/place", "/no/such/place: No such file or directory"),
-        ("/load /no/such/file", "/no/such/file: No such file or directory"),
+        ("/load /no/such/file", "/no/such/file: cannot be read: No such file or directory"),
         ("/load ~no-such-user/x", "/load: ~no-such-user/x: Could not determine home directory"),
         ("/load a\0b", "/load: a path cannot contain a zero byte"),
         ("/wh\x1bat", "/wh␛at: no such command; /help lists them"),
@@ -252,7 +252,7 @@ TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"ty
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ([], "must be a JSON object with messages, got list"),
+        ([], "must hold a JSON object, got list"),
         ({}, "messages must be a list"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role must be 'user'"),
         ({"messages": TURN[:1]}, "messages must end with an answer, got 1"),
@@ -265,8 +265,8 @@ TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"ty
         ({"messages": TURN, "sampling": []}, "sampling must be an object"),
         ({"messages": TURN, "sampling": {"heat": 1}}, "sampling has no field 'heat'"),
         ({"messages": TURN, "sampling": {"temperature": -1}}, "temperature must be in [0, 100], got -1"),
-        (b"\xff{", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
+        (b"\xff{", "not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_invalid_files_are_one_line(say: Say, tmp_path: Path, data: object, said: str) -> None:

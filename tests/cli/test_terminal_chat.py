@@ -253,7 +253,7 @@ def test_history_is_kept_and_tab_completes(forker: Forker, server: Scripted, sta
         screen.ask("/set tempe\t0.5")
         screen.wait("temperature = 0.5")
         screen.ask(f"/load {tmp_path}/ke\t")
-        screen.wait("kept.json: is not JSON")
+        screen.wait("kept.json: not valid JSON")
         screen.send("\x04")
         assert screen.leave() == 0 and body["model"] == "parrot"
 

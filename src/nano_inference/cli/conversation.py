@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 from nano_inference.cli.options import WITHOUT_FLAG
 from nano_inference.cli.terminal import Interrupts, note
-from nano_inference.support.files import open_buffered
+from nano_inference.support.files import read_json_object
 from nano_inference.text.chat import Message
 from nano_inference.text.generation_config import CHAT_FIELDS, described
-from nano_inference.types import BadRequest, FinishReason, SamplingParams
+from nano_inference.types import BadRequest, FinishReason, ModelError, SamplingParams
 
 NUM_ALTERNATIVES = 5  # number of the most likely tokens that /tokens shows per position
 CHAT_HINT = "/set changes them"
@@ -209,7 +209,6 @@ def plain_value(params: SamplingParams, name: str) -> Any:
     return params.to_dict()[name]
 
 
-_MAX_BYTES = 64 << 20
 _FIELDS = ("format", "model", "system", "messages", "sampling")
 _FORMAT = "nano-inference chat 1"
 
@@ -242,26 +241,15 @@ def save_conversation(path: Path, conversation: Conversation, model: str, *, ove
 def load_conversation(path: Path, conversation: Conversation) -> Conversation:
     """Return `conversation` with the conversation of a file. Raises `BadRequest` naming the file and the field."""
     try:
-        with open_buffered(path) as file:
-            text = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise BadRequest(str(path), f"{getattr(error, 'strerror', None) or error}") from None
-    if len(text) > _MAX_BYTES:
-        raise BadRequest(str(path), f"has more than {_MAX_BYTES >> 20} MiB")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        raise BadRequest(str(path), "is not JSON") from None
-    try:
-        return _conversation(data, conversation)
+        return _conversation(read_json_object(path), conversation)
+    except ModelError as error:  # begins with the path
+        raise BadRequest(str(path), str(error)) from None
     except ValueError as error:
         raise BadRequest(str(path), f"{path}: {error}") from None
 
 
-def _conversation(data: Any, before: Conversation) -> Conversation:
+def _conversation(data: dict[str, Any], before: Conversation) -> Conversation:
     """Return a file's conversation, with the command line's sampling overridden by the file's."""
-    if not isinstance(data, dict):
-        raise BadRequest("", f"must be a JSON object with messages, got {type(data).__name__}")
     if unknown := set(data) - set(_FIELDS):
         raise BadRequest("", f"has no field {min(unknown)!r}; known: {', '.join(_FIELDS)}")
     if data.get("format", _FORMAT) != _FORMAT:
