@@ -247,33 +247,24 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
     cached = _cached_snapshot(hub)
     if cached is not None:
         return cached
-    # Imported here because they take a third of a second, and most runs do not need the hub.
-    import urllib.error
-    import urllib.request
-
+    # Imported here because it takes a third of a second, and most runs do not need the hub.
     import huggingface_hub
-    import huggingface_hub.constants
+    from huggingface_hub.errors import HfHubHTTPError
 
+    endpoint = huggingface_hub.constants.ENDPOINT
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise ModelError(f"{name}: not in the hub's cache, and HF_HUB_OFFLINE is set")
-    endpoint = huggingface_hub.constants.ENDPOINT
-    # One request with a short timeout for names and sizes, where the library would try five times.
-    token = huggingface_hub.get_token()
-    url = f"{endpoint}/api/models/{hub.repo}/revision/{hub.revision or 'main'}?blobs=true"
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     tried = f"looked at local paths, in the hub's cache and at {endpoint}"
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            data = json.load(answer)
-    except urllib.error.HTTPError as error:
-        error.close()
-        reason = (
-            "no such model, or it needs a token (HF_TOKEN)" if error.code in (401, 403, 404) else f"HTTP {error.code}"
-        )
+    try:  # one request with a short timeout for names and sizes, where `snapshot_download` would try five times
+        api = huggingface_hub.HfApi(endpoint=endpoint)
+        info = api.model_info(hub.repo, revision=hub.revision or "main", timeout=TIMEOUT_S, files_metadata=True)
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        reason = "no such model, or it needs a token (HF_TOKEN)" if code in (401, 403, 404) else f"HTTP {code}"
         raise ModelError(f"{name}: {reason} ({tried})") from None
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the library raises errors of several packages
         raise ModelError(f"{name}: the hub cannot be reached: {_one_line(error)} ({tried})") from None
-    sizes = {entry["rfilename"]: entry.get("size") for entry in data.get("siblings", ())}
+    sizes = {file.rfilename: file.size for file in info.siblings or ()}
     wanted = chosen_files(hub, sizes, name)
     if progress is not None:
         progress(0, None)
