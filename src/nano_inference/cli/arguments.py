@@ -258,7 +258,7 @@ MAX_BYTES = 1 << 20  # size limit of a file, so that a wrong path does not read 
 
 def default_file(environ: Mapping[str, str]) -> Path:
     """Return the path of the user's file: below `XDG_CONFIG_HOME`, else below ~/.config."""
-    return user_directory(environ, "XDG_CONFIG_HOME", ".config") / "config.toml"
+    return user_directory(environ, environ.get("XDG_CONFIG_HOME"), ".config") / "config.toml"
 
 
 def apply_files(root: App, app: App, commands: Words, arguments: ArgumentCollection) -> None:

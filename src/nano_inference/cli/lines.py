@@ -133,7 +133,7 @@ class CommandCompleter(Completer):
 def history_path(environ: Mapping[str, str]) -> Path:
     """Return the path of the history; the null device if there is no home directory."""
     with suppress(RuntimeError):
-        return user_directory(environ, "XDG_STATE_HOME", ".local/state") / "history"
+        return user_directory(environ, environ.get("XDG_STATE_HOME"), ".local/state") / "history"
     return Path(os.devnull)
 
 

@@ -96,8 +96,9 @@ def default_cache(environ: Mapping[str, str], *, platform: str = sys.platform) -
     if named:
         return path_of(named, "NANO_INFERENCE_CACHE")
     if platform == "win32":
-        return user_directory(environ, "LOCALAPPDATA", "AppData/Local") / "Cache"
-    return user_directory(environ, "XDG_CACHE_HOME", "Library/Caches" if platform == "darwin" else ".cache")
+        return user_directory(environ, environ.get("LOCALAPPDATA"), "AppData/Local") / "Cache"
+    default = "Library/Caches" if platform == "darwin" else ".cache"
+    return user_directory(environ, environ.get("XDG_CACHE_HOME"), default)
 
 
 def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path:

@@ -150,12 +150,12 @@ def path_of(text: str | Path, name: str) -> Path:
         raise BadRequest(name, f"{text}: {error}") from None
 
 
-def user_directory(environ: Mapping[str, str], variable: str, default: str) -> Path:
-    """Return this package's directory below $`variable`, a variable of the XDG specification, else below ~/`default`.
+def user_directory(environ: Mapping[str, str], named: str | None, default: str) -> Path:
+    """Return this package's directory below `named`, the value of an XDG variable, else below ~/`default`.
 
     Raises `RuntimeError` if there is no home directory.
     """
-    base = Path(environ.get(variable, ""))
+    base = Path(named or "")
     if not base.is_absolute():  # by the specification a relative path is ignored
         base = Path(environ.get("HOME") or environ.get("USERPROFILE") or Path.home()) / default
     return base / "nano-inference"
