@@ -28,7 +28,7 @@ from nano_inference.cli.conversation import (
     sampling_fields,
 )
 from nano_inference.cli.lines import CommandCompleter, HistoryFile, Input, continuation, history_path, parse_input
-from nano_inference.cli.options import Common
+from nano_inference.cli.options import ChatOptions, Common
 from nano_inference.cli.terminal import Interrupts
 from nano_inference.text.chat import Message
 
@@ -79,7 +79,7 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         parrot = Parrot()
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         sampling = Sampling(params or SamplingParams(top_k=7, seed=3), frozenset({"top_k", "seed"}))
-        assert chat.run(chat.Options(), parrot, sampling, Common()) == code
+        assert chat.run(ChatOptions(), parrot, sampling, Common()) == code
         return *capsys.readouterr(), parrot
 
     return send

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from nano_inference.cli.conversation import (
     ChatBackend,
     Conversation,
-    Options,
     Question,
     Sampling,
     ServerError,
@@ -24,7 +23,7 @@ from nano_inference.cli.conversation import (
     with_defaults,
 )
 from nano_inference.cli.lines import Input, open_reader
-from nano_inference.cli.options import Common
+from nano_inference.cli.options import ChatOptions, Common
 from nano_inference.cli.render import open_output, show_tokens, table
 from nano_inference.cli.terminal import Interrupts, no_echo, note, one_line
 from nano_inference.support.checks import did_you_mean
@@ -53,7 +52,7 @@ class Chat(NamedTuple):
     quiet: bool = False
 
 
-def run(options: Options, backend: ChatBackend, sampling: Sampling, common: Common) -> int:
+def run(options: ChatOptions, backend: ChatBackend, sampling: Sampling, common: Common) -> int:
     """Chat until the input ends, or answer `prompt` alone; return the exit code."""
     chat = Chat(backend, options.plain, common.quiet)
     conversation = Conversation(

@@ -15,6 +15,7 @@ from nano_inference.cli.options import (
     PLAIN,
     SERVER,
     SETTINGS,
+    SYSTEM_HELP,
     ChatFlags,
     CommonFlags,
     EngineFlags,
@@ -37,16 +38,10 @@ RemovableName = Annotated[str, Parameter(completer=removable_names, help="a mode
 KnownName = Annotated[
     str, Parameter(completer=known_names, help="a built-in name, or a hub id: org/name[@revision][:file.gguf]")
 ]
-PromptFlag = Annotated[
-    str | None, Parameter(name=("--prompt", "-p"), allow_leading_hyphen=True, help="answer this message and exit")
-]
-SystemFlag = Annotated[str | None, Parameter(help="system message; by default the chat template's")]
 
 
 def chat(
     *,
-    system: SystemFlag = None,
-    prompt: PromptFlag = None,
     chat_options: ChatFlags = CHAT,
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
@@ -58,17 +53,16 @@ def chat(
     The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists the slash commands.
     With --server, a running OpenAI-compatible server answers; --model then selects one of its models.
     """
-    from nano_inference.cli.conversation import Options, requested_sampling
+    from nano_inference.cli.conversation import requested_sampling
 
-    options = Options(system, prompt, chat_options.has_bare_words, chat_options.plain)
     requested = requested_sampling(sampling, typed.fields)
     if chat_options.server is not None:
         from nano_inference.cli import remote
 
-        return remote.run(options, chat_options, engine.model_path, requested, common)
+        return remote.run(chat_options, engine.model_path, requested, common)
     from nano_inference.cli import local
 
-    return local.run(options, engine, requested, common, typed)
+    return local.run(chat_options, engine, requested, common, typed)
 
 
 def generate(
@@ -90,7 +84,7 @@ def generate(
     ] = None,
     n: Annotated[int, Parameter(help="samples per prompt")] = 1,
     raw: Annotated[bool, Parameter(negative="", help="continue the text without the chat template")] = False,
-    system: SystemFlag = None,
+    system: Annotated[str | None, Parameter(help=SYSTEM_HELP)] = None,
     as_json: JsonFlag = False,
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,

@@ -57,15 +57,6 @@ class Sampling(NamedTuple):
     named: frozenset[str] = frozenset()
 
 
-class Options(NamedTuple):
-    """Options of a chat."""
-
-    system: str | None = None
-    prompt: str | None = None  # if given, answer this message and exit
-    has_bare_words: bool = False
-    plain: bool = False  # do not render the Markdown of answers
-
-
 class AnswerStats(NamedTuple):
     """Token counts and times of an answer; None for counts that a server does not report."""
 

@@ -19,7 +19,6 @@ from nano_inference.cli.conversation import (
     CHAT_HINT,
     NUM_ALTERNATIVES,
     AnswerStats,
-    Options,
     Piece,
     Question,
     Reply,
@@ -30,7 +29,7 @@ from nano_inference.cli.conversation import (
     print_defaults,
     with_defaults,
 )
-from nano_inference.cli.options import Common
+from nano_inference.cli.options import ChatOptions, Common
 from nano_inference.cli.place import Prompt, fetch
 from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
@@ -273,7 +272,7 @@ def cut_by(session: Session, sample: TrainingSample) -> str | None:
 _NUM_SEEDS = 1_000_000
 
 
-def run(options: Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
+def run(options: ChatOptions, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
     """Load the model and chat with it; return the exit code."""
     from nano_inference.cli import chat  # imports the line editor
 

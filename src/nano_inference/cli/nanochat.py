@@ -15,7 +15,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter
 from nano_inference.cli import commands
 from nano_inference.cli.arguments import BUILT_IN, fill
 from nano_inference.cli.command import Command
-from nano_inference.cli.commands import CachedName, PromptFlag, SystemFlag
+from nano_inference.cli.commands import CachedName
 from nano_inference.cli.options import (
     CHAT,
     COMMON,
@@ -73,8 +73,6 @@ NOT_NANOCHAT = NanochatOptions()
 
 def chat(
     *,
-    system: SystemFlag = None,
-    prompt: PromptFlag = None,
     chat_options: ChatFlags = CHAT,
     nanochat: NanochatFlags = NOT_NANOCHAT,
     engine: EngineFlags,
@@ -95,15 +93,7 @@ def chat(
         if chat_options.server is not None:
             raise BadRequest("", "--server and --nanochat exclude each other")
         engine, chat_options = _chosen_checkpoint(engine, nanochat), replace(chat_options, has_bare_words=True)
-    return commands.chat(
-        system=system,
-        prompt=prompt,
-        chat_options=chat_options,
-        engine=engine,
-        sampling=sampling,
-        common=common,
-        typed=typed,
-    )
+    return commands.chat(chat_options=chat_options, engine=engine, sampling=sampling, common=common, typed=typed)
 
 
 def _chosen_checkpoint(config: EngineConfig, wishes: NanochatOptions) -> EngineConfig:

@@ -48,7 +48,7 @@ def known_names(_context: CompletionContext) -> list[tuple[str, str]]:
 
 
 _FLAG_OF = {"model_path": "model", "overrides": "override"}
-_SHORT = {"model_path": "-m", "temperature": "-t", "top_k": "-k", "dtype": "-d"}
+_SHORT = {"prompt": "-p", "model_path": "-m", "temperature": "-t", "top_k": "-k", "dtype": "-d"}
 _BOTH_HAVE = ("seed", "logprobs_mode")  # fields of `EngineConfig` and `SamplingParams`: the flag sets the latter
 WITHOUT_FLAG = ("logit_bias", "allowed_token_ids", "logprob_token_ids")  # sampling fields without a flag
 
@@ -58,6 +58,7 @@ _SAMPLING_GROUP = Group("Sampling", sort_key=3, help="Defaults are the model's (
 _COMMON_GROUP = Group("Common", sort_key=5)
 
 CONFIG_HELP = "TOML file with options; takes precedence over ~/.config/nano-inference/config.toml"
+SYSTEM_HELP = "system message; by default the chat template's"
 PRINT_HELP = "print every option's value as such a file, and exit"
 
 
@@ -106,6 +107,8 @@ class Settings:
 class ChatOptions:
     """Options of `chat` alone."""
 
+    system: str | None = helped(None, SYSTEM_HELP)
+    prompt: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = helped(None, "answer this message and exit")
     server: str | None = helped(
         None, "URL of a running OpenAI-compatible server, with or without /v1, that answers; no model is loaded"
     )

@@ -16,7 +16,6 @@ from nano_inference.cli.conversation import (
     DROPPED,
     NUM_ALTERNATIVES,
     AnswerStats,
-    Options,
     Piece,
     Question,
     Reply,
@@ -44,9 +43,9 @@ _OWNER = "nano-inference"
 """`owned_by` of models of this package's server, which accepts fields that other servers may reject."""
 
 
-def run(options: Options, where: ChatOptions, model: str, sampling: Sampling, common: Common) -> int:
+def run(options: ChatOptions, model: str, sampling: Sampling, common: Common) -> int:
     """Choose the server's model and chat with it; return the exit code."""
-    address = read_address(where.server or "", where.api_key)
+    address = read_address(options.server or "", options.api_key)
     try:
         backend = open_server(address, None if model == SERVED else model)
         if address.exposes_key:
