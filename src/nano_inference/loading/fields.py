@@ -65,35 +65,24 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.bad(name, "true or false")
-        return value
+        return self._required(name, self._of(name, bool, "true or false"), default)
 
     def text(self, name: str, default: str) -> str:
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.bad(name, "a string")
-        return value
+        return self._required(name, self._of(name, str, "a string"), default)
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Return a JSON object; empty if the field is absent."""
-        value = self.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            raise self.bad(name, "an object")
-        return value
+        return self._of(name, dict, "an object") or {}
 
     def sequence(self, name: str) -> Sequence[Any] | None:
         """Return a list, or None."""
+        return self._of(name, (list, tuple), "a list")
+
+    def _of(self, name: str, kinds: type[T] | tuple[type[T], ...], wanted: str) -> T | None:
+        """Return a value of a kind, or None."""
         value = self.get(name)
-        if value is not None and not isinstance(value, list | tuple):
-            raise self.bad(name, "a list")
+        if value is not None and not isinstance(value, kinds):
+            raise self.bad(name, wanted)
         return value
 
     def within(self, name: str) -> Fields:
