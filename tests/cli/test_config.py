@@ -234,9 +234,9 @@ def test_unreadable_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     os.mkfifo(tmp_path / "pipe.toml")
     said = {
         "latin.toml": "is not TOML in UTF-8",
-        "large.toml": "is larger than 1048576 bytes",
-        "pipe.toml": "is not a file",
-        ".": "Is a directory",
+        "large.toml": "1048577 bytes are too many for a configuration file (limit 1048576)",
+        "pipe.toml": "is a FIFO, not a regular file",
+        ".": "is a directory, not a regular file",
         "none.toml": "No such file or directory",
     }
     for name, text in said.items():
