@@ -259,7 +259,7 @@ TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"ty
         ({"messages": [*TURN, TURN[1]]}, "messages[2].role must be 'user'"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be a string"),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages[0].content must be a string"),
-        ({"messages": TURN, "system": 3}, "system must be a string or null"),
+        ({"messages": TURN, "system": 3}, "system must be a string, got 3"),
         ({"messages": TURN, "format": "other"}, "format must be 'nano-inference chat 1', got 'other'"),
         ({"messages": TURN, "extra": 1}, "has no field 'extra'"),
         ({"messages": TURN, "sampling": []}, "sampling must be an object"),

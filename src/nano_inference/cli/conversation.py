@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nano_inference.cli.options import WITHOUT_FLAG
 from nano_inference.cli.terminal import Interrupts, note
-from nano_inference.support.files import read_json_object
+from nano_inference.loading.fields import Fields, read_json
 from nano_inference.text.chat import Message
 from nano_inference.text.generation_config import CHAT_FIELDS, described
 from nano_inference.types import BadRequest, FinishReason, ModelError, SamplingParams
@@ -232,24 +232,22 @@ def save_conversation(path: Path, conversation: Conversation, model: str, *, ove
 def load_conversation(path: Path, conversation: Conversation) -> Conversation:
     """Return `conversation` with the conversation of a file. Raises `BadRequest` naming the file and the field."""
     try:
-        return _conversation(read_json_object(path), conversation)
+        return _conversation(read_json(path), conversation)
     except ModelError as error:  # begins with the path
         raise BadRequest(str(path), str(error)) from None
     except ValueError as error:
         raise BadRequest(str(path), f"{path}: {error}") from None
 
 
-def _conversation(data: dict[str, Any], before: Conversation) -> Conversation:
+def _conversation(data: Fields, before: Conversation) -> Conversation:
     """Return a file's conversation, with the command line's sampling overridden by the file's."""
-    if unknown := set(data) - set(_FIELDS):
+    if unknown := set(data.values) - set(_FIELDS):
         raise BadRequest("", f"has no field {min(unknown)!r}; known: {', '.join(_FIELDS)}")
-    if data.get("format", _FORMAT) != _FORMAT:
-        raise BadRequest("format", f"must be {_FORMAT!r}, got {data['format']!r}")
-    if not isinstance(data.get("system"), str | None):
-        raise BadRequest("system", "must be a string or null")
-    turns = data.get("messages")
-    if not isinstance(turns, list):
-        raise BadRequest("messages", "must be a list")
+    if data.text("format", _FORMAT) != _FORMAT:
+        raise data.bad("format", repr(_FORMAT))
+    turns = data.sequence("messages")
+    if turns is None:
+        raise data.bad("messages", "a list")
     for i, turn in enumerate(turns):
         where, role = f"messages[{i}]", ("user", "assistant")[i % 2]
         if not isinstance(turn, dict) or turn.get("role") != role:
@@ -263,12 +261,10 @@ def _conversation(data: dict[str, Any], before: Conversation) -> Conversation:
             raise BadRequest(f"{where}.content", "must be a string, or parts with type and text")
     if len(turns) % 2:
         raise BadRequest("messages", f"must end with an answer, got {len(turns)}")
-    given, first = data.get("sampling", {}), before.first_sampling
-    if not isinstance(given, dict):
-        raise BadRequest("sampling", "must be an object")
+    given, first = data.mapping("sampling"), before.first_sampling
     if unknown := set(given) - set(sampling_fields()):
         raise BadRequest("", f"sampling has no field {min(unknown)!r}")
     params = SamplingParams(**{**first.params.to_dict(), **given})
     messages: tuple[Message, ...] = tuple({"role": turn["role"], "content": turn["content"]} for turn in turns)
     sampling = Sampling(params, first.named | frozenset(given))
-    return replace(before, system=data.get("system"), turns=messages, sampling=sampling, last=None)
+    return replace(before, system=data.text("system", "") or None, turns=messages, sampling=sampling, last=None)
