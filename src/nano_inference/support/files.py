@@ -106,7 +106,7 @@ def shown(value: object) -> str:
     """Return a file's value, or the message of a library's error about it, as one line of limited length."""
     limit = _SHOWN
     if isinstance(value, BaseException):
-        text, limit = " ".join(str(value).split()), _SHOWN_ERROR
+        text, limit = " ".join(str(value).split()) or type(value).__name__, _SHOWN_ERROR
     elif isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**_SHOWN:
         text = "a huge integer"
     elif isinstance(value, float) and not math.isfinite(value):
