@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nano_inference.executors.protocol import Executor, Staged
+from nano_inference.support.checks import check_int
 from nano_inference.support.files import path_of
 from nano_inference.types import (
     EngineDead,
@@ -44,7 +45,7 @@ class WeightSyncManager:
 
     def __init__(self, executor: Executor, process_group: WeightGroup | None = None) -> None:
         """With `process_group`, `start_sync()` receives the weights that its rank 0 sends."""
-        self.version = 0  # number of completed updates
+        self.version = 0  # that of the current weights: the number of completed updates, unless `release` gave another
         self.label: WeightLabel | None = None  # the trainer's label of the current weights
         self._executor = executor
         self._group = process_group
@@ -100,7 +101,7 @@ class WeightSyncManager:
             raise job.take_failure()
         self._executor.commit(job.staged)
         self._has_weights = True
-        self.version, self.label = self.version + 1, job.update.label
+        self.version, self.label = job.version or self.version + 1, job.update.label
         self._job = None
         return True
 
@@ -141,10 +142,15 @@ class WeightSyncManager:
         """Return True while staged weights wait for `release`."""
         return self._job is not None and self._job.update.hold and self.state == "staged"
 
-    def release(self) -> bool:
-        """Let `maybe_finish_sync` swap in an update with `hold`; return True if there is an update."""
+    def release(self, version: int | None = None) -> bool:
+        """Let `maybe_finish_sync` swap in an update with `hold`; return True if there is an update.
+
+        The weights get this version, or the next one. Raises `BadRequest` unless it is above the current one.
+        """
+        if version is not None:
+            check_int("version", version, self.version + 1)
         if self._job is not None:
-            self._job.update = replace(self._job.update, hold=False)
+            self._job.update, self._job.version = replace(self._job.update, hold=False), version
         return self._job is not None
 
     def label_next(self, label: WeightLabel) -> bool:
@@ -243,6 +249,7 @@ class _Job:
         self._executor = executor
         self.update = replace(update, weights={})  # the tensors are referred to only while they are gathered
         self._named = named
+        self.version: int | None = None  # see `WeightSyncManager.release`
         self.staged: Any = None  # the argument of `Executor.commit`
         self._gathered: Staged | None = None  # the owner of the complete update
         self.error: BaseException | None = None
