@@ -80,7 +80,7 @@ class DrivenEngine(Protocol):
     def wake(self) -> None: ...
     def start_update(self, update: WeightUpdate) -> int: ...
     def finish_update(self, timeout: float | None = None) -> int: ...
-    def commit_update(self, *, blocking: bool = True) -> int: ...
+    def commit_update(self, *, blocking: bool = True, version: int | None = None) -> int: ...
     def cancel_update(self) -> bool: ...
     def label_weights(self, label: WeightLabel, *, are_next: bool = False) -> None: ...
     def expect_checksum(self, checksum: str) -> None: ...
@@ -436,12 +436,15 @@ class AsyncEngine(Generic[Engine]):
         ends = ("idle", "staged") if update.hold else ("idle",)
         return await self.watch(lambda engine: self._end_of_update(engine, number[0], ends), first=start)
 
-    async def commit_update(self) -> int:
-        """Install a held update, as its `on_running` says; return the installed version. Raises as `update_weights`."""
+    async def commit_update(self, *, version: int | None = None) -> int:
+        """Install a held update, as its `on_running` says; return the installed version. Raises as `update_weights`.
+
+        `version`: see `InferenceEngine.commit_update`.
+        """
         number: list[int] = []
 
         def commit(engine: Engine) -> None:
-            engine.commit_update(blocking=False)
+            engine.commit_update(blocking=False, version=version)
             number.append(self._num_updates)
 
         installed = await self.watch(lambda engine: self._end_of_update(engine, number[0], ("idle",)), first=commit)

@@ -616,14 +616,18 @@ class InferenceEngine:
         self._mail.deliver(ended)
         return ended
 
-    def commit_update(self, *, blocking: bool = True) -> int:
-        """Install a held update: as `finish_update` does, or in `tick` without `blocking`. Raises `BadRequest` too."""
+    def commit_update(self, *, blocking: bool = True, version: int | None = None) -> int:
+        """Install a held update: as `finish_update` does, or in `tick` without `blocking`. Raises `BadRequest` too.
+
+        `version` is the new weights' number, above the installed one; by default the next. Several engines that got
+        the same updates can thus have equal numbers, also one that was started later.
+        """
         check_bool("blocking", blocking)
         with self._driving:
             weights = self._updatable_weights
-            if not weights.release() and self._failed_update is None:
+            if not weights.release(version) and self._failed_update is None:
                 raise BadRequest("", "no weight update is in progress that could be committed")
-            return self._finish_update(None) if blocking else weights.version + 1
+            return self._finish_update(None) if blocking else version or weights.version + 1
 
     def cancel_update(self) -> bool:
         """Cancel an update that is not installed yet; return whether there was one."""
@@ -650,7 +654,7 @@ class InferenceEngine:
                 raise BadRequest("", "no weight update is in progress that could be checked")
 
     def get_weight_version(self) -> int:
-        """Return the number of weight installations since the start."""
+        """Return the number of the installed weights: of updates since the start, unless `commit_update` gave one."""
         return self._core.version
 
     def weight_info(self) -> WeightInfo:

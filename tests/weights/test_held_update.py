@@ -48,6 +48,20 @@ def test_held_update_that_is_cancelled_leaves_old_weights(untied: Pair, open_eng
     assert engine.update_weights(untied.named(), blocking=True) == 1
 
 
+def test_a_commit_gives_the_weights_a_version_above_the_installed_one(untied: Pair, open_engine: OpenEngine) -> None:
+    """An engine that joins others later can count as they do."""
+    engine = open_engine(untied)
+    for version, installed in ((7, 7), (None, 8), (9, 9)):
+        engine.update_weights(untied.named(), blocking=True, version=f"step-{installed}", hold=True)
+        with pytest.raises(BadRequest, match=f"version must be >= {engine.get_weight_version() + 1}"):
+            engine.commit_update(version=engine.get_weight_version())
+        assert engine.commit_update(blocking=False, version=version) == installed
+        assert engine.finish_update() == installed == engine.get_weight_version()
+        sample = engine.generate([PROMPT], PARAMS)[0]
+        assert set(sample.token_versions) == {installed}
+        assert sample.version_labels == {installed: f"step-{installed}"}
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_held_update_that_fails_is_reported_and_not_committed(
     blocking: bool, untied: Pair, open_engine: OpenEngine
@@ -157,10 +171,10 @@ def test_async_engine_holds_commits_and_cancels(untied: Pair, open_engine: OpenE
         assert (await engine.generate([PROMPT], PARAMS))[0].completion_tokens == old
         assert await engine.cancel_update() and not await engine.cancel_update()
         assert await engine.update_weights(WeightUpdate(weights=untied.named(), hold=True, label="a")) == 0
-        assert await engine.commit_update() == 1
+        assert await engine.commit_update(version=5) == 5
         sample = (await engine.generate([PROMPT], PARAMS))[0]
-        assert sample.completion_tokens != old and sample.version_labels == {1: "a"}
-        assert await engine.update_weights(WeightUpdate(weights=untied.named())) == 2
+        assert sample.completion_tokens != old and sample.version_labels == {5: "a"}
+        assert await engine.update_weights(WeightUpdate(weights=untied.named())) == 6
         with pytest.raises(WeightError, match="the update lacks"):
             await engine.update_weights(WeightUpdate(weights={}, hold=True))
         with pytest.raises(BadRequest, match="no weight update"):
