@@ -116,6 +116,7 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "weight_version": "test_update_in_parts_is_installed_atomically",
             "checksum": "test_update_in_parts_is_verified_at_its_end",
         },
+        "CommitBody": {"version": "test_a_commit_gives_the_weights_a_version_above_the_installed_one"},
         "LabelBody": {"new_version": LABELS, "abort_all_requests": ENDS},
         "CheckBody": {"action": CHECKS, "checksum": CHECKS},
         "PauseGenerationBody": {"mode": "test_sglang_pause_modes"},
@@ -124,6 +125,7 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "FlushBody": {"timeout": TAKEN},
         "FromDiskBody": {
             "model_path": DIRECTORY,
+            "hold": "test_sglangs_update_and_that_of_a_body_can_be_held",
             "load_format": UNKNOWN,
             "weight_version": DIRECTORY,
             "checksum": HELD,
@@ -153,6 +155,7 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "weight_version": "test_weights_are_installed_with_their_label",
             "checksum": "test_weights_are_installed_with_their_label",
             "partial": "test_a_part_of_the_weights_needs_partial",
+            "hold": "test_sglangs_update_and_that_of_a_body_can_be_held",
             "abort_all_requests": "test_running_requests_may_be_aborted",
         },
         "FromTensorBody": {

@@ -525,6 +525,27 @@ def test_held_weights_are_installed_at_the_commit(server: Running) -> None:
     refused(server.post("/commit_weight_update", {}), 400, "no weights are held")
 
 
+def test_sglangs_update_and_that_of_a_body_can_be_held(server: Running, shelf: Path) -> None:
+    old, content = tokens_of(server), (shelf / "two" / "model.safetensors").read_bytes()
+    kind = {"content-type": "application/octet-stream"}
+    reply = ok(server.post("/update_weights_from_disk", {"model_path": "one", "hold": True}))
+    assert (reply["success"], reply["held_version"], reply["version"]) == (True, 1, 0) and tokens_of(server) == old
+    assert ok(server.post("/commit_weight_update", {}))["version"] == 1 and tokens_of(server) != old
+    old = tokens_of(server)
+    reply = ok(server.client.post("/update_weights_from_body?hold=true", content=content, headers=kind))
+    assert (reply["held_version"], reply["version"]) == (2, 1) and tokens_of(server) == old
+    assert ok(server.post("/commit_weight_update", {}))["version"] == 2 and tokens_of(server) != old
+
+
+def test_a_commit_gives_the_weights_a_version_above_the_installed_one(server: Running) -> None:
+    ok(server.post("/update_weights_from_disk", {"model_path": "one"}))
+    ok(server.post("/update_weights", {"weight_dir": "two", "hold": True}))
+    refused(server.post("/commit_weight_update", {"version": 1}), 400, "version must be >= 2, got 1")
+    refused(server.post("/commit_weight_update", {"version": 0}), 400, "version")
+    assert ok(server.post("/commit_weight_update", {"version": 7}))["version"] == 7
+    assert set(Stream(server, params=SHORT).result().token_versions) == {7}
+
+
 def test_held_weights_can_be_aborted(server: Running) -> None:
     old = tokens_of(server)
     ok(server.post("/update_weights", {"weight_dir": "one", "hold": True}))

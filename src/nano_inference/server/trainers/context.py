@@ -43,6 +43,7 @@ from nano_inference.types import (
     WeightError,
     WeightInfo,
 )
+from nano_inference.weights.updates import WeightUpdate
 
 B = TypeVar("B", bound=Body)
 Reply = JSON | WeightInfo | None
@@ -114,6 +115,11 @@ class RLContext:
             is_vllm=isinstance(info, InitInfo),
         )
 
+    async def install(self, update: WeightUpdate) -> Reply:
+        """Install an update, see `Updates.install`; with its `hold`, return the version that it gets at the commit."""
+        info = await self.updates.install(update)
+        return {"message": "Weights held", "held_version": info.version + 1} if update.hold else info
+
     async def weights_in(self, path: str, field: str) -> Source:
         """Return the weights of a client's path below `root`. Raises `ApiError` as `weights_at` does."""
         return await weights_at(self.root, path, field)
@@ -153,11 +159,15 @@ async def read_fields(command: Command, context: RLContext, request: Request) ->
     Raises `ApiError` 400 naming an invalid or unknown field.
     """
     context.opened()
-    data = b"{}"
-    if not command.takes_stream:
-        policy = context.policy
-        data = (await read_body(request.receive, policy.max_body_bytes, policy.body_timeout)).strip() or data
-    query = query_fields(request, command.body)
+    policy = context.policy
+    if command.takes_stream:
+        return fields_of(command, request)
+    return fields_of(command, request, await read_body(request.receive, policy.max_body_bytes, policy.body_timeout))
+
+
+def fields_of(command: Command, request: Request, data: bytes = b"") -> Body:
+    """Return a command's body merged with the query parameters. Raises `ApiError` as `read_fields` does."""
+    data, query = data.strip() or b"{}", query_fields(request, command.body)
     body = parse(to_json({**read_json(data), **query}) if query else data, command.body)
     _refuse_unknown(body)
     return body

@@ -59,7 +59,7 @@ class NewWeights(Body):
     checksum: Checksum | None = None
     abort_all_requests: bool | None = None
 
-    def update(self, weights: NamedWeights, *, partial: bool = False) -> WeightUpdate:
+    def update(self, weights: NamedWeights, *, partial: bool = False, hold: bool = False) -> WeightUpdate:
         """Return the update with these weights; with `partial`, weights that are not among them keep their values."""
         return WeightUpdate(
             weights=weights,
@@ -67,6 +67,7 @@ class NewWeights(Body):
             checksum=self.checksum,
             on_running="abort" if self.abort_all_requests else "keep",
             partial=partial,
+            hold=hold,
         )
 
 
@@ -195,11 +196,16 @@ class UpdateWeightsBody(Body):
 
 class FromBodyQuery(NewWeights):
     partial: bool | None = None  # weights that the body lacks keep their values
+    hold: bool | None = None  # as in `UpdateWeightsBody`
 
 
 class FinishUpdateBody(Body):
     weight_version: Label | None = None
     checksum: Checksum | None = None
+
+
+class CommitBody(Body):
+    version: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None  # the weights' number; none: the next one
 
 
 class LabelBody(Body):
@@ -266,6 +272,7 @@ class FlushBody(Body):
 
 class FromDiskBody(NewWeights):
     model_path: Path
+    hold: bool | None = None  # an extension: as in `UpdateWeightsBody`
     load_format: Format | None = None
     flush_cache: bool | None = None  # ignored: cached prefixes are never reused with other weights
     is_async: bool | None = None

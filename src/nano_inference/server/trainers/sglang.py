@@ -9,7 +9,7 @@ from starlette.requests import Request
 from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.generation import JSON
 from nano_inference.server.security import forwarded, parse_address
-from nano_inference.server.trainers.context import Command, RLContext
+from nano_inference.server.trainers.context import Command, Reply, RLContext
 from nano_inference.server.trainers.schema import (
     GROUP,
     AbortRequestBody,
@@ -26,7 +26,7 @@ from nano_inference.server.trainers.schema import (
     WeightsCheckerBody,
 )
 from nano_inference.server.trainers.updates import Source
-from nano_inference.types import PauseMode, WeightInfo
+from nano_inference.types import PauseMode
 
 _FIELD = "serialized_named_tensors"
 _BUCKET = "flattened_bucket"
@@ -74,9 +74,10 @@ def _tags(body: MemoryBody) -> list[str]:
     return list(body.tags) if body.tags else ["weights", "kv_cache", "cuda_graph"]
 
 
-async def _update_from_disk(rl: RLContext, body: FromDiskBody, _: Request) -> WeightInfo:
+async def _update_from_disk(rl: RLContext, body: FromDiskBody, _: Request) -> Reply:
     _require_format(body.load_format, "auto", "safetensors")
-    return await rl.updates.install(body.update(await rl.weights_in(body.model_path, "model_path")))
+    weights = await rl.weights_in(body.model_path, "model_path")
+    return await rl.install(body.update(weights, hold=bool(body.hold)))
 
 
 async def _init_group(rl: RLContext, body: Rendezvous, _: Request) -> JSON:
@@ -84,14 +85,14 @@ async def _init_group(rl: RLContext, body: Rendezvous, _: Request) -> JSON:
     return {"message": f"Joined the group {body.group_name or GROUP!r}."}
 
 
-async def _update_from_group(rl: RLContext, body: FromGroupBody, _: Request) -> WeightInfo:
+async def _update_from_group(rl: RLContext, body: FromGroupBody, _: Request) -> Reply:
     """Each call is one update, of the tensors that it names: trainers send their weights bucket by bucket."""
     _require_format(body.load_format)
     with rl.groups.receive(body.group_name, body.names, body.dtypes, body.shapes, "dtypes") as source:
-        return await rl.updates.install(body.update(source, partial=True))
+        return await rl.install(body.update(source, partial=True))
 
 
-async def _update_from_tensor(rl: RLContext, body: FromTensorBody, request: Request) -> WeightInfo:
+async def _update_from_tensor(rl: RLContext, body: FromTensorBody, request: Request) -> Reply:
     """Each call is one update, as in `_update_from_group`."""
     require_same_machine(request)
     if body.load_format not in (None, _BUCKET):
@@ -102,7 +103,7 @@ async def _update_from_tensor(rl: RLContext, body: FromTensorBody, request: Requ
         text = f"{_FIELD}: must have one entry, got {num_ranks}: to trainers, this server is one rank"
         raise ApiError(400, text, param=_FIELD)
     weights = _shared(body.serialized_named_tensors[0], is_bucket=body.load_format == _BUCKET)
-    return await rl.updates.install(body.update(weights, partial=True))
+    return await rl.install(body.update(weights, partial=True))
 
 
 def require_same_machine(request: Request) -> None:

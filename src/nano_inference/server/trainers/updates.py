@@ -131,13 +131,13 @@ class Updates:
         """
         return await (await self._started(update))
 
-    async def commit(self) -> WeightInfo:
-        """Install the held weights; return their version. Raises `ApiError` 400 if there are none."""
+    async def commit(self, version: int | None = None) -> WeightInfo:
+        """Install the held weights, as `version`; return it. Raises `ApiError` 400 if there are none, `BadRequest`."""
         engine = self._link.engine
         if not self._holds or await engine.call(lambda engine: engine.weight_info().update) != "staged":
             raise ApiError(400, "no weights are held: POST /update_weights with hold first", code="no_update")
+        await engine.commit_update(version=version)
         self._holds = False
-        await engine.commit_update()
         return await engine.call(lambda engine: engine.weight_info())
 
     async def start(self) -> None:

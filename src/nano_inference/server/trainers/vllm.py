@@ -19,6 +19,7 @@ from nano_inference.server.trainers.schema import (
     GROUP,
     AbortBody,
     CheckBody,
+    CommitBody,
     EmptyBody,
     FinishUpdateBody,
     FromBodyQuery,
@@ -90,15 +91,14 @@ async def _update_weights(rl: RLContext, body: UpdateWeightsBody, _: Request) ->
     if body.hold:
         if directory is None:
             raise refused("hold", "give the weights as a directory, in weight_dir")
-        installed = await rl.updates.install(body.update(await rl.weights_in(directory, field)))
-        return {"message": "Weights held", "held_version": installed.version + 1}
+        return await rl.install(body.update(await rl.weights_in(directory, field)))
     _refuse_given(body, ("on_running", "partial", "allow_nonfinite"), "needs hold=true")
     if body.update_info is None and not is_part and rl.groups.has(BROADCASTER):
         # `weight_dir` has markers only.
         with rl.groups.receive_state_dicts(BROADCASTER) as source:
-            return await rl.updates.install(body.update(source))
+            return await rl.install(body.update(source))
     if directory is not None and not is_part:
-        return await rl.updates.install(body.update(await rl.weights_in(directory, field)))
+        return await rl.install(body.update(await rl.weights_in(directory, field)))
     in_parts = "for an update in parts, give it to /finish_weight_update"
     _refuse_given(body, ("weight_version", "version", "checksum"), in_parts)
     opened, part = rl.updates.require_open(), body.update_info
@@ -120,12 +120,12 @@ def _refuse_given(body: UpdateWeightsBody, names: tuple[str, ...], why: str) -> 
             raise refused(name, why)
 
 
-async def _update_from_body(rl: RLContext, body: FromBodyQuery, request: Request) -> WeightInfo:
+async def _update_from_body(rl: RLContext, body: FromBodyQuery, request: Request) -> Reply:
     """An extension: the body is a safetensors file, which is read while it arrives."""
     stream = BodyStream(request.receive)
     try:
         weights = stream.weights(rl.opened().engine.weight_shapes())
-        return await rl.updates.install(body.update(weights, partial=bool(body.partial)))
+        return await rl.install(body.update(weights, partial=bool(body.partial), hold=bool(body.hold)))
     finally:
         stream.end()
 
@@ -134,9 +134,9 @@ async def _finish_update(rl: RLContext, body: FinishUpdateBody, _: Request) -> W
     return await rl.updates.finish(body.weight_version, body.checksum)
 
 
-async def _commit_update(rl: RLContext, body: EmptyBody, _: Request) -> WeightInfo:
+async def _commit_update(rl: RLContext, body: CommitBody, _: Request) -> WeightInfo:
     """An extension: several servers gather the same weights, and install them only if all have succeeded."""
-    return await rl.updates.commit()
+    return await rl.updates.commit(body.version)
 
 
 async def _abort_update(rl: RLContext, body: EmptyBody, _: Request) -> JSON:
@@ -203,11 +203,11 @@ async def _init_broadcaster(rl: RLContext, body: InitBroadcasterBody, _: Request
     await rl.join(info)
 
 
-async def _receive_update(rl: RLContext, body: ReceiveUpdateBody, _: Request) -> WeightInfo:
+async def _receive_update(rl: RLContext, body: ReceiveUpdateBody, _: Request) -> Reply:
     """PipelineRL's update: one broadcast per tensor. Requests continue after it, and weights not named stay."""
     names, dtypes, shapes = zip(*((one.name, one.dtype, one.shape) for one in body.parameters_info), strict=True)
     with rl.groups.receive(body.group_name, names, dtypes, shapes, "parameters_info", False) as source:
-        return await rl.updates.install(WeightUpdate(weights=source, label=body.version, partial=True))
+        return await rl.install(WeightUpdate(weights=source, label=body.version, partial=True))
 
 
 VLLM_COMMANDS = (
@@ -226,7 +226,7 @@ VLLM_COMMANDS = (
         "/update_weights_from_body", FromBodyQuery, _update_from_body, {"message": "Weights updated"}, takes_stream=True
     ),
     Command("/finish_weight_update", FinishUpdateBody, _finish_update, {"message": "Weight update finished"}),
-    Command("/commit_weight_update", EmptyBody, _commit_update, {"message": "Weights updated"}),
+    Command("/commit_weight_update", CommitBody, _commit_update, {"message": "Weights updated"}),
     Command("/abort_weight_update", EmptyBody, _abort_update, {}),
     Command(
         "/shutdown_weight_transfer_engine", EmptyBody, _shut_down_transfer, {"message": "Weight transfer shut down"}
