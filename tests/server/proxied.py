@@ -18,6 +18,7 @@ from nano_inference.server.front import front
 from nano_inference.server.front.forwarding import make_client
 from nano_inference.server.front.placement import Placement
 from nano_inference.server.front.servers import Server, Servers, State
+from nano_inference.server.front.trainers import Trainers
 from nano_inference.server.guard import Guard
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind
@@ -50,6 +51,7 @@ class Front:
     proxy: front.Front
     loop: asyncio.AbstractEventLoop
     client: httpx2.Client
+    trainers: Trainers | None
 
     def on_loop(self, work: Any) -> Any:
         """Return `work()`, run on the proxy's event loop."""
@@ -61,9 +63,15 @@ class Front:
 
 
 @contextmanager
-def proxied(urls: Sequence[str], *, checks_health: bool = False, **settings: Any) -> Iterator[Front]:
-    """Serve a proxy for these URLs while the block runs; `settings` are fields of `ServerConfig`."""
-    config = ServerConfig(port=0, log_requests=False, workers=tuple(urls), **settings)
+def proxied(
+    urls: Sequence[str], *, replicas: Sequence[Server] = (), checks_health: bool = False, **settings: Any
+) -> Iterator[Front]:
+    """Serve a proxy for these URLs, or for replicas with trainers' routes, while the block runs.
+
+    `settings` are fields of `ServerConfig`.
+    """
+    settings |= {"replicas": len(replicas), "enable_rl": True} if replicas else {"workers": tuple(urls)}
+    config = ServerConfig(port=0, log_requests=False, **settings)
     listening = bind(config)
     ready: list[Front] = []
     came_up, leave = threading.Event(), threading.Event()
@@ -72,16 +80,17 @@ def proxied(urls: Sequence[str], *, checks_health: bool = False, **settings: Any
         policy = guard_policy(config, KeyRing.of(load_keys(config)))
         async with make_client() as client:
             behind = [Server(names=(f"worker {n}",), url=url, state="ready") for n, url in enumerate(config.workers)]
-            servers = CountingServers(behind, client)
+            servers = CountingServers(replicas or behind, client)
             errors = stream_errors(installed_dialects())
-            proxy = front.Front(servers, front.Replicas(servers), client, policy, errors, load_timeout=60)
+            trainers = Trainers(servers, client, config, policy) if replicas else None
+            proxy = front.Front(servers, front.Replicas(servers), client, policy, errors, 60, trainers)
             listener = Listener(uvicorn_config(Guard(proxy, policy), config, policy))
             serving = asyncio.create_task(listener.serve(sockets=[listening]))
-            if checks_health:
+            if checks_health or replicas:
                 await servers.open()
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             http = httpx2.Client(base_url=url, timeout=60, verify=False)
-            ready.append(Front(url, servers, proxy, asyncio.get_running_loop(), http))
+            ready.append(Front(url, servers, proxy, asyncio.get_running_loop(), http, trainers))
             came_up.set()
             await asyncio.to_thread(leave.wait)
             await servers.close()

@@ -326,7 +326,7 @@ def test_workers_are_served_without_torch_and_ray(servers: tuple[Running, Runnin
     [
         ({"replicas": 0}, "replicas"),
         ({"replicas": 2, "workers": ("http://a",)}, "set one of them"),
-        ({"replicas": 2, "enable_rl": True, "generation_config": "none"}, "replicas: routes for trainers"),
+        ({"workers": ("http://a",), "enable_rl": True, "generation_config": "none"}, "workers: routes for trainers"),
         ({"workers": ("http://a,ftp://b",)}, "workers must be URLs .*, got 'ftp://b'"),
         ({"workers": ("http://a/v1",)}, "without a path"),
         ({"workers": ("http://a,http://a",)}, "workers lists a URL twice"),

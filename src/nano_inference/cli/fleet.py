@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, closing
@@ -20,6 +21,7 @@ from nano_inference.server.front.cluster import ClusterLost, RayCluster
 from nano_inference.server.front.process import ServerFailed, ServerProcess
 from nano_inference.server.front.run import check_remote, limits_of, serve_front, setup_of, weight_bytes
 from nano_inference.server.front.servers import Server
+from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.model import tagged
 from nano_inference.server.security import KeyRing, load_keys
 
@@ -28,11 +30,11 @@ def listen(
     engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed, listening: socket.socket, url: str
 ) -> int:
     """Serve on a bound socket; return the exit code."""
-    address, limits = config.uds or url, None
+    address, limits, policy = config.uds or url, None, guard_policy(config, KeyRing.of(load_keys(config)))
     watch: Callable[[], Awaitable[object]] = asyncio.Event().wait  # never ends
     with ExitStack() as stack:
         if config.further_model:
-            behind, limits = models(engine, config, common), limits_of(config)
+            behind, limits = models(engine, config, policy, common), limits_of(config)
             what, *further = (", ".join(one.names) for one in behind)
             starting, failure = f", loading {what}", what
             ready = f"{what}; loaded when a request names them: {', '.join(further)}\n"
@@ -40,7 +42,7 @@ def listen(
             ready += f"loaded models may use {limits.num_bytes / 2**30:.1f} GiB"
         elif config.replicas:
             cluster = stack.enter_context(closing(RayCluster()))
-            behind, watch = replicas(cluster, engine, config, common), cluster.watch
+            behind, watch = replicas(cluster, engine, config, policy, common), cluster.watch
             starting, failure = f" for {config.replicas} replicas, loading", "a replica does not start"
             ready = f"{config.replicas} replicas behind {url}"
         else:
@@ -51,6 +53,7 @@ def listen(
             ready = f"{len(behind)} workers behind {url}"
         serving = serve_front(
             config,
+            policy,
             listening,
             behind,
             limits,
@@ -67,33 +70,36 @@ def listen(
     return 1
 
 
-def replicas(cluster: RayCluster, engine: EngineConfig, config: ServerConfig, common: Common) -> list[Server]:
+def replicas(
+    cluster: RayCluster, engine: EngineConfig, config: ServerConfig, policy: GuardPolicy, common: Common
+) -> list[Server]:
     """Return the replicas. Raises `ValueError` for a configuration that Ray cannot place."""
     assert config.replicas is not None
     if cluster.is_remote:
-        check_remote(config, guard_policy(config, KeyRing.of(load_keys(config))))
+        check_remote(config, policy)
     uses_gpus = engine.device.startswith("cuda") or (engine.device == "auto" and cluster.has_gpus)
     num_gpus = engine.tensor_parallel if uses_gpus else 0
     cluster.check(config.replicas, num_gpus)
     path = fetch(engine.model_path, common)
-    own = replace(engine, model_path=for_any_directory(engine.model_path, path))
-    setup = setup_of(own, config, (served_name(engine.model_path, path),), cache_of(common))
+    lineage = engine.lineage or secrets.token_hex(8)  # of all: a version means the same weights in each of them
+    own = replace(engine, model_path=for_any_directory(engine.model_path, path), lineage=lineage)
+    setup = setup_of(own, config, policy, (served_name(engine.model_path, path),), cache_of(common))
     return [
         Server(names=(f"replica {index}",), start=lambda: cluster.start(setup, num_gpus))
         for index in range(config.replicas)
     ]
 
 
-def models(engine: EngineConfig, config: ServerConfig, common: Common) -> list[Server]:
+def models(engine: EngineConfig, config: ServerConfig, policy: GuardPolicy, common: Common) -> list[Server]:
     """Return all models, fetching those that are not in the cache. Raises `ValueError` for a name used twice."""
     if engine.overrides:
         raise ValueError("overrides belong to one model: they cannot be set with further_model")
-    found = [_model(engine, config, common, engine.model_path, config.served_model_name)]
+    found = [_model(engine, config, policy, common, engine.model_path, config.served_model_name)]
     for text in config.further_model:
         name, equals, path = text.partition("=")
         if equals and not (name and path):
             raise ValueError(f"further_model must be a model, or NAME=PATH, got {text!r}")
-        found.append(_model(engine, config, common, path if equals else text, (name,) if equals else ()))
+        found.append(_model(engine, config, policy, common, path if equals else text, (name,) if equals else ()))
     names = [tagged(name) for one in found for name in one.names]
     for name in names:
         if names.count(name) > 1:
@@ -101,9 +107,16 @@ def models(engine: EngineConfig, config: ServerConfig, common: Common) -> list[S
     return found
 
 
-def _model(engine: EngineConfig, config: ServerConfig, common: Common, model: str, names: tuple[str, ...]) -> Server:
+def _model(
+    engine: EngineConfig,
+    config: ServerConfig,
+    policy: GuardPolicy,
+    common: Common,
+    model: str,
+    names: tuple[str, ...],
+) -> Server:
     path = fetch(model, common)
     own = replace(engine, model_path=for_any_directory(model, path))
     names = names or (served_name(model, path),)
-    setup = setup_of(own, config, names, cache_of(common))
+    setup = setup_of(own, config, policy, names, cache_of(common))
     return Server(names=names, start=lambda: ServerProcess(setup), file_bytes=weight_bytes(path))

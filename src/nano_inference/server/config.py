@@ -234,9 +234,8 @@ class ServerConfig:
             yield getattr(self, name) and not self.enable_rl, f"{name} is for a trainer: it needs enable_rl"
         both = self.replicas is not None and bool(self.workers)
         yield both, "replicas starts engines, workers names running ones: set one of them"
-        for name in ("replicas", "workers"):
-            text = f"{name}: routes for trainers need one engine; a RolloutPool updates several"
-            yield getattr(self, name) and self.enable_rl, text
+        text = "workers: routes for trainers need replicas of this server, or a RolloutPool"
+        yield self.workers and self.enable_rl, text
         several = bool(self.further_model)
         for name in ("models_memory", "max_loaded_models"):
             text = f"{name} is for several models: it needs further_model"

@@ -20,11 +20,13 @@ from nano_inference.server.errors import queue_full
 from nano_inference.server.front.forwarding import fetch_all, gauge, merge, request_for, return_reply
 from nano_inference.server.front.models import Models
 from nano_inference.server.front.placement import ANYWHERE, placement_of
-from nano_inference.server.front.servers import LARGE_BODY, Answer, Server, Servers, Target
+from nano_inference.server.front.servers import LARGE_BODY, NEEDS_UPDATE, Answer, Server, Servers, Target
+from nano_inference.server.front.trainers import Trainers
 from nano_inference.server.guard import GuardPolicy, read_body, while_connected
 from nano_inference.server.metrics import CONTENT_TYPE
 
 HEALTH = ("/health", "/ping", "/liveness", "/ready")
+_NEEDED = "needs_update"
 LOAD = ("server_load", "running", "waiting")
 
 
@@ -39,11 +41,12 @@ class Front:
         policy: GuardPolicy,
         stream_errors: Mapping[str, StreamError],
         load_timeout: float,
+        trainers: Trainers | None = None,
     ) -> None:
         """`stream_errors`: path -> what ends its streams. `load_timeout`: seconds that a request waits for a model."""
         self.is_draining = False
         self._servers, self._kind, self._client, self._policy = servers, kind, client, policy
-        self._stream_errors, self._load_timeout = stream_errors, load_timeout
+        self._stream_errors, self._load_timeout, self._trainers = stream_errors, load_timeout, trainers
         own = {**dict.fromkeys(HEALTH, self._health), "/load": self._load, "/metrics": self._metrics}
         self._answers: Mapping[str, Answer] = {**kind.answers, **own}
 
@@ -56,6 +59,10 @@ class Front:
             return
         if self.is_draining:
             raise queue_full("the server is shutting down", code="shutting_down")
+        if self._trainers is not None and self._trainers.answers(scope):
+            response = await self._trainers.answer(scope, receive)
+            await response(scope, receive, send)
+            return
         body = await read_body(receive, self._policy.max_body_bytes, self._policy.body_timeout)
         await while_connected(self._forward(scope, body, receive, send), receive)
 
@@ -130,4 +137,7 @@ class Replicas:
         elif body:
             placement = placement_of(scope["headers"], body)
         lost = queue_full("no replica accepts requests at the moment", code="no_replica")
+        lacking = next((one.error for one in self._servers.all if one.state == NEEDS_UPDATE), "")
+        if lacking:
+            lost = queue_full(f"no replica has the weights in force, send a complete update: {lacking}", code=_NEEDED)
         return Target(servers=lambda: self._servers.ready, placement=placement, passed_over=503, lost=lost)

@@ -18,18 +18,20 @@ from typing import Any
 import psutil
 
 from nano_inference.config import EngineConfig
-from nano_inference.server.app import guard_policy, installed_dialects, strip_root_path
+from nano_inference.server.app import installed_dialects, strip_root_path
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import error_bodies, stream_errors
 from nano_inference.server.front.forwarding import make_client
 from nano_inference.server.front.front import Front, Replicas
 from nano_inference.server.front.models import Models
 from nano_inference.server.front.servers import MemoryLimits, Server, Servers
+from nano_inference.server.front.trainers import Trainers
 from nano_inference.server.guard import Guard, GuardPolicy
 from nano_inference.server.log import log_access, record_of
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, Shutdown, close_listener, remove_socket
-from nano_inference.server.security import KeyRing, is_loopback_name, load_keys
+from nano_inference.server.security import is_loopback_name, load_admin_keys, load_keys
+from nano_inference.server.trainers.places import weights_root
 
 _SPARE_CONNECTIONS = 64
 _POLL_S = 0.02
@@ -37,13 +39,15 @@ _SHARE = 0.8  # part of the memory that is free at the start: the default of `mo
 _log = logging.getLogger("nano_inference.server")
 
 
-def setup_of(engine: EngineConfig, config: ServerConfig, names: tuple[str, ...], cache: Path) -> dict[str, Any]:
+def setup_of(
+    engine: EngineConfig, config: ServerConfig, policy: GuardPolicy, names: tuple[str, ...], cache: Path
+) -> dict[str, Any]:
     """Return the setup of one server (`process.main`) from the configuration of the whole.
 
     The front checks hosts and origins and logs requests; it passes the keys on, as values, since the server's machine
-    may lack the file.
+    may lack the file. Raises `ValueError` if `weights_dir` is not a directory.
     """
-    policy = guard_policy(config, KeyRing.of(load_keys(config)))
+    root = weights_root(config.weights_dir)
     own = replace(
         config,
         host="127.0.0.1",
@@ -57,6 +61,9 @@ def setup_of(engine: EngineConfig, config: ServerConfig, names: tuple[str, ...],
         served_model_name=names if config.further_model else config.served_model_name,
         api_key=load_keys(config),
         api_key_file=None,
+        admin_key=load_admin_keys(config),
+        admin_key_file=None,
+        weights_dir=None if root is None else str(root),
         allowed_host=(),
         cors_origin=(),
         trusted_proxy=("127.0.0.0/8", "::1", *config.trusted_proxy),
@@ -70,8 +77,12 @@ def setup_of(engine: EngineConfig, config: ServerConfig, names: tuple[str, ...],
 
 def check_remote(config: ServerConfig, policy: GuardPolicy) -> None:
     """Raise `ValueError` if replicas on other machines would be open to everybody there."""
-    if policy.keys.is_empty and not config.insecure and is_loopback_name(config.host):
-        raise ValueError("replicas on several machines can be reached from outside: set api_key_file, or insecure")
+    if config.insecure or not is_loopback_name(config.host):
+        return
+    rings = {"api_key_file": policy.keys, **({"admin_key_file": policy.admins} if config.enable_rl else {})}
+    for name, ring in rings.items():
+        if ring.is_empty:
+            raise ValueError(f"replicas on several machines can be reached from outside: set {name}, or insecure")
 
 
 def limits_of(config: ServerConfig) -> MemoryLimits:
@@ -100,6 +111,7 @@ def weight_bytes(path: Path) -> int:
 
 async def serve_front(
     config: ServerConfig,
+    policy: GuardPolicy,
     listening: socket.socket,
     behind: Sequence[Server],
     limits: MemoryLimits | None = None,
@@ -114,15 +126,16 @@ async def serve_front(
     """
     shutdown, loop = Shutdown(), asyncio.get_running_loop()
     shutdown.handle_signals(loop)
-    dialects, policy = installed_dialects(), guard_policy(config, KeyRing.of(load_keys(config)))
+    dialects = installed_dialects()
     async with make_client() as client:
         servers = Servers(behind, client, limits=limits, drain_timeout=config.shutdown_timeout)
         kind: Replicas | Models = Replicas(servers)
         if limits is not None:
             kind = Models(servers, client, dialects, config, needs_key=not policy.keys.is_empty)
-        elif config.replicas:
-            loop.add_signal_handler(signal.SIGUSR1, servers.restart_all)
-        front = Front(servers, kind, client, policy, stream_errors(dialects), config.request_timeout)
+        trainers = Trainers(servers, client, config, policy) if config.enable_rl else None
+        if config.replicas:
+            loop.add_signal_handler(signal.SIGUSR1, (trainers or servers).restart_all)
+        front = Front(servers, kind, client, policy, stream_errors(dialects), config.request_timeout, trainers)
         guard = Guard(front, policy, lambda *done: log_access(record_of(*done)), error_bodies(dialects))
         listener = Listener(uvicorn_config(strip_root_path(config.root_path, guard), config, policy))
         serving = loop.create_task(listener.serve(sockets=[listening]))

@@ -26,7 +26,8 @@ from nano_inference.server.front.placement import Placement
 from nano_inference.server.front.process import ServerFailed
 
 Answer = Callable[[Scope], Awaitable[Response]]
-State = Literal["stopped", "starting", "ready", "unreachable", "draining", "failed"]
+State = Literal["stopped", "starting", "ready", "unreachable", "draining", "failed", "needs an update"]
+NEEDS_UPDATE: State = "needs an update"  # it runs, without the weights in force: see `Trainers.prepare`
 CHECK_S = 1.0  # between two health checks of a server
 HEALTH_TIMEOUT_S = 10.0  # a busy machine answers late; a stopped process refuses the connection at once
 NOTICE_S = 1.0  # a process that has ended is noticed within this time
@@ -72,7 +73,7 @@ class Server:
     num_waiting: int = 0  # requests that wait until it is ready
     last_used: float = 0.0
     process: Process | None = None
-    error: str = ""  # why it is "failed"
+    error: str = ""  # why it is "failed", or "needs an update"
     retry_at: float = 0.0  # when it may be started again after a failure
     num_failures: int = 0  # failed starts since the last one that succeeded
 
@@ -132,11 +133,18 @@ class Servers:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarting: asyncio.Task[None] | None = None
+        self.prepare: Callable[[Server], Awaitable[str]] = _nothing_to_do
+        """Called with each server before it gets requests; returns why it "needs an update", or nothing."""
 
     @property
     def ready(self) -> list[Server]:
         """Servers that accept requests, the most recently used first."""
         return sorted((one for one in self.all if one.state == "ready"), key=lambda one: -one.last_used)
+
+    @property
+    def running(self) -> list[Server]:
+        """Servers that answer, also those that accept no requests at the moment."""
+        return [one for one in self.all if one.state in ("ready", "unreachable", "draining", NEEDS_UPDATE)]
 
     @property
     def urls(self) -> dict[int, str]:
@@ -207,16 +215,16 @@ class Servers:
                 server.last_used = time.monotonic()
         finally:
             self._router.finish(self.all.index(server), cost)
-            self._notify()
+            self.notify()
 
     async def lost(self, server: Server, url: str, reason: str) -> None:
         """Note that a server at `url` did not answer; return when no request is sent there, or after `NOTICE_S`."""
         if self._limits is None and server.url == url and server.state == "ready":
             _log.warning("%s at %s: %s", server.name, url, reason)
-            self._set(server, "unreachable")  # until its next health check
+            self.mark(server, "unreachable")  # until its next health check
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NOTICE_S):
-                await self._until(lambda: server.state != "ready" or server.url != url)
+                await self.until(lambda: server.state != "ready" or server.url != url)
 
     async def _until_ready(self, server: Server, timeout: float, *, may_start: bool) -> None:
         has_waited = False
@@ -240,7 +248,7 @@ class Servers:
             raise queue_full(f"the model {server.name} is not loaded after {timeout:g} seconds") from None
         finally:
             server.num_waiting -= 1
-            self._notify()
+            self.notify()
 
     # ---- the life of a process --------------------------------------------------------------------------------------
 
@@ -253,13 +261,14 @@ class Servers:
     async def _run(self, server: Server) -> None:
         """Start a server and return when its process has ended; one that cannot start is "failed" then."""
         assert server.start is not None
-        self._set(server, "starting")
+        self.mark(server, "starting")
         try:
             await self._make_room(server)
             began = time.monotonic()
             process = server.process = server.start()  # from here on, its memory counts
             server.url = await process.ready()
             server.num_bytes = await process.memory() or server.num_bytes
+            server.error = await self.prepare(server)
         except asyncio.CancelledError:
             self._fail(server, "the server is shutting down")
             raise
@@ -273,27 +282,29 @@ class Servers:
         server.last_used, server.num_failures, server.retry_at = time.monotonic(), 0, 0.0
         where = f"{server.name} accepts requests at {server.url}, process {process.pid}"
         _log.warning("%s, after %.1f s, %.0f MiB", where, time.monotonic() - began, server.num_bytes / 2**20)
-        self._set(server, "ready")
+        if server.error:
+            _log.error("%s needs an update: %s", server.name, server.error)
+        self.mark(server, NEEDS_UPDATE if server.error else "ready")
         code = await process.wait()
         if server.state != "draining":
             _log.warning("%s ended with code %d", server.name, code)
-        self._set(server, "draining")
+        self.mark(server, "draining")
         await _ended(process)
         server.process = None
-        self._set(server, "stopped")
+        self.mark(server, "stopped")
 
     def _fail(self, server: Server, reason: str) -> None:
         pause = min(self._retry[0] * 2 ** min(server.num_failures, 30), self._retry[1])
         server.error, server.retry_at = reason, time.monotonic() + pause
         server.num_failures += 1
-        self._set(server, "failed")
+        self.mark(server, "failed")
 
     def stop(self, server: Server, timeout: float | None = None) -> asyncio.Task[None]:
         """Send no further request to a running server; end it when it has answered the open ones, or after `timeout`.
 
         Returns the task, which ends with the process; a caller that is cancelled should not cancel it.
         """
-        self._set(server, "draining")
+        self.mark(server, "draining")
         return self._spawn(self._drain(server, timeout))
 
     async def _drain(self, server: Server, timeout: float | None) -> None:
@@ -302,13 +313,19 @@ class Servers:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._until(lambda: not server.num_open)
+                await self.until(lambda: not server.num_open)
         await process.stop(STOP_S)
-        await self._until(lambda: server.process is not process)
+        await self.until(lambda: server.process is not process)
+
+    def end(self, server: Server) -> None:
+        """End a server at once; one that is kept running starts again."""
+        if server.process is not None:
+            self.mark(server, "draining")
+            self._spawn(_ended(server.process))
 
     async def unload(self, server: Server) -> None:
         """Stop a server when its open requests are answered; the next request starts it again."""
-        await self._until(lambda: server.state != "starting")
+        await self.until(lambda: server.state != "starting")
         if server.state == "ready":
             await asyncio.shield(self.stop(server))
 
@@ -323,13 +340,17 @@ class Servers:
         _log.warning("rolling restart: started")
         for server in self.all:
             await self._restart(server)
+            if server.state != "ready":
+                _log.error("rolling restart: ended early: %s %s", server.name, server.state)
+                return
         _log.warning("rolling restart: finished")
 
     async def _restart(self, server: Server) -> None:
         """Restart a server when it has no open requests, while another one accepts new ones."""
-        await self._until(lambda: server.state in ("ready", "unreachable") and bool(set(self.ready) - {server}))
+        may_stop = ("ready", "unreachable", NEEDS_UPDATE)
+        await self.until(lambda: server.state in may_stop and bool(set(self.ready) - {server}))
         await self.stop(server, self._drain_timeout)
-        await self._until(lambda: server.state == "ready")
+        await self.until(lambda: server.state in ("ready", NEEDS_UPDATE))
 
     async def _check(self, server: Server) -> None:
         """Take a server out of the routing while its GET /health fails."""
@@ -344,7 +365,7 @@ class Servers:
                     is_healthy = False
                 if server.url == url and server.state == ("unreachable" if is_healthy else "ready"):
                     _log.warning("%s at %s %s requests", server.name, url, "accepts" if is_healthy else "refuses")
-                    self._set(server, "ready" if is_healthy else "unreachable")
+                    self.mark(server, "ready" if is_healthy else "unreachable")
             await asyncio.sleep(CHECK_S)
 
     # ---- memory of models -------------------------------------------------------------------------------------------
@@ -390,11 +411,11 @@ class Servers:
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
-    def _set(self, server: Server, state: State) -> None:
+    def mark(self, server: Server, state: State) -> None:
         server.state = state
-        self._notify()
+        self.notify()
 
-    async def _until(self, is_so: Callable[[], bool]) -> None:
+    async def until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
             await self._changed.wait()
 
@@ -404,9 +425,13 @@ class Servers:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _nothing_to_do(server: Server) -> str:
+    return ""
 
 
 async def _ended(process: Process) -> None:

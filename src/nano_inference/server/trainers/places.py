@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nano_inference.loading.listing import weight_files
 from nano_inference.server.errors import ApiError
 from nano_inference.server.trainers.groups import in_thread
 from nano_inference.support.files import path_of
 
+T = TypeVar("T")
+Stamps = tuple[tuple[str, int, int], ...]
 _FILE_SYSTEM_TIMEOUT_S = 10.0  # limit for resolving a path, which may be on a network file system
 
 
@@ -26,18 +28,33 @@ def weights_root(weights_dir: str | None) -> Path | None:
 
 
 async def weights_at(root: Path | None, path: str, field: str) -> Iterator[tuple[str, Any]]:
-    """Return the weights of a client's path. It is resolved in a thread.
+    """Return the weights of a client's path. Raises `ApiError` as `seen_at` does."""
+    place = await seen_at(root, path, field, lambda place: place)
+    assert root is not None, "place_of raises without a root"
+    return weights_below(root, place)
+
+
+async def stamps_at(root: Path | None, path: str, field: str) -> Stamps:
+    """Return name, size and time of change of the weight files at a client's path. Raises as `seen_at` does."""
+
+    def stamps(place: Path) -> Stamps:
+        found = ((file.name, file.stat()) for file in weight_files(place))
+        return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found))
+
+    return await seen_at(root, path, field, stamps)
+
+
+async def seen_at(root: Path | None, path: str, field: str, look: Callable[[Path], T]) -> T:
+    """Return what `look` returns for the directory of a client's path, in a thread.
 
     Raises `ApiError` as `place_of` does, and 503 if the file system does not respond.
     """
-    resolving = in_thread(lambda: place_of(root, path, field), lambda place: None, "weight-place")
+    looking = in_thread(lambda: look(place_of(root, path, field)), lambda _: None, "weight-place")
     try:
-        place = await asyncio.wait_for(resolving, _FILE_SYSTEM_TIMEOUT_S)
+        return await asyncio.wait_for(looking, _FILE_SYSTEM_TIMEOUT_S)
     except TimeoutError:
         text = f"{field}: the file system did not answer within {_FILE_SYSTEM_TIMEOUT_S:g} seconds"
         raise ApiError(503, text, param=field, code="no_answer") from None
-    assert root is not None, "place_of raises without a root"
-    return weights_below(root, place)
 
 
 def place_of(root: Path | None, path: str, field: str) -> Path:

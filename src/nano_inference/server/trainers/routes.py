@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
@@ -98,12 +99,17 @@ def _sglangs(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(request)
         except ApiError as error:
-            request.scope["state"]["log_fields"] = {"error": error}
-            body = error.to_dict()
-            failed = {"success": False, "message": body["error"]["message"], **body}
-            return json_response(failed, error.status, error.headers)
+            return sglangs_error(request.scope, error)
 
     return answer
+
+
+def sglangs_error(scope: Scope, error: ApiError) -> Response:
+    """Return an error reply with SGLang's `success` and `message`, and note the error for the access log."""
+    scope["state"]["log_fields"] = {"error": error}
+    body = error.to_dict()
+    failed = {"success": False, "message": body["error"]["message"], **body}
+    return json_response(failed, error.status, error.headers)
 
 
 def _refused(path: str, status: int, text: str, methods: tuple[str, ...]) -> Route:
