@@ -89,8 +89,6 @@ def open_ranks(
 
         links = local_links(Path(directory), 0, size, CPU, wait)
         own = load_rank(checkpoint, model, program, config, links, CPU)
-        executor = ShardedExecutor(
-            own, Whole(program, size), Leader(links, join, on_failure, is_serving=True), is_fed=True
-        )
+        executor = ShardedExecutor(own, Whole(program, size), Leader(links, join, on_failure, is_fed=True))
         with InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds)) as engine:
             yield engine

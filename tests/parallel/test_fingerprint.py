@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.sources import TensorSource
-from nano_inference.parallel.local import MOST_BYTES, fingerprint
+from nano_inference.parallel.fingerprint import MOST_BYTES, fingerprint
 from tests.models.families import make_model
 
 NAME = "model.layers.1.mlp.down_proj.weight"

@@ -13,8 +13,8 @@ from nano_inference import SamplingParams
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.kinds import installed_kinds
 from nano_inference.parallel.executor import ShardedExecutor
+from nano_inference.parallel.fingerprint import MOST_BYTES
 from nano_inference.parallel.links import Links
-from nano_inference.parallel.local import MOST_BYTES
 from nano_inference.parallel.opening import divided_model, load_rank
 from nano_inference.parallel.shard import shard
 from tests.models.families import make_model

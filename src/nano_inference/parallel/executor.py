@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -35,9 +36,9 @@ class ShardedExecutor:
     """Owns rank 0's part and, with its copies, the links to the other ranks; satisfies `protocol.Executor`."""
 
     def __init__(
-        self, own: Executor, whole: Whole, leader: Leader, *, is_fed: bool, number: int = 0, numbers: Any = None
+        self, own: Executor, whole: Whole, leader: Leader, number: int = 0, numbers: Iterator[int] | None = None
     ) -> None:
-        """`own` computes rank 0's part. Without `is_fed`, every rank stages the tensors of an update itself.
+        """`own` computes rank 0's part.
 
         `number` is this executor's among the copies of one engine, and `numbers` yields those of further copies.
         """
@@ -46,10 +47,9 @@ class ShardedExecutor:
         self.device = own.device
         self.lookahead = own.lookahead
         self.steps_share_processors = own.steps_share_processors
-        self._own, self._whole, self._leader, self._is_fed = own, whole, leader, is_fed
+        self._own, self._whole, self._leader = own, whole, leader
         self._number, self._numbers = number, count(1) if numbers is None else numbers
         self._rows = RowCoder()
-        self._feed = leader.feed(number, is_fed=is_fed)
         self._end = weakref.finalize(self, leader.close) if number == 0 else None
 
     @property
@@ -74,36 +74,37 @@ class ShardedExecutor:
         """Return the bytes of all tensors of steps that rank 0 has contributed to sums and exchanges so far."""
         return self._leader.links.data.tensor_bytes
 
+    def _ask(self, command: str, work: Callable[[], Result], *arguments: Any) -> Result:
+        """Return `work()` of this rank after the others have executed the command."""
+        return self._leader.ask(command, self._number, list(arguments), work)
+
+    def _numbers_of(self, command: str, argument: float) -> Tensor:
+        """Return what each rank's executor returns for a method with one argument."""
+        method, commands = getattr(self._own, command), self._leader.links.commands
+        return self._ask(command, lambda: commands.gather(torch.tensor([method(argument)])), argument)
+
     # ---- steps ----
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         """See `protocol.Executor.run`. Raises `EngineDead` for any failure: ranks may be in different places."""
-
-        def arguments() -> dict[str, Any]:
-            return {"id": self._number, "rows": self._rows.written(rows), "copies": copies, "fresh": fresh}
-
-        return self._leader.step("run", arguments, lambda: self._own.run(rows, copies, fresh))
+        return self._leader.step(
+            "run",
+            self._number,
+            lambda: [self._rows.written(rows), copies, fresh],
+            lambda: self._own.run(rows, copies, fresh),
+        )
 
     def recover(self) -> None:
         self._own.recover()
 
     def step_bytes(self, block_size: int) -> int:
         """Return the most bytes that any rank's largest step needs."""
-        found = self._number_of_each("step_bytes", {"block_size": block_size}, lambda: self._own.step_bytes(block_size))
-        return int(found.max())
+        return int(self._numbers_of("step_bytes", block_size).max())
 
     def free_bytes(self, share: float) -> int:
         """Return the bytes that a cache may take on every rank."""
-        found = self._number_of_each("free_bytes", {"share": share}, lambda: self._own.free_bytes(share))
-        least = int(found.min())
+        least = int(self._numbers_of("free_bytes", share).min())
         return least // self.num_ranks if self.device.type == "cpu" else least
-
-    def _number_of_each(self, command: str, arguments: dict[str, Any], own: Callable[[], int]) -> Tensor:
-        commands = self._leader.links.commands
-        return self._ask(command, arguments, lambda: commands.gather(torch.tensor([own()])))
-
-    def _ask(self, command: str, arguments: Mapping[str, Any], work: Callable[[], Result]) -> Result:
-        return self._leader.ask(command, {"id": self._number, **arguments}, work)
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Do nothing: nothing is compiled in advance."""
@@ -118,13 +119,13 @@ class ShardedExecutor:
         return self._own.block_bytes(block_size, dtype)
 
     def new_cache(self, size: CacheSize) -> None:
-        self._ask("new_cache", {"size": asdict(size)}, lambda: self._own.new_cache(size))
+        self._ask("new_cache", lambda: self._own.new_cache(size), asdict(size))
 
     def free_cache(self) -> None:
-        self._ask("free_cache", {}, self._own.free_cache)
+        self._ask("free_cache", self._own.free_cache)
 
     def restore_cache(self) -> None:
-        self._ask("restore_cache", {}, self._own.restore_cache)
+        self._ask("restore_cache", self._own.restore_cache)
 
     @property
     def cache_bytes(self) -> int:
@@ -134,44 +135,44 @@ class ShardedExecutor:
     # ---- weights ----
 
     def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> ShardedStaged:
-        self._feed.send("stage", {"check_finite": check_finite, "paced": pace is not None})
-        return ShardedStaged(
-            self._own.stage(pace=pace, check_finite=check_finite), self._whole, self._feed, is_fed=self._is_fed
-        )
+        with self._leader.updating() as group:
+            group.broadcast("stage", self._number, {"check_finite": check_finite, "paced": pace is not None})
+        own = self._own.stage(pace=pace, check_finite=check_finite)
+        return ShardedStaged(own, self._whole, self._leader, self._number)
 
     def commit(self, staged: Any) -> None:
-        self._ask("commit", {}, lambda: self._own.commit(staged))
+        self._ask("commit", lambda: self._own.commit(staged))
 
     def drop_spare(self) -> None:
-        self._ask("drop_spare", {}, self._own.drop_spare)
+        self._ask("drop_spare", self._own.drop_spare)
 
     def discard_weights(self) -> None:
-        self._ask("discard_weights", {}, self._own.discard_weights)
+        self._ask("discard_weights", self._own.discard_weights)
 
     def move_weights(self, device: torch.device) -> None:
-        is_away = device != self.device
-        self._ask("move_weights", {"away": is_away}, lambda: self._own.move_weights(device))
+        where = "here" if device == self.device else "away"
+        self._ask("move_weights", lambda: self._own.move_weights(device), where)
 
     def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole weight), put together from the ranks' parts."""
+        commands = self._leader.links.commands
         for spec in self.program.weights:
-            if names is None or spec.name in names:
-                yield spec.name, self._value(spec.name)
-
-    def _value(self, name: str) -> Tensor:
-        def work() -> Tensor:
-            ((_, own),) = self._own.weight_values((name,))
-            return self._whole.joined(name, own, self._leader.links.commands)
-
-        if not self._whole.is_cut(name):
-            ((_, own),) = self._own.weight_values((name,))
-            return own
-        return self._ask("values", {"name": name}, work)
+            name = spec.name
+            if names is None or name in names:
+                ((_, own),) = self._own.weight_values((name,))
+                if self._whole.is_cut(name):
+                    own = self._ask("values", partial(self._whole.joined, name, own, commands), name)
+                yield name, own
 
     def staged_values(self, staged: Any) -> Iterator[tuple[str, Tensor]]:
         own = dict(self._own.staged_values(staged))
         for spec in self.program.weights:
-            yield spec.name, self._feed.gather(self._whole, spec.name, own[spec.name])
+            value = own[spec.name]
+            if self._whole.is_cut(spec.name):
+                with self._leader.updating() as group:
+                    group.broadcast("staged_values", self._number, spec.name)
+                    value = self._whole.joined(spec.name, value, group)
+            yield spec.name, value
 
     @property
     def weight_dtype(self) -> str:
@@ -186,17 +187,15 @@ class ShardedExecutor:
 
     def copy(self) -> ShardedExecutor:
         number = next(self._numbers)
-        own = self._ask("copy", {"new": number}, self._own.copy)
-        return ShardedExecutor(
-            own, self._whole, self._leader, is_fed=self._is_fed, number=number, numbers=self._numbers
-        )
+        own = self._ask("copy", self._own.copy, number)
+        return ShardedExecutor(own, self._whole, self._leader, number, self._numbers)
 
     def close(self) -> None:
         """End the other ranks, with all copies; for a copy, free its memory."""
         if self._end is not None:
             self._end()
         elif self.failure is None:
-            self._ask("forget", {}, lambda: None)
+            self._ask("forget", lambda: None)
 
     def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
         """Raise `ValueError`: the caller's cache would be that of one rank."""

@@ -16,15 +16,14 @@ from nano_inference.executors.staging import NotFinite
 from nano_inference.loading.sources import WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
-from nano_inference.parallel.group import Group
-from nano_inference.parallel.links import Links
-from nano_inference.parallel.messages import RowCoder, unpack
+from nano_inference.parallel.links import Group, Links
+from nano_inference.parallel.messages import RowCoder
 from nano_inference.parallel.shard import Shard, shard
 from nano_inference.parallel.staged import part_of, source_of
 from nano_inference.types import EngineDead
 from nano_inference.weights.gate import StepGate, share_of
 
-_UPDATES = frozenset({"stage", "item", "compare", "compared", "finish", "staged_values", "discard"})
+_UPDATES = frozenset({"stage", "item", "compare", "finish", "staged_values", "discard"})
 """Commands of a weight update, which have a group of their own if rank 0 sends the tensors."""
 Fill = Callable[[Callable[[str, WeightSource], None]], None]
 """Calls its argument with (name, tensor) for every whole tensor of an update."""
@@ -40,7 +39,6 @@ class _Model:
     fault: str = ""  # why this rank refuses it
     finished: Any = None  # the argument of `commit`
     gate: StepGate | None = None
-    is_same: bool = True  # whether all tensors that were compared since the last question are equal
 
 
 class Follower:
@@ -57,86 +55,70 @@ class Follower:
         if is_fed:
             self._receiver.start()
 
-    # ---- commands ---------------------------------------------------------------------------------------------------
-
     def serve(self, fill: Fill | None = None) -> Any:
         """Execute commands until rank 0 ends them; return the value that it sends at the end of a call.
 
         None if the engine was shut down. `fill` stages this rank's tensors of an update, unless rank 0 sends them.
         Raises `EngineDead` if another rank is lost, and any exception of a step, after which rank 0 loses this one.
         """
+        commands = self.links.commands
         try:
-            return self._serve(fill)
+            while True:
+                command, number, *arguments = commands.next_message()
+                if command == "stop":
+                    if self._is_fed:
+                        self._receiver.join()  # rank 0 sends it the same command
+                    self.links.close()
+                    return None
+                if command == "return":
+                    return arguments[0]
+                if command == "run":
+                    self._run(self._models[number], *arguments)
+                elif command in _UPDATES:
+                    self._update(self._models[number], command, commands, fill, *arguments)
+                else:
+                    commands.exchange(_fault_of(partial(self._execute, command, number, *arguments)))
         except BaseException:
             self.links.close(is_receiving=self._is_fed)
             raise
 
-    def _serve(self, fill: Fill | None) -> Any:
-        commands = self.links.commands
-        while True:
-            command, arguments = unpack(commands.next_message())
-            if command == "stop":
-                if self._is_fed:
-                    self._receiver.join()  # rank 0 sends it the same command
-                self.links.close()
-                return None
-            if command == "return":
-                return arguments["value"]
-            if command == "run":
-                self._run(self._models[arguments["id"]], arguments)
-            elif command in _UPDATES:
-                self._receive(self._models[arguments["id"]], command, arguments, commands, fill)
-            else:
-                commands.exchange(_fault_of(partial(self._execute, command, arguments)))
-
-    def _run(self, model: _Model, arguments: Mapping[str, Any]) -> None:
-        rows = model.rows.read(arguments["rows"])
-        copies = tuple(BlockCopy(*copy) for copy in arguments["copies"])
+    def _run(self, model: _Model, rows: list[Any], copies: list[Any], fresh: list[int]) -> None:
+        step = (model.rows.read(rows), tuple(BlockCopy(*copy) for copy in copies), tuple(fresh))
         gate = model.gate
         if gate is not None:
             gate.begin_step()
         try:
-            model.executor.run(rows, copies, tuple(arguments["fresh"]))
+            model.executor.run(*step)
         finally:
             if gate is not None:
                 gate.end_step()
 
-    def _execute(self, command: str, arguments: Mapping[str, Any]) -> None:
-        if command == "ping":
-            return
-        model = self._models[arguments["id"]]
-        executor = model.executor
+    def _execute(self, command: str, number: int, argument: Any = None) -> None:
+        """Execute a command between two steps."""
+        model = self._models[number]
+        executor, commands = model.executor, self.links.commands
         match command:
+            case "ping":
+                pass
+            case "free_cache" | "restore_cache" | "drop_spare" | "discard_weights":
+                getattr(executor, command)()
+            case "free_bytes" | "step_bytes":
+                commands.gather(torch.tensor([getattr(executor, command)(argument)]))
             case "new_cache":
-                executor.new_cache(CacheSize(**arguments["size"]))
-            case "free_cache":
-                executor.free_cache()
-            case "restore_cache":
-                executor.restore_cache()
+                executor.new_cache(CacheSize(**argument))
             case "commit":
                 executor.commit(model.finished)
-            case "drop_spare":
-                executor.drop_spare()
-            case "discard_weights":
-                executor.discard_weights()
             case "move_weights":
-                executor.move_weights(torch.device("cpu") if arguments["away"] else executor.device)
-            case "copy":
-                self._models[arguments["new"]] = _Model(executor.copy())
-            case "forget":
-                del self._models[arguments["id"]]
-            case "free_bytes":
-                self._send_number(executor.free_bytes(arguments["share"]))
-            case "step_bytes":
-                self._send_number(executor.step_bytes(arguments["block_size"]))
+                executor.move_weights(torch.device("cpu") if argument == "away" else executor.device)
             case "values":
-                ((_, tensor),) = executor.weight_values((arguments["name"],))
-                self.links.commands.send(tensor.cpu(), 0)
+                ((_, tensor),) = executor.weight_values((argument,))
+                commands.send(tensor.cpu(), 0)
+            case "copy":
+                self._models[argument] = _Model(executor.copy())
+            case "forget":
+                del self._models[number]
             case _:
                 raise ValueError(f"unknown command {command}")
-
-    def _send_number(self, number: int) -> None:
-        self.links.commands.gather(torch.tensor([number]))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -145,60 +127,71 @@ class Follower:
         weights = self.links.weights
         try:
             while True:
-                command, arguments = unpack(weights.next_message())
+                command, number, *arguments = weights.next_message()
                 if command == "stop":
                     return
-                self._receive(self._models[arguments["id"]], command, arguments, weights, None)
+                self._update(self._models[number], command, weights, None, *arguments)
         except EngineDead:
             return
 
-    def _receive(
-        self, model: _Model, command: str, arguments: Mapping[str, Any], group: Group, fill: Fill | None
-    ) -> None:
+    def _update(self, model: _Model, command: str, group: Group, fill: Fill | None, argument: Any = None) -> None:
+        """Execute a command of an update. A refusal is reported when rank 0 asks."""
         match command:
             case "stage":
-                self._stage(model, arguments, fill)
+                self._stage(model, fill, **argument)
             case "item" | "compare":
-                spec = self._specs.get(arguments["name"])
-                source = source_of(arguments, spec, self.part, group)
-                if spec is not None and source is not None and command == "item":
-                    self._put(model, spec, source)
-                elif spec is not None and source is not None and model.staged is not None and not model.fault:
-                    model.is_same &= model.staged.has_same(spec, source)
-            case "compared":
-                group.exchange("" if model.is_same else "differs")
-                model.is_same = True
+                self._receive(model, command, group, argument)
             case "finish":
-                self._finish(model)
+                if model.staged is None:
+                    model.fault = model.fault or "has no update"
+                elif not model.fault:
+                    staged = model.staged
+
+                    def finish() -> None:
+                        model.finished = staged.finish()
+
+                    model.fault = _fault_of(finish)
+                if model.gate is not None:
+                    model.gate.finish()
+                model.gate = model.staged = None
                 group.exchange(model.fault)
             case "staged_values":
-                assert model.finished is not None
                 values = model.executor.staged_values(model.finished)
-                group.send(next(tensor for name, tensor in values if name == arguments["name"]).cpu(), 0)
+                group.send(next(tensor for name, tensor in values if name == argument).cpu(), 0)
             case "discard":
                 self._drop(model)
 
-    def _stage(self, model: _Model, arguments: Mapping[str, Any], fill: Fill | None) -> None:
+    def _stage(self, model: _Model, fill: Fill | None, check_finite: bool, paced: bool) -> None:
+        """Start an update; with `fill`, stage this rank's parts of the tensors that every rank has."""
         self._drop(model)
-        if arguments["paced"]:
+        if paced:
             model.gate = StepGate(share_of(model.executor.weight_bytes))
         pace = None if model.gate is None else model.gate.wait_for_turn
-        model.staged = model.executor.stage(pace=pace, check_finite=arguments["check_finite"])
+        model.staged = model.executor.stage(pace=pace, check_finite=check_finite)
         model.fault = "" if self._is_fed or fill is not None else "has not called update_weights"
-        if fill is not None:
-            try:
-                fill(partial(self._put_whole, model))
-            except Exception as error:
-                model.fault = model.fault or f"{type(error).__name__}: {error}"
 
-    def _put_whole(self, model: _Model, name: str, source: WeightSource) -> None:
-        """Stage this rank's part of a tensor that every rank has; rank 0 checks names and shapes."""
-        spec = self._specs.get(self.part.program.tied_names.get(name, name))
+        def put(name: str, source: WeightSource) -> None:  # rank 0 checks names and shapes
+            spec = self._specs.get(self.part.program.tied_names.get(name, name))
+            if spec is not None:
+                self._put(model, spec, part_of(source, self.part.cuts.get(spec.name)))
+
+        if fill is not None:
+            fault = _fault_of(lambda: fill(put))
+            model.fault = model.fault or fault
+
+    def _receive(self, model: _Model, command: str, group: Group, about: Mapping[str, Any]) -> None:
+        """Receive this rank's part of a tensor, if it has one; stage it, or reply whether it equals the staged one."""
+        spec, is_same = self._specs.get(about["name"]), True
         if spec is not None:
-            self._put(model, spec, part_of(source, self.part.cuts.get(spec.name)))
+            source = source_of(about, spec, self.part.cuts.get(spec.name), group)
+            if command == "item":
+                self._put(model, spec, source)
+            elif model.staged is not None and not model.fault:
+                is_same = model.staged.has_same(spec, source)
+        if command == "compare":
+            group.exchange("" if is_same else "differs")
 
     def _put(self, model: _Model, spec: WeightSpec, source: WeightSource) -> None:
-        """Stage one tensor; a refusal is reported when rank 0 asks."""
         if model.fault or model.staged is None:
             return
         try:
@@ -209,20 +202,6 @@ class Follower:
             model.fault = f"{spec.name}: {type(error).__name__}: {error}"
         if model.gate is not None:
             model.gate.start_reading()
-
-    def _finish(self, model: _Model) -> None:
-        if model.staged is None:
-            model.fault = model.fault or "has no update"
-        if not model.fault:
-            assert model.staged is not None
-            model.fault = _fault_of(lambda: self._take(model))
-        if model.gate is not None:
-            model.gate.finish()
-        model.gate = model.staged = None
-
-    def _take(self, model: _Model) -> None:
-        assert model.staged is not None
-        model.finished = model.staged.finish()
 
     def _drop(self, model: _Model) -> None:
         if model.gate is not None:

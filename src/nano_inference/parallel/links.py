@@ -1,7 +1,11 @@
-"""`Links`: the process groups through which the ranks of one engine communicate."""
+"""The process groups through which the ranks of one engine communicate.
+
+Shapes: T ranks.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -9,14 +13,120 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from nano_inference.parallel.group import Group
 from nano_inference.types import EngineDead
 
 JOIN_S = 60.0  # longest wait for the other ranks when the groups are formed
 WAIT = timedelta(seconds=600)
 """Longest wait of an operation for another rank that is alive; the loss of a process is seen at once."""
 _IDLE = timedelta(days=365)  # longest wait of a rank for the next update. Lost ranks are found by the commands.
+_FIRST_BYTES = 2048  # bytes of the broadcast with which a message starts; a longer message needs a second one
+_HEADER = 8
+_TEXT_BYTES = 1024
+
+
+class Group:
+    """Owns one rank's process group. Every rank calls the same methods in the same order.
+
+    After an `EngineDead` the group is unusable: some ranks may have left an operation that others still wait in.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        is_registered: bool,
+        idle: timedelta | None = None,
+    ) -> None:
+        """`group` is a torch process group, used from one thread; `timeout` limits every operation.
+
+        `idle` limits the wait of `next_message` for the start of a message, by default `timeout`. `is_registered`:
+        torch keeps a reference to the group, as to all results of `new_group`.
+        """
+        self.rank, self.size = rank, size
+        self._group, self._timeout, self._idle, self._is_registered = group, timeout, idle or timeout, is_registered
+        self.bytes_sent = 0  # bytes of all messages that rank 0 has broadcast
+        self.tensor_bytes = 0  # bytes of all tensors that this rank has contributed to `add` and `gather`
+
+    def add(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over all ranks, with the same bits on each. May overwrite `x`."""
+        x = x.contiguous()
+        self.tensor_bytes += x.nbytes
+        self._wait(lambda: self._group.allreduce([x]))
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the ranks' tensors of one shape, [T, …]."""
+        x = x.contiguous()
+        self.tensor_bytes += x.nbytes
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait(lambda: self._group.allgather([found], [x]))
+        return torch.stack(found)
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send a tensor to one rank."""
+        x = x.contiguous()
+        self._wait(lambda: self._group.send([x], rank, 0))
+
+    def receive(self, x: Tensor, rank: int) -> Tensor:
+        """Fill a contiguous tensor with one that a rank sends; return it."""
+        self._wait(lambda: self._group.recv([x], rank, 0))
+        return x
+
+    def broadcast(self, *message: Any) -> None:
+        """Send values of JSON to all other ranks, which call `next_message`. Only on rank 0."""
+        text = json.dumps(message, separators=(",", ":")).encode()
+        data = len(text).to_bytes(_HEADER, "little") + text
+        first = bytearray(data[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
+        self._broadcast(torch.frombuffer(first, dtype=torch.uint8))
+        if len(data) > _FIRST_BYTES:
+            self._broadcast(torch.frombuffer(bytearray(data[_FIRST_BYTES:]), dtype=torch.uint8))
+        self.bytes_sent += max(len(data), _FIRST_BYTES)
+
+    def next_message(self) -> list[Any]:
+        """Return rank 0's next message."""
+        first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+        self._broadcast(first, self._idle)
+        data = bytes(first.numpy().data)
+        size = int.from_bytes(data[:_HEADER], "little")
+        text = data[_HEADER : _HEADER + size]
+        if len(text) < size:
+            rest = torch.empty(size - len(text), dtype=torch.uint8)
+            self._broadcast(rest)
+            text += bytes(rest.numpy().data)
+        message: list[Any] = json.loads(text)
+        return message
+
+    def exchange(self, text: str) -> list[str]:
+        """Return the ranks' texts, cut off after `_TEXT_BYTES` bytes."""
+        data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        found = self.gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [bytes(one.numpy().data).rstrip(b"\0").decode(errors="replace") for one in found]
+
+    def close(self) -> None:
+        """Leave the group; other ranks that wait for this one get an error. Can be called again."""
+        group, self._group = self._group, None  # Gloo closes its connections with the last reference
+        if group is not None and self._is_registered:
+            dist.destroy_process_group(group)
+
+    def _broadcast(self, x: Tensor, timeout: timedelta | None = None) -> None:
+        options = dist.BroadcastOptions()
+        options.timeout = timeout or self._timeout
+        self._wait(lambda: self._group.broadcast([x], options), options.timeout)
+
+    def _wait(self, start: Any, timeout: timedelta | None = None) -> None:
+        """Start an operation and wait for its end. Raises `EngineDead` if a rank is gone or too slow."""
+        if self._group is None:
+            raise EngineDead(f"rank {self.rank} of {self.size} has left the engine")
+        try:
+            start().wait(timeout or self._timeout)
+        except RuntimeError as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise EngineDead(f"rank {self.rank} of {self.size} lost another rank: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +164,23 @@ def local_links(directory: Path, rank: int, size: int, device: torch.device, wai
     """
     store = dist.FileStore(str(directory / "store"), size)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=JOIN_S))
+    groups: list[Any] = []
     try:
-        groups = {
-            name: _gloo(dist.PrefixStore(name, store), rank, size, wait)  # type: ignore[attr-defined]
-            for name in ("commands", "weights", "data")
-            if name != "data" or device.type == "cpu"
-        }
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
+        for name in ("commands", "weights", "data"):
+            meeting = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+            if name == "data" and device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = wait
+                groups.append(dist.ProcessGroupNCCL(meeting, rank, size, options))
+                continue
+            # torch has no public name for the choice of the interface: loopback only
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = wait
-            meeting = dist.PrefixStore("data", store)  # type: ignore[attr-defined]
-            groups["data"] = dist.ProcessGroupNCCL(meeting, rank, size, options)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            groups.append(dist.ProcessGroupGloo(meeting, rank, size, options))
     except RuntimeError as error:
         raise EngineDead(f"rank {rank} of {size} found no other ranks within {JOIN_S:g} seconds") from error
-    return _links((groups["commands"], groups["weights"], groups["data"]), rank, size, wait, is_registered=False)
-
-
-def _links(groups: tuple[Any, Any, Any], rank: int, size: int, wait: timedelta, *, is_registered: bool) -> Links:
-    """Return the links through three torch process groups, in the order of the fields."""
-    commands, weights, data = groups
-    return Links(
-        Group(commands, rank, size, wait, is_registered=is_registered),
-        Group(weights, rank, size, wait, idle=_IDLE, is_registered=is_registered),
-        Group(data, rank, size, wait, is_registered=is_registered),
-    )
+    return _links(groups, rank, size, wait, is_registered=False)
 
 
 def trainer_links(size: int, device: torch.device) -> Links:
@@ -89,23 +192,20 @@ def trainer_links(size: int, device: torch.device) -> Links:
     world, rank = dist.get_world_size(), dist.get_rank()
     if world % size:
         raise ValueError(f"tensor_parallel: {size} does not divide the {world} ranks of the process group")
-    own: Links | None = None
+    backends = ("gloo", "gloo", "nccl" if device.type == "cuda" else "gloo")
+    own: list[Any] = []
     for first in range(0, world, size):
         members = list(range(first, first + size))
-        commands = dist.new_group(members, timeout=WAIT, backend="gloo")
-        weights = dist.new_group(members, timeout=WAIT, backend="gloo")
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        data = dist.new_group(members, timeout=WAIT, backend=backend)
-        if rank in members:
-            own = _links((commands, weights, data), rank - first, size, WAIT, is_registered=True)
-    assert own is not None
-    return own
+        groups = [dist.new_group(members, timeout=WAIT, backend=backend) for backend in backends]
+        own = groups if rank in members else own
+    return _links(own, rank % size, size, WAIT, is_registered=True)
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a group that listens on the loopback interface only."""
-    # torch has no public name for the choice of the interface
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+def _links(groups: list[Any], rank: int, size: int, wait: timedelta, *, is_registered: bool) -> Links:
+    """Return the links through three torch process groups, in the order of the fields."""
+    commands, weights, data = groups
+    return Links(
+        Group(commands, rank, size, wait, is_registered=is_registered),
+        Group(weights, rank, size, wait, is_registered=is_registered, idle=_IDLE),
+        Group(data, rank, size, wait, is_registered=is_registered),
+    )

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
+from typing import TypeVar
+
 import torch
+from torch import Tensor
 
 from nano_inference.config import EngineConfig
 from nano_inference.executors.devices import pick_dtype, rank_device
-from nano_inference.executors.loading import LoadProgress
+from nano_inference.executors.loading import LoadProgress, known_sources, load_weights
+from nano_inference.executors.sampling import draw
 from nano_inference.executors.torch.attention import pick
+from nano_inference.executors.torch.compiled import OPERATIONS, Operations, Scope, Value
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loading.checkpoint import Checkpoint
 from nano_inference.loading.kinds import ModelKinds
 from nano_inference.models.config import ModelConfig, with_length
 from nano_inference.models.families import program_of
+from nano_inference.models.ops import Reduce
 from nano_inference.models.program import Program
 from nano_inference.parallel.executor import ShardedExecutor
+from nano_inference.parallel.fingerprint import fingerprint
 from nano_inference.parallel.leader import Leader
-from nano_inference.parallel.links import Links, local_links
-from nano_inference.parallel.local import load_part
+from nano_inference.parallel.links import Group, Links, local_links
 from nano_inference.parallel.processes import Processes
-from nano_inference.parallel.shard import check_divisible
-from nano_inference.parallel.staged import Whole
+from nano_inference.parallel.shard import check_divisible, shard
+from nano_inference.parallel.staged import Whole, parts_of
+from nano_inference.parallel.vocabulary import ShardedVocabulary
+
+Result = TypeVar("Result")
 
 
 def start_ranks(
@@ -38,11 +50,11 @@ def start_ranks(
         processes.wait_until_ready()
         links = local_links(processes.directory, 0, size, device)
         own = load_rank(checkpoint, model, program, config, links, device, progress)
-        leader = Leader(links, processes.end, processes.kill, is_serving=True)
+        leader = Leader(links, processes.end, processes.kill, is_fed=True)
     except BaseException:
         processes.kill()
         raise
-    return ShardedExecutor(own, Whole(program, size), leader, is_fed=True)
+    return ShardedExecutor(own, Whole(program, size), leader)
 
 
 def divided_model(checkpoint: Checkpoint, config: EngineConfig, kinds: ModelKinds) -> tuple[ModelConfig, Program]:
@@ -62,10 +74,54 @@ def load_rank(
     device: torch.device,
     progress: LoadProgress | None = None,
 ) -> TorchExecutor:
-    """Load this rank's part of a model; all ranks call it. Raises what `load_part` raises, after leaving the links."""
+    """Load this rank's part of a model. All ranks call it; they agree on the model before they read weights.
+
+    Raises `ValueError` on every rank if one has another checkpoint, `ModelError` if a tensor is unknown, missing or of
+    another shape. Then the links are left: threads of an open group can abort the process at its end.
+    """
     dtype, backend = pick_dtype(config.dtype, device), pick(config.attention, device)
     try:
-        return load_part(model, program, checkpoint.sources, links, device, dtype, backend, progress)
+        own = agree(links, lambda: fingerprint(model, checkpoint.sources))
+        for rank, other in enumerate(links.commands.exchange(own)):
+            if other != own:
+                raise ValueError(f"tensor_parallel: rank {rank} has another checkpoint than rank {links.rank}")
+        part = shard(program, links.rank, links.size)
+        vocabulary = ShardedVocabulary(links.data, part.vocabulary)
+        sampler, operations = partial(draw, vocabulary=vocabulary), operations_of(links.data)
+        executor = TorchExecutor(model, part.program, device, dtype, backend, sampler, operations, vocabulary)
+        sources = checkpoint.sources
+        agree(links, lambda: load_weights(executor, parts_of(known_sources(program, sources), part), progress))
     except BaseException:
-        links.close()  # threads of a group that is left open can abort the process at its end
+        links.close()
         raise
+    return executor
+
+
+def agree(links: Links, work: Callable[[], Result]) -> Result:
+    """Return `work()`, which all ranks call; raise its exception, or `ValueError` with that of another rank."""
+    try:
+        result = work()
+    except Exception as error:
+        links.commands.exchange(f"{type(error).__name__}: {error}")
+        raise
+    for rank, fault in enumerate(links.commands.exchange("")):
+        if fault:
+            raise ValueError(f"tensor_parallel: rank {rank}: {fault}")
+    return result
+
+
+def operations_of(group: Group) -> Operations:
+    """Return torch's operations and `Reduce` among the ranks of a group."""
+
+    def reduce(op: Reduce, scope: Scope) -> Value:
+        x = scope.read(op.x)
+        return scope.like(op.x, op.x, lambda step: added(group, x(step)))
+
+    return MappingProxyType({**OPERATIONS, Reduce: reduce})
+
+
+def added(group: Group, x_TW: Tensor) -> Tensor:
+    """Return the sum over all ranks; a column-major tensor, which some products return, stays so."""
+    if not x_TW.is_contiguous() and x_TW.t().is_contiguous():
+        return group.add(x_TW.t()).t()
+    return group.add(x_TW)

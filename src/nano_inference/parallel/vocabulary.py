@@ -19,7 +19,7 @@ from nano_inference.core.step import Row
 from nano_inference.executors.logprobs import Normaliser, at, best_places, normalise, tops_of
 from nano_inference.executors.sampling import first_above
 from nano_inference.executors.truncation import Truncation
-from nano_inference.parallel.group import Group
+from nano_inference.parallel.links import Group
 from nano_inference.parallel.shard import VocabularyPart, vocabulary_part
 from nano_inference.types import TopLogprobs
 

@@ -82,8 +82,8 @@ class SpmdEngine:
         if self._links.rank:
             self._follower = Follower(own, program, self._links, is_fed=False)
         else:
-            self._leader = Leader(self._links, _nothing, _nothing, is_serving=False)
-            executor = ShardedExecutor(own, Whole(program, config.tensor_parallel), self._leader, is_fed=False)
+            self._leader = Leader(self._links, _nothing, _nothing, is_fed=False)
+            executor = ShardedExecutor(own, Whole(program, config.tensor_parallel), self._leader)
             self._engine = InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds))
 
     @property
@@ -219,7 +219,7 @@ class SpmdEngine:
         return value
 
     def _send(self, error: list[str] | None, value: Any) -> None:
-        self._leader.step("return", lambda: {"value": [error, value]}, _nothing)
+        self._leader.step("return", 0, lambda: [[error, value]], _nothing)
 
 
 def gathered(named: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Generator[tuple[str, Any]]:
