@@ -198,9 +198,17 @@ class _Rules:
 
     params: SamplingParams
     max_turns: int
-    max_tokens: int
-    """Limit on the tokens of a rollout, including its prompt."""
+    max_tokens: int  # most tokens of a rollout, including its prompt
     program: TokenProgram | None
+
+    def __post_init__(self) -> None:
+        check_int("max_turns", self.max_turns, 1)
+        if self.params.max_tokens == 0:
+            raise ValueError("max_tokens must be >= 1: each turn samples at least one token")
+        if self.params.prompt_logprobs is not None:
+            raise ValueError(
+                "prompt_logprobs: every turn would score all earlier tokens again; use engine.score at the end"
+            )
 
 
 def run_rollouts(
@@ -235,7 +243,13 @@ def run_rollouts(
     environment may use the engine. An exception, from the environment or by Ctrl-C, aborts this call's requests and is
     re-raised. Raises `ValueError` for invalid arguments before anything runs.
     """
-    rules = _rules(engine, sampling_params or SamplingParams(), max_turns, max_tokens_total, program)
+    kv = engine.parts.kv
+    max_tokens = min(engine.parts.max_model_len, kv.num_blocks * kv.block_size)
+    if max_tokens_total is not None:
+        check_int("max_tokens_total", max_tokens_total, 2)
+        max_tokens = min(max_tokens, max_tokens_total)
+    params = sampling_params or SamplingParams()
+    rules = _Rules(params=params, max_turns=max_turns, max_tokens=max_tokens, program=program)
     first = 1 + max((rollout.prompt_index for rollout in resume), default=-1)
     rollouts = [*resume, *_starts(prompts, num_samples_per_prompt, rules.max_tokens, first)]
     return engine.exclusively(lambda: _take_turns(engine, rollouts, environment, rules, progress))
@@ -268,29 +282,6 @@ def _take_turns(
             if rollout.finish_reason is None:
                 pending[_request_turn(engine, rollout, rules)] = index
     return rollouts
-
-
-def _rules(
-    engine: InferenceEngine,
-    params: SamplingParams,
-    max_turns: int,
-    max_tokens_total: int | None,
-    program: TokenProgram | None,
-) -> _Rules:
-    """Check the settings of all turns and compute the limit on a rollout's tokens."""
-    check_int("max_turns", max_turns, 1)
-    if params.max_tokens == 0:
-        raise ValueError("max_tokens must be >= 1: each turn samples at least one token")
-    if params.prompt_logprobs is not None:
-        raise ValueError(
-            "prompt_logprobs: every turn would score all earlier tokens again; use engine.score at the end"
-        )
-    kv = engine.parts.kv
-    max_tokens = min(engine.parts.max_model_len, kv.num_blocks * kv.block_size)
-    if max_tokens_total is not None:
-        check_int("max_tokens_total", max_tokens_total, 2)
-        max_tokens = min(max_tokens, max_tokens_total)
-    return _Rules(params=params, max_turns=max_turns, max_tokens=max_tokens, program=program)
 
 
 def _starts(prompts: Seq[Seq[int]], num_samples: int, max_tokens: int, first: int) -> list[Rollout]:

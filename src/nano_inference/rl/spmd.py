@@ -12,7 +12,6 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -66,25 +65,21 @@ class SpmdEngine:
         self._engine: InferenceEngine | None = None
         self._follower: Follower | None = None
         try:
-            self._join(config, device)
+            kinds = installed_kinds()
+            checkpoint = opened(config, kinds, default_cache(environment()))
+            model, program = divided_model(checkpoint, config, kinds)
+            self._links = trainer_links(config.tensor_parallel, device)
+            own = load_rank(checkpoint, model, program, config, self._links, device)
+            if self._links.rank:
+                self._follower = Follower(own, program, self._links, is_fed=False)
+            else:
+                self._leader = Leader(self._links, lambda: None, lambda: None, is_fed=False)
+                executor = ShardedExecutor(own, Whole(program, config.tensor_parallel), self._leader)
+                self._engine = InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds))
         except BaseException:
             self._leave_default()
             raise
         self._shared(lambda engine: None)  # the other ranks allocate their caches in it
-
-    def _join(self, config: EngineConfig, device: torch.device) -> None:
-        """Join the other ranks and load this one's part."""
-        kinds = installed_kinds()
-        checkpoint = opened(config, kinds, default_cache(environment()))
-        model, program = divided_model(checkpoint, config, kinds)
-        self._links = trainer_links(config.tensor_parallel, device)
-        own = load_rank(checkpoint, model, program, config, self._links, device)
-        if self._links.rank:
-            self._follower = Follower(own, program, self._links, is_fed=False)
-        else:
-            self._leader = Leader(self._links, _nothing, _nothing, is_fed=False)
-            executor = ShardedExecutor(own, Whole(program, config.tensor_parallel), self._leader)
-            self._engine = InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds))
 
     @property
     def rank(self) -> int:
@@ -219,7 +214,7 @@ class SpmdEngine:
         return value
 
     def _send(self, error: list[str] | None, value: Any) -> None:
-        self._leader.step("return", 0, lambda: [[error, value]], _nothing)
+        self._leader.step("return", 0, lambda: [[error, value]], lambda: None)
 
 
 def gathered(named: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Generator[tuple[str, Any]]:
@@ -240,7 +235,3 @@ def gathered(named: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Generator[
 
 def _whole(value: object) -> object:
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
-
-
-def _nothing() -> None:
-    """Do nothing."""

@@ -72,19 +72,19 @@ class EngineGeneration:
         if images is not None and any(images):
             raise ValueError("images: this engine generates from text only")
         groups = [(prompt, len(list(run))) for prompt, run in groupby(map(list, prompts))]
+
+        def together() -> list[TrainingSample]:
+            asked = [self.engine.add_request(prompt, self._params, count, for_call=True) for prompt, count in groups]
+            pending = set(asked)
+            while pending:
+                pending -= set(self.engine.wait_for_any(pending))
+            return [sample for request_id in asked for sample in self.engine.collect(request_id)]
+
         with profiler or nullcontext():
-            samples = self.engine.exclusively(lambda: self._samples(groups))
+            samples = self.engine.exclusively(together)
         ids = [list(sample.completion_tokens) for sample in samples]
         logprobs = [[[logprob] for logprob in sample.logprobs] for sample in samples]
         return [list(prompt) for prompt in prompts], ids, logprobs, [[[token] for token in row] for row in ids]
-
-    def _samples(self, groups: Sequence[tuple[list[int], int]]) -> list[TrainingSample]:
-        """Return the samples of all (prompt, number of samples), in order, computed together."""
-        ids = [self.engine.add_request(prompt, self._params, count, for_call=True) for prompt, count in groups]
-        pending = set(ids)
-        while pending:
-            pending -= set(self.engine.wait_for_any(pending))
-        return [sample for request_id in ids for sample in self.engine.collect(request_id)]
 
 
 def use_engine(trainer: Any, engine: InferenceEngine) -> EngineGeneration:

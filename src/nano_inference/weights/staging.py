@@ -33,10 +33,9 @@ class Staging:
     @torch.no_grad()
     def put(self, name: object, value: object) -> None:
         """Check one named tensor and pack it. Raises `WeightError` naming the tensor."""
-        if not isinstance(name, str):
-            raise WeightError(f"a weight's name must be a string, got {name!r}")
-        if name.endswith(HARMLESS_SUFFIX):
+        if isinstance(name, str) and name.endswith(HARMLESS_SUFFIX):
             return
+        name = checked_name(name)
         known = self._aliases.get(name, name)
         spec = self._specs.get(known)
         if spec is None:
@@ -132,8 +131,18 @@ def _check_pair(item: object) -> None:
 
 def as_source(name: str, value: object) -> TensorSource | FileRange:
     """Return a dense float tensor or a file range as a `WeightSource`. Raises `WeightError` for anything else."""
-    if isinstance(value, FileRange):
-        return value
+    return value if isinstance(value, FileRange) else TensorSource(plain_tensor(name, value))
+
+
+def checked_name(name: object) -> str:
+    """Return a weight's name. Raises `WeightError` if it is no string."""
+    if not isinstance(name, str):
+        raise WeightError(f"a weight's name must be a string, got {name!r}")
+    return name
+
+
+def plain_tensor(name: str, value: object) -> Tensor:
+    """Return a dense float tensor without its gradient. Raises `WeightError` for anything else."""
     if not isinstance(value, Tensor):
         raise WeightError(f"{name}: must be a tensor, got {type(value).__name__}")
     if type(value) not in (Tensor, torch.nn.Parameter):
@@ -142,4 +151,4 @@ def as_source(name: str, value: object) -> TensorSource | FileRange:
         raise WeightError(f"{name}: must be a dense tensor with values, got {value.layout} on {value.device}")
     if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise WeightError(f"{name}: has the dtype {dtype_name(value)}; known: float64, float32, float16, bfloat16")
-    return TensorSource(value.detach())
+    return value.detach()

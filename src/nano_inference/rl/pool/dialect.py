@@ -23,13 +23,15 @@ from nano_inference.types import (
 )
 
 JSON = dict[str, Any]
-_PLAIN = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "presence_penalty", "ignore_eos")
-_PLAIN_TOO = ("frequency_penalty", "repetition_penalty")
+_PLAIN = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 
 
 def params_json(params: SamplingParams, num_samples: int) -> JSON:
     """Return vLLM's `sampling_params`; options that only our server has are left out unless they are used."""
-    fields: JSON = {name: getattr(params, name) for name in (*_PLAIN, *_PLAIN_TOO)}
+    fields: JSON = {name: getattr(params, name) for name in _PLAIN}
     fields |= {"n": num_samples, "logprobs": params.logprobs or 0, "seed": signed(params.seed)}
     more = {
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},

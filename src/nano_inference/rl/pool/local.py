@@ -8,7 +8,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nano_inference.async_engine import AsyncEngine, Turn
@@ -16,8 +15,9 @@ from nano_inference.core.admission import Limits
 from nano_inference.core.outbox import Outbox
 from nano_inference.engine import InferenceEngine
 from nano_inference.rl.pool.worker import Command, Job, WorkerDied, WorkerFacts
-from nano_inference.types import Delta, PauseMode, TrainingSample, WeightError
+from nano_inference.types import Delta, PauseMode, TrainingSample
 from nano_inference.weights.directory import weights_in
+from nano_inference.weights.staging import checked_name, plain_tensor
 from nano_inference.weights.updates import WeightUpdate
 
 OpenEngine = Callable[[int], InferenceEngine]
@@ -109,8 +109,6 @@ class LocalWorker:
     async def close(self) -> None:
         await self._engine.stop()
 
-    # ---- what the engine reports ------------------------------------------------------------------------------------
-
     def on_delta(self, outbox: Outbox, prompt_index: int, delta: Delta, last_token: float | None) -> None:
         """Ignored."""
 
@@ -140,7 +138,7 @@ class LocalFleet:
 
     def share(self, named: Iterable[tuple[object, object]]) -> list[tuple[str, Tensor]]:
         """Return copies, so that the trainer may change its tensors."""
-        return [(str(name), plain_tensor(name, value).clone()) for name, value in named]
+        return [(checked_name(name), plain_tensor(str(name), value).cpu().clone()) for name, value in named]
 
     def uncovered(self, older: Any, newer: Any) -> Any | None:
         return uncovered(older, newer, list, list)
@@ -164,16 +162,3 @@ def uncovered(older: Any, newer: Any, get: Callable[[Any], list[Any]], put: Call
     if not left:
         return None
     return older if isinstance(older, Path) or len(left) == len(found) else put(left)
-
-
-def plain_tensor(name: object, value: object) -> Tensor:
-    """Return a tensor without its gradient, on the CPU. Raises `WeightError` for anything else."""
-    if not isinstance(name, str):
-        raise WeightError(f"a weight's name must be a string, got {name!r}")
-    if not isinstance(value, Tensor):
-        raise WeightError(f"{name}: must be a tensor, got {type(value).__name__}")
-    if type(value) not in (Tensor, torch.nn.Parameter):
-        raise WeightError(f"{name}: a {type(value).__name__} must be gathered into a plain tensor first")
-    if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
-        raise WeightError(f"{name}: must be a dense tensor with values, got {value.layout} on {value.device}")
-    return value.detach().cpu()

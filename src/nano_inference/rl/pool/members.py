@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,15 +80,16 @@ class Members:
 
     async def open(self) -> None:
         """Open all workers, or none. Raises the first one's error."""
-        opened = await asyncio.gather(*(self._open(i) for i in range(self._fleet.size)), return_exceptions=True)
-        self._members = {one.index: one for one in opened if isinstance(one, Member)}
-        limits = self.limits
-        if limits is not None:
-            self._router = PrefixRouter(self._fleet.size, block_size=limits.block_size)
-        failures = [one for one in opened if isinstance(one, BaseException)]
-        if failures:
-            await self.close()
-            raise failures[0]
+        places = range(self._fleet.size)
+        opened = await asyncio.gather(*(self._fleet.open(index) for index in places), return_exceptions=True)
+        workers = [(index, one) for index, one in enumerate(opened) if not isinstance(one, BaseException)]
+        self._members = {index: self._member(index, worker) for index, worker in workers}
+        for one in opened:
+            if isinstance(one, BaseException):
+                await self.close()
+                raise one
+        if self.limits is not None:
+            self._router = PrefixRouter(self._fleet.size, block_size=self.limits.block_size)
 
     async def close(self) -> None:
         running = [*self._tasks, *self._retries]
@@ -113,65 +114,62 @@ class Members:
 
     async def generate(self, job: Job, session: str | None) -> list[TrainingSample]:
         """Return a job's samples, with the pool's numbers. Raises `BadRequest`, and `EngineDead` without workers."""
-        died: WorkerDied | None = None
-        for _ in range(_MOST_ATTEMPTS):
-            await self._some_alive()
-            with self._placed(job, session) as member:
-                try:
-                    samples = await member.worker.generate(job)
-                    return [member.sample(one, job.id) for one in samples]
-                except WorkerDied as error:
-                    died = error
-            await self.replace(member, died)
-        raise _gave_up(job, died)
+        died: list[WorkerDied] = []
+        while True:
+            async with self._placed(job, session, died) as member:
+                samples = await member.worker.generate(job)
+                return [member.sample(one, job.id) for one in samples]
 
     async def stream(self, job: Job, session: str | None) -> AsyncGenerator[Delta]:
         """Yield a job's deltas, with the pool's numbers; after a worker's death the next one continues the stream.
 
         Raises as `generate` does, and `EngineDead` if the weights changed since a dead worker sampled its tokens.
         """
-        died: WorkerDied | None = None
+        died: list[WorkerDied] = []
         delivered = Delivered()
-        for _ in range(_MOST_ATTEMPTS):
+        while True:
             delivered.restart()
-            await self._some_alive()
-            with self._placed(job, session) as member:
-                try:
-                    async with aclosing(member.worker.stream(job)) as deltas:
-                        async for delta in deltas:
-                            new = delivered.unseen(member.delta(delta, job.id))
-                            if new is not None:
-                                yield new
-                    return
-                except WorkerDied as error:
-                    died = error
-            await self.replace(member, died)
-        raise _gave_up(job, died)
-
-    async def _some_alive(self) -> None:
-        """Wait until there is a worker, while one is replaced. Raises `EngineDead` if none is left."""
-        while not self._members and self._tasks:
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        self.require_some()
+            async with self._placed(job, session, died) as member:
+                async with aclosing(member.worker.stream(job)) as deltas:
+                    async for delta in deltas:
+                        new = delivered.unseen(member.delta(delta, job.id))
+                        if new is not None:
+                            yield new
+                return
 
     def require_some(self) -> None:
         """Raise `EngineDead` without workers."""
         if not self._members:
             raise EngineDead("the pool has no worker left")
 
-    @contextmanager
-    def _placed(self, job: Job, session: str | None) -> Iterator[Member]:
-        """Choose the member for a job and count the job's cost until the block ends."""
+    @asynccontextmanager
+    async def _placed(self, job: Job, session: str | None, died: list[WorkerDied]) -> AsyncIterator[Member]:
+        """Choose the member for an attempt at a job, and count the job's cost until the block ends.
+
+        If the worker dies, add the error to `died`, replace the worker and end the block, so that the caller tries
+        again. Raises `EngineDead` without workers, and after `_MOST_ATTEMPTS` attempts.
+        """
+        if len(died) == _MOST_ATTEMPTS:
+            raise EngineDead(f"request {job.id}: {len(died)} workers died while they ran it, the last: {died[-1]}")
+        while not self._members and self._tasks:  # one is replaced
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        self.require_some()
         request = job.request
         length = len(request.prompt)
         cost = length + request.num_samples * (request.params.max_tokens or 0)
         index = self._router.place(request.prompt, cost, session)
         member = self._members[index]
+        error: WorkerDied | None = None
         try:
             yield member
+        except WorkerDied as death:
+            error = death
         finally:
             if self._members.get(index) is member:  # a new worker in its place has other jobs
                 self._router.finish(index, cost)
+        if error is not None:
+            died.append(error)
+            await self.replace(member, error)
 
     # ---- all workers ------------------------------------------------------------------------------------------------
 
@@ -291,10 +289,6 @@ class Members:
         self._router.add(index)
         self.num_replaced += 1
 
-    async def _open(self, index: int) -> Member:
-        worker = await self._fleet.open(index)
-        return self._member(index, worker)
-
     def _member(self, index: int, worker: Worker) -> Member:
         versions = {worker.first_version: 0}
         return Member(index=index, worker=worker, versions=versions, labels=self.labels, lineage=self._lineage)
@@ -317,10 +311,6 @@ class Members:
                 with suppress(BadRequest):  # a server without pauses cannot be paused
                     await worker.call("resume")
         return member
-
-
-def _gave_up(job: Job, died: WorkerDied | None) -> EngineDead:
-    return EngineDead(f"request {job.id}: {_MOST_ATTEMPTS} workers died while they ran it, the last one as {died}")
 
 
 class Delivered:

@@ -62,8 +62,10 @@ class RolloutPool:
         self._seed = seed
         self._next_job = 0
         self._loop = LoopThread()
+        self._members = Members(fleet, self.lineage)
+        self._updates = Updates(self._members)
         try:
-            self._members, self._updates = self._loop.run(_opened(fleet, self.lineage))
+            self._loop.run(self._members.open())
         except BaseException:
             self._loop.stop()
             raise
@@ -334,13 +336,6 @@ class PoolStream(Iterator[Delta]):
             self._loop.run(self._deltas.aclose())
 
 
-async def _opened(fleet: Fleet, lineage: str) -> tuple[Members, Updates]:
-    """Return the objects that belong to the event loop, with all workers opened."""
-    members = Members(fleet, lineage)
-    await members.open()
-    return members, Updates(members)
-
-
 async def _next(deltas: AsyncGenerator[Delta]) -> Delta | None:
     """Return the next delta; None at the end."""
     return await anext(deltas, None)
@@ -380,16 +375,15 @@ class LoopThread:
         """End the loop and its thread, cancelling what runs there. Can be called twice."""
         if self._loop.is_closed():
             return
-        self.run(_cancel_others())
+
+        async def cancel_others() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.run(cancel_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
         if not self._thread.is_alive():
             self._loop.close()
-
-
-async def _cancel_others() -> None:
-    """Cancel all other tasks of this loop and wait until they have ended."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

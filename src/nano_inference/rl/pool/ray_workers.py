@@ -18,12 +18,14 @@ from torch import Tensor
 from nano_inference.config import EngineConfig
 from nano_inference.core.admission import Limits
 from nano_inference.engine import InferenceEngine
+from nano_inference.executors.staging import dtype_name
 from nano_inference.loading.pieces import DTYPES
-from nano_inference.rl.pool.local import LocalWorker, plain_tensor, uncovered
+from nano_inference.rl.pool.local import LocalWorker, uncovered
 from nano_inference.rl.pool.worker import Command, Job, WorkerDied
 from nano_inference.support.checks import check_int, check_number
 from nano_inference.support.packages import MissingPackage, ray_address
-from nano_inference.types import Delta, TrainingSample, WeightError
+from nano_inference.types import Delta, TrainingSample
+from nano_inference.weights.staging import checked_name, plain_tensor
 from nano_inference.weights.updates import WeightUpdate
 
 _MOST_CALLS = 100_000  # calls of one actor at the same time: a batch of rollouts waits in it for the engine
@@ -40,12 +42,9 @@ class SharedTensor(NamedTuple):
 
 def to_shared(name: object, value: object) -> SharedTensor:
     """Return a tensor's name, type, shape and bytes. Raises `WeightError` for another object or an unknown dtype."""
-    tensor = plain_tensor(name, value).contiguous()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise WeightError(f"{name}: has the dtype {dtype}; known: {', '.join(DTYPES)}")
+    tensor = plain_tensor(checked_name(name), value).cpu().contiguous()
     data = tensor.reshape(-1).view(torch.uint8).numpy()
-    return SharedTensor(str(name), dtype, tuple(tensor.shape), data.copy())
+    return SharedTensor(str(name), dtype_name(tensor), tuple(tensor.shape), data.copy())
 
 
 def from_shared(shared: Iterable[SharedTensor]) -> Iterator[tuple[str, Tensor]]:

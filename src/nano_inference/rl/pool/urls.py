@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +39,10 @@ class UrlWorker:
         """Read the model's name and the version of its weights. Raises `WorkerDied`, `BadRequest`."""
         models = await self._server.ask("/v1/models")
         self._model = models["data"][0]["id"]
-        try:
+        with suppress(Refused, KeyError):  # another program's server, or one without the trainers' routes
             info = await self._server.ask("/weight_info")
             self.first_version, self._lineage = int(info["version"]), info.get("lineage")
             self._is_extended = True
-        except (Refused, KeyError):  # another program's server, or one without the trainers' routes
-            self.first_version = 0
         self._version = self.first_version
 
     async def generate(self, job: Job) -> list[TrainingSample]:
@@ -198,11 +196,10 @@ class UrlFleet:
         worker = UrlWorker(Server(self._urls[index], self._api_key))
         try:
             await worker.open()
-        except (KeyError, IndexError, TypeError):
+        except BaseException as error:
             await worker.close()
-            raise WorkerDied(f"{worker.name}: is no server of a model: /v1/models names none") from None
-        except BaseException:
-            await worker.close()
+            if isinstance(error, KeyError | IndexError | TypeError):
+                raise WorkerDied(f"{worker.name}: is no server of a model: /v1/models names none") from None
             raise
         return worker
 

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from nano_inference.core.admission import Limits
-from nano_inference.types import (
-    Delta,
-    EngineDead,
-    EngineRequest,
-    TrainingSample,
-)
+from nano_inference.types import Delta, EngineDead, EngineRequest, TrainingSample
 
 
 class WorkerDied(EngineDead):
