@@ -12,7 +12,7 @@ from typing import Any
 
 from nano_inference.cli.local import open_session
 from nano_inference.cli.options import Common
-from nano_inference.cli.terminal import Interrupts, bar, print_rows
+from nano_inference.cli.terminal import bar, print_rows
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import BadRequest, SamplingParams
@@ -58,14 +58,10 @@ def run(names: Sequence[str], repeat: int, config: EngineConfig, common: Common)
     if unknown is not None:
         raise BadRequest("--workload", f"must be one of {', '.join(known)}, got {unknown!r}")
     rows = []
-    with (
-        open_session(config, common) as session,
-        Interrupts() as interrupts,
-        bar("measuring", quiet=common.quiet) as progress,
-    ):
+    with open_session(config, common) as session, bar("measuring", quiet=common.quiet) as progress:
         for i, name in enumerate(names):
             progress(i, len(names))
-            rows.append(measure_one(session.engine, name, known[name], repeat, interrupts))
+            rows.append(measure_one(session.engine, name, known[name], repeat))
     shown = [
         (
             *(row["name"], row["unit"], f"{row['median']:.1f}", f"{row['min']:.1f}-{row['max']:.1f}"),
@@ -78,15 +74,9 @@ def run(names: Sequence[str], repeat: int, config: EngineConfig, common: Common)
     return 0
 
 
-def measure_one(
-    engine: InferenceEngine, name: str, measure: Measure, repeat: int, interrupts: Interrupts
-) -> dict[str, Any]:
+def measure_one(engine: InferenceEngine, name: str, measure: Measure, repeat: int) -> dict[str, Any]:
     """Return the figures of `repeat` runs after a warm-up."""
-    runs = []
-    for repetition in range(repeat + 1):
-        if interrupts.pressed:
-            raise KeyboardInterrupt
-        runs.append(measure(engine, repetition))
+    runs = [measure(engine, repetition) for repetition in range(repeat + 1)]
     values = [value for _, value in runs[1:]]
     return {
         "name": name,

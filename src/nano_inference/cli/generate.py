@@ -58,16 +58,15 @@ def answer_all(
     session: Session, encoded: list[list[int]], options: Options, params: SamplingParams, common: Common
 ) -> int:
     """Generate for all prompts with a loaded model and print; return the exit code. Raises `EngineDead`."""
-    with Interrupts() as interrupts:
-        if len(encoded) == options.num_samples == 1 and not options.as_json:
-            answer = stream_answer(
-                session, encoded[0], params, interrupts, write_text, raw=options.raw, quiet=common.quiet
-            )
+    if len(encoded) == options.num_samples == 1 and not options.as_json:
+        raw, quiet = options.raw, common.quiet
+        with Interrupts() as interrupts:
+            answer = stream_answer(session, encoded[0], params, interrupts, write_text, raw=raw, quiet=quiet)
             print()
-            print_limits(session, [answer.sample], common.quiet)
-            note(answer.stats.summary(), common.quiet)
-            return _INTERRUPTED if interrupts.pressed else 0
-        samples = _run_batch(session, encoded, options, params, common, interrupts)
+        print_limits(session, [answer.sample], quiet)
+        note(answer.stats.summary(), quiet)
+        return _INTERRUPTED if interrupts.pressed else 0
+    samples = _run_batch(session, encoded, options, params, common)
     for i, sample in enumerate(samples):
         number = i // options.num_samples
         text = None
@@ -93,12 +92,7 @@ def write_text(text: str) -> None:
 
 
 def _run_batch(
-    session: Session,
-    prompts: list[list[int]],
-    options: Options,
-    params: SamplingParams,
-    common: Common,
-    interrupts: Interrupts,
+    session: Session, prompts: list[list[int]], options: Options, params: SamplingParams, common: Common
 ) -> list[TrainingSample]:
     """Run all prompts as one batch, with a progress bar of finished samples."""
     total = len(prompts) * options.num_samples
@@ -109,8 +103,6 @@ def _run_batch(
         nonlocal done
         done += len(result.samples)
         progress(done, total)
-        if interrupts.pressed:
-            raise KeyboardInterrupt  # safe here, between two steps
 
     with bar("generating", quiet=common.quiet) as progress:
         try:

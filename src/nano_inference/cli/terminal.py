@@ -127,7 +127,7 @@ class Stopped(Exception):
 class Interrupts:
     """Handles SIGINT while its block runs: the first Ctrl-C sets `pressed`, the second raises `KeyboardInterrupt`.
 
-    An exception in the middle of a step could corrupt the engine's state; so callers check `pressed` between steps.
+    An exception while an answer is written would lose a part of it; so callers check `pressed` between two pieces.
     """
 
     def __init__(self) -> None:
