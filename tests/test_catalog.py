@@ -182,37 +182,37 @@ def test_only_files_without_code_are_chosen() -> None:
         choose(HubName("o/n", None, "c.gguf"), ["a.gguf"], "o/n:c.gguf")
 
 
-def test_listing_and_removing(tmp_path: Path) -> None:
-    wheel, cache, hub = WHEELS[0], tmp_path / "cache", tmp_path / "hub"
-    packaged = list_models(cache, hub_cache=hub)
+def test_listing_and_removing(hub_cache: Path, tmp_path: Path) -> None:
+    wheel, cache = WHEELS[0], tmp_path / "cache"
+    packaged = list_models(cache)
     assert {entry.source for entry in packaged} == {"package"}
     path = cache / wheel.file_name
     cache.mkdir()
     with path.open("wb") as file:
         file.truncate(wheel.file_bytes - 1)
-    assert list_models(cache, hub_cache=hub) == packaged, "a part of the file is listed"
+    assert list_models(cache) == packaged, "a part of the file is listed"
     os.truncate(path, wheel.file_bytes)
-    snapshot = put_repo(hub, "org/name", {"config.json": b"{}", "model.safetensors": b"12345"})
-    put_repo(hub, "org/only-a-tokenizer", {"tokenizer.json": b"{}"})
-    entries = list_models(cache, hub_cache=hub)
+    snapshot = put_repo(hub_cache, "org/name", {"config.json": b"{}", "model.safetensors": b"12345"})
+    put_repo(hub_cache, "org/only-a-tokenizer", {"tokenizer.json": b"{}"})
+    entries = list_models(cache)
     assert [entry.name for entry in entries] == sorted(entry.name for entry in entries)
     assert set(entries) == {
         *packaged,
         ModelEntry("org/name", snapshot, 7, "hub"),
         ModelEntry(wheel.name, path, wheel.file_bytes, "wheel"),
     }
-    assert remove(wheel.name, cache, hub_cache=hub) == wheel.file_bytes and not path.exists()
-    assert remove("org/name", cache, hub_cache=hub) == 7 + len("c0ffee")
-    assert list_models(cache, hub_cache=hub) == packaged
+    assert remove(wheel.name, cache) == wheel.file_bytes and not path.exists()
+    assert remove("org/name", cache) == 7 + len("c0ffee")
+    assert list_models(cache) == packaged
 
 
 @pytest.mark.parametrize("name", ["tiny2", "/etc", "../x", "org/gone", "org/name@v1", "org/link", "a/../../b"])
-def test_only_what_is_in_the_caches_is_removed(name: str, tmp_path: Path) -> None:
+def test_only_what_is_in_the_caches_is_removed(name: str, hub_cache: Path, tmp_path: Path) -> None:
     outside = put_repo(tmp_path / "outside", "org/link", {"model.safetensors": b"1"})
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "models--org--link").symlink_to(tmp_path / "outside" / "models--org--link")
+    hub_cache.mkdir()
+    (hub_cache / "models--org--link").symlink_to(tmp_path / "outside" / "models--org--link")
     with pytest.raises(ModelError):
-        remove(name, tmp_path / "cache", hub_cache=tmp_path / "hub")
+        remove(name, tmp_path / "cache")
     assert outside.is_dir()
 
 
@@ -224,10 +224,10 @@ def test_the_default_model_is_what_its_checksum_says(default_model_path: Path) -
     assert "smollm2-135m-instruct" in [entry.name for entry in list_models(default_model_path.parent)]
 
 
-def test_the_model_of_the_package(tmp_path: Path) -> None:
+def test_the_model_of_the_package(hub_cache: Path, tmp_path: Path) -> None:
     directory = resolve("calculator", tmp_path)
     assert (directory / "tokenizer.pkl").is_file() and pull("Calculator", tmp_path) == directory
-    entry = next(entry for entry in list_models(tmp_path, hub_cache=tmp_path) if entry.name == "calculator")
+    entry = next(entry for entry in list_models(tmp_path) if entry.name == "calculator")
     assert (entry.path, entry.source) == (directory, "package") and entry.bytes <= 6_000_000
     with pytest.raises(ModelError, match="cannot be removed"):
         remove("calculator", tmp_path)

@@ -160,7 +160,7 @@ def files_of(path: Path) -> tuple[FileEntry, ...]:
     return tuple(FileEntry(file.name, file.stat().st_size, sha256_of(file)) for file in files)
 
 
-def list_models(cache: Path, *, hub_cache: Path | None = None) -> tuple[ModelEntry, ...]:
+def list_models(cache: Path) -> tuple[ModelEntry, ...]:
     """Return the models in both caches and in installed packages, sorted by name."""
     found = [
         ModelEntry(wheel.name, cache / wheel.file_name, wheel.file_bytes, "wheel")
@@ -168,7 +168,7 @@ def list_models(cache: Path, *, hub_cache: Path | None = None) -> tuple[ModelEnt
         if is_whole(cache / wheel.file_name, wheel)
     ]
     found += [ModelEntry(one.name, one.directory, bytes_in(one.directory), "package") for one in installed_builtins()]
-    for repo in sorted(_hub_cache(hub_cache).glob("models--*")):
+    for repo in sorted(_hub_cache().glob("models--*")):
         snapshot = _newest_snapshot(repo)
         if snapshot is not None and (any(snapshot.glob("*.safetensors")) or any(snapshot.glob("*.gguf"))):
             name = repo.name.removeprefix("models--").replace("--", "/")
@@ -176,7 +176,7 @@ def list_models(cache: Path, *, hub_cache: Path | None = None) -> tuple[ModelEnt
     return tuple(sorted(found, key=lambda entry: entry.name.lower()))
 
 
-def remove(name: str, cache: Path, *, hub_cache: Path | None = None) -> int:
+def remove(name: str, cache: Path) -> int:
     """Delete a model from its cache and return the bytes freed. Raises `ModelError` if it is not in a cache."""
     if find_builtin(name) is not None:
         raise ModelError(f"{name}: comes with the package and cannot be removed")
@@ -189,7 +189,7 @@ def remove(name: str, cache: Path, *, hub_cache: Path | None = None) -> int:
         path.unlink()
         return freed
     hub = parse_hub_id(name)
-    root = _hub_cache(hub_cache)
+    root = _hub_cache()
     if hub is None or hub.revision or hub.file or ".." in hub.repo:
         raise ModelError(f"{name}: only models in the caches can be removed: a known name or a hub id org/name")
     repo = root / f"models--{hub.repo.replace('/', '--')}"
@@ -271,7 +271,7 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
         progress(0, None)
     chosen = {file: sizes[file] for file in wanted}
     try:
-        path = download_from_hub(hub.repo, hub.revision, chosen, progress, endpoint, _hub_cache(None))
+        path = download_from_hub(hub.repo, hub.revision, chosen, progress, endpoint, _hub_cache())
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     except Exception as error:  # the library raises errors of several packages
@@ -303,17 +303,15 @@ def chosen_files(hub: HubName, names: Iterable[str], name: str) -> list[str]:
 # --- the hub's cache: models--org--name/{blobs,refs,snapshots/<commit>}
 
 
-def _hub_cache(path: Path | None) -> Path:
-    if path is not None:
-        return path
+def _hub_cache() -> Path:
     with needed("Hugging Face's hub"):
         import huggingface_hub.constants
     return Path(huggingface_hub.constants.HF_HUB_CACHE)
 
 
-def _cached_snapshot(hub: HubName, root: Path | None = None) -> Path | None:
+def _cached_snapshot(hub: HubName) -> Path | None:
     """Return a complete snapshot, with the named file or every shard of its index, or its one .gguf file; else None."""
-    repo = _hub_cache(root) / f"models--{hub.repo.replace('/', '--')}"
+    repo = _hub_cache() / f"models--{hub.repo.replace('/', '--')}"
     snapshot = _newest_snapshot(repo, hub.revision)
     if snapshot is None:
         return None
