@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,8 @@ class ThreadReplica:
 
     pid = 1
 
-    def __init__(self, directory: Path, shelf: Path) -> None:
+    def __init__(self, directory: Path, shelf: Path, may_start: threading.Event) -> None:
+        self.may_start = may_start
         self._context = serving(directory, shelf, lineage="of-all-replicas")
         self._stack = ExitStack()
         self._ended = asyncio.Event()
@@ -33,6 +35,7 @@ class ThreadReplica:
         self.running: Running | None = None
 
     async def ready(self) -> str:
+        await asyncio.to_thread(self.may_start.wait, PATIENCE)
         self.running = await asyncio.to_thread(self._stack.enter_context, self._context)
         return self.running.url
 
@@ -70,6 +73,8 @@ class Group:
     front: Front
     replicas: list[list[ThreadReplica]] = field(default_factory=list)
     """Of each place, the replicas that were started there."""
+    may_start: threading.Event = field(default_factory=threading.Event)
+    """Cleared, replicas that are started do not become ready."""
 
     def replica(self, index: int) -> Running:
         """Return the running replica at a place."""
@@ -113,14 +118,19 @@ class Group:
 def replicated(directory: Path, shelf: Path, **settings: Any) -> Iterator[Group]:
     """Serve two replicas of the tiny model while the block runs; updates are directories below `shelf`."""
     started: list[list[ThreadReplica]] = [[], []]
+    may_start = threading.Event()
+    may_start.set()
 
     def start(index: int) -> Callable[[], ThreadReplica]:
         def make() -> ThreadReplica:
-            started[index].append(ThreadReplica(directory, shelf))
+            started[index].append(ThreadReplica(directory, shelf, may_start))
             return started[index][-1]
 
         return make
 
     behind = [Server(names=(f"replica {index}",), start=start(index)) for index in range(2)]
     with proxied((), replicas=behind, weights_dir=str(shelf), **settings) as front:
-        yield Group(front, started)
+        try:
+            yield Group(front, started, may_start)
+        finally:
+            may_start.set()

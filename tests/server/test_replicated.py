@@ -100,6 +100,24 @@ def test_a_replica_that_dies_before_it_has_gathered_ends_the_update_for_all(grou
     assert group.facts(0) == group.facts(1) != before
 
 
+def test_an_update_waits_for_replicas_that_start_and_can_be_aborted_meanwhile(group: Group, shelf: Path) -> None:
+    assert group.front.trainers is not None
+    trainers, before = group.front.trainers, group.facts(0)
+    group.may_start.clear()
+    group.replicas[1][-1].kill()
+    group.until(lambda: len(group.replicas[1]) == 2)
+    update = in_thread(lambda: send(group.front.client, "sglang", "one", shelf))
+    group.until(lambda: trainers.is_updating)
+    assert ok(group.post("/abort_weight_update", {}))["aborted"] is True
+    refused(update.result(60), 409, "the update was aborted")
+    update = in_thread(lambda: send(group.front.client, "sglang", "one", shelf))
+    group.until(lambda: trainers.is_updating)
+    assert group.facts(0) == before and not update.done()
+    group.may_start.set()
+    assert ok(update.result(60))["version"] == 1
+    assert group.facts(0) == group.facts(1) != before
+
+
 def test_a_replica_that_dies_before_it_has_installed_is_replaced_by_one_that_has(group: Group, shelf: Path) -> None:
     reply = ok(group.post("/update_weights", {"weight_dir": "one", "hold": True, "weight_version": "step"}))
     assert (reply["held_version"], reply["version"]) == (1, 0)
@@ -143,6 +161,7 @@ def test_a_replica_waits_for_an_update_if_the_weights_came_in_a_body(group: Grou
     assert set(group.front.servers.placed) == {0}
     ok(group.post("/update_weights", {"weight_dir": "some", "hold": True, "partial": True}))
     assert ok(group.post("/commit_weight_update", {}))["version"] == 2
+    assert ok(group.post("/weights_checker", {}))["version"] == 2
     assert group.replica(1).client.get("/weight_info").json()["version"] == 0
     assert group.front.on_loop(lambda: group.front.servers.all[1].state) == "needs an update"
     group.kill(0, then="needs an update")

@@ -91,13 +91,11 @@ class Trainers:
         self.version = 0  # number of the weights in force
         self._servers, self._client, self._policy = servers, client, policy
         self._root = weights_root(config.weights_dir)
-        self._gather_s, self._answer_s = (
-            config.weight_timeout + _MARGIN_S,
-            config.weight_timeout + config.request_timeout,
-        )
+        self._gather_s = config.weight_timeout + _MARGIN_S
+        self._answer_s = config.weight_timeout + config.request_timeout
         keys = load_admin_keys(config) or load_keys(config)
         self._headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
-        self._phase: Literal["", "waiting", "gathering", "installing"] = ""
+        self._phase: Literal["", "waiting", "aborted", "gathering", "installing"] = ""
         self._held: tuple[Sent, dict[Server, str]] | None = None
         """The update that a client holds, and the replicas that hold it with their URLs."""
         self._journal: list[Sent] = []  # what makes a new replica equal to the others
@@ -152,7 +150,7 @@ class Trainers:
 
         Raises `ServerFailed` if it does not answer.
         """
-        await self._servers.until(lambda: self._phase in ("", "waiting"))
+        await self._servers.until(lambda: self._phase not in ("gathering", "installing"))
         done: list[Sent] = []
         while left := [one for one in self._journal if one not in done]:
             sent = left[0]
@@ -174,10 +172,14 @@ class Trainers:
 
     async def _command(self, sent: Sent) -> dict[str, Any]:
         """Send a command to all replicas; return one reply for all. Raises the first one's error."""
+        ends_waiting = False
         if sent.path == _ABORT:
             if self._phase == "installing":
                 raise ApiError(409, "busy: the update is being installed", code="busy")
             self._held = None
+            if ends_waiting := self._phase == "waiting":
+                self._phase = "aborted"
+                self._servers.notify()
         if is_kept := sent.path in _STATES or sent.path == _LABEL:
             same = (sent.path, sent.query, sent.content)
             self._journal = [one for one in self._journal if (one.path, one.query, one.content) != same] + [sent]
@@ -190,13 +192,15 @@ class Trainers:
             if is_kept and sent in self._journal:
                 self._journal.remove(sent)
             raise
-        found = [one.json() for one in replies.values() if isinstance(one, httpx2.Response)]
+        answered = {server: one.json() for server, one in replies.items() if isinstance(one, httpx2.Response)}
+        found = [one for server, one in answered.items() if server.state != NEEDS_UPDATE] or list(answered.values())
         if any(one.get("weights") == "discarded" for one in found):
-            self._lose("were discarded")
-        return _merged(found)
+            self._forget_updates("were discarded")
+        return _merged(found) | ({"aborted": True, "closed_groups": []} if ends_waiting else {})
 
-    def _lose(self, reason: str) -> None:
-        self._lost = reason
+    def _forget_updates(self, lost: str) -> None:
+        """Forget how to make earlier weights; `lost`: why those in force cannot be read again, if so."""
+        self._lost = lost
         self._journal = [one for one in self._journal if one.path in _STATES]
 
     # ---- updates ----------------------------------------------------------------------------------------------------
@@ -217,7 +221,11 @@ class Trainers:
             is_partial=bool(fields.get("partial")),
         )
         with self._claimed():
-            await self._servers.until(lambda: all(one.state != "starting" for one in self._servers.all))
+            await self._servers.until(
+                lambda: self._phase == "aborted" or all(one.state != "starting" for one in self._servers.all)
+            )
+            if self._phase == "aborted":
+                raise ApiError(409, "the update was aborted", code="aborted")
             self._phase = "gathering"
             holders = self._holders(sent)
             reply = await self._gather(holders, sent, Copies(receive, len(holders)) if command.takes_stream else None)
@@ -303,10 +311,10 @@ class Trainers:
         self._phase = "installing"
         self.version = sent.version
         if sent.directory is None:
-            self._lose("came in the body of a request")
+            self._forget_updates("came in the body of a request")
         else:
             if not sent.is_partial:
-                self._lose("")
+                self._forget_updates("")
             self._journal.append(sent)  # from now on the update is in force
         replies = await asyncio.shield(self._everywhere(holders, _commit_of(sent.version), self._answer_s))
         fields: dict[str, Any] = {}
@@ -349,6 +357,7 @@ class Trainers:
         content = sent.content if body is None else body
         kind = {"content-type": JSON_TYPE if isinstance(content, bytes) else BYTES_TYPE} if content else {}
         url = f"{server.url}{sent.path}?{sent.query}"
+        server.num_open += 1  # a rolling restart waits for its end
         try:
             async with asyncio.timeout(limit):
                 reply = await self._client.post(url, content=content, headers={**self._headers, **kind})
@@ -356,6 +365,9 @@ class Trainers:
             raise Gone(f"{server.name} did not answer within {limit:g} seconds") from None
         except httpx2.HTTPError as error:
             raise Gone(f"{server.name} died ({type(error).__name__})") from None
+        finally:
+            server.num_open -= 1
+            self._servers.notify()
         if reply.status_code != 200:
             raise Declined(reply)
         return reply
