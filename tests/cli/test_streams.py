@@ -45,7 +45,9 @@ def check_server(start: Callable[[list[str]], Process], directory: Path) -> None
         while reply is None or reply.status_code == 503:
             assert process.poll() is None, "the server has exited"
             with contextlib.suppress(httpx2.TransportError):
-                reply = httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=60)
+                reply = httpx2.post(
+                    f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=60
+                )
             if reply is None or reply.status_code == 503:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.1)
