@@ -121,7 +121,7 @@ CHANGES: Sequence[Change] = (
     route("server/claude_code", "/v1/messages", "messages"),
     Change(
         *("server/claude_code", "what is new in the cache is not counted", "dialects/messages.py"),
-        *('tokens": new if self.creates_cache else 0', 'tokens": 0'),
+        *('tokens": new if self.options.creates_cache else 0', 'tokens": 0'),
     ),
     route("server/continue", "/api/generate", "ollama"),
     route("server/open_webui", "/api/tags", "ollama"),
