@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from nano_inference.server.body import ANSWER_FIELDS, PROMPT_FIELDS
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.fields import ANSWER_FIELDS, PROMPT_FIELDS
 from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
 from tests.server.scripted import make_scripted
 from tests.server.test_every_parameter import BASES

@@ -18,7 +18,6 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from nano_inference.server.ask import as_body
 from nano_inference.server.body import parse
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
@@ -29,6 +28,7 @@ from nano_inference.server.errors import ApiError, renamed
 from nano_inference.server.generation import Generation
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.transcript import Transcript, transcripts_of
+from nano_inference.server.translated import as_body
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
 from tests.server.stepped import stepped

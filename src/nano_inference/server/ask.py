@@ -1,6 +1,11 @@
 """`ask` of completions and chats: turns a body into a `Generation`. Pure.
 
-Other dialects translate their bodies into the fields of these two (`translated`).
+Other dialects translate their bodies into the fields of these two (`server/translated.py`).
+
+A chat's reply has the model's reasoning apart from its content in one way for all dialects: the text is split at the
+marks `<think>` and `</think>` (`text.reasoning`), and each dialect returns reasoning in its own form. Operators choose
+with `--reasoning-format`, clients with llama.cpp's `reasoning_format`, SGLang's `separate_reasoning` and vLLM's
+`include_reasoning`.
 """
 
 from __future__ import annotations
@@ -9,17 +14,13 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
-
-from pydantic import ValidationError
-from pydantic_core import to_json
+from typing import Any
 
 from nano_inference.core.admission import checked
-from nano_inference.server.body import parse
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.detokenizer import prefix_text
-from nano_inference.server.errors import ApiError, refused, renamed
-from nano_inference.server.generation import JSON, Generation
+from nano_inference.server.detokenizer import prefix_text, visible_bytes
+from nano_inference.server.errors import ApiError, refused
+from nano_inference.server.generation import Generation, ReasoningStart
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import (
     Prompt,
@@ -32,14 +33,15 @@ from nano_inference.server.prompts import (
     to_api_error,
     with_prefill,
 )
-from nano_inference.server.reasoning import with_reasoning
-from nano_inference.server.schema import Body, ChatBody, CompletionBody
+from nano_inference.server.schema import ChatBody, CompletionBody
 from nano_inference.server.structured import FIELDS, Structure, structure_of
 from nano_inference.server.tools import ToolUse, requested_tools
 from nano_inference.text.dialogue import shown
 from nano_inference.text.kinds import Tool
+from nano_inference.text.reasoning import CLOSE_MARK, OPEN_MARK
 from nano_inference.text.stop_regex import stop_regex_matcher
 from nano_inference.text.stops import bad_words_matcher, both, stop_matcher
+from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_format import calls_grammar, calls_in_text_grammar, resume_program, special_tokens
 from nano_inference.types import (
     FROM_THE_PROMPT,
@@ -51,8 +53,7 @@ from nano_inference.types import (
     TokenProgram,
 )
 
-_B = TypeVar("_B", bound=Body)
-_UNLIMITED = 1 << 40
+_PROMPT_END = 16  # tokens of a prompt that are searched for the mark that opens reasoning
 _DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -113,7 +114,7 @@ def ask_chat(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str
         is_free = structure is None and not use.must_call
         structure = _structure(structure, use, special, "functions" if body.functions else "tools")
         whole = None if is_free else structure
-    generation = with_reasoning(generation, body, config, rendered.ids, rendered.echo, whole)
+    generation = _with_reasoning(generation, body, config, rendered.ids, rendered.echo, whole)
     beginning = Beginning(min(len(generation.prefix_ids), len(prompt.ids)), body.sample_index or 0)
     return _with_requests(generation, body, model, config, [prompt], max_tokens, structure, salt, program, beginning)
 
@@ -280,6 +281,47 @@ def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]
     return Structure(field, grammar)
 
 
+def _with_reasoning(
+    generation: Generation,
+    body: ChatBody,
+    config: ServerConfig,
+    prompt: Sequence[int],
+    last_text: str,
+    structure: Structure | None,
+) -> Generation:
+    """Return the generation with reasoning apart, unless server or client want it in the text.
+
+    `prompt` are the rendered messages, `last_text` is the text of the last one. A `structure` of the whole answer
+    begins with its first token: there is no reasoning before it unless it has the closing mark.
+    """
+    is_off = body.separate_reasoning is False or body.reasoning_format == "none"
+    is_on = bool(body.separate_reasoning or body.reasoning_format) or config.reasoning_format == "auto"
+    if generation.tool is not None or is_off or not is_on:
+        return generation
+    tokenizer = generation.tokenizer
+    can_reason = structure is None or CLOSE_MARK in structure.grammar.text
+    is_inside = can_reason and _opens_reasoning(prompt, tokenizer)
+    marks = {token for mark in (OPEN_MARK, CLOSE_MARK) for token in _special(mark, tokenizer)}
+    prefix = last_text if body.continue_final_message else ""
+    if generation.prefix_ids:
+        data = [visible_bytes(token, tokenizer, token not in marks) for token in generation.prefix_ids]
+        prefix = b"".join(data).decode("utf-8", "ignore")
+    start = ReasoningStart(is_inside, prefix, is_hidden=body.include_reasoning is False)
+    return replace(generation, reasoning=start, markers=generation.markers | marks)
+
+
+def _special(mark: str, tokenizer: Tokenizer) -> Sequence[int]:
+    """Return the special token that a mark is, if any."""
+    ids = tokenizer.encode(mark, add_special=False, parse_special=True)
+    return ids if len(ids) == 1 and ids[0] in tokenizer.special_ids else ()
+
+
+def _opens_reasoning(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Return True if a prompt ends with the mark that opens reasoning."""
+    end = [token for token in prompt[-_PROMPT_END:] if token < tokenizer.vocab_size]
+    return tokenizer.decode(end, skip_special=False).rstrip().endswith(OPEN_MARK)
+
+
 def _sampling_params(
     body: CompletionBody | ChatBody,
     model: ServedModel,
@@ -367,71 +409,3 @@ def _matcher(body: CompletionBody | ChatBody, model: ServedModel, generation: Ge
     if body.bad_words:
         matcher = both(matcher, bad_words_matcher(model.tokenizer, body.bad_words, model.limits.vocab_size))
     return matcher
-
-
-# ---- for dialects that translate their bodies ------------------------------------------------------------------------
-
-
-def as_body(fields: Mapping[str, Any], kind: type[_B]) -> _B:
-    """Return a body with these fields. Raises `ApiError` naming an invalid one."""
-    try:
-        return kind.model_validate(fields)
-    except ValidationError:
-        return parse(to_json(fields), kind)  # raises the client's error
-
-
-def with_current_reasoning(messages: Sequence[JSON]) -> list[JSON]:
-    """Return a chat's messages; those before the user's last text without `reasoning_content`."""
-    start = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    return [
-        {name: value for name, value in message.items() if index > start or name != "reasoning_content"}
-        for index, message in enumerate(messages)
-    ]
-
-
-def given_fields(body: Body) -> dict[str, Any]:
-    """Return a body's known fields with their values or defaults, without those that are None."""
-    values: dict[str, Any] = {}
-    for name, field in type(body).model_fields.items():
-        value = getattr(body, name)
-        values[name] = field.default if value is None else value
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def translated(
-    fields: Mapping[str, Any],
-    kind: type[CompletionBody | ChatBody],
-    names: Mapping[str, str],
-    model: ServedModel,
-    config: ServerConfig,
-    salt: str,
-) -> Generation:
-    """Return what a completion or a chat with these fields asks for; errors, also later ones, have a dialect's names.
-
-    `names`: field of `kind` -> the dialect's. With `max_tokens` None and no default of the server, the output of a
-    completion may fill the context. Raises `ApiError`.
-    """
-    if kind is CompletionBody and fields["max_tokens"] is None and config.n_predict is None:
-        fields = {**fields, "n_predict": -1}
-    try:
-        if kind is ChatBody:
-            generation = ask_chat(as_body(fields, ChatBody), model, config, salt)
-        else:
-            generation = ask_completion(as_body(fields, CompletionBody), model, config, salt)
-    except ApiError as error:
-        raise renamed(error, names) from None
-    return replace(generation, structures=tuple(_renamed(one, names) for one in generation.structures))
-
-
-def _renamed(structure: Structure | None, names: Mapping[str, str]) -> Structure | None:
-    """Return a structure, whose errors name its field when it is compiled, with the dialect's name."""
-    if structure is None:
-        return None
-    head, dot, path = structure.field.partition(".")
-    return structure._replace(field=names.get(head, head) + dot + path)
-
-
-def prompt_length(fields: Mapping[str, Any], names: Mapping[str, str], model: ServedModel) -> int:
-    """Return the number of tokens of a chat's prompt, also beyond the model's context. Raises `ApiError`."""
-    unlimited = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
-    return len(translated(fields, ChatBody, names, unlimited, ServerConfig(), "").requests[0].prompt)

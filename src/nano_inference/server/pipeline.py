@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nano_inference.core.outbox import Outbox
-from nano_inference.server.body import parse, read_json
+from nano_inference.server.body import IgnoredFields, parse, read_json, unread_fields
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Converting, Describing, Occupancy, Probing, Recalling, Route
@@ -24,7 +24,6 @@ from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.events import StreamForm
-from nano_inference.server.fields import IgnoredFields, unread_fields
 from nano_inference.server.generation import Generation
 from nano_inference.server.guard import ClientGone, GuardPolicy, read_body, until_gone
 from nano_inference.server.limits import QueueLimits

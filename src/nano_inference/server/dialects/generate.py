@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nano_inference.server import schema
-from nano_inference.server.ask import given_fields, translated
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialect import Dialect, Route
@@ -27,6 +26,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import Reply, prompt_logprobs, sample_facts, token_facts, version_facts
 from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.transcript import Transcript, usage
+from nano_inference.server.translated import given_fields, translated
 
 
 class GenerateParams(schema.SamplingFields):

@@ -18,7 +18,6 @@ from pydantic import Field
 
 import nano_inference
 from nano_inference.server import schema
-from nano_inference.server.ask import given_fields, translated
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_bytes_of, token_text
 from nano_inference.server.dialect import Describing, Dialect, Occupancy, Route
@@ -31,6 +30,7 @@ from nano_inference.server.replies import Reply, version_facts
 from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.timings import prefill_reports, timings_of
 from nano_inference.server.transcript import Transcript
+from nano_inference.server.translated import given_fields, translated
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from pydantic_core import from_json, to_json
 
-from nano_inference.server.ask import prompt_length, translated, with_current_reasoning
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Converting, Dialect, Route
@@ -39,6 +38,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import Reply, sample_facts
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.transcript import Transcript, num_reasoning_tokens, usage
+from nano_inference.server.translated import prompt_length, translated, with_current_reasoning
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Event, Reasoning
 
 ANTHROPIC_NAMES: Mapping[str, str] = {

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from nano_inference.nanochat.dialogue import NanochatDialogue
-from nano_inference.server.ask import as_body, ask_chat, given_fields
+from nano_inference.server.ask import ask_chat
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Describing, Dialect, Occupancy, Route
@@ -28,6 +28,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import Reply, version_facts
 from nano_inference.server.schema import Body, ChatBody
 from nano_inference.server.transcript import Transcript
+from nano_inference.server.translated import as_body, given_fields
 
 MAX_MESSAGES = 500
 MAX_CHARS = 8000

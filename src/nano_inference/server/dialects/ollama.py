@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from nano_inference.server.ask import translated
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialect import Converting, Describing, Dialect, Route
@@ -52,6 +51,7 @@ from nano_inference.server.schema import (
     Tools,
 )
 from nano_inference.server.transcript import Transcript
+from nano_inference.server.translated import translated
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
 # ---- bodies

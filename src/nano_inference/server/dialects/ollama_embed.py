@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from nano_inference.server.ask import as_body
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Route
 from nano_inference.server.dialects.ollama_models import ModelName
@@ -20,6 +19,7 @@ from nano_inference.server.prompts import api_errors
 from nano_inference.server.replies import Reply
 from nano_inference.server.schema import MAX_PROMPTS, Body, Samples
 from nano_inference.server.transcript import Transcript
+from nano_inference.server.translated import as_body
 
 _SPARE_TOKENS = 64  # tokens read beyond the limit, because a text that is cut inside a word has other tokens at its end
 Text = Annotated[str, Field(min_length=1)]

@@ -21,7 +21,6 @@ from typing import Any, Final
 
 from pydantic_core import from_json, to_json
 
-from nano_inference.server.ask import as_body, prompt_length, translated, with_current_reasoning
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Converting, Dialect, Recalling, Route
 from nano_inference.server.dialects.responses_body import (
@@ -45,6 +44,7 @@ from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
 from nano_inference.server.reply_store import ClientReplies, StoredReply
 from nano_inference.server.schema import ChatBody, Sampling, TextPart
+from nano_inference.server.translated import as_body, prompt_length, translated, with_current_reasoning
 
 CHAT_NAMES: Mapping[str, str] = {
     "messages": "input",

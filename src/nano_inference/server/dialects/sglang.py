@@ -19,7 +19,6 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 from pydantic import Field
 
 from nano_inference.server import schema
-from nano_inference.server.ask import given_fields, translated
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_text
 from nano_inference.server.dialect import Dialect, Probing, Route
@@ -30,6 +29,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import Reply, version_facts
 from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.transcript import Transcript
+from nano_inference.server.translated import given_fields, translated
 from nano_inference.types import SamplingMask, TopLogprobs, TrainingSample
 
 _T = TypeVar("_T")
