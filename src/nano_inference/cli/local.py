@@ -207,9 +207,13 @@ def stream_answer(
     first, text, sample, ids, is_repetition = 0.0, "", None, list[int](), False
     for delta in _deltas(session.engine, len(prompt), interrupts, quiet):
         first = first or time.perf_counter() - start
-        state, piece = stream.push(state, readable(session, delta.token_ids, delta.sample))
+        sample = delta.sample
+        is_cut = sample is not None and sample.finish_reason != "stop"
+        ended_by_token = sample is not None and not is_cut and not isinstance(sample.stop_reason, str)
+        visible = delta.token_ids[:-1] if ended_by_token else delta.token_ids
+        state, piece = stream.push(state, shown(session.tokenizer, session.tool, visible, is_cut=is_cut))
         write(piece)
-        text, sample = text + spelled(piece), delta.sample
+        text += spelled(piece)
         ids += delta.token_ids
         is_repetition = ends_repetition and sample is None and repeats(ids)
         if is_repetition:
@@ -246,13 +250,6 @@ def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, qu
         if interrupts.pressed or any(delta.sample for delta in result.deltas):
             return
         result = tick(engine)
-
-
-def readable(session: Session, tokens: tuple[int, ...], sample: TrainingSample | None) -> bytes:
-    """Return the visible bytes of tokens: without special tokens and the token that ended the sample."""
-    ended_by_token = sample is not None and sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
-    is_cut = sample is not None and sample.finish_reason != "stop"
-    return shown(session.tokenizer, session.tool, tokens[:-1] if ended_by_token else tokens, is_cut=is_cut)
 
 
 def cut_by(session: Session, sample: TrainingSample) -> str | None:
