@@ -1,4 +1,4 @@
-"""`serve --replicas 2` on a real Ray: OpenAI's client, a killed replica, a rolling restart."""
+"""`serve --replicas 2` on a real Ray: OpenAI's client, an update, a killed replica, a rolling restart."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ import pytest
 from tests.parallel.test_processes import ranks_of
 from tests.server.served import PATIENCE, Process
 from tests.server.tiny import make_tiny
+from tests.server.trainer import make_weights
 
-KEYS = re.compile(r"replica (\d) accepts requests at \S+, process (\d+)")
+KEYS = re.compile(r"replica (\d) accepts requests at (\S+), process (\d+)")
 TOOL: Any = {
     "type": "function",
     "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"word": {"type": "string"}}}},
@@ -34,6 +35,16 @@ TOOL: Any = {
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("replicated"), positions=32768)
+
+
+@pytest.fixture(scope="module")
+def shelf(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server reads weights."""
+    root = tmp_path_factory.mktemp("shelf")
+    make_weights(directory, root / "one", seed=31)
+    (root / "broken").mkdir()
+    (root / "broken" / "model.safetensors").write_bytes(b"no weights")
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +70,10 @@ def options(directory: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def server(cluster: str, directory: Path) -> Iterator[tuple[Process, str]]:
+def server(cluster: str, directory: Path, shelf: Path) -> Iterator[tuple[Process, str]]:
     """The process and its URL."""
-    process = Process([*options(directory), "--replicas", "2"], {"RAY_ADDRESS": cluster})
+    trainers = ["--enable-rl", "--weights-dir", str(shelf)]
+    process = Process([*options(directory), "--replicas", "2", *trainers], {"RAY_ADDRESS": cluster})
     try:
         (ready,) = process.wait_for(r"^ready: 2 replicas behind (\S+)")
         yield process, ready[1]
@@ -78,7 +90,19 @@ def client(server: tuple[Process, str]) -> Iterator[openai.OpenAI]:
 
 def pids(process: Process) -> dict[int, int]:
     """Return the process ids of the latest replicas."""
-    return {int(match[1]): int(match[2]) for match in process.wait_for(KEYS.pattern)}
+    return {int(match[1]): int(match[3]) for match in process.wait_for(KEYS.pattern)}
+
+
+def weights_of(process: Process) -> list[tuple[int, str, str, list[int]]]:
+    """Return version, label, checksum and greedy tokens of each replica."""
+    found = []
+    for url in {int(match[1]): match[2] for match in process.wait_for(KEYS.pattern)}.values():
+        facts = httpx2.post(f"{url}/weight_checker", json={"action": "checksum"}, timeout=PATIENCE).json()
+        body = {"token_ids": [5, 9, 30, 2, 44], "sampling_params": {"max_tokens": 8, "temperature": 0}}
+        (choice,) = httpx2.post(f"{url}/inference/v1/generate", json=body, timeout=PATIENCE).json()["choices"]
+        assert {span["number"] for span in choice["weight_versions"]} == {facts["version"]}
+        found.append((facts["version"], facts["weight_version"], facts["checksum"], choice["token_ids"]))
+    return found
 
 
 def state_of(url: str) -> dict[str, Any]:
@@ -110,7 +134,8 @@ def test_replicas_of_two_ranks_complete_like_undivided_ones(
         mine, right = (httpx2.post(f"{url}/v1/completions", json=body, timeout=60) for url in (ready[1], server[1]))
     finally:
         assert process.end() == 0
-    assert mine.json()["choices"] == right.json()["choices"] and mine.json()["usage"]["completion_tokens"] == 12
+    assert mine.json()["choices"][0]["text"] == right.json()["choices"][0]["text"]
+    assert mine.json()["usage"]["completion_tokens"] == right.json()["usage"]["completion_tokens"] == 12
     assert len(ranks) == 2 and not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
@@ -122,9 +147,22 @@ def test_chat_page_and_metrics_of_both_engines_are_served(server: tuple[Process,
     assert all(f'nano_inference_engine_up{{engine="{index}"' in text for index in (0, 1))
 
 
+def test_an_update_reaches_both_replicas_or_none(server: tuple[Process, str], shelf: Path) -> None:
+    process, url = server
+    first, second = weights_of(process)
+    assert first == second and first[0] == 0
+    for path in ("broken", "nowhere"):
+        reply = httpx2.post(f"{url}/update_weights_from_disk", json={"model_path": path}, timeout=PATIENCE)
+        assert reply.status_code == 400 and weights_of(process) == [first, first]
+    body = {"model_path": "one", "weight_version": "step"}
+    assert httpx2.post(f"{url}/update_weights_from_disk", json=body, timeout=PATIENCE).json()["version"] == 1
+    mine, others = weights_of(process)
+    assert mine == others and mine[:2] == (1, "step") and mine[2] != first[2] and mine[3] != first[3]
+
+
 def test_a_killed_replica_harms_only_its_own_streams_and_is_replaced(server: tuple[Process, str]) -> None:
     process, url = server
-    killed = pids(process)
+    killed, in_force = pids(process), weights_of(process)
 
     async def read(client: httpx2.AsyncClient, index: int, started: asyncio.Semaphore) -> str:
         body = {"prompt": f"{index:02} is a stream", "max_tokens": 600, "ignore_eos": True, "stream": True}
@@ -160,12 +198,12 @@ def test_a_killed_replica_harms_only_its_own_streams_and_is_replaced(server: tup
         assert all(json.loads(block.partition("data: ")[2]) for block in blocks[:-1]), "each event is whole"
     process.wait_for(r"replica 0 ended with code -9")
     process.wait_for(r"replica 0 accepts requests", 2)
-    assert state_of(url)["status"] == "ok"
+    assert state_of(url)["status"] == "ok" and weights_of(process) == in_force
 
 
 def test_no_request_fails_during_a_rolling_restart(server: tuple[Process, str]) -> None:
     process, url = server
-    before = pids(process)
+    before, in_force = pids(process), weights_of(process)
     num_ready = len(process.wait_for(KEYS.pattern))
 
     async def run() -> list[int]:
@@ -190,7 +228,7 @@ def test_no_request_fails_during_a_rolling_restart(server: tuple[Process, str]) 
     statuses = asyncio.run(run())
     assert len(statuses) >= 500 and set(statuses) == {200}
     process.wait_for(KEYS.pattern, num_ready + 2)
-    assert not set(before.values()) & set(pids(process).values())
+    assert not set(before.values()) & set(pids(process).values()) and weights_of(process) == in_force
 
 
 def refusal(arguments: list[str], *, before: str = "pass", **environment: str) -> str:
