@@ -38,7 +38,7 @@ _CUDA = frozenset(
         "sglang.srt.patch_torch _rebuild_cuda_tensor_modified",
     }
 )
-_SIZE = "torch Size"
+SIZE = "torch Size"
 _UNTYPED = "torch.storage UntypedStorage"
 _CLASSES = frozenset({"torch Tensor", "torch.nn.parameter Parameter"})
 _RUNNER = "sglang.srt.model_executor.model_runner"
@@ -51,7 +51,7 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {f"torch {name}": dtype for name, dtype in DTYPES.items()} | {"torch uint8": torch.uint8}
 )
 _NAMES = frozenset(
-    {_TENSOR, _TYPED, _FILE, _FD, _EMPTY, _SIZE, _UNTYPED, "torch.storage TypedStorage"}
+    {_TENSOR, _TYPED, _FILE, _FD, _EMPTY, SIZE, _UNTYPED, "torch.storage TypedStorage"}
     | {"multiprocessing.resource_sharer DupFd"}
     | {*_CUDA, *_CLASSES, *_METADATA, *_LOCAL, *_DTYPES}
 )
@@ -90,13 +90,22 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedTensor:
-    """A tensor in shared memory; `storage` is None if it has no values."""
+    """A tensor in shared memory. Raises `PickleError` unless all its elements are in its storage."""
 
-    storage: SharedFile | CudaMemory | None
+    storage: SharedFile | CudaMemory | None  # None if it has no values
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.stride):
+            raise PickleError("a tensor's size and strides differ in length")
+        if math.prod(self.shape):
+            steps = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+            end = (self.offset + steps + 1) * self.dtype.itemsize
+            if end > (self.storage.num_bytes if self.storage else 0):
+                raise PickleError("a tensor is larger than its storage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +135,9 @@ def read_bucket(text: str) -> tuple[SharedTensor, list[BucketPart]]:
         if not isinstance(state, dict) or not state.keys() >= _PART_FIELDS:
             raise PickleError("an entry of metadata is not a FlattenedTensorMetadata")
         start, end = _count(state["start_idx"]), _count(state["end_idx"])
-        parts.append(BucketPart(_name(state["name"]), _dtype(state["dtype"]), _shape(state["shape"]), start, end))
+        parts.append(
+            BucketPart(read_name(state["name"]), _dtype(state["dtype"]), read_shape(state["shape"]), start, end)
+        )
     return bucket, parts
 
 
@@ -139,13 +150,22 @@ def read_tensors(text: str) -> list[tuple[str, SharedTensor]]:
     if not isinstance(tree, list):
         raise PickleError("it must be a list of (name, tensor), or a bucket with load_format flattened_bucket")
     found = []
-    inner: dict[int, SharedTensor] = {}
+    inner: dict[int, SharedTensor] = {}  # by the ids of the pickles inside, which `tree` keeps alive
     for item in tree:
         if not isinstance(item, tuple) or len(item) != 2:
             raise PickleError("an entry is not a pair of a name and a tensor")
-        name, value = _name(item[0]), item[1]
-        is_local = isinstance(value, Named) and value.name in _LOCAL
-        found.append((name, _local_tensor(value, inner) if is_local else _tensor(value)))
+        name, value = read_name(item[0]), item[1]
+        if not isinstance(value, Named) or value.name not in _LOCAL:
+            found.append((name, _tensor(value)))
+            continue
+        values = value.state.get("values") if isinstance(value.state, dict) else None
+        if not isinstance(values, list) or not all(isinstance(one, bytes) for one in values):
+            raise PickleError("a value is neither a tensor nor a LocalSerializedTensor")
+        if len(values) != 1:
+            raise PickleError(f"a LocalSerializedTensor has {len(values)} values; this server is one rank")
+        if id(values[0]) not in inner:
+            inner[id(values[0])] = _tensor(read_data(values[0], _NAMES))
+        found.append((name, inner[id(values[0])]))
     return found
 
 
@@ -156,95 +176,54 @@ def _decoded(text: str) -> bytes:
         raise PickleError("it is not base64") from None
 
 
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME:
-        raise PickleError(f"a tensor's name must be text of 1 to {_MAX_NAME} characters")
-    return value
-
-
-def _local_tensor(value: Named, inner: dict[int, SharedTensor]) -> SharedTensor:
-    """Return the tensor of the pickle inside a `LocalSerializedTensor`, which must be for one rank.
-
-    `inner` are the tensors read so far, by the ids of their pickles, which the caller keeps alive.
-    """
-    values = value.state.get("values") if isinstance(value.state, dict) else None
-    if not isinstance(values, list) or not all(isinstance(one, bytes) for one in values):
-        raise PickleError("a value is neither a tensor nor a LocalSerializedTensor")
-    if len(values) != 1:
-        raise PickleError(f"a LocalSerializedTensor has {len(values)} values; this server is one rank")
-    data = values[0]
-    if id(data) not in inner:
-        inner[id(data)] = _tensor(read_data(data, _NAMES))
-    return inner[id(data)]
-
-
 def _tensor(value: Any) -> SharedTensor:
-    """Return the tensor that a call would rebuild."""
+    """Return the tensor that a call would rebuild. Nothing stays unchecked: it could be of any size."""
+    form = "a value is not a tensor in shared memory"
     if not isinstance(value, Named):
-        raise PickleError("a value is not a tensor in shared memory")
+        raise PickleError(form)
     if value.name in _CUDA:
         return _cuda_tensor(value.arguments)
-    if value.name != _TENSOR or len(value.arguments) != 3:
-        raise PickleError(f"{value.name} does not rebuild a tensor")
-    kind, typed, metadata = value.arguments
-    if name_of(kind) not in _CLASSES:
-        raise PickleError("a tensor is of another class than Tensor and Parameter")
-    is_call = isinstance(typed, Named) and typed.name == _TYPED and len(typed.arguments) == 2
-    if not is_call or not isinstance(typed.arguments[0], Named):
-        raise PickleError("a tensor has no storage")
-    storage, dtype = _storage(typed.arguments[0]), _dtype(typed.arguments[1])
-    if not isinstance(metadata, tuple) or len(metadata) != 4:
-        raise PickleError("a tensor does not have an offset, a size, strides and requires_grad")
-    if type(metadata[3]) is not bool:  # a value that is not checked may be of any size
-        raise PickleError("requires_grad of a tensor is not a bool")
-    return _checked(SharedTensor(storage, dtype, _count(metadata[0]), _shape(metadata[1]), _counts(metadata[2])))
+    match value.arguments:
+        case (kind, Named(name=typed) as storage, (offset, size, stride, bool())) if (
+            value.name == _TENSOR and name_of(kind) in _CLASSES and typed == _TYPED and len(storage.arguments) == 2
+        ):
+            memory, dtype = storage.arguments
+            return SharedTensor(_storage(memory), _dtype(dtype), _count(offset), read_shape(size), _counts(stride))
+    raise PickleError(f"{form}: {value.name} must have a class, a storage and (offset, size, strides, requires_grad)")
 
 
-def _storage(call: Named) -> SharedFile | None:
-    function, arguments = call.name, call.arguments
-    if not arguments or name_of(arguments[0]) != _UNTYPED:
+def _storage(call: Any) -> SharedFile | None:
+    if not isinstance(call, Named) or not call.arguments or name_of(call.arguments[0]) != _UNTYPED:
         raise PickleError("a storage is of another class than UntypedStorage")
-    if function == _FD:
+    match call.name, *call.arguments[1:]:
+        case ("torch.multiprocessing.reductions rebuild_storage_empty",):
+            return None
+        case ("torch.multiprocessing.reductions rebuild_storage_filename", bytes(manager), bytes(handle), num_bytes):
+            if not _HANDLE.fullmatch(handle):
+                raise PickleError("the name of a shared file is not one that torch gives")
+            if not _MANAGER.fullmatch(manager) or b"/../" in manager:
+                raise PickleError("the socket of a shared file's manager is not one that torch makes")
+            return SharedFile(manager, handle, _count(num_bytes), call)
+    if call.name == _FD:
         raise PickleError(
             "a tensor is shared by a file descriptor, which cannot reach an unrelated process: call "
             "torch.multiprocessing.set_sharing_strategy('file_system') in the trainer"
         )
-    if function == _EMPTY and len(arguments) == 1:
-        return None
-    if function != _FILE or len(arguments) != 4:
-        raise PickleError(f"{function} does not rebuild a storage")
-    manager, handle, num_bytes = arguments[1], arguments[2], _count(arguments[3])
-    if not isinstance(handle, bytes) or not _HANDLE.fullmatch(handle):
-        raise PickleError("the name of a shared file is not one that torch gives")
-    if not isinstance(manager, bytes) or not _MANAGER.fullmatch(manager) or b"/../" in manager:
-        raise PickleError("the socket of a shared file's manager is not one that torch makes")
-    return SharedFile(manager, handle, num_bytes, call)
+    raise PickleError(f"{call.name} does not rebuild a storage")
 
 
 def _cuda_tensor(arguments: tuple[Any, ...]) -> SharedTensor:
     is_known = len(arguments) == len(_CUDA_KINDS) and all(map(isinstance, arguments, _CUDA_KINDS))
     if not is_known or name_of(arguments[0]) not in _CLASSES:
         raise PickleError("the arguments of rebuild_cuda_tensor are not those of torch")
-    _, shape, stride, offset, _, dtype, device, handle, num_bytes, start, _, counter, counter_offset, event, waits = (
-        arguments
+    shape, stride, offset, _, dtype, device, handle, num_bytes, start, _, counter, counter_offset, event, waits = (
+        arguments[1:]
     )
     if max(len(handle), len(event)) > _MAX_HANDLE or not _HANDLE.fullmatch(counter):
         raise PickleError("a CUDA handle is too long, or its reference counter is not one that torch makes")
     rest = (handle, _count(num_bytes), _count(start), False, counter, _count(counter_offset), event, waits)
     memory = CudaMemory(device, num_bytes, rest)
-    return _checked(SharedTensor(memory, _dtype(dtype), _count(offset), _shape(shape), _counts(stride)))
-
-
-def _checked(tensor: SharedTensor) -> SharedTensor:
-    """Return a tensor whose elements are all in its storage."""
-    if len(tensor.shape) != len(tensor.stride):
-        raise PickleError("a tensor's size and strides differ in length")
-    if math.prod(tensor.shape):
-        steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
-        end = (tensor.offset + steps + 1) * tensor.dtype.itemsize
-        if end > (tensor.storage.num_bytes if tensor.storage else 0):
-            raise PickleError("a tensor is larger than its storage")
-    return tensor
+    return SharedTensor(memory, _dtype(dtype), _count(offset), read_shape(shape), _counts(stride))
 
 
 def _dtype(value: Any) -> torch.dtype:
@@ -260,13 +239,21 @@ def _count(value: Any) -> int:
 
 
 def _counts(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) > _MAX_DIMS:
-        raise PickleError(f"a size or strides are not at most {_MAX_DIMS} numbers")
+    if not isinstance(value, tuple | list):
+        raise PickleError("a size or strides are not numbers")
+    if len(value) > _MAX_DIMS:  # a product takes quadratic time
+        raise PickleError(f"a tensor may have at most {_MAX_DIMS} dimensions, got {len(value)}")
     return tuple(_count(one) for one in value)
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    """Return the sizes of a `torch.Size`, which pickles as a call with a tuple, or of a plain sequence."""
-    if isinstance(value, Named) and value.name == _SIZE and len(value.arguments) == 1:
-        return _counts(value.arguments[0])
-    return _counts(value)
+def read_shape(value: Any) -> tuple[int, ...]:
+    """Return the sizes of a `torch.Size`, pickled as a call with a tuple, or of a sequence. Raises `PickleError`."""
+    is_size = isinstance(value, Named) and value.name == SIZE and len(value.arguments) == 1
+    return _counts(value.arguments[0] if is_size else value)
+
+
+def read_name(value: Any) -> str:
+    """Return a tensor's name. Raises `PickleError`."""
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME:
+        raise PickleError(f"a tensor's name must be text of 1 to {_MAX_NAME} characters")
+    return value

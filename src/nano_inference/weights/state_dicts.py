@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +19,11 @@ from nano_inference.loading.pieces import DTYPES
 from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
 from nano_inference.weights.member import Member, PlainSpec, Receiver, Shapes, received, unpacked
+from nano_inference.weights.shared_pickle import SIZE, read_name, read_shape
 
-_SIZE = "torch Size"
 _DTYPES = {f"torch {name}": name for name in DTYPES}
-_NAMES = frozenset({_SIZE, *_DTYPES})
+_NAMES = frozenset({SIZE, *_DTYPES})
 _MAX_DICTS = 1 << 16
-_MAX_DIMS, _MAX_NAME = 8, 512
 _MAX_SURPLUS = 4  # most values of an update, as a multiple of the model's
 
 
@@ -80,21 +78,13 @@ def read_description(data: bytes) -> list[list[PlainSpec]]:
             raise PickleError(f"a dtype is not one of {', '.join(DTYPES)}")
         if not isinstance(entries, list) or not entries:
             raise PickleError("the entry of a dtype is not a list of tensors")
-        found.append([_spec(_DTYPES[name_of(dtype)], entry) for entry in entries])
+        specs = []
+        for entry in entries:
+            if not isinstance(entry, tuple) or len(entry) != 3:
+                raise PickleError("a tensor is not described by its name, size and number of values")
+            name, shape = read_name(entry[0]), read_shape(entry[1])
+            if not isinstance(entry[1], Named) or type(entry[2]) is not int or math.prod(shape) != entry[2]:
+                raise PickleError("a tensor's size is not the number of its values")
+            specs.append(PlainSpec(name, _DTYPES[name_of(dtype)], shape))
+        found.append(specs)
     return found
-
-
-def _spec(dtype: str, entry: Any) -> PlainSpec:
-    if not isinstance(entry, tuple) or len(entry) != 3:
-        raise PickleError("a tensor is not described by its name, size and number of values")
-    name, size, count = entry
-    is_size = isinstance(size, Named) and size.name == _SIZE and len(size.arguments) == 1
-    shape: Any = size.arguments[0] if is_size else None
-    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
-        raise PickleError(f"a tensor's name must be text of 1 to {_MAX_NAME} characters")
-    if isinstance(shape, tuple) and len(shape) > _MAX_DIMS:  # a product takes quadratic time
-        raise PickleError(f"a tensor may have at most {_MAX_DIMS} dimensions, got {len(shape)}")
-    is_valid = isinstance(shape, tuple) and all(type(one) is int and one >= 0 for one in shape)
-    if not is_valid or type(count) is not int or math.prod(shape) != count:
-        raise PickleError("a tensor's size is not the number of its values")
-    return PlainSpec(name, dtype, shape)
