@@ -85,7 +85,7 @@ def _refuse(config: Any, model_config: Any) -> None:
         raise ValueError(f"model.lora.merge: must be true, because {NAME} serves merged weights, not adapters")
 
 
-def sampling_params(
+def params_of(
     given: Mapping[str, Any], options: RolloutOptions, num_prompt: int, max_model_len: int, request_id: str
 ) -> tuple[SamplingParams, bool]:
     """Return a request's sampling parameters, and whether it asks for log-probabilities.
@@ -118,8 +118,8 @@ def seed_of(seed: int, request_id: str) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
-def refuse_media(given: Mapping[str, Any]) -> None:
-    """Raise `BadRequest` for images, videos or audio."""
-    for name in _MEDIA:
-        if given.get(name):
+def refuse_media(*given: Any) -> None:
+    """Raise `BadRequest` for images, videos or audio, given in the order of `_MEDIA`."""
+    for name, value in zip(_MEDIA, given, strict=True):
+        if value:
             raise BadRequest(name, "this engine generates from text only")

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.rl.pool.ray_workers import SharedTensor, from_shared
-from nano_inference.server.app import App, guard_policy, installed_dialects
+from nano_inference.server.app import App
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.load import open_model
 from nano_inference.server.protocol import uvicorn_config
-from nano_inference.server.run import Listener, bind, close_listener
-from nano_inference.server.security import KeyRing, is_loopback_name, load_keys
+from nano_inference.server.run import Listener, bind, close_listener, make_app
+from nano_inference.server.security import is_loopback_name
 from nano_inference.server.trainers.updates import Feed, UpdateInParts
-from nano_inference.server.verl.options import RolloutOptions, refuse_media, sampling_params
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.server.verl.options import RolloutOptions, params_of, refuse_media
+from nano_inference.types import TrainingSample
 from nano_inference.weights.updates import WeightUpdate
 
 TAGS = frozenset({"weights", "kv_cache"})  # the parts whose memory verl asks to resume
@@ -91,16 +91,11 @@ class RolloutServer:
         request waits for `resume_generation`, or returns "aborted" without tokens. `priority` is accepted without
         effect. Raises `ValueError` naming an invalid argument.
         """
-        refuse_media(
-            {
-                "image_data": image_data,
-                "video_data": video_data,
-                "audio_data": audio_data,
-                "mm_processor_kwargs": mm_processor_kwargs,
-            }
-        )
+        refuse_media(image_data, video_data, audio_data, mm_processor_kwargs)
         prompt = [int(token) for token in prompt_ids]
-        params, wants_logprobs = self._params_of(sampling_params, len(prompt), str(request_id))
+        assert self._opened is not None, "not launched"
+        longest, options = self._opened.model.limits.max_model_len, self._require_options()
+        params, wants_logprobs = params_of(sampling_params, options, len(prompt), longest, str(request_id))
         while not self._may_start.is_set():
             if self._rejects:
                 return self._make_output(
@@ -116,11 +111,6 @@ class RolloutServer:
         finally:
             del self._running[number]
         return self._output(sample, wants_logprobs)
-
-    def _params_of(self, given: Mapping[str, Any], num_prompt: int, request_id: str) -> tuple[SamplingParams, bool]:
-        assert self._options is not None and self._opened is not None, "not launched"
-        longest = self._opened.model.limits.max_model_len
-        return sampling_params(given, self._options, num_prompt, longest, request_id)
 
     def _output(self, sample: TrainingSample, wants_logprobs: bool) -> Any:
         """Return a sample as verl's record. Raises `RuntimeError` for one that its own request ended."""
@@ -316,15 +306,13 @@ class HttpFace:
 
     async def open(self) -> LoadedModel:
         """Open the model and accept requests; return it. Raises what `open_model` raises."""
-        config = self._config
-        policy = guard_policy(config, KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache))
-        self._app = App(config, policy, self.link, installed_dialects())
-        path = Path(self._engine.model_path)
+        config, path = self._config, Path(self._engine.model_path)
+        self._app = make_app(config, self.link)
         opened = await self.link.start(lambda: open_model(self._engine, config, name=path.name, path=path))
         self._app.serve(opened, self._engine.max_batch_size)
         listening = bind(config)
         self.port = listening.getsockname()[1]
-        self._listener = Listener(uvicorn_config(self._app.asgi, config, policy))
+        self._listener = Listener(uvicorn_config(self._app.asgi, config, self._app.guard.policy))
         self._serving = asyncio.get_running_loop().create_task(self._listener.serve(sockets=[listening]))
         while not (self._listener.started or self._serving.done()):
             await asyncio.sleep(_POLL_S)
