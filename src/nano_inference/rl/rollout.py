@@ -263,8 +263,7 @@ def _take_turns(
     progress: Progress | None,
 ) -> list[Rollout]:
     """Run all rollouts to their ends, as one exclusive call of the engine."""
-    pending: dict[int, int] = {}
-    """Maps request ids to indices of rollouts."""
+    pending: dict[int, int] = {}  # request ids -> indices of rollouts
     for index, rollout in enumerate(rollouts):
         has_failed = bool(rollout.turns) and rollout.turns[-1].sample.stop_reason is not None
         if rollout.finish_reason is None or (rollout.finish_reason == "abort" and not has_failed):

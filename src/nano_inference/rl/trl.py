@@ -17,8 +17,7 @@ from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams, TrainingSample
 
 _WRAPPER = "_checkpoint_wrapped_module."  # prefix of parameters whose activations are checkpointed
-_SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-"""Kinds of distributed training (`accelerate.DistributedType`) in which no process has the whole weights."""
+_SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # kinds of training in which no process has the whole weights
 
 
 class EngineGeneration:

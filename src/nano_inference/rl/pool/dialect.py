@@ -15,7 +15,6 @@ from nano_inference.types import (
     BadRequest,
     Delta,
     EngineRequest,
-    SamplingMask,
     SamplingParams,
     TokenLogprob,
     TopLogprobs,
@@ -103,9 +102,8 @@ def samples_of(reply: JSON, request: EngineRequest, version: int) -> list[Traini
     """Return the samples of a whole reply; `version` is that of servers which report none."""
     prompt = prompt_fields(reply.get("prompt_logprobs"), request)
     details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
-    choices = sorted(reply["choices"], key=lambda one: int(one["index"]))
     found = []
-    for choice in choices:
+    for choice in sorted(reply["choices"], key=lambda one: int(one["index"])):
         builder = SampleBuilder(request, choice["index"], version)
         builder.add(choice)
         found.append(builder.sample(choice, prompt, int(details.get("cached_tokens") or 0)))
@@ -128,6 +126,7 @@ class SampleBuilder:
         tokens = tuple(choice.get("token_ids") or ())
         entries = (choice.get("logprobs") or {}).get("content") or []
         mask = tuple(choice.get("mask") or (1,) * len(tokens))
+        masks = tuple(None if one is None else tuple(one) for one in choice.get("sampling_mask") or ())
         delta = Delta(
             request_id=0,
             sample_index=self._index,
@@ -137,7 +136,7 @@ class SampleBuilder:
             versions=self._versions_of(choice, len(tokens)),
             top_logprobs=None if params.logprobs is None else tuple(_top(entry, params) for entry in entries),
             raw_logprobs=tuple(choice.get("raw_logprobs") or ()) if params.raw_logprobs else None,
-            sampling_masks=_masks(choice.get("sampling_mask") or ()) if params.sampling_mask else None,
+            sampling_masks=masks if params.sampling_mask else None,
         )
         self._deltas.append(delta)
         return delta
@@ -209,7 +208,3 @@ def _top(entry: Mapping[str, Any], params: SamplingParams) -> TopLogprobs:
 def _token_id(entry: Mapping[str, Any]) -> int:
     """Return an entry's token; vLLM has its id in the text alone, as "token_id:7"."""
     return int(entry["token_id"] if "token_id" in entry else str(entry["token"]).removeprefix("token_id:"))
-
-
-def _masks(masks: Sequence[Sequence[int] | None]) -> tuple[SamplingMask, ...]:
-    return tuple(None if one is None else tuple(one) for one in masks)

@@ -20,8 +20,7 @@ from nano_inference.weights.directory import weights_in
 from nano_inference.weights.staging import checked_name, plain_tensor
 from nano_inference.weights.updates import WeightUpdate
 
-OpenEngine = Callable[[int], InferenceEngine]
-"""Opens the engine of the worker with this index; called on the engine's thread."""
+OpenEngine = Callable[[int], InferenceEngine]  # opens a worker's engine by its index, on the engine's thread
 
 
 class LocalWorker:

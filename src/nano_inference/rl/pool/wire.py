@@ -15,8 +15,7 @@ from nano_inference.types import BadRequest, UpdateBusy
 JSON = dict[str, Any]
 _CONNECT_S = 10.0
 COMMAND_S = 600.0  # most seconds of a command, such as gathering an update
-_IDLE_S = 2.0
-"""Shorter than servers keep idle connections open: a request on one that they close at that moment would fail."""
+_IDLE_S = 2.0  # less than servers keep idle connections: a request on one that they close would fail
 _FULL, _FULL_S = 429, 0.25  # status of a full queue, and the pause before the request is sent again
 _MOST_TEXT = 500
 
@@ -77,20 +76,18 @@ class Server:
                     data = line.removeprefix(b"data: ")
                     if data == b"[DONE]":
                         return
-                    if data != line:
-                        yield self._event(data)
+                    if data == line:
+                        continue
+                    event: JSON = json.loads(data)
+                    if "error" in event and "choices" not in event:
+                        raise WorkerDied(f"{self.url}: {_message(data)}")
+                    yield event
         except self._failures as error:
             raise self._gone(error) from None
         raise WorkerDied(f"{self.url}: the stream ended early")
 
     async def close(self) -> None:
         await self._client.aclose()
-
-    def _event(self, data: bytes) -> JSON:
-        event: JSON = json.loads(data)
-        if "error" in event and "choices" not in event:
-            raise WorkerDied(f"{self.url}: {_message(data)}")
-        return event
 
     def _refusal(self, status: int, content: bytes) -> Exception:
         text = f"{self.url}: {_message(content) or f'status {status}'}"
