@@ -185,9 +185,7 @@ class TorchChannel:
         has_nccl = dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
         if not dist.is_available() or (backend == "nccl" and not has_nccl):
             raise ValueError(f"backend: {backend} is not available in this build of torch or on this machine")
-        self.timeout = timedelta(
-            seconds=place.timeout
-        )  # longest duration of a broadcast; may change between two of them
+        self.timeout = timedelta(seconds=place.timeout)  # most for a broadcast; may change between two of them
         rank, world_size = place.rank, place.world_size
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         try:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -279,7 +279,13 @@ class _Job:
         staging = Staging(executor.program, staged, is_partial=update.partial)
         source = pairs(self._named)
         try:
-            while (item := self._next(source)) is not None:
+            while True:
+                self.gate.start_reading()
+                self._check_cancelled()
+                item = next(source, None)
+                self._check_cancelled()
+                if item is None:
+                    break
                 staging.put(*item)
             complete = staging.complete()
             for tied, name in staging.only_aliases.items() if update.partial else ():
@@ -305,13 +311,6 @@ class _Job:
         """Drop an update that is gathered and will not be installed."""
         if self._gathered is not None:
             self._gathered.discard()
-
-    def _next(self, source: Iterator[tuple[object, object]]) -> tuple[object, object] | None:
-        self.gate.start_reading()
-        self._check_cancelled()
-        item = next(source, None)
-        self._check_cancelled()
-        return item
 
     def _pace(self, num_bytes: int) -> None:
         """Wait until no step runs. Raises `WeightError` if the update was cancelled."""
