@@ -52,6 +52,12 @@ class ThreadReplica:
 
     def kill(self) -> None:
         """Cut all connections, accept no others, and end; called on another thread."""
+        self.cut()
+        self.code = -9
+        self._loop.call_soon_threadsafe(self._ended.set)
+
+    def cut(self) -> None:
+        """Cut all connections and accept no others."""
         server = self.running
         assert server is not None
 
@@ -62,8 +68,6 @@ class ThreadReplica:
                 connection.transport.abort()
 
         server.on_loop(cut)
-        self.code = -9
-        self._loop.call_soon_threadsafe(self._ended.set)
 
 
 @dataclass

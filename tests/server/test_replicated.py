@@ -132,6 +132,47 @@ def test_a_replica_that_dies_before_it_has_installed_is_replaced_by_one_that_has
     assert group.tokens(0) == group.tokens(1)
 
 
+def test_a_replica_that_cannot_install_is_replaced_by_one_that_has(group: Group, shelf: Path) -> None:
+    ok(group.post("/update_weights", {"weight_dir": "one", "hold": True}))
+    assert ok(group.replica(1).post("/abort_weight_update", {}))["aborted"] is True
+    assert ok(group.post("/commit_weight_update", {}))["version"] == 1
+    group.until(lambda: len(group.replicas[1]) == 2 and len(group.front.servers.ready) == 2)
+    assert group.facts(0) == group.facts(1) and group.facts(1)[0] == 1
+
+
+def test_a_replica_that_does_not_answer_a_command_is_replaced_by_one_that_follows_it(group: Group) -> None:
+    group.replicas[1][-1].cut()
+    ok(group.post("/pause", {"mode": "keep"}))
+    group.until(lambda: len(group.replicas[1]) == 2 and len(group.front.servers.ready) == 2)
+    assert group.facts(0) == group.facts(1) and group.facts(1)[3] is True
+
+
+def test_a_replica_that_starts_during_an_update_gets_it(group: Group, shelf: Path) -> None:
+    first, second = group.front.servers.all
+
+    def drain() -> None:
+        second.num_open += 1  # a request, which the restart waits for
+        group.front.servers.stop(second)
+
+    def end_request() -> None:
+        second.num_open -= 1
+        group.front.servers.notify()
+
+    group.front.on_loop(drain)
+    with held(group.replica(0)):
+        update = in_thread(lambda: send(group.front.client, "sglang", "one", shelf))
+        group.until(lambda: first.num_open)
+        old = second.url
+        group.front.on_loop(end_request)
+        group.until(lambda: second.url != old)
+        for _ in range(20):  # turns of the proxy, in which the replica must not become ready
+            states = [one["state"] for one in group.front.client.get("/health").json()["replicas"]]
+        assert states == ["ready", "starting"]
+    assert ok(update.result(60))["version"] == 1
+    group.until(lambda: len(group.front.servers.ready) == 2)
+    assert group.facts(0) == group.facts(1) and group.facts(1)[0] == 1
+
+
 def test_a_killed_replica_is_replaced_with_weights_version_label_and_pause(group: Group, shelf: Path) -> None:
     for name, path in (("one", "model_path"), ("two", "model_path")):
         ok(group.post("/update_weights_from_disk", {path: name}))
