@@ -27,15 +27,7 @@ from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.loop import Call, ChatTokenizer, Column, RowState, find_specials, plain_columns
 from nano_inference.types import Delta, SamplingParams
 
-__all__ = [
-    "Engine",
-    "KVCache",
-    "RowState",
-    "eval_with_timeout",
-    "sample_next_token",
-    "timeout",
-    "use_calculator",
-]
+__all__ = ["Engine", "KVCache", "RowState", "eval_with_timeout", "sample_next_token", "timeout", "use_calculator"]
 
 _ROWS = 64  # rows of the trained length for which a GPU's cache is sized
 _UNIFORM = 1e30
