@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from nano_inference.config import EngineConfig
 from nano_inference.executors.devices import rank_device, set_threads
@@ -19,16 +17,23 @@ from nano_inference.parallel.links import local_links
 from nano_inference.parallel.opening import divided_model, load_rank
 from nano_inference.types import EngineDead
 
-_log = logging.getLogger("nano_inference")
-
 
 def main() -> None:
     """Serve until rank 0 ends the engine, or its process ends."""
     task = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    directory, rank = Path(task["directory"]), int(task["rank"])
+    directory, rank, size = Path(task["directory"]), int(task["rank"]), int(task["size"])
     try:
-        follower = _opened(task, directory, rank)
+        config = EngineConfig.from_dict(task["config"])
+        set_threads(config)
+        device = rank_device(config.device, rank, size)
+        kinds = installed_kinds()
+        checkpoint = opened(config, kinds, default_cache(os.environ))
+        model, program = divided_model(checkpoint, config, kinds)
+        (directory / f"ready-{rank}").touch()
+        links = local_links(directory, rank, size, device)
+        own = load_rank(checkpoint, model, program, config, links, device)
+        follower = Follower(own, program, links, is_fed=True)
     except Exception as error:
         (directory / f"fault-{rank}").write_text(f"{type(error).__name__}: {error}")
         raise SystemExit(1) from None
@@ -37,19 +42,6 @@ def main() -> None:
     except EngineDead:
         os._exit(1)  # rank 0 reports it
     os._exit(0)  # a thread may still wait inside torch, which ends the process with an error otherwise
-
-
-def _opened(task: dict[str, Any], directory: Path, rank: int) -> Follower:
-    """Open the model, join the other ranks and load this one's part."""
-    config, size = EngineConfig.from_dict(task["config"]), int(task["size"])
-    set_threads(config)
-    device = rank_device(config.device, rank, size)
-    kinds = installed_kinds()
-    checkpoint = opened(config, kinds, default_cache(os.environ))
-    model, program = divided_model(checkpoint, config, kinds)
-    (directory / f"ready-{rank}").touch()
-    links = local_links(directory, rank, size, device)
-    return Follower(load_rank(checkpoint, model, program, config, links, device), program, links, is_fed=True)
 
 
 def _end_with_parent() -> None:
