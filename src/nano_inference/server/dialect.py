@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError, ErrorBody
-from nano_inference.server.events import DONE, SERVER_SENT_EVENTS, StreamForm, event
+from nano_inference.server.events import SERVER_SENT_EVENTS, StreamForm
 from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import OpenAIReply, Reply
@@ -28,11 +28,6 @@ With `stores`, a fifth argument is the client's stored replies, which the genera
 """
 Work = Callable[..., JSON]
 """Returns the reply of (body, model) without the engine. With `stores`, also takes the client's stored replies."""
-
-
-def openai_stream_error(error: ApiError, first: bytes, number: int) -> bytes:
-    """Return OpenAI's error object and [DONE]."""
-    return event(error.to_dict()) + DONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +52,8 @@ class UnloadedModel:
 
 
 StreamError = Callable[[ApiError, bytes, int], bytes]
-"""Returns what ends a stream whose server died, of (error, the first events that were sent, the number of all)."""
+"""Returns what ends a stream whose server died: `Reply.broken`."""
+openai_stream_error: StreamError = OpenAIReply.broken
 OfModels = Callable[[Sequence[JSON], Sequence[UnloadedModel]], JSON]
 """Returns one reply of (the replies of the loaded models, the other models)."""
 
@@ -144,8 +140,6 @@ class Dialect:
     """Returns fields for the reply of GET /health."""
     error_body: ErrorBody | None = None
     """The body of an error on the dialect's POST paths; None for OpenAI's error object."""
-    stream_error: StreamError = openai_stream_error
-    """Ends a stream whose server died."""
 
     def __post_init__(self) -> None:
         routes: tuple[Route | Converting | Describing | Probing | Recalling, ...]
@@ -187,8 +181,8 @@ def error_bodies(dialects: Mapping[str, Dialect]) -> dict[str, ErrorBody]:
 
 
 def stream_errors(dialects: Mapping[str, Dialect]) -> dict[str, StreamError]:
-    """Return path -> `Dialect.stream_error` of the routes that generate."""
-    return {route.path: one.stream_error for one in dialects.values() for route in one.generating}
+    """Return path -> `Reply.broken` of the routes that generate."""
+    return {route.path: route.reply.broken for one in dialects.values() for route in one.generating}
 
 
 def health_fields(dialects: Mapping[str, Dialect], occupancy: Occupancy) -> JSON:

@@ -69,7 +69,15 @@ class Reply(Generic[Options]):
         return DONE
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the events that end a stream with an error: the error object and [DONE]."""
+        """Return the events that end a stream with an error."""
+        return self.broken(error)
+
+    @staticmethod
+    def broken(error: ApiError, first: bytes = b"", number: int = 0) -> bytes:
+        """Return what ends a stream of which only this is known: the error object and [DONE].
+
+        A server that forwards another's stream knows the first events that were sent, and the number of all.
+        """
         return event(error.to_dict()) + DONE
 
 

@@ -225,8 +225,9 @@ class LlamaReply(Reply[LlamaBody]):
         """Return nothing: each sample has its own last event."""
         return b""
 
-    def fail(self, error: ApiError) -> bytes:
-        return stream_error(error)
+    @staticmethod
+    def broken(error: ApiError, first: bytes = b"", number: int = 0) -> bytes:
+        return event(error_body(error))
 
     def _chunk(self, transcript: Transcript, decoded: DecodedDelta) -> JSON:
         chunk: JSON = {
@@ -347,11 +348,6 @@ def selected(answer: JSON, paths: Sequence[str]) -> JSON:
     return found
 
 
-def stream_error(error: ApiError) -> bytes:
-    """Return the event that ends a stream with an error."""
-    return event(error_body(error))
-
-
 def error_body(error: ApiError) -> JSON:
     """Return llama.cpp's error object: `code` is the HTTP status, and a prompt that is too long has its own type."""
     is_long = error.code == "context_length_exceeded"
@@ -388,5 +384,4 @@ DIALECT = Dialect(
     ),
     describing=(Describing(path="/props", describe=props, summary=_DESCRIBE),),
     error_body=error_body,
-    stream_error=lambda error, first, number: stream_error(error),
 )

@@ -260,8 +260,9 @@ class MessagesReply(Reply[MessagesOptions]):
         delta = {name: ending.pop(name) for name in ("stop_reason", "stop_sequence")}
         return _encoded([*self._stop(), {"type": "message_delta", "delta": delta, **ending}, {"type": "message_stop"}])
 
-    def fail(self, error: ApiError) -> bytes:
-        return stream_error(error)
+    @staticmethod
+    def broken(error: ApiError, first: bytes = b"", number: int = 0) -> bytes:
+        return _encoded([error_body(error)])
 
     def _take(self, events: Iterable[Event]) -> list[JSON]:
         """Add text and calls to the blocks; return the API's events for them."""
@@ -372,11 +373,6 @@ def error_body(error: ApiError, request_id: str | None = None) -> JSON:
     return {"type": "error", "error": fields | ({"details": known} if known else {}), "request_id": request_id}
 
 
-def stream_error(error: ApiError) -> bytes:
-    """Return the event that ends a stream with an error."""
-    return _encoded([error_body(error)])
-
-
 def _encoded(values: Iterable[JSON]) -> bytes:
     """Return server-sent events, each named by its `type`."""
     return b"".join(event(value, value["type"]) for value in values)
@@ -403,5 +399,4 @@ DIALECT = Dialect(
         ),
     ),
     error_body=error_body,
-    stream_error=lambda error, first, number: stream_error(error),
 )

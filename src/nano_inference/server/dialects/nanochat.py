@@ -109,8 +109,9 @@ class WebReply(Reply[None]):
         """Return the event that ends an answer."""
         return _event({"done": True, **version_facts(self.transcripts[0], self.generation)})
 
-    def fail(self, error: ApiError) -> bytes:
-        return stream_error(error)
+    @staticmethod
+    def broken(error: ApiError, first: bytes = b"", number: int = 0) -> bytes:
+        return _event({"error": shortened(error.message)})
 
 
 def error_body(error: ApiError) -> JSON:
@@ -126,10 +127,6 @@ def error_body(error: ApiError) -> JSON:
     place = [int(part) if part.isdigit() else part for part in (error.param or "").split(".") if part]
     kind = "json_invalid" if error.code == "invalid_json" else "value_error"
     return {"detail": [{"type": kind, "loc": ["body", *place], "msg": text}], **body}
-
-
-def stream_error(error: ApiError) -> bytes:
-    return _event({"error": shortened(error.message)})
 
 
 def _event(value: Any) -> bytes:
@@ -183,5 +180,4 @@ DIALECT = Dialect(
     describing=(Describing(path="/stats", describe=stats, summary=_STATS),),
     health=health,
     error_body=error_body,
-    stream_error=lambda error, first, number: stream_error(error),
 )

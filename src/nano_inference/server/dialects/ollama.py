@@ -304,7 +304,8 @@ class OllamaReply(Reply[TextBody]):
         """Return nothing: the last delta has the last line; without an answer, the only line."""
         return b"" if self.transcripts else line(self.whole())
 
-    def fail(self, error: ApiError) -> bytes:
+    @staticmethod
+    def broken(error: ApiError, first: bytes = b"", number: int = 0) -> bytes:
         return line(error_body(error))
 
     def _part(self, fields: JSON, entries: Sequence[LogprobEntry] = ()) -> JSON:
@@ -365,5 +366,4 @@ DIALECT = Dialect(
         Describing(path="/api/version", describe=version, summary="Return the version of Ollama's API."),
     ),
     error_body=error_body,
-    stream_error=lambda error, first, number: line(error_body(error)),
 )

@@ -36,7 +36,6 @@ from nano_inference.server.dialects.responses_reply import (
     ID_PREFIXES,
     ResponsesOptions,
     ResponsesReply,
-    stream_error,
     text_in,
 )
 from nano_inference.server.errors import ApiError, refused, unsupported_field, unsupported_value
@@ -408,5 +407,4 @@ DIALECT = Dialect(
             summary="List the items that a stored response answers.",
         ),
     ),
-    stream_error=stream_error,
 )

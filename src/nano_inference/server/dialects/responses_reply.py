@@ -296,17 +296,18 @@ class ResponsesReply(Reply[ResponsesOptions]):
             self._num_events += 1
         return data
 
-
-def stream_error(error: ApiError, first: bytes, number: int) -> bytes:
-    """Return the event that ends a stream whose server died: the response as failed, if `first` has the event with it.
-
-    `number`: events before it.
-    """
-    text = shortened(error.message)
-    created = next((line for line in first.splitlines() if line.startswith(b'data: {"type":"response.created"')), b"")
-    if not created:
-        fields = {"code": "server_error", "message": text, "param": error.param, "sequence_number": number}
-        return named_event({"type": "error", **fields}, "error")
-    response = from_json(created.removeprefix(b"data: "))["response"]
-    failed = {**response, "status": "failed", "error": {"code": "server_error", "message": text}}
-    return named_event({"type": "response.failed", "response": failed, "sequence_number": number}, "response.failed")
+    @staticmethod
+    def broken(error: ApiError, first: bytes = b"", number: int = 0) -> bytes:
+        """Return the response as failed, if `first` has the event with it, or else an error."""
+        text = shortened(error.message)
+        created = next(
+            (line for line in first.splitlines() if line.startswith(b'data: {"type":"response.created"')), b""
+        )
+        if not created:
+            fields = {"code": "server_error", "message": text, "param": error.param, "sequence_number": number}
+            return named_event({"type": "error", **fields}, "error")
+        response = from_json(created.removeprefix(b"data: "))["response"]
+        failed = {**response, "status": "failed", "error": {"code": "server_error", "message": text}}
+        return named_event(
+            {"type": "response.failed", "response": failed, "sequence_number": number}, "response.failed"
+        )
