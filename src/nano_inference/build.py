@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -136,13 +136,14 @@ class EngineParts:
 def assemble(
     config: EngineConfig,
     progress: LoadProgress | None = None,
-    on_open: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    on_open: Callable[[Checkpoint, Callable[[], Tokenizer]], None] = lambda checkpoint, load: None,
     kinds: ModelKinds | None = None,
 ) -> EngineParts:
-    """Build the parts of an engine. `on_open` is called before the weights are loaded; its exceptions propagate.
+    """Build the parts of an engine.
 
-    `kinds` are the known formats, families and tokenizers, by default the installed ones. Raises `ModelError` for
-    unusable model files, and `ValueError` for an unusable device or a cache smaller than one block.
+    `on_open` is called with the checkpoint and its tokenizer's loader before the weights are loaded; its exceptions
+    propagate. `kinds` are the known formats, families and tokenizers, by default the installed ones. Raises
+    `ModelError` for unusable model files, and `ValueError` for an unusable device or a cache smaller than one block.
     """
     set_threads(config)
     device = pick_device(config.device)
@@ -153,7 +154,8 @@ def assemble(
     check_cache_fits(config.kv_cache_bytes, device)
     kinds = installed_kinds() if kinds is None else kinds
     checkpoint = opened(config, kinds, default_cache(os.environ))
-    on_open(checkpoint)
+    load = cache(partial(load_tokenizer, checkpoint.tokenizer, kinds.tokenizers))
+    on_open(checkpoint, load)
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
     executor: Executor
     if config.tensor_parallel > 1:
@@ -168,17 +170,26 @@ def assemble(
         executor = load_model(
             checkpoint, device, dtype, max_model_len, progress, attention=config.attention, families=kinds.families
         )
-    return parts_with(executor, config, checkpoint, kinds)
+    return parts_with(executor, config, checkpoint, kinds, load)
 
 
-def parts_with(executor: Executor, config: EngineConfig, checkpoint: Checkpoint, kinds: ModelKinds) -> EngineParts:
-    """Return the parts for an executor that was loaded from a checkpoint; close it if its cache cannot be allocated."""
+def parts_with(
+    executor: Executor,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    kinds: ModelKinds,
+    load: Callable[[], Tokenizer] | None = None,
+) -> EngineParts:
+    """Return the parts for an executor that was loaded from a checkpoint; close it if its cache cannot be allocated.
+
+    `load` returns the checkpoint's tokenizer, loaded once.
+    """
     try:
         parts = parts_of(executor, config)
     except BaseException:
         executor.close()
         raise
-    load = cache(lambda: load_tokenizer(checkpoint.tokenizer, kinds.tokenizers))
+    load = load or cache(partial(load_tokenizer, checkpoint.tokenizer, kinds.tokenizers))
     try:
         ends = end_token_ids(checkpoint.config, load())
     except ModelError as error:

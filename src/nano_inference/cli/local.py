@@ -43,7 +43,7 @@ from nano_inference.text.dialogue import Dialogue, PartKind, load_dialogue, part
 from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.kinds import Tool
 from nano_inference.text.stream import repeats
-from nano_inference.text.tokenizer import Tokenizer, kind_of, load_tokenizer
+from nano_inference.text.tokenizer import Tokenizer, kind_of
 from nano_inference.types import BadRequest, Delta, EngineDead, SamplingParams, StepResult, TrainingSample
 
 _NOTHING = Typed()
@@ -89,12 +89,12 @@ def open_session(
     tokenizer: Tokenizer | None = None
     dialogue: Dialogue | None = None
 
-    def on_open(checkpoint: Checkpoint) -> None:
+    def on_open(checkpoint: Checkpoint, load: Callable[[], Tokenizer]) -> None:
         nonlocal tokenizer, dialogue
         source = checkpoint.tokenizer
         if not needs_text and source.gguf is None and kind_of(Path(source.path), kinds.tokenizers) is None:
             return
-        tokenizer = load_tokenizer(source, kinds.tokenizers)
+        tokenizer = load()
         dialogue = load_dialogue(source, tokenizer, kinds.tokenizers)
         check(dialogue)
 

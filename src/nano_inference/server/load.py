@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from nano_inference.text.dialogue import Dialogue, TemplateDialogue, load_dialog
 from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerKind, TokenizerSource
-from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import ModelError
 
 _LOGGER = logging.getLogger(__name__)
@@ -53,13 +53,14 @@ def open_model(
     engine_config = for_serving(replace(engine_config, model_path=str(path)), config.max_tokens_per_batch)
     is_used = config.generation_config == "auto"
 
-    def check(checkpoint: Checkpoint) -> None:
+    def check(checkpoint: Checkpoint, load: Callable[[], Tokenizer]) -> None:
         if is_used:
             sampling_defaults(checkpoint)
 
     kinds = installed_kinds()
     parts = assemble(engine_config, progress, on_open=check, kinds=kinds)
     assert parts.checkpoint is not None and parts.executor is not None, "assemble opens a checkpoint"
+    assert parts.load_tokenizer is not None, "it has a tokenizer"
     parts.executor.warm_up(lambda done, total: None)
     own = sampling_defaults(parts.checkpoint) if is_used else valid_defaults(parts.checkpoint)
     given = {"temperature": config.temp, "seed": config.default_seed}
@@ -67,7 +68,7 @@ def open_model(
     chats = chat_defaults(own, catalog_sampling(name))
     if config.temp is not None:
         chats = chats._replace(sampling=MappingProxyType({**chats.sampling, "temperature": config.temp}))
-    tokenizer = load_tokenizer(parts.checkpoint.tokenizer, kinds.tokenizers)
+    tokenizer = parts.load_tokenizer()
     engine = InferenceEngine(engine_config, parts=parts)
     model = ServedModel(
         names=config.served_model_name or (name,),
