@@ -239,7 +239,8 @@ def tokenizer(tiny_directory: Path) -> Tokenizer:
 def call(tokenizer: Tokenizer) -> Generation:
     request = EngineRequest(prompt=(1, 2), params=SamplingParams(), num_samples=1)
     options = MessagesOptions(creates_cache=False, edits_context=False, omits_thinking=False)
-    return Generation(requests=(request,), kind="chat", id="msg_1", model="tiny", tokenizer=tokenizer, options=options)
+    fields = {"kind": "chat", "id": "msg_1", "model": "tiny", "tokenizer": tokenizer, "options": options}
+    return Generation(requests=(request,), num_samples=1, num_tokens=0, **fields)
 
 
 def client_for(data: bytes, kind: str = "text/event-stream") -> Any:

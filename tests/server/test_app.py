@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import random
@@ -10,6 +11,7 @@ import re
 import socket
 import threading
 import time
+import tracemalloc
 import urllib.parse
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -1239,6 +1241,32 @@ def test_started_sample_ends_with_its_tokens_at_deadline(
             assert written and one["text"].startswith(written.rstrip("\ufffd")), (
                 "the tokens of the deadline are a prefix"
             )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETE, {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}),
+        ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {"max_tokens": 400, "ignore_eos": True}}),
+        ("/api/generate", {"model": "tiny", "prompt": "hello", "options": {"num_predict": 400}}),
+    ],
+)
+def test_a_body_is_not_kept_while_its_reply_is_streamed(tiny_directory: Path, path: str, body: dict[str, Any]) -> None:
+    data = json.dumps({**body, "stream": True, "padding": "x" * (3 << 20)}).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    with running(tiny_directory, ServerConfig(port=0, log_requests=False), blocked) as server:
+        blocker_of(server).steps_left = 0
+        with socket.create_connection((server.client.base_url.host, server.client.base_url.port), timeout=60) as wire:
+            tracemalloc.start()
+            try:
+                wire.sendall(f"{head}\r\n\r\n".encode() + data)
+                assert wire.recv(15) == b"HTTP/1.1 200 OK"
+                assert blocker_of(server).is_blocked.wait(60)
+                gc.collect()
+                assert tracemalloc.get_traced_memory()[0] < 2 << 20
+            finally:
+                tracemalloc.stop()
+                blocker_of(server).gate.set()
 
 
 @pytest.mark.parametrize(("max_tokens", "reasons"), [(3, [None, "timeout"]), (400, ["timeout", "timeout"])])

@@ -107,7 +107,8 @@ def deltas_of(
 
 def options(**fields: Any) -> Generation:
     """Return a generation without requests."""
-    return Generation(requests=(), kind="completion", id="id-1", model="m", tokenizer=TOKENIZER, created=5, **fields)
+    fixed = {"requests": (), "kind": "completion", "id": "id-1", "model": "m", "tokenizer": TOKENIZER, "created": 5}
+    return Generation(**{**fixed, "num_samples": 1, "num_tokens": 0, **fields})
 
 
 def decode_all(shape: Generation, deltas: Iterator[Delta]) -> list[DecodedDelta]:

@@ -238,7 +238,7 @@ def _with_factors(file: GgufFile, rope: RopeConfig) -> RopeConfig:
         raise ModelError(
             f"{file.path}: {ROPE_FACTORS} must be F32 ({rope.rotary_dim // 2},), got {tensor.type_name} {tensor.shape}"
         )
-    values = torch.empty(tensor.shape)
+    values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
     FileRange(file.path, tensor.offset, tensor.shape, "float32").read_into(values)
     factors: list[float] = values.tolist()
     if not all(1e-6 < factor < 1e6 for factor in factors):

@@ -189,6 +189,7 @@ def _reply_options(
     return Generation(
         requests=(),
         num_samples=body.n or 1,
+        num_tokens=0,
         kind="chat" if is_chat else "completion",
         id=f"{'chatcmpl' if is_chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
         model=model.name_for(body.model),

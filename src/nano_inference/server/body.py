@@ -196,7 +196,7 @@ _MAX_LOGGED = 1000
 
 
 def unread_fields(body: Body, model: ServedModel, *, answers: bool) -> list[str]:
-    """Return the fields that have no effect, also those that are hints without effect on this model.
+    """Return the fields that have no effect, also those that are hints without effect on this model; 1,000 at most.
 
     Raises `ApiError` naming the first one whose loss would change the prompt or, with `answers`, the answer.
     """
@@ -223,7 +223,7 @@ def unread_fields(body: Body, model: ServedModel, *, answers: bool) -> list[str]
                 if (model.generation.get(penalty, off) if value is None else value) != off:
                     text = f"{name} is not supported together with {penalty}, except -1: penalties cover all tokens"
                     raise unsupported_field(name, text)
-    return list(dict.fromkeys([*unread, *body.hints(knows)]))
+    return list(dict.fromkeys([*unread, *body.hints(knows)]))[:_MAX_LOGGED]
 
 
 def _unread(body: Body, place: str = "") -> Iterator[str]:

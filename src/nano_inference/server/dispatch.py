@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 from nano_inference.core.outbox import Outbox
 from nano_inference.server.limits import FairQueue, quota
@@ -46,7 +45,8 @@ class Capacity:
         return max(4, self.step_tokens // 64)
 
 
-class _Usage(NamedTuple):
+@dataclass(slots=True)
+class _Usage:
     """What requests occupy in the engine."""
 
     num_seats: int = 0  # samples that have not ended
@@ -54,13 +54,11 @@ class _Usage(NamedTuple):
     num_unstarted_tokens: int = 0  # tokens that it computes before all of them have started; a prompt once
     num_tokens: int = 0  # tokens of K/V that they have, plus up to `LOOKAHEAD` more per sample
 
-    def plus(self, other: _Usage) -> _Usage:
-        return _Usage(
-            self.num_seats + other.num_seats,
-            self.num_unstarted + other.num_unstarted,
-            self.num_unstarted_tokens + other.num_unstarted_tokens,
-            self.num_tokens + other.num_tokens,
-        )
+    def add(self, other: _Usage) -> None:
+        self.num_seats += other.num_seats
+        self.num_unstarted += other.num_unstarted
+        self.num_unstarted_tokens += other.num_unstarted_tokens
+        self.num_tokens += other.num_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,8 +161,10 @@ class Dispatcher:
 
     def _count(self, used: dict[str, _Usage], entry: _Entry) -> None:
         usage, name = entry.usage(), entry.client.name
-        used[name] = used.get(name, _Usage()).plus(usage)
-        self._total = self._total.plus(usage)
+        if (own := used.get(name)) is None:
+            own = used[name] = _Usage()
+        own.add(usage)
+        self._total.add(usage)
 
     def _has_seat(self) -> bool:
         """Return True if a seat is free, and few samples of the engine are unstarted."""

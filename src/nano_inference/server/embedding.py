@@ -62,6 +62,7 @@ def ask_embedding(body: EmbeddingBody, model: ServedModel, config: ServerConfig,
     )
     return Generation(
         requests=requests,
+        num_samples=1,
         num_tokens=sum(len(request.prompt) for request in requests),
         kind="completion",
         id=f"embd-{uuid.uuid4().hex}",

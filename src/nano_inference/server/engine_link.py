@@ -43,7 +43,7 @@ class EngineLink:
         self._dispatcher: Dispatcher | None = None
         self._step_timeout = step_timeout
         self._engine: AsyncEngine[DrivenEngine] | None = None
-        self._open: dict[Outbox, frozenset[str]] = {}  # open call -> ids by which clients can abort it
+        self._open: dict[Outbox, frozenset[str]] = {}  # open outbox -> ids by which clients can abort it
 
     # ---- lifecycle --------------------------------------------------------------------------------------------------
 
@@ -83,13 +83,13 @@ class EngineLink:
             self.state = "draining"
 
     def abort_all(self) -> None:
-        """Fail all open calls."""
+        """Fail all open outboxes."""
         for outbox in tuple(self._open):
             outbox.fail(_shutting_down())
 
     @property
     def num_open(self) -> int:
-        """Open calls."""
+        """Open outboxes."""
         return len(self._open)
 
     async def stop(self, timeout: float = 10.0) -> None:
@@ -119,7 +119,7 @@ class EngineLink:
     ) -> Iterator[Outbox]:
         """Queue requests and yield their outbox; leaving the block aborts open samples.
 
-        `names` are the client's ids of the call, for `end_requests`. With a client, each request is passed to the
+        `names` are the client's ids of the generation, for `end_requests`. With a client, each request is passed to the
         engine when it is its turn; without one, all at once. Raises `ApiError` unless the engine is ready.
         """
         engine, dispatcher = self.engine, None if client is None else self._dispatcher
@@ -139,7 +139,7 @@ class EngineLink:
     async def end_requests(
         self, names: Iterable[str] | None = None, *, first: Callable[[DrivenEngine], object] | None = None
     ) -> int:
-        """End open calls now, those with one of these ids or all; return the number of samples ended.
+        """End open generations now, those with one of these ids or all; return the number of samples ended.
 
         Their samples end as "abort" with the tokens they have. `first` runs just before, on the engine's thread;
         requests submitted later are not ended.
@@ -154,7 +154,7 @@ class EngineLink:
     # ---- reports of the engine --------------------------------------------------------------------------------------
 
     def on_delta(self, outbox: Outbox, prompt_index: int, delta: Delta, last_token: float | None) -> None:
-        """Count a delta's tokens; fail a call whose client has too many unread ones."""
+        """Count a delta's tokens; fail an outbox whose client has too many unread ones."""
         assert self.metrics is not None, "set before the engine is ready"
         times = outbox.times[prompt_index][delta.sample_index]
         if delta.token_ids and times.last_token is not None:
@@ -191,7 +191,7 @@ class EngineLink:
             self.metrics.engine_died()
 
     def _count_open(self, outbox: Outbox) -> None:
-        """Record the end of samples that are still open when a call is closed."""
+        """Record the end of samples that are still open when an outbox is closed."""
         assert self.metrics is not None, "set before the engine is ready"
         reason = "error" if self.state == "dead" else outbox.end_reason
         for request, row in zip(outbox.requests, outbox.times, strict=True):

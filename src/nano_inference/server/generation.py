@@ -30,9 +30,9 @@ class Generation:
 
     # ---- for the engine
     requests: tuple[EngineRequest, ...]
-    structures: tuple[Structure | None, ...] = ()  # of each request; empty if no request has one
-    num_samples: int = 1  # samples per prompt
-    num_tokens: int = 0  # upper bound of its tokens, prompts and outputs
+    structures: tuple[Structure | None, ...] = ()  # of each request, in their order; empty if no request has one
+    num_samples: int  # samples per prompt, which each request has
+    num_tokens: int  # upper bound of its tokens, prompts and outputs; they count against the server's limits
     names: frozenset[str] = frozenset()  # ids by which a client may abort it
     forbids_tokens: bool = False  # True if the client excludes tokens, possibly all of them
     reduced_max_tokens: int | None = None
@@ -74,6 +74,10 @@ class Generation:
     named: tuple[int, ...] = ()  # tokens to report in place of the most probable ones; `logprobs` is their number
     prompt_logprobs: int | None = None
     echo_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        assert all(one.num_samples == self.num_samples for one in self.requests), "each request has `num_samples`"
+        assert len(self.structures) in (0, len(self.requests)), "each request has its structure, or None"
 
     @property
     def total_samples(self) -> int:

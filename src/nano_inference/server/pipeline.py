@@ -103,8 +103,13 @@ class Pipeline:
 
     async def answer(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request: read and parse its body, run what it asks for, send the reply."""
-        deadline, state = time.monotonic() + self.config.request_timeout, scope["state"]
-        model = self.require_loaded().model
+        deadline = time.monotonic() + self.config.request_timeout
+        chosen, generation = await self._asked(route, scope, receive, deadline)
+        await self._run(chosen, generation, deadline, scope, receive, send)
+
+    async def _asked(self, route: Route, scope: Scope, receive: Receive, deadline: float) -> tuple[Route, Generation]:
+        """Return what a body asks for, and the route that answers it. The body is not kept while it is answered."""
+        model, state = self.require_loaded().model, scope["state"]
         data = await self._read(receive)
 
         def ask() -> tuple[Route, list[str], Generation]:
@@ -121,8 +126,7 @@ class Pipeline:
         chosen, unread, generation = await self.workers.run(len(data), ask, renders=route.renders, seconds=seconds)
         self.ignored.report(unread)
         generation = await self.compilers.add_matchers(generation, model.grammars, deadline - time.monotonic())
-        generation = replace(generation, names=generation.names | {generation.id, state["request_id"]})
-        await self._run(chosen, generation, deadline, scope, receive, send)
+        return chosen, replace(generation, names=generation.names | {generation.id, state["request_id"]})
 
     async def _run(
         self,

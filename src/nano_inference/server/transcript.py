@@ -29,7 +29,7 @@ class Transcript:
     """The decoded output of one sample so far. Used only by the coroutine that answers."""
 
     prompt_index: int
-    index: int  # index among all choices of the call
+    index: int  # index among all choices of the reply
     detokenizer: Detokenizer
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

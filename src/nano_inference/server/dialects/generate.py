@@ -94,16 +94,16 @@ def ask_generate(body: GenerateBody, model: ServedModel, config: ServerConfig, s
     if params.skip_reading_prefix_cache:  # no other request has this namespace
         salt = f"{salt}#{uuid.uuid4().hex}"
     generation = translated(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
-    name = body.request_id or f"generate-{uuid.uuid4().hex}"
-    return replace(generation, id=name, names=frozenset({name}), token_ids=True, tokens_as_ids=True, options=body)
+    name, shown = body.request_id or f"generate-{uuid.uuid4().hex}", bool(body.return_token_ids)
+    return replace(generation, id=name, names=frozenset({name}), token_ids=True, tokens_as_ids=True, options=shown)
 
 
 # ---- reply
 
 
 @dataclass
-class GenerateReply(Reply[GenerateBody]):
-    """The reply to /inference/v1/generate."""
+class GenerateReply(Reply[bool]):
+    """The reply to /inference/v1/generate; the option is whether it has the prompt's ids."""
 
     _has_started: bool = field(init=False, default=False)  # True after the first chunk of a stream
 
@@ -148,7 +148,7 @@ class GenerateReply(Reply[GenerateBody]):
 
     def _prompt(self) -> JSON:
         """Return the prompt's ids if they are requested."""
-        return {"prompt_token_ids": list(self.generation.requests[0].prompt)} if self.options.return_token_ids else {}
+        return {"prompt_token_ids": list(self.generation.requests[0].prompt)} if self.options else {}
 
     def _choice(self, index: int, part: Transcript | DecodedDelta, facts: JSON) -> JSON:
         """Return the choice of a sample, or of a delta: all of a sample's chunks add up to its choice."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic_core import from_json
@@ -150,7 +150,7 @@ def ask_ollama_generate(body: OllamaGenerateBody, model: ServedModel, config: Se
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     generation = translated({**fields, "prompt": body.prompt}, CompletionBody, _NAMES, model, config, salt)
-    return replace(generation, options=body)
+    return replace(generation, options=_options(body))
 
 
 def ask_ollama_chat(body: OllamaChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
@@ -194,7 +194,7 @@ def _chat(
             raise unsupported_field("think", text)
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    return replace(translated(fields, ChatBody, names, model, config, salt), options=body)
+    return replace(translated(fields, ChatBody, names, model, config, salt), options=_options(body))
 
 
 def _fields(body: TextBody, model: ServedModel) -> JSON:
@@ -226,16 +226,30 @@ def _fields(body: TextBody, model: ServedModel) -> JSON:
     return fields | {"model": body.model, "stream": body.stream is not False, "max_tokens": limit}
 
 
+class ReplyOptions(NamedTuple):
+    """What a reply depends on, beside its generation."""
+
+    is_chat: bool
+    is_unload: bool  # an empty request says that the model may go
+
+
+def _options(body: TextBody) -> ReplyOptions:
+    is_unload = (body.model_extra or {}).get("keep_alive") in (0, "0", "0s")
+    return ReplyOptions(isinstance(body, OllamaChatBody), is_unload)
+
+
 def _empty(body: TextBody, model: ServedModel) -> Generation:
     """Return a generation without a request for the engine: its reply says that the model is loaded."""
     return Generation(
         requests=(),
+        num_samples=1,
+        num_tokens=0,
         kind="completion",
         id="load",
         model=model.name_for(body.model),
         tokenizer=model.tokenizer,
         stream=body.stream is not False,
-        options=body,
+        options=_options(body),
     )
 
 
@@ -280,15 +294,15 @@ class Pieces:
 
 
 @dataclass
-class OllamaReply(Reply[TextBody]):
+class OllamaReply(Reply[ReplyOptions]):
     """The reply to /api/chat, with a message, or to /api/generate, with a text."""
 
     _pieces: Pieces = field(init=False, default_factory=Pieces)
 
     def whole(self) -> JSON:
         if not self.transcripts:
-            is_unload = (self.options.model_extra or {}).get("keep_alive") in (0, "0", "0s")
-            return self._part({"content": ""}) | {"done": True, "done_reason": "unload" if is_unload else "load"}
+            reason = "unload" if self.options.is_unload else "load"
+            return self._part({"content": ""}) | {"done": True, "done_reason": reason}
         (transcript,) = self.transcripts
         return self._part(self._pieces.add(transcript.events), transcript.entries) | self._ending(transcript)
 
@@ -312,7 +326,7 @@ class OllamaReply(Reply[TextBody]):
         """Return an object with a part of the answer."""
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         part: JSON = {"model": self.generation.model, "created_at": now}
-        if isinstance(self.options, OllamaChatBody):
+        if self.options.is_chat:
             part["message"] = {"role": "assistant", **fields}
         else:
             part |= {"response" if name == "content" else name: value for name, value in fields.items()}
