@@ -184,7 +184,7 @@ async def run(model: Path, shelf: Path, num_streams: int) -> int:
     """Run the phases of the server; return the number of failures."""
     options = ["--model", str(model), "--port", "0", "--replicas", "2", "--enable-rl", "--weights-dir", str(shelf)]
     options += [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "nano_inference", "serve", *options, "--no-log-requests"]
+    command = [sys.executable, "-P", "-m", "nano_inference", "serve", *options, "--no-log-requests"]
     process = await asyncio.create_subprocess_exec(*command, stderr=PIPE)
     async with httpx2.AsyncClient(timeout=600, limits=httpx2.Limits(max_connections=None)) as client:
         server = Server(process, client)
