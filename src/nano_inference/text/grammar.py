@@ -218,13 +218,13 @@ def _mask(vocabulary: _Vocabulary, inner: Any, allowed_bits: int) -> bytes:
 
 def _on_deep_stack(work: Callable[[], _Compiled]) -> _Compiled:
     """Call a function in a thread with a deep stack and return what it returns or raises."""
-    with ThreadPoolExecutor(1, "grammar", _lower_priority) as pool:
-        previous = threading.stack_size(STACK_BYTES)
-        try:
-            done = pool.submit(work)  # starts the thread
-        finally:  # another model's thread, compiling at the same time, may have set the size
-            threading.stack_size(previous if previous != STACK_BYTES else 0)
-        return done.result()
+    pool, previous = ThreadPoolExecutor(1, "grammar", _lower_priority), threading.stack_size(STACK_BYTES)
+    try:
+        done = pool.submit(work)  # starts the thread
+    finally:  # another model's thread, compiling at the same time, may have set the size
+        threading.stack_size(previous if previous != STACK_BYTES else 0)
+        pool.shutdown(wait=False)  # Ctrl-C does not wait for it
+    return done.result()
 
 
 def _lower_priority() -> None:
