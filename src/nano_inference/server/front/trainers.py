@@ -172,12 +172,12 @@ class Trainers:
 
     async def _command(self, sent: Sent) -> dict[str, Any]:
         """Send a command to all replicas; return one reply for all. Raises the first one's error."""
-        ends_waiting = False
+        ends_update = False
         if sent.path == _ABORT:
             if self._phase == "installing":
                 raise ApiError(409, "busy: the update is being installed", code="busy")
             self._held = None
-            if ends_waiting := self._phase == "waiting":
+            if ends_update := self._phase in ("waiting", "gathering"):
                 self._phase = "aborted"
                 self._servers.notify()
         if is_kept := sent.path in _STATES or sent.path == _LABEL:
@@ -196,7 +196,7 @@ class Trainers:
         found = [one for server, one in answered.items() if server.state != NEEDS_UPDATE] or list(answered.values())
         if any(one.get("weights") == "discarded" for one in found):
             self._forget_updates("were discarded")
-        return _merged(found) | ({"aborted": True, "closed_groups": []} if ends_waiting else {})
+        return _merged(found) | ({"aborted": True, "closed_groups": []} if ends_update else {})
 
     def _forget_updates(self, lost: str) -> None:
         """Forget how to make earlier weights; `lost`: why those in force cannot be read again, if so."""
@@ -224,8 +224,7 @@ class Trainers:
             await self._servers.until(
                 lambda: self._phase == "aborted" or all(one.state != "starting" for one in self._servers.all)
             )
-            if self._phase == "aborted":
-                raise ApiError(409, "the update was aborted", code="aborted")
+            self._check_aborted()
             self._phase = "gathering"
             holders = self._holders(sent)
             reply = await self._gather(holders, sent, Copies(receive, len(holders)) if command.takes_stream else None)
@@ -288,6 +287,7 @@ class Trainers:
             for task in (*copying, *asking):
                 if task.done():
                     task.result()
+            self._check_aborted()
             return dict(asking[0].result().json())
         except BaseException as error:
             for task in copying if copies is None or copies.is_complete else (*copying, *asking):
@@ -296,6 +296,10 @@ class Trainers:
             if isinstance(error, Gone):
                 raise ApiError(503, f"{error}; no replica installs the update", code="replica_died") from None
             raise
+
+    def _check_aborted(self) -> None:
+        if self._phase == "aborted":
+            raise ApiError(409, "the update was aborted", code="aborted")
 
     async def _drop(self, holders: Sequence[Server], asking: Sequence[asyncio.Future[httpx2.Response]]) -> None:
         """Abort an update in all replicas, also in those that have not started to gather it."""
